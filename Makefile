@@ -1,0 +1,42 @@
+# make run | test | curves | lint | format
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Two ranks, or one where the machine has exactly one GPU.
+RANKS  ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
+
+.PHONY: run test curves lint format
+
+export OMP_NUM_THREADS ?= 1
+
+run: $(VENV)/.run
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit
+
+curves: $(VENV)/.run
+	$(BIN)/python -m lab.sweep study=demo
+	$(BIN)/python -m lab.plot runs/demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python >= 3.11 is needed; name one with: make PYTHON=python3.11 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wandb]'
+	@touch $@ $(VENV)/.run

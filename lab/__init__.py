@@ -1,0 +1,1 @@
+"""A lab that measures, explains and predicts how data-parallel training scales."""

@@ -1,0 +1,1 @@
+"""Records to speedup, efficiency and figures. Nothing in here imports torch."""

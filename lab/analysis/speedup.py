@@ -1,0 +1,225 @@
+"""Speedup, efficiency and exposed exchange of every point of a study.
+
+    strong scaling:  S(N, B) = T(1, B) / T(N, B)          B: global batch
+    weak scaling:    S(N, b) = N * T(1, b) / T(N, b)      b: batch of one rank
+    efficiency:      S / N
+    exposed exchange: T(strategy, N, B) - T(none, N, B), of the same model
+
+T is the median over timed steps of the maximum over ranks. Only throughput runs count, and
+baseline and point are paired by repeat.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lab.analysis.bootstrap import UNKNOWN, Interval, of_medians
+from lab.analysis.records import PHASES, STATUSES, Cell, Study, order
+
+CEILING = "none"
+
+
+@dataclass(frozen=True)
+class Point:
+    """All runs of one series at one scaling, world size and batch; finished ones first."""
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def one(self) -> Cell:
+        """A cell, for what all of them share; a failed one may know less of it."""
+        return self.cells[0]
+
+    def done(self, measure: str) -> dict[int, Cell]:
+        """Finished runs by repeat; of two with the same repeat, the later one counts."""
+        cells = sorted(self.cells, key=lambda cell: cell.started_at)
+        return {c.repeat: c for c in cells if c.status == "done" and c.measure == measure}
+
+    def step_s(self) -> dict[int, float]:
+        """Step time in seconds by repeat, from throughput runs."""
+        done = self.done("throughput")
+        return {r: done[r].step_s for r in sorted(done) if not math.isnan(done[r].step_s)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a point amounts to. Times in seconds; what was not measured is NaN.
+
+    `batch` is global in strong scaling and per rank in weak scaling.
+    """
+
+    scaling: str
+    series: str
+    strategy: str
+    world_size: int
+    batch: int
+    num_repeats: int
+    num_breakdowns: int
+    step_s: float
+    step_mad_s: float
+    images_per_s: Interval
+    baseline: str
+    speedup: Interval
+    efficiency: Interval
+    exposed_exchange_s: Interval
+    payload_max_bytes: float
+    payload_min_bytes: float
+    num_parameters: float
+    accuracy: float
+    transform: str
+    emulation: str
+    phases_s: Mapping[str, float]
+    statuses: Mapping[str, int]
+    settings: Mapping[str, str]
+
+
+def table(study: Study, baseline: str | None = None) -> list[Row]:
+    """One row per series, scaling, world size and batch, in reading order.
+
+    Args:
+        study: the records.
+        baseline: the strategy whose 1-rank runs speedup is measured from. By default `none`, or
+            each series' own 1-rank runs where the study has none of `none`.
+
+    Raises:
+        ValueError: no finished 1-rank throughput run of a `baseline` that was asked for.
+    """
+    points = _points(study.cells)
+    bases = {p.one.strategy for p in points if p.one.world_size == 1 and p.step_s()}
+    if baseline is not None and baseline not in bases:
+        allowed = ", ".join(sorted(bases, key=order)) or "none of them: no 1-rank run finished"
+        raise ValueError(f"baseline={baseline!r}: has no 1-rank run here; allowed are {allowed}")
+    named = baseline or (CEILING if CEILING in bases else None)
+    return [
+        _row(point, _baseline(points, point, named), _ceiling(points, point)) for point in points
+    ]
+
+
+def leaders(rows: Sequence[Row]) -> list[str]:
+    """The series of `rows`, all of one point of the grid, that no other has been shown to beat.
+
+    A series is left out only if its whole interval lies below another's, so series whose
+    intervals overlap stay together, and so does one that has no interval. Speedup is compared
+    where all share a baseline, else images per second. `none` is a ceiling that trains nothing
+    together, and does not take part.
+    """
+    running = [row for row in rows if row.strategy != CEILING and row.num_repeats]
+    shared = len({row.baseline for row in running}) == 1 and running[0].baseline != ""
+    value = {row.series: row.speedup if shared else row.images_per_s for row in running}
+    best = max((v.lo for v in value.values() if not math.isnan(v.lo)), default=-math.inf)
+    return [name for name, v in value.items() if not (math.isnan(v.mid) or v.hi < best)]
+
+
+def _points(cells: Iterable[Cell]) -> list[Point]:
+    groups: dict[tuple[str, int, int, str], list[Cell]] = {}
+    for cell in cells:
+        if cell.world_size and cell.batch:  # a run may fail before it knows where it belongs
+            key = (cell.scaling, cell.batch, cell.world_size, cell.series)
+            groups.setdefault(key, []).append(cell)
+    keys = sorted(groups, key=lambda key: (*key[:3], order(key[3])))
+    return [Point(tuple(sorted(groups[key], key=_failed))) for key in keys]
+
+
+def _failed(cell: Cell) -> bool:
+    return cell.status != "done"
+
+
+def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point | None:
+    if strategy is not None:
+        return _reference(points, point, strategy, 1)
+    own = [p for p in points if p.one.series == point.one.series]
+    return _reference(own, point, point.one.strategy, 1)
+
+
+def _ceiling(points: list[Point], point: Point) -> Point | None:
+    """The point that does the same work and moves nothing: it must run the same model."""
+    same = [p for p in points if p.one.transform == point.one.transform]
+    return _reference(same, point, CEILING, point.one.world_size, ignore="transform")
+
+
+def _reference(
+    points: list[Point], point: Point, strategy: str, world_size: int, ignore: str = ""
+) -> Point | None:
+    """The measured point of `strategy` that `point` may be compared with.
+
+    It must share scaling and batch, and may have no setting (model, data, precision and device
+    among them) that `point` does not share, `ignore` apart; the one sharing most is taken.
+    """
+    want = point.one
+    fits = [
+        p
+        for p in points
+        if (p.one.strategy, p.one.world_size) == (strategy, world_size)
+        and (p.one.scaling, p.one.batch) == (want.scaling, want.batch)
+        and {k: v for k, v in p.one.settings.items() if k != ignore}.items()
+        <= want.settings.items()
+        and p.step_s()
+    ]
+    return max(fits, key=lambda p: len(p.one.settings), default=None)
+
+
+def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
+    one, done = point.one, point.done("throughput")
+    ratio = _paired(operator.truediv, base, point)
+    speedup = ratio.scaled(one.world_size if one.scaling == "weak" else 1)
+    every = [*done.values(), *point.done("breakdown").values()]
+    payload = [value for cell in every for value in cell.payload_bytes]
+    return Row(
+        scaling=one.scaling,
+        series=one.series,
+        strategy=one.strategy,
+        world_size=one.world_size,
+        batch=one.batch,
+        num_repeats=len(point.step_s()),
+        num_breakdowns=len(point.done("breakdown")),
+        step_s=_median(point.step_s().values()),
+        step_mad_s=_median(cell.step_mad_s for cell in done.values()),
+        images_per_s=of_medians(np.positive, _known(c.images_per_s for c in done.values())),
+        baseline=base.one.series if base else "",
+        speedup=speedup,
+        efficiency=speedup.scaled(1 / one.world_size),
+        exposed_exchange_s=_paired(operator.sub, point, ceiling),
+        payload_max_bytes=max(payload, default=math.nan),
+        payload_min_bytes=min(payload, default=math.nan),
+        num_parameters=_median(cell.num_parameters for cell in every),
+        accuracy=_mean(cell.accuracy for cell in every),
+        transform=one.transform,
+        emulation="; ".join(sorted({cell.emulation for cell in every} - {""})),
+        phases_s=_phases(point),
+        statuses={name: sum(c.status == name for c in point.cells) for name in STATUSES},
+        settings=one.settings,
+    )
+
+
+def _paired(statistic: Callable[..., Any], first: Point | None, second: Point | None) -> Interval:
+    if first is None or second is None:
+        return UNKNOWN
+    a, b = first.step_s(), second.step_s()
+    shared = sorted(a.keys() & b.keys())
+    return of_medians(statistic, [a[r] for r in shared], [b[r] for r in shared])
+
+
+def _phases(point: Point) -> dict[str, float]:
+    """Median over breakdown runs of each phase, in seconds; empty without such runs."""
+    runs = [cell.phases_s for cell in point.done("breakdown").values() if cell.phases_s]
+    return {p: _median(run.get(p, math.nan) for run in runs) for p in PHASES} if runs else {}
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _median(values: Iterable[float]) -> float:
+    known = _known(values)
+    return float(np.median(known)) if known else math.nan
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = _known(values)
+    return float(np.mean(known)) if known else math.nan

@@ -1,0 +1,102 @@
+"""Checkpoints: whole or absent, and exact for every rank.
+
+    step_000100/shared.pt       what all ranks share: weights, optimizer, position in the data
+    step_000100/rank_000.pt     what is this rank's own: residuals, random state
+    step_000100/DONE            sizes and hashes of the files above, written last
+
+A checkpoint is written under a temporary name and renamed when DONE is on disk, so one that a crash
+cut short is never found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.distributed.world import World
+from lab.record.files import write_atomically, write_json
+
+KEEP = 2  # newest checkpoints of a run that stay on disk
+
+
+def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], world: World) -> None:
+    """Write a checkpoint together; called by all ranks after the same step.
+
+    Args:
+        root: the run's checkpoints directory.
+        shared: equal on all ranks; rank 0's is written.
+        own: this rank's.
+    """
+    unfinished = root / f".step_{step:06d}"
+    if world.rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    world.barrier()
+    _write(unfinished / f"rank_{world.rank:03d}.pt", own)
+    if world.rank == 0:
+        _write(unfinished / "shared.pt", shared)
+    world.barrier()
+    if world.rank == 0:
+        files = {path.name: _digest(path) for path in sorted(unfinished.glob("*.pt"))}
+        write_json(unfinished / "DONE", {"world_size": world.size, "files": files})
+        final = root / f"step_{step:06d}"
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.replace(final)
+        _sync(root)
+        for old in _complete(root)[:-KEEP]:
+            shutil.rmtree(old)
+    world.barrier()
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint under `root`, if there is one."""
+    return next(reversed(_complete(root)), None)
+
+
+def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What `save` was given: the shared part, and every rank's own, in rank order.
+
+    Raises:
+        ValueError: `path` is no complete checkpoint, or a file in it is not what was written.
+    """
+    if not (path / "DONE").is_file():
+        raise ValueError(f"resume={path}: no complete checkpoint there (it has no DONE file)")
+    try:
+        done = json.loads((path / "DONE").read_text())
+        damaged = [name for name, digest in done["files"].items() if _digest(path / name) != digest]
+        names = [f"rank_{rank:03d}.pt" for rank in range(done["world_size"])]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"resume={path}: corrupt checkpoint: {error}") from None
+    if damaged:
+        raise ValueError(f"resume={path}: corrupt checkpoint: {', '.join(damaged)} was changed")
+    return _read(path / "shared.pt"), [_read(path / name) for name in names]
+
+
+def _complete(root: Path) -> list[Path]:
+    complete = [path for path in root.glob("step_*") if (path / "DONE").is_file()]
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    write_atomically(path, lambda temporary: torch.save(state, temporary))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

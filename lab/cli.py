@@ -1,0 +1,40 @@
+"""What all commands say to their users."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from lab.config import FIELDS, GROUPS, choices_of
+
+
+def answer_help(
+    command: str,
+    purpose: str,
+    examples: tuple[str, ...],
+    arguments: list[str],
+    own: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+) -> bool:
+    """Print help if it is asked for; whether it was. `own`: the command's own settings."""
+    if not {"-h", "--help"} & set(arguments):
+        return False
+    lines = [f"usage: python -m {command} [setting=value ...]", "", purpose, "", "groups:"]
+    lines += [f"  {group:<20} {', '.join(choices_of(group))}" for group in GROUPS]
+    lines += ["  (a choice's own settings: group.key=value, as in exchange.threshold=mean)"]
+    lines += ["", "settings:"]
+    lines += [f"  {f'{name}={default}':<28} {text}" for name, (default, text) in own.items()]
+    for name, field in FIELDS.items():
+        if name not in (*GROUPS, "sync"):
+            default = "null" if field.default is None else str(field.default)
+            allowed = " | ".join(map(str, field.metadata["choices"]))
+            text = field.metadata["help"] + (f" ({allowed})" if allowed else "")
+            lines.append(f"  {name + '=' + default.lower():<28} {text}")
+    lines += ["", "examples:", *(f"  {example}" for example in examples)]
+    print("\n".join(lines))
+    return True
+
+
+def report_error(command: str, error: Exception) -> None:
+    """One line on stderr."""
+    print(f"{command}: error: {error}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Tensors to wire bytes and back: pure functions."""

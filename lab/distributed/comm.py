@@ -1,0 +1,94 @@
+"""Comm: the few collectives that exchanges are written with, and a count of what they send."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Traffic:
+    """What one rank handed to the network: bytes of payload, and messages."""
+
+    payload_bytes: int = 0
+    num_messages: int = 0
+
+
+class Comm(ABC):
+    """Collectives over `size` ranks, on contiguous tensors. All of them block the caller's stream.
+
+    `traffic` counts this rank's payload. For send and recv that is what was passed in. A library
+    collective chooses its own path, so it is booked as the bandwidth-optimal algorithm's bytes:
+    a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather and all_to_all
+    (nccl-tests, doc/PERFORMANCE.md). tests/dist hold these figures against the bytes that really
+    crossed the loopback interface.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks."""
+        if self.size > 1:
+            self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
+            self._all_reduce(tensor)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        """Fill `output` [size, ...] with every rank's `tensor` [...], in rank order."""
+        if self.size == 1:
+            output.view_as(tensor).copy_(tensor)
+            return
+        self._count((self.size - 1) * tensor.nbytes, self.size - 1)
+        self._all_gather(output, tensor)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+        """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return
+        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
+        self._all_to_all(output, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace `tensor` by rank `source`'s. Used at start-up, so booked as one copy sent."""
+        if self.size > 1:
+            if self.rank == source:
+                self._count(tensor.nbytes, 1)
+            self._broadcast(tensor, source)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send `tensor` to rank `to`, which must call recv."""
+        self._count(tensor.nbytes, 1)
+        self._send(tensor, to)
+
+    def recv(self, tensor: Tensor, source: int) -> None:
+        """Fill `tensor` with what rank `source` sends."""
+        self._recv(tensor, source)
+
+    def send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
+        """Send and receive at once, as each step of a ring does; neither waits for the other."""
+        self._count(outgoing.nbytes, 1)
+        self._send_recv(outgoing, to, incoming, source)
+
+    def _count(self, payload_bytes: int, num_messages: int) -> None:
+        self.traffic.payload_bytes += payload_bytes
+        self.traffic.num_messages += num_messages
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> None: ...
+    @abstractmethod
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None: ...
+    @abstractmethod
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None: ...
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> None: ...
+    @abstractmethod
+    def _send(self, tensor: Tensor, to: int) -> None: ...
+    @abstractmethod
+    def _recv(self, tensor: Tensor, source: int) -> None: ...
+    @abstractmethod
+    def _send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None: ...

@@ -1,0 +1,55 @@
+"""Replicas: made equal at the start, and found equal at the end."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from lab.distributed.world import World
+
+
+class ReplicaMismatch(RuntimeError):
+    """The weights of two ranks differ."""
+
+
+def broadcast_state(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's weights and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        world.comm.broadcast(tensor.detach(), 0)
+
+
+def broadcast_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's buffers.
+
+    Running statistics of BatchNorm are local to a rank while it trains; before an evaluation or a
+    checkpoint, rank 0's count for all.
+    """
+    for buffer in model.buffers():
+        world.comm.broadcast(buffer, 0)
+
+
+def replica_hash(model: nn.Module, world: World) -> str:
+    """SHA-256 over all weights, if they are the same bits on every rank.
+
+    Raises:
+        ReplicaMismatch: names the first parameter that differs and the ranks that do.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    digests = [_digest(parameter) for parameter in model.parameters()]
+    own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
+    everyones = world.gather(own)  # [ranks, parameters, 32]
+    for index, name in enumerate(names):
+        same = (everyones[:, index] == everyones[0, index]).all(dim=1)
+        if not same.all():
+            ranks = [rank for rank, equal in enumerate(same.tolist()) if not equal]
+            raise ReplicaMismatch(
+                f"replicas differ: {name} on ranks {ranks} is not what rank 0 has"
+            )
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().cpu().contiguous().view(torch.uint8)
+    return hashlib.sha256(data.numpy()).digest()

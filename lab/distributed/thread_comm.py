@@ -1,0 +1,91 @@
+"""Comm among threads of one process: every exchange at any number of ranks, without a network."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+
+TIMEOUT_S = 30.0  # a rank that waits longer for its peers has lost them
+
+
+class _Meeting:
+    """What the ranks share: a barrier, a slot each, and a mailbox for each pair."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.slots: list[Tensor] = [torch.empty(0)] * size
+        self.mail = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+
+
+class ThreadComm(Comm):
+    """One rank among `size` threads. Sums are taken in rank order. Made by `run_ranks`."""
+
+    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        super().__init__(rank, size)
+        self.meeting = meeting
+
+    def _everyones(self, tensor: Tensor) -> list[Tensor]:
+        self.meeting.slots[self.rank] = tensor.clone()
+        self.meeting.barrier.wait()
+        tensors = list(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return tensors
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        first, *others = self._everyones(tensor)
+        tensor.copy_(first)
+        for other in others:
+            tensor += other
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        output.copy_(torch.stack(self._everyones(tensor)).view_as(output))
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+        output.copy_(torch.stack([sent[self.rank] for sent in self._everyones(tensor)]))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self._everyones(tensor)[source])
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        self.meeting.mail[self.rank, to].put(tensor.clone())
+
+    def _recv(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self.meeting.mail[source, self.rank].get(timeout=TIMEOUT_S))
+
+    def _send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
+        self._send(outgoing, to)
+        self._recv(incoming, source)
+
+
+def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
+    """Run `rank_main(comm)` as `size` ranks, one thread each; what each returned, in rank order.
+
+    Raises:
+        Exception: the first rank's error, once every rank has stopped.
+    """
+    meeting = _Meeting(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def target(rank: int) -> None:
+        try:
+            results[rank] = rank_main(ThreadComm(rank, size, meeting))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=target, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

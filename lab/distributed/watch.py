@@ -1,0 +1,175 @@
+"""A thread beside each rank's training that nothing in training can block.
+
+It ends a run whose exchange hangs, spreads one rank's failure to the others, and lets all ranks
+agree at which step to stop after a signal. It costs the training loop one lock per step: ranks
+meet in the launcher's key-value store, never in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from lab.distributed.worker import Worker
+
+POLL_S = 0.2
+GRACE_S = 5.0  # what a rank has to notice a peer's failure by itself
+AGREE_S = 20.0  # what the ranks have to agree on where to stop
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ended early: `status` as in record.json, and one line."""
+
+    status: str
+    error: str
+
+
+class Watch:
+    """One rank's watch. `close` it before leaving the process group.
+
+    Args:
+        store: shared by all ranks.
+        rank, size: this rank among them.
+        timeout_s: an exchange under way for longer has failed.
+        on_fatal: called on the watch's thread with the failure when training is beyond help; it
+            records what it can and ends the process.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        on_fatal: Callable[[Failure], None],
+    ) -> None:
+        self._main_store = store
+        self._store = store.clone()  # a client is not to be shared between threads
+        self._rank, self._size = rank, size
+        self._timeout_s = timeout_s
+        self._on_fatal = on_fatal
+        self.worker: Worker | None = None
+        self.stop_signal: str | None = None
+        self._lock = threading.Lock()
+        self._steps_begun = 0
+        self._stopping = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def listen_to_signals(self) -> None:
+        """From now on SIGTERM and SIGINT ask for a stop at a step's end; a second SIGINT insists."""
+
+        def on_signal(number: int, _frame: object) -> None:
+            if self.stop_signal == "SIGINT" and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.stop_signal = signal.Signals(number).name
+
+        signal.signal(signal.SIGTERM, on_signal)
+        signal.signal(signal.SIGINT, on_signal)
+
+    def begin_step(self) -> bool:
+        """Whether to run another step. After a signal all ranks say no at the same step.
+
+        Ranks may be anywhere when the signal comes. So each posts how many steps it had begun, and
+        all stop after the largest of these: a step that one has begun needs all to finish.
+        """
+        with self._lock:
+            if not self._stopping:
+                self._steps_begun += 1
+                return True
+        if self._steps_begun < self._last_step():
+            self._steps_begun += 1
+            return True
+        return False
+
+    def publish(self, failure: Failure) -> Failure:
+        """Tell all ranks why this one fails; the failure that was published first, maybe theirs."""
+        return _publish(self._main_store, failure)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join()
+
+    def _last_step(self) -> int:
+        deadline = time.monotonic() + AGREE_S
+        keys = [f"begun/{rank}" for rank in range(self._size)]
+        while not self._main_store.check(keys):
+            if time.monotonic() > deadline or self._main_store.check(["failure"]):
+                raise RuntimeError("a rank was lost while the ranks agreed where to stop")
+            time.sleep(POLL_S / 10)
+        return max(int(self._main_store.get(key)) for key in keys)
+
+    def _run(self) -> None:
+        failed_at: float | None = None
+        while not self._closed.wait(POLL_S):
+            try:
+                self._spread_stop()
+                self._answer_roll_call()
+                self._look_for_hang()
+                failure = _read_failure(self._store)
+            except (dist.DistError, RuntimeError) as error:
+                failure = Failure("failed", f"rank {self._rank} lost the launcher: {_first(error)}")
+            if failure is not None:
+                failed_at = failed_at or time.monotonic()
+                if failure.status == "timeout" or time.monotonic() - failed_at > GRACE_S:
+                    self._on_fatal(failure)
+
+    def _spread_stop(self) -> None:
+        if self._stopping:
+            return
+        if self.stop_signal is not None:
+            self._store.set("stop", self.stop_signal)
+        elif self._store.check(["stop"]):
+            self.stop_signal = self._store.get("stop").decode()
+        else:
+            return
+        with self._lock:
+            self._stopping = True
+            self._store.set(f"begun/{self._rank}", str(self._steps_begun))
+
+    def _look_for_hang(self) -> None:
+        current = self.worker and self.worker.oldest()
+        if not current or current[1] <= self._timeout_s:
+            return
+        self._store.set("roll call", "")
+        self._answer_roll_call()
+        time.sleep(5 * POLL_S)  # the others answer at their next poll
+        others = [self._answer_of(rank) for rank in range(self._size) if rank != self._rank]
+        text = f"exchange_timeout_s={self._timeout_s:g}: {self._doing()}; {'; '.join(others)}"
+        _publish(self._store, Failure("timeout", text))
+
+    def _answer_roll_call(self) -> None:
+        if self._store.check(["roll call"]):
+            self._store.set(f"doing/{self._rank}", self._doing())
+
+    def _answer_of(self, rank: int) -> str:
+        key = f"doing/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else f"rank {rank} is lost"
+
+    def _doing(self) -> str:
+        current = self.worker and self.worker.oldest()
+        what = f"waits in {current[0]}" if current else "is outside any exchange"
+        return f"rank {self._rank} {what} at step {self._steps_begun - 1}"
+
+
+def _publish(store: dist.Store, failure: Failure) -> Failure:
+    return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(failure)))))
+
+
+def _read_failure(store: dist.Store) -> Failure | None:
+    if not store.check(["failure"]):
+        return None
+    return Failure(**json.loads(store.get("failure")))
+
+
+def _first(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,36 @@
+"""The communication library's own all-reduce."""
+
+from __future__ import annotations
+
+import torch
+
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+from lab.exchange.exchange import Exchange
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class AllReduce(Exchange):
+    """Sum over the ranks by the library, on the wire as `dtype`, then divide by their number.
+
+    Args:
+        dtype: "float32", or "bfloat16" for half the bytes. The division comes first then, so
+            that the sum of many ranks keeps the size of one gradient.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(self, dtype: str = "float32") -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
+        self.dtype = DTYPES[dtype]
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.size == 1:
+            return
+        wire = bucket.flat.div_(comm.size).to(self.dtype)
+        comm.all_reduce(wire)
+        if wire is not bucket.flat:
+            bucket.flat.copy_(wire)

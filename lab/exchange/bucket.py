@@ -1,0 +1,126 @@
+"""Buckets: gradients that travel together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MB = 2**20
+FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
+
+
+@dataclass
+class Bucket:
+    """What an exchange sees: one flat tensor, and which parameters lie where in it.
+
+    Attributes:
+        shapes: shape of each parameter, by name, in the order in which they lie in `flat`.
+        flat: float32 [num_values], this rank's gradient before `average`, the mean after it.
+        step: the optimizer step this exchange belongs to, counted from 0.
+        finite: 0-dim bool tensor, set by an exchange that looked; None if nobody looked.
+    """
+
+    shapes: dict[str, torch.Size]
+    flat: Tensor
+    step: int = 0
+    finite: Tensor | None = None
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """Each parameter's name and the range of `flat` it occupies."""
+        start = 0
+        for name, shape in self.shapes.items():
+            yield name, start, start + math.prod(shape)
+            start += math.prod(shape)
+
+    def __str__(self) -> str:
+        first, *rest = self.shapes
+        return f"{first} and {len(rest)} more" if rest else first
+
+
+class GradBucket:
+    """Parameters of one bucket, and the way of their gradients into a Bucket and back.
+
+    The gradient of a bucket with one parameter is exchanged where autograd left it. Several are
+    gathered into a buffer, and each `.grad` becomes a view of it, so that nothing is copied back.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._buffer: Tensor | None = None
+
+    def pack(self, step: int) -> Bucket:
+        """This step's bucket. A parameter that backward did not reach counts as zeros."""
+        parameters = list(self.parameters.values())
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if len(parameters) == 1 and parameters[0].grad.is_contiguous():  # type: ignore[union-attr]
+            return Bucket(self.shapes, parameters[0].grad.view(-1), step)  # type: ignore[union-attr]
+        return Bucket(self.shapes, self._gather(parameters), step)
+
+    def _gather(self, parameters: list[nn.Parameter]) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.cat([torch.zeros_like(p).view(-1) for p in parameters])
+        sizes = [parameter.numel() for parameter in parameters]
+        views = [
+            part.view(parameter.shape)
+            for part, parameter in zip(self._buffer.split(sizes), parameters, strict=True)
+        ]
+        torch._foreach_copy_(views, [parameter.grad for parameter in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
+        return self._buffer
+
+
+def plan(model: nn.Module, bucket_mb: float | None) -> list[GradBucket]:
+    """Divide the trainable parameters into buckets, in the order backward should fill them.
+
+    That order is the reverse of registration: what was registered last has its gradient first.
+
+    Args:
+        model: parameters shared between modules are taken once.
+        bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter above
+            it has a bucket to itself. None: one bucket for all. 0: one for each module.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    if bucket_mb is None:
+        groups = [named] if named else []
+    elif bucket_mb == 0:
+        groups = _by_module(named)
+    else:
+        groups = _by_size(named, bucket_mb * MB)
+    return [GradBucket(dict(group)) for group in groups]
+
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def _by_module(named: Named) -> list[Named]:
+    modules: dict[str, Named] = {}
+    for name, parameter in named:
+        modules.setdefault(name.rpartition(".")[0], []).append((name, parameter))
+    return list(modules.values())
+
+
+def _by_size(named: Named, capacity: float) -> list[Named]:
+    groups: list[Named] = []
+    current: Named = []
+    room = min(capacity, FIRST_BUCKET_BYTES)
+    for name, parameter in named:
+        if parameter.nbytes >= capacity:
+            groups.append([(name, parameter)])
+            continue
+        if current and sum(p.nbytes for _, p in current) + parameter.nbytes > room:
+            groups.append(current)
+            current, room = [], capacity
+        current.append((name, parameter))
+    if current:
+        groups.append(current)
+    # A bucket is ready with its last gradient, so that one decides its place in the queue.
+    ready_at = {name: position for position, (name, _) in enumerate(named)}
+    return sorted(groups, key=lambda group: ready_at[group[-1][0]])

@@ -1,0 +1,35 @@
+"""Exchange: what moves between the ranks, and along which path."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+
+
+class Exchange(ABC):
+    """Turns each rank's gradient into their mean. One object serves all buckets of a rank.
+
+    `average` is plain synchronous code. It may run inside backward, on a side stream or a worker
+    thread: where it runs is not its concern. A gradient that is not finite must reach every rank
+    as one that is not finite, and must leave this object's state as it was.
+    """
+
+    keeps_replicas_equal = True
+
+    @abstractmethod
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        """Replace `bucket.flat` by its mean over the ranks of `comm`. Called by all of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must remember between steps: tensors, keyed by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned on the same rank of as many ranks."""
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """This rank's state among `size` ranks, made of the states of another number of ranks."""
+        return {}

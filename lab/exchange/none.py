@@ -1,0 +1,17 @@
+"""No exchange: the ceiling that every strategy is measured against."""
+
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+from lab.exchange.exchange import Exchange
+
+
+class NoExchange(Exchange):
+    """Every rank keeps its own gradient, so the replicas drift apart: for timing alone.
+
+    The ancestor is `--variable_update=independent` of tf_cnn_benchmarks.
+    """
+
+    keeps_replicas_equal = False
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        """Move nothing."""

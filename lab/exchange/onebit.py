@@ -1,0 +1,189 @@
+"""1-bit SGD: two quantised stages, with error feedback at both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.codec import onebit
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+from lab.exchange.exchange import Exchange
+from lab.exchange.stripes import Matrix, Message
+
+GRANULARITIES = ("column", "block")
+
+
+class OneBit(Exchange):
+    """Two-stage 1-bit SGD with error feedback (Seide et al. 2014; CNTK's AllReduceDistGradAggregator).
+
+    1. Each rank adds its residual to its gradient, quantises all rows, and keeps what the
+       quantisation lost as its new residual. Row stripe r of every rank goes to rank r.
+    2. Rank r decodes the stripes (its own too, as CNTK does) and sums them in rank order, adds the
+       stripe residual, quantises the sum, keeps that loss as the new stripe residual, and sends the
+       bits to all. Every rank decodes all stripes and divides by N.
+
+    So delivered sums + residuals = true sums at any time, and a rank sends n/4*(N-1)/N bytes, plus
+    8 bytes of scales for each row. A non-finite gradient makes scales non-finite; they travel to all
+    ranks, which then keep both residuals as they were and mark the bucket.
+
+    Args:
+        threshold: "zero" or "mean", see lab.codec.onebit.
+        granularity: what shares two scales. "column": all weights into one output unit, a row of
+            the [out, in*height*width] view, CNTK's column. "block": `block_size` values.
+        block_size: values per block; what remains of a tensor after whole blocks travels exactly.
+        min_columns: with "column", tensors with shorter columns (biases, small kernels) travel
+            exactly: scales would outweigh what bits save.
+        warmup_steps: steps in full precision before quantisation starts.
+        error_feedback: False forgets both losses, to show what that costs.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        threshold: str = "zero",
+        granularity: str = "column",
+        block_size: int = 1024,
+        min_columns: int = 64,
+        warmup_steps: int = 0,
+        error_feedback: bool = True,
+    ) -> None:
+        if threshold not in onebit.THRESHOLDS:
+            allowed = ", ".join(onebit.THRESHOLDS)
+            raise ValueError(f"exchange.threshold={threshold}: allowed are {allowed}")
+        if granularity not in GRANULARITIES:
+            allowed = ", ".join(GRANULARITIES)
+            raise ValueError(f"exchange.granularity={granularity}: allowed are {allowed}")
+        for key, value, least in (
+            ("block_size", block_size, 8),
+            ("min_columns", min_columns, 1),
+            ("warmup_steps", warmup_steps, 0),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"exchange.{key}={value}: must be an integer of at least {least}")
+        self.threshold = threshold
+        self.granularity = granularity
+        self.block_size = block_size
+        self.min_columns = min_columns
+        self.warmup_steps = warmup_steps
+        self.error_feedback = error_feedback
+        self.residual: dict[str, Tensor] = {}  # [rows, columns] by parameter
+        self.stripe_residual: dict[str, Tensor] = {}  # [rows of this rank's stripe, columns]
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if bucket.step < self.warmup_steps:
+            comm.all_reduce(bucket.flat)
+            bucket.flat.div_(comm.size)
+            return
+        matrices = self.matrices(bucket)
+        self._average_exactly(bucket.flat, _gaps(matrices, bucket.flat.numel()), comm)
+        if matrices:
+            self._average_quantised(bucket, matrices, comm)
+
+    def matrices(self, bucket: Bucket) -> list[Matrix]:
+        """The parts of `bucket` that are quantised; the rest travels exactly."""
+        found = []
+        for name, start, stop in bucket.spans():
+            shape = bucket.shapes[name]
+            if self.granularity == "block":
+                columns, rows = self.block_size, (stop - start) // self.block_size
+            else:
+                rows = shape[0] if len(shape) > 1 else 0
+                columns = (stop - start) // rows if rows else 0
+                rows = rows if columns >= self.min_columns else 0
+            if rows:
+                found.append(Matrix(name, start, rows, columns))
+        return found
+
+    def _average_exactly(self, flat: Tensor, gaps: list[slice], comm: Comm) -> None:
+        if not gaps or comm.size == 1:
+            return
+        small = torch.cat([flat[gap] for gap in gaps])
+        comm.all_reduce(small)
+        small.div_(comm.size)
+        for gap, part in zip(gaps, small.split([g.stop - g.start for g in gaps]), strict=True):
+            flat[gap] = part
+
+    def _average_quantised(self, bucket: Bucket, matrices: list[Matrix], comm: Comm) -> None:
+        flat, size = bucket.flat, comm.size
+        outgoing = Message(matrices, size, size, flat.device)
+        for index, matrix in enumerate(matrices):
+            self._encode_gradient(index, matrix, flat, outgoing)
+        received = Message(matrices, size, size, flat.device)
+        comm.all_to_all(received.bytes, outgoing.bytes)
+
+        reply = Message(matrices, size, 1, flat.device)
+        sums = [
+            self._encode_sum(index, matrix, received, reply, comm)
+            for index, matrix in enumerate(matrices)
+        ]
+        answer = Message(matrices, size, size, flat.device)
+        comm.all_gather(answer.bytes, reply.bytes)
+
+        bucket.finite = answer.scales().isfinite().all()
+        for index, matrix in enumerate(matrices):
+            if self.error_feedback:
+                lost = matrix.of(flat) - outgoing.read_all(index, matrix)
+                self._keep(self.residual, matrix.name, lost, bucket.finite)
+                lost = sums[index] - reply.read(index, 0, len(sums[index]))
+                self._keep(self.stripe_residual, matrix.name, lost, bucket.finite)
+            torch.div(answer.read_all(index, matrix), size, out=matrix.of(flat))
+
+    def _encode_gradient(self, index: int, matrix: Matrix, flat: Tensor, outgoing: Message) -> None:
+        values = matrix.of(flat)
+        if matrix.name in self.residual:
+            values += self.residual[matrix.name]
+        scales, bits = onebit.encode(values, self.threshold)
+        for rank in range(len(outgoing.bytes)):
+            rows = matrix.stripe(rank, len(outgoing.bytes))
+            outgoing.write(index, rank, scales[rows], bits[rows])
+
+    def _encode_sum(
+        self, index: int, matrix: Matrix, received: Message, reply: Message, comm: Comm
+    ) -> Tensor:
+        rows = matrix.stripe(comm.rank, comm.size)
+        height = rows.stop - rows.start
+        total = torch.zeros(height, matrix.columns, device=received.bytes.device)
+        for rank in range(comm.size):
+            total += received.read(index, rank, height)
+        if matrix.name in self.stripe_residual:
+            total += self.stripe_residual[matrix.name]
+        reply.write(index, 0, *onebit.encode(total, self.threshold))
+        return total
+
+    @staticmethod
+    def _keep(residuals: dict[str, Tensor], name: str, lost: Tensor, finite: Tensor) -> None:
+        # torch.where instead of a branch: a branch would make the host wait for the GPU.
+        old = residuals.get(name)
+        residuals[name] = torch.where(finite, lost, torch.zeros_like(lost) if old is None else old)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": dict(self.residual), "stripe_residual": dict(self.stripe_residual)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.residual = {name: value.clone() for name, value in state["residual"].items()}
+        self.stripe_residual = {n: value.clone() for n, value in state["stripe_residual"].items()}
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """Spread the residuals of `states` over `size` ranks so that their sums stay the same.
+
+        Each new rank takes an equal share of the summed residuals, and the rows of its new stripe.
+        """
+        residual, stripe_residual = {}, {}
+        for name in states[0]["residual"]:
+            total = sum(state["residual"][name].double() for state in states)
+            residual[name] = (total / size).float()
+            rows = torch.cat([state["stripe_residual"][name] for state in states])
+            new = Matrix(name, 0, *rows.shape)
+            stripe_residual[name] = rows[new.stripe(rank, size)].clone()
+        return {"residual": residual, "stripe_residual": stripe_residual}
+
+
+def _gaps(matrices: list[Matrix], num_values: int) -> list[slice]:
+    starts = [0, *(matrix.stop for matrix in matrices)]
+    stops = [*(matrix.start for matrix in matrices), num_values]
+    return [slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b]

@@ -1,0 +1,30 @@
+"""Star: everything to one rank and back."""
+
+from __future__ import annotations
+
+import torch
+
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+from lab.exchange.exchange import Exchange
+
+
+class Star(Exchange):
+    """All ranks send to rank 0, which adds in rank order and sends the mean back.
+
+    Torch7's nn.DataParallelTable (accGradParameters onto the first GPU). Rank 0 moves N-1 times
+    what the others do.
+    """
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.rank:
+            comm.send(bucket.flat, 0)
+            comm.recv(bucket.flat, 0)
+            return
+        received = torch.empty_like(bucket.flat)
+        for source in range(1, comm.size):
+            comm.recv(received, source)
+            bucket.flat += received
+        bucket.flat.div_(comm.size)
+        for to in range(1, comm.size):
+            comm.send(bucket.flat, to)

@@ -1,0 +1,85 @@
+"""How quantised matrices are dealt to the ranks, and the bytes that carry them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lab.codec import onebit
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A part of a bucket that is quantised: `rows` x `columns` values from `start` on.
+
+    Rows are dealt to the ranks in equal stripes; the last ranks' may be short or empty.
+    """
+
+    name: str
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop].view(self.rows, self.columns)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+    def stripe_rows(self, size: int) -> int:
+        return -(-self.rows // size)
+
+    def stripe(self, rank: int, size: int) -> slice:
+        """The rows that `rank` of `size` ranks sums."""
+        height = self.stripe_rows(size)
+        return slice(min(rank * height, self.rows), min((rank + 1) * height, self.rows))
+
+
+class Message:
+    """One rank's bits and scales for every rank, as the wire carries them: uint8 [size, bytes].
+
+    A line holds the scales of all matrices first and their bits after them. Short stripes are
+    padded with zeros, so that all lines are equally long.
+    """
+
+    def __init__(self, matrices: list[Matrix], size: int, lines: int, device: torch.device) -> None:
+        self.heights = [matrix.stripe_rows(size) for matrix in matrices]
+        self.columns = [matrix.columns for matrix in matrices]
+        self.scale_bytes = onebit.SCALE_BYTES * sum(self.heights)
+        bit_bytes = [
+            height * onebit.bit_bytes(columns)
+            for height, columns in zip(self.heights, self.columns, strict=True)
+        ]
+        width = self.scale_bytes + sum(bit_bytes)
+        # Lines of whole float32 words keep every line's scales aligned.
+        self.bytes = torch.zeros(lines, -(-width // 4) * 4, dtype=torch.uint8, device=device)
+        self._scales = self.scales().split(self.heights, dim=1)
+        self._bits = self.bytes[:, self.scale_bytes : width].split(bit_bytes, dim=1)
+
+    def scales(self) -> Tensor:
+        """All scales: float32 [lines, rows, 2], sharing memory with `bytes`."""
+        words = self.bytes.view(torch.float32)[:, : self.scale_bytes // 4]
+        return words.unflatten(1, (-1, 2))
+
+    def write(self, index: int, line: int, scales: Tensor, bits: Tensor) -> None:
+        """Put the rows of matrix `index` that belong to `line` into it."""
+        self._scales[index][line, : len(scales)] = scales
+        self._bits[index][line, : bits.numel()] = bits.flatten()
+
+    def read(self, index: int, line: int, rows: int) -> Tensor:
+        """Decode the first `rows` rows of matrix `index` in `line`: float32 [rows, columns]."""
+        columns = self.columns[index]
+        width = onebit.bit_bytes(columns)
+        bits = self._bits[index][line, : rows * width].view(rows, width)
+        return onebit.decode(self._scales[index][line, :rows], bits, columns)
+
+    def read_all(self, index: int, matrix: Matrix) -> Tensor:
+        """Decode all rows of `matrix`, line r holding the stripe of rank r."""
+        size = len(self.bytes)
+        stripes = [matrix.stripe(rank, size) for rank in range(size)]
+        return torch.cat(
+            [self.read(index, rank, rows.stop - rows.start) for rank, rows in enumerate(stripes)]
+        )

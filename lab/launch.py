@@ -1,0 +1,114 @@
+"""Start the ranks of one cell, wait for them, and make sure that a record is left."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lab.record.files import write_json
+from lab.record.run_directory import SCHEMA
+from lab.study import Cell
+
+STOP_S = 40.0  # what a launcher has to end its ranks when asked; torchrun itself kills after 30
+PR_SET_PDEATHSIG = 1
+
+
+def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, Any]:
+    """Run one cell in `root` under a fresh torchrun; its record.
+
+    Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, at every number of
+    ranks: torchrun would give a single rank all cores, and scaling would be measured against that.
+
+    Args:
+        lock: descriptor of the study's lock, which the launcher keeps should this process die.
+    """
+    directory = root / cell.name
+    directory.mkdir(exist_ok=True)
+    log = directory / "output.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(root, cell),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,
+            pass_fds=[lock],
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            process.wait(timeout_s)
+            failure = "failed", f"exit code {process.returncode}: {_last_error(log)}"
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
+        except KeyboardInterrupt:
+            _stop(process)
+            raise
+    return _record_of(directory, cell, *failure)
+
+
+def _command(root: Path, cell: Cell) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    place = [f"runs_dir={root.parent}", f"study={root.name}", f"cell={cell.name}"]
+    return [
+        *launcher,
+        f"--nproc-per-node={cell.world_size}",
+        "-m",
+        "lab.train",
+        *cell.arguments,
+        *place,
+        f"repeat={cell.repeat}",
+    ]
+
+
+def _end_with_parent() -> None:
+    """Have Linux end the launcher, and so its ranks, when the sweep is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str, Any]:
+    """What the run recorded; where it could not, or was ended from here, what is known here."""
+    path = directory / "record.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if record and status != "timeout":
+        return record
+    record |= {
+        "schema": SCHEMA,
+        "study": directory.parent.name,
+        "cell": cell.name,
+        "strategy": cell.strategy,
+        "variant": cell.variant,
+        "world_size": cell.world_size,
+        "batch_size": cell.batch_size,
+        "per_rank_batch_size": cell.batch_size // cell.world_size,
+        "scaling": cell.scaling,
+        "repeat": cell.repeat,
+        "status": status,
+        "error": error,
+    }
+    write_json(path, record)
+    return record
+
+
+def _last_error(log: Path) -> str:
+    """The line of a run's output that says most about its end."""
+    lines = log.read_text(errors="replace").splitlines()
+    telling = [line for line in lines if "error:" in line.lower()]
+    return (telling or lines or ["no output"])[0].strip()

@@ -1,0 +1,1 @@
+"""Clocks, statistics and the environment: makes numbers, writes nothing."""

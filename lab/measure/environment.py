@@ -1,0 +1,71 @@
+"""The machine and the software a run ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment(num_hosts: int) -> dict[str, Any]:
+    """What somebody else needs to know to judge or repeat a measurement."""
+    return {
+        "hostname": platform.node(),
+        "os": platform.platform(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.cuda.is_available()
+        else None,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpu": cpu_model(),
+        "num_cores": num_cores(),
+        "num_threads": torch.get_num_threads(),
+        "num_hosts": num_hosts,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if _shapes_speed(k)},
+    }
+
+
+def git_commit() -> dict[str, Any]:
+    """Commit of the checkout this package lies in, and whether it was changed; nulls elsewhere."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+    commit = _git(root, "rev-parse", "HEAD")
+    return {"commit": commit, "dirty": commit and bool(_git(root, "status", "--porcelain"))}
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _shapes_speed(variable: str) -> bool:
+    return variable.startswith(("NCCL_", "OMP_", "MKL_", "GLOO_", "CUDA_", "TORCH_NCCL_", "KMP_"))
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

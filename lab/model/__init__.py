@@ -1,0 +1,1 @@
+"""What is trained. Input shape and number of classes come from the data."""

@@ -1,0 +1,114 @@
+"""SGD, its learning rate over time, and the loss scale of fp16."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+SCHEDULES = ("constant", "cosine")
+
+
+class Optim:
+    """SGD with momentum, and a learning rate that is a function of the step alone.
+
+    Args:
+        lr: peak learning rate.
+        momentum, weight_decay, nesterov: as torch.optim.SGD.
+        schedule: "constant", or "cosine" down to 0 at the last step (Loshchilov and Hutter, 2017).
+        warmup_steps: the rate grows linearly over these (Goyal et al. 2017, section 2.2).
+        linear_scaling: multiply the rate by batch_size / base_batch_size (section 2.1).
+        base_batch_size: the global batch for which `lr` was chosen.
+        batch_size: global batch of this run.
+        total_steps: of this run.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool,
+        schedule: str,
+        warmup_steps: int,
+        linear_scaling: bool,
+        base_batch_size: int,
+        batch_size: int,
+        total_steps: int,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"optim.schedule={schedule}: allowed are {', '.join(SCHEDULES)}")
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"optim.{name}={value}: must be a number of at least 0")
+        if nesterov and not momentum:
+            raise ValueError("optim.nesterov=true: needs optim.momentum above 0")
+        self.peak_lr = lr * batch_size / base_batch_size if linear_scaling else lr
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.nesterov = nesterov
+        self.schedule = schedule
+        self.warmup_steps = warmup_steps
+        self.total_steps = total_steps
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of `model`: one fused pass over all parameters."""
+        return torch.optim.SGD(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=self.peak_lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+            fused=True,
+        )
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak_lr
+        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        return self.peak_lr * (1 + math.cos(math.pi * done)) / 2
+
+
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
+
+    A plain number, equal on all ranks: it changes only on what all ranks know, that the averaged
+    gradient was or was not finite.
+    """
+
+    INITIAL, GROW_EVERY, LEAST = 2.0**16, 2000, 1.0
+
+    def __init__(self) -> None:
+        self.value = self.INITIAL
+        self._good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve after a step that overflowed, double after many that did not.
+
+        Raises:
+            FloatingPointError: the gradient is not finite at the smallest scale either.
+        """
+        if not finite:
+            self._good_steps = 0
+            self.value /= 2
+            if self.value < self.LEAST:
+                raise FloatingPointError("precision=fp16: gradient not finite at loss scale 1")
+            return
+        self._good_steps += 1
+        if self._good_steps % self.GROW_EVERY == 0:
+            self.value *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self._good_steps = state["value"], state["good_steps"]

@@ -1,0 +1,1 @@
+"""Where numbers are kept: stores them, computes nothing."""

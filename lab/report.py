@@ -1,0 +1,155 @@
+"""What a run says about itself: its measurements, its failure, and a summary for people."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lab.distributed.replicas import replica_hash
+from lab.distributed.watch import Failure
+from lab.distributed.world import World
+from lab.measure.clock import PHASES
+from lab.measure.environment import environment, git_commit, num_cores
+from lab.measure.statistics import phase_statistics, step_statistics
+
+if TYPE_CHECKING:
+    from lab.run import Run
+
+# A record has every key of the contract, whatever became of the run.
+NOTHING_MEASURED: dict[str, Any] = {
+    "num_steps": 0,
+    "num_timed_steps": 0,
+    "num_skipped_steps": 0,
+    "num_parameters": None,
+    "gradient_bytes": None,
+    "step_s": None,
+    "images_per_s": None,
+    "phases_s": {},
+    "payload_bytes_per_step": None,
+    "messages_per_step": None,
+    "peak_memory_bytes": None,
+    "final": {"loss": None, "accuracy": None},
+    "evaluations": [],
+    "replica_hash": None,
+    "duration_s": None,
+}
+
+
+def surroundings(world: World) -> dict[str, Any]:
+    """Machine, software, and whether ranks had devices of their own."""
+    return {
+        "emulation": emulation(world),
+        "environment": environment(world.size // world.local_size),
+        "git_commit": git_commit(),
+    }
+
+
+def emulation(world: World) -> str:
+    """ "none", or in which way this run's ranks are not what they stand for."""
+    wanted = world.local_size * torch.get_num_threads()
+    if world.device.type == "cpu" and wanted > num_cores():
+        return f"{world.local_size} ranks share {num_cores()} CPU cores"
+    return "none"
+
+
+def sizes(model: nn.Module) -> dict[str, int]:
+    """Number of parameters, and bytes of the gradients that are exchanged."""
+    parameters = list(model.parameters())
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+    }
+
+
+def measurements(run: Run) -> dict[str, Any]:
+    """The record of a run that came to its end, or was stopped. All ranks call it together.
+
+    Raises:
+        ReplicaMismatch: the ranks' weights differ, though the strategy should keep them equal.
+    """
+    trainer, world = run.trainer, run.world
+    step_s = world.gather(torch.from_numpy(trainer.clock.step_seconds())).numpy()
+    phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
+    loss = world.gather(torch.stack(trainer.losses).double()).numpy() if trainer.losses else step_s
+    traffic = np.array(trainer.traffic).reshape(-1, 2)[run.config.warmup_steps :]
+    per_step = np.median(traffic, axis=0) if len(traffic) else np.zeros(2)
+    own = world.gather(torch.tensor([*per_step, peak_memory(world.device)])).long().T.tolist()
+    first = trainer.progress.step - len(trainer.losses)
+    if world.rank == 0:
+        run.directory.write_steps(
+            first, trainer.progress.seconds, run.config.warmup_steps, step_s, phase_s, loss
+        )
+    timed = slice(run.config.warmup_steps, None)
+    statistics = step_statistics(step_s[:, timed])
+    done = trainer.progress.step == trainer.total_steps
+    evaluations = trainer.progress.evaluations
+    return {
+        "status": "done" if done else "interrupted",
+        "error": None if done else f"stopped by {run.watch.stop_signal}",
+        "num_steps": trainer.progress.step,
+        "num_timed_steps": step_s[:, timed].shape[1],
+        "num_skipped_steps": trainer.num_skipped,
+        "step_s": statistics,
+        "images_per_s": statistics and run.batch_size / statistics["median"],
+        "phases_s": phase_statistics(phase_s[:, timed], PHASES),
+        "payload_bytes_per_step": own[0],
+        "messages_per_step": own[1],
+        "peak_memory_bytes": own[2],
+        "final": {key: evaluations[-1][key] for key in ("loss", "accuracy")}
+        if done
+        else NOTHING_MEASURED["final"],
+        "evaluations": evaluations,
+        "replica_hash": replica_hash(run.model, world) if run.sync.keeps_replicas_equal else None,
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: what the allocator held at most on a GPU, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def summary(record: dict[str, Any], path: Path) -> str:
+    """A few lines for people at the end of a run."""
+    ranks = f"{record['world_size']} rank{'s' if record['world_size'] > 1 else ''}"
+    lines = [
+        f"{record['status']}: strategy={record['strategy']} on {ranks} ({record['backend']}, "
+        f"{record['device']}), {record['num_steps']} steps of {record['batch_size']} images"
+    ]
+    if record["final"]["accuracy"] is not None:
+        lines.append(f"test accuracy   {100 * record['final']['accuracy']:.2f} %")
+    if record["step_s"]:
+        step, mad = 1000 * record["step_s"]["median"], 1000 * record["step_s"]["mad"]
+        lines.append(
+            f"step time       {step:.2f} ms median (mad {mad:.2f}), "
+            f"{record['images_per_s']:.0f} images/s"
+        )
+    sent, gradients = max(record["payload_bytes_per_step"]), record["gradient_bytes"]
+    ring = 2 * gradients * (record["world_size"] - 1) / record["world_size"]
+    saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
+    lines.append(f"payload         {sent / 1e6:.3f} MB per step and rank{saving}")
+    if record["emulation"] != "none":
+        lines.append(f"emulated        {record['emulation']}: times say little about real ranks")
+    return "\n".join([*lines, f"record          {path / 'record.json'}"])
+
+
+def classify(error: BaseException, rank: int) -> Failure:
+    """The status and the one line that a record holds of an error."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    line = f"rank {rank}: {type(error).__name__}: {text.strip()}".rstrip(": ")
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", line)
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if out_of_memory or "can't allocate memory" in text:
+        return Failure("oom", line)
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return Failure("timeout", line)
+    return Failure("failed", line)

@@ -1,0 +1,131 @@
+"""A study: the grid of cells that lists of settings span."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+from omegaconf import OmegaConf
+
+from lab.config import ConfigError, check_batch, conf_dir, load, parse_overrides, run_name, variant
+
+SWEEP_SETTINGS = {
+    "world_size": ("1", "numbers of ranks (a list)"),
+    "repeats": ("1", "times that the whole grid is measured, one after the other"),
+    "cell_timeout_s": ("3600", "a cell that takes longer is ended and recorded as timeout"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a study: settings of `lab.train`, and how many ranks to start."""
+
+    arguments: tuple[str, ...]
+    strategy: str
+    world_size: int
+    batch_size: int
+    scaling: str
+    device: str
+    repeat: int
+
+    @property
+    def variant(self) -> dict[str, str]:
+        return variant(list(self.arguments))
+
+    @property
+    def name(self) -> str:
+        return run_name([*self.arguments, f"repeat={self.repeat}"], self.strategy, self.world_size)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Cells in the order in which they run, and the settings of the sweep itself."""
+
+    name: str
+    runs_dir: str
+    cells: list[Cell]
+    cell_timeout_s: float
+
+
+def read(arguments: list[str]) -> Study:
+    """The study that a command line describes.
+
+    `study=NAME` starts from conf/study/NAME.yaml if there is such a file; settings on the command
+    line replace its. Repeats are the outermost loop, so that a machine that drifts does not make
+    one number of ranks look better; strategies are the innermost, so that what is compared runs
+    close together.
+
+    Raises:
+        ConfigError: any cell has a wrong setting. Nothing has run then.
+    """
+    lists = _lists(arguments)
+    name = _only(lists, "study", "default")
+    lists = _study_file(name) | lists
+    runs_dir = _only(lists, "runs_dir", "runs")
+    repeats = _positive(lists, "repeats")
+    timeout_s = _positive(lists, "cell_timeout_s")
+    sizes = [_integer("world_size", value) for value in lists.pop("world_size", ["1"])]
+    for key in ("cell", "repeat", "resume"):
+        if key in lists:
+            raise ConfigError(f"{key}={','.join(lists[key])}: a sweep sets this itself")
+    strategies = lists.pop("strategy", ["allreduce"])
+    points = [
+        _cell(dict(zip(lists, values, strict=True)), strategy, size)
+        for values in itertools.product(*lists.values())
+        for size in sizes
+        for strategy in strategies
+    ]
+    cells = [
+        dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
+    ]
+    return Study(name, runs_dir, cells, timeout_s)
+
+
+def _cell(settings: dict[str, str], strategy: str, world_size: int) -> Cell:
+    arguments = (f"strategy={strategy}", *(f"{key}={value}" for key, value in settings.items()))
+    config = load(list(arguments))
+    check_batch(config, world_size)
+    ranks = world_size if config.scaling == "weak" else 1
+    batch_size = config.batch_size * ranks
+    return Cell(arguments, strategy, world_size, batch_size, config.scaling, config.device, 0)
+
+
+def _lists(arguments: list[str]) -> dict[str, list[str]]:
+    """Each setting's values, as text that a command line would take."""
+    lists = {}
+    for override in parse_overrides(arguments):
+        if override.is_sweep_override() and not override.is_choice_sweep():
+            raise ConfigError(f"{override.input_line}: write the values as a list, a,b,c")
+        if override.is_choice_sweep():
+            values = list(map(str, override.sweep_string_iterator()))
+        else:
+            values = [override.get_value_element_as_str()]
+        lists[override.get_key_element()] = values
+    return lists
+
+
+def _study_file(name: str) -> dict[str, list[str]]:
+    path = conf_dir() / "study" / f"{name}.yaml"
+    if not path.is_file():
+        return {}
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    return _lists([f"{key}={value}" for key, value in content.items()])
+
+
+def _only(lists: dict[str, list[str]], key: str, default: str) -> str:
+    values = lists.pop(key, [default])
+    if len(values) > 1:
+        raise ConfigError(f"{key}={','.join(values)}: takes one value")
+    return values[0]
+
+
+def _positive(lists: dict[str, list[str]], key: str) -> int:
+    return _integer(key, _only(lists, key, SWEEP_SETTINGS[key][0]))
+
+
+def _integer(key: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{key}={text}: must be an integer of at least 1")
+    return int(text)

@@ -1,0 +1,129 @@
+"""A grid of runs: one fresh torchrun per cell, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lab.cli import answer_help, report_error
+from lab.config import ConfigError
+from lab.study import SWEEP_SETTINGS, Cell, Study, read
+
+EXAMPLES = (
+    "python -m lab.sweep study=demo",
+    "python -m lab.sweep study=mine strategy=none,overlap,onebit world_size=1,2 "
+    "batch_size=128,256 repeats=3",
+    "python -m lab.sweep study=buckets strategy=overlap world_size=2 bucket_mb=1,4,25 steps=60",
+)
+LOCK_WAIT_S = 60.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run what is missing of a study; the exit code is 1 if no cell of it is done."""
+    purpose = "Run a grid of cells. Any setting of lab.train takes a list: batch_size=128,256."
+    if answer_help("lab.sweep", purpose, EXAMPLES, arguments, SWEEP_SETTINGS):
+        return 0
+    try:
+        study = read(arguments)
+        _check_devices(study)
+        root = _make_root(study)
+        with _alone(root) as lock:
+            statuses = list(_run_missing(study, root, lock))
+    except ConfigError as error:
+        report_error("lab.sweep", error)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues from here", file=sys.stderr)
+        return 130
+    num_done = statuses.count("done")
+    print(f"{num_done} of {len(statuses)} cells done; figures: python -m lab.plot {root}")
+    return 0 if num_done else 1
+
+
+def _run_missing(study: Study, root: Path, lock: int) -> Iterator[str]:
+    """Run every cell that has no record yet; the status of each."""
+    from lab.launch import run_cell
+
+    durations: list[float] = []
+    for number, cell in enumerate(study.cells, start=1):
+        position = f"[{number}/{len(study.cells)}] {cell.name}:"
+        record = _recorded(root, cell)
+        if record is not None:
+            print(position, f"{record['status']} already", flush=True)
+        else:
+            print(position, end=" ", flush=True)
+            began = time.monotonic()
+            record = run_cell(root, cell, study.cell_timeout_s, lock)
+            durations.append(time.monotonic() - began)
+            missing = sum(_recorded(root, later) is None for later in study.cells[number:])
+            eta = timedelta(seconds=round(missing * sum(durations) / len(durations)))
+            print(f"{_outcome(record)}, ETA {eta}", flush=True)
+        yield record["status"]
+
+
+def _recorded(root: Path, cell: Cell) -> dict[str, Any] | None:
+    """The record of a cell that need not run again; an interrupted one must."""
+    try:
+        record = json.loads((root / cell.name / "record.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if record["status"] == "interrupted" else record
+
+
+def _outcome(record: dict[str, Any]) -> str:
+    if record["status"] != "done" or not record["step_s"]:
+        return f"{record['status']}: {record['error']}"
+    return f"{1000 * record['step_s']['median']:.2f} ms/step, {record['images_per_s']:.0f} images/s"
+
+
+def _check_devices(study: Study) -> None:
+    """Refuse a cell that wants more GPUs than there are, before any cell has run.
+
+    Raises:
+        ConfigError: names the largest number of ranks that would do.
+    """
+    from lab.distributed.world import check_gpus
+
+    for cell in study.cells:
+        try:
+            check_gpus(cell.device, cell.world_size)
+        except ValueError as error:
+            raise ConfigError(f"world_size={cell.world_size}: {error}") from None
+
+
+def _make_root(study: Study) -> Path:
+    root = Path(study.runs_dir).absolute() / study.name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / ".lock").touch()
+    except OSError as error:
+        message = f"runs_dir={study.runs_dir}: cannot write {root}: {error.strerror}"
+        raise ConfigError(message) from None
+    return root
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[int]:
+    """Hold the study's lock; yields its descriptor. A killed sweep's launcher still holds it."""
+    with (root / ".lock").open() as lock:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"study={root.name}: another sweep of it runs") from None
+                time.sleep(0.5)
+        yield lock.fileno()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""One rank of one run: `torchrun -m lab.train strategy=onebit`, or `python -m lab.train ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lab.cli import answer_help, report_error
+from lab.config import ConfigError, check_batch, load
+
+EXAMPLES = (
+    "torchrun --nproc-per-node 2 -m lab.train strategy=onebit",
+    "torchrun --nproc-per-node 4 -m lab.train strategy=tree overlap=true bucket_mb=4 model=mlp",
+    "python -m lab.train model=alexnet_small batch_size=256 optim.lr=0.02 eval_every=50",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; the process's exit code: 0 done, 1 failed, 2 a wrong setting."""
+    if answer_help("lab.train", "Train on 1 to N ranks and record it.", EXAMPLES, arguments):
+        return 0
+    try:
+        config = load(arguments)
+        check_batch(config, int(os.environ.get("WORLD_SIZE", 1)))
+        return _run(config, arguments)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            report_error("lab.train", error)
+        return 2
+
+
+def _run(config, arguments: list[str]) -> int:  # type: ignore[no-untyped-def]
+    # Only now is torch imported: help and wrong settings have been answered without it.
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from lab.distributed import world
+    from lab.run import Run, claim_directory
+
+    try:
+        ranks = world.start(config.device, config.backend, config.exchange_timeout_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        return Run(config, arguments, ranks, claim_directory(config, arguments, ranks)).execute()
+    finally:
+        world.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

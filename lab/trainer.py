@@ -1,0 +1,246 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from lab.data import Data
+from lab.data.sampler import GlobalSampler
+from lab.distributed.replicas import broadcast_buffers
+from lab.distributed.watch import Watch
+from lab.distributed.world import World
+from lab.exchange.gradsync import GradSync
+from lab.measure.clock import Clock
+from lab.optim import LossScale, Optim
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOOK_EVERY = 50  # steps between looks at the loss on a GPU, each of which makes the host wait
+
+
+@dataclass
+class Progress:
+    """How far training has come; part of every checkpoint."""
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+class Trainer:
+    """Data-parallel SGD on one rank.
+
+    Args:
+        model: on the device, transformed, equal on all ranks.
+        sync: exchanges its gradients.
+        total_steps: optimizer steps of the whole run.
+        batch_size: global.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        world: World,
+        watch: Watch,
+        data: Data,
+        model: nn.Module,
+        sync: GradSync,
+        optim: Optim,
+        batch_size: int,
+    ) -> None:
+        self.config, self.world, self.watch, self.data = config, world, watch, data
+        self.model, self.sync, self.optim = model, sync, optim
+        self.batch_size = batch_size
+        self.total_steps = optim.total_steps
+        self.optimizer = optim.optimizer(model)
+        self.criterion = nn.CrossEntropyLoss()
+        self.loss_scale = LossScale() if config.precision == "fp16" else None
+        self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
+        self.progress = Progress()
+        self.num_skipped = 0
+        self.losses: list[Tensor] = []
+        self.traffic: list[tuple[int, int]] = []  # payload bytes and messages of each step
+
+    def steps(self) -> Iterator[int]:
+        """Train; yields the number of steps done after each of them. Ends early after a signal."""
+        batches = iter(self.data.train_batches(self._sampler()))
+        self.sync.step = self.progress.step
+        with self.sync:
+            self.model.train()
+            while self.progress.step < self.total_steps and self.watch.begin_step():
+                sent = self.sync.comm.traffic
+                before = sent.payload_bytes, sent.num_messages
+                with self.clock.step():
+                    self._step(batches)
+                self.traffic.append((sent.payload_bytes - before[0], sent.num_messages - before[1]))
+                self.progress.step += 1
+                self.progress.samples += self.batch_size
+                self._look_at_loss()
+                yield self.progress.step
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss and accuracy over the test images of all ranks."""
+        broadcast_buffers(self.model, self.world)
+        self.model.eval()
+        totals = torch.zeros(3, dtype=torch.float64)
+        per_rank = max(1, self.batch_size // self.world.size)
+        with torch.no_grad():
+            batches = self.data.test_batches(self.world.rank, self.world.size, per_rank)
+            for images, labels in batches:
+                with self._autocast():
+                    outputs = self.model(self._layout(images))
+                loss = nn.functional.cross_entropy(outputs.float(), labels, reduction="sum")
+                correct = (outputs.argmax(dim=1) == labels).sum()
+                totals += torch.tensor([float(loss), float(correct), len(labels)])
+        self.model.train()
+        loss, correct, count = self.world.gather(totals).sum(dim=0).tolist()
+        result = {"step": self.progress.step, "seconds": self.training_seconds()}
+        result |= {"loss": loss / count, "accuracy": correct / count}
+        self.progress.evaluations.append(result)
+        return result
+
+    def training_seconds(self) -> float:
+        """Seconds spent in steps so far, those before a resume included."""
+        return self.progress.seconds + float(self.clock.step_seconds().sum())
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds: the part that all ranks share, and this rank's own."""
+        broadcast_buffers(self.model, self.world)
+        shared = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress) | {"seconds": self.training_seconds()},
+            "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
+        }
+        own = {"exchange": self.sync.exchange.state_dict(), "rng": torch.get_rng_state()}
+        if self.world.device.type == "cuda":
+            own["cuda_rng"] = torch.cuda.get_rng_state(self.world.device)
+        return shared, own
+
+    def load_state(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
+        """Continue from what `state` returned on each rank of as many, or of other, ranks.
+
+        Raises:
+            ValueError: the checkpoint is of another model or strategy.
+        """
+        try:
+            self.model.load_state_dict(shared["model"])
+            self.optimizer.load_state_dict(shared["optimizer"])
+        except (RuntimeError, ValueError):
+            raise ValueError(
+                "resume: the checkpoint is of another model; use the same model, transform and data"
+            ) from None
+        self.progress = Progress(**shared["progress"])
+        if self.loss_scale and shared["loss_scale"]:
+            self.loss_scale.load_state_dict(shared["loss_scale"])
+        self._load_own(owns)
+
+    def _load_own(self, owns: list[dict[str, Any]]) -> None:
+        rank, size, exchange = self.world.rank, self.world.size, self.sync.exchange
+        states = [own["exchange"] for own in owns]
+        if size == len(owns):
+            torch.set_rng_state(owns[rank]["rng"])
+            if "cuda_rng" in owns[rank] and self.world.device.type == "cuda":
+                torch.cuda.set_rng_state(owns[rank]["cuda_rng"], self.world.device)
+            state = states[rank]
+        else:
+            state = exchange.redistribute(states, rank, size) if states[0] else {}
+        if state:
+            exchange.load_state_dict(_to(state, self.world.device))
+
+    def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        clock, sync, parts = self.clock, self.sync, self.config.accumulate
+        with clock.phase("data"):
+            images, labels = next(batches)
+            micro_batches = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+        before = self._exchange_state()
+        sync.loss_scale = self.loss_scale.value if self.loss_scale else 1.0
+        total = torch.zeros((), device=self.world.device)
+        for number, (images, labels) in enumerate(micro_batches, start=1):
+            with sync.micro_batch(last=number == parts):
+                with clock.phase("forward"), self._autocast():
+                    loss = self.criterion(sync.module(self._layout(images)), labels) / parts
+                with clock.phase("backward"):  # overlapped exchanges start in here
+                    (loss * sync.loss_scale).backward()
+            total += loss.detach()
+        with clock.phase("exchange"):  # what backward could not hide
+            finite = sync.finish()
+        with clock.phase("update"):
+            self._update(finite, before)
+        self.losses.append(total)
+
+    def _update(self, finite: bool, exchange_before: dict[str, Any]) -> None:
+        if self.loss_scale:
+            finite = finite and self._gradients_finite()
+            self.loss_scale.update(finite)
+            if not finite:
+                self.sync.exchange.load_state_dict(exchange_before)
+                self.optimizer.zero_grad()
+                self.num_skipped += 1
+                return
+        elif not finite:
+            raise FloatingPointError(self._describe_overflow())
+        if self.config.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.optim.lr_at(self.progress.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _exchange_state(self) -> dict[str, Any]:
+        """What the exchange knows before the step, where the step may yet have to be undone."""
+        if not self.loss_scale:
+            return {}
+        state = self.sync.exchange.state_dict()
+        return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
+
+    def _look_at_loss(self) -> None:
+        if self.world.device.type == "cuda" and self.progress.step % LOOK_EVERY:
+            return
+        if self.loss_scale is None and not math.isfinite(self.losses[-1].item()):
+            raise FloatingPointError(self._describe_overflow())
+
+    def _describe_overflow(self) -> str:
+        named = self.model.named_parameters()
+        bad = [name for name, p in named if not p.isfinite().all() or not _finite_grad(p)]
+        where = f"first in {bad[0]}" if bad else f"loss={self.losses[-1].item()}"
+        return f"gradient not finite at step {self.progress.step}, {where}; try a smaller optim.lr"
+
+    def _gradients_finite(self) -> bool:
+        norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        return bool(torch.stack(norms).isfinite().all())
+
+    def _sampler(self) -> GlobalSampler:
+        return GlobalSampler(
+            num_samples=self.data.num_train,
+            batch_size=self.batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            seed=self.config.seed + self.config.repeat,
+            start=self.progress.samples,
+        )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = AUTOCAST.get(self.config.precision)
+        return torch.autocast(self.world.device.type, dtype) if dtype else nullcontext()
+
+    def _layout(self, images: Tensor) -> Tensor:
+        if self.config.channels_last:
+            return images.contiguous(memory_format=torch.channels_last)
+        return images
+
+
+def _finite_grad(parameter: nn.Parameter) -> bool:
+    return parameter.grad is None or bool(parameter.grad.isfinite().all())
+
+
+def _to(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: {n: v.to(device) for n, v in tensors.items()} for key, tensors in state.items()}
