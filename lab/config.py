@@ -29,7 +29,9 @@ class ConfigError(ValueError):
     """A setting the user can correct. Its text is one line: the key, the value, what is allowed."""
 
 
-def setting(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float = -math.inf):
+def setting(
+    default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float = -math.inf
+) -> Any:
     """A scalar setting: its default, its line of `--help` and what it may hold."""
     metadata = {"help": help, "choices": choices, "minimum": minimum}
     if isinstance(default, dict):

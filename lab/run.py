@@ -26,7 +26,7 @@ from lab.record.run_directory import RunDirectory
 from lab.trainer import Trainer
 
 DEFAULT_EPOCHS = 30
-RECORD_WAIT_S = 3.0  # what rank 0 has to record a failure before another rank does it
+RECORD_WAIT_S = 5.0  # what rank 0 has to record a failure before another rank does it
 SIGTERM_EXIT = 128 + 15
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from lab.cli import answer_help, report_error
 from lab.config import ConfigError, check_batch, load
@@ -26,6 +27,8 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             report_error("lab.train", error)
+        else:
+            time.sleep(1)  # a launcher ends all ranks with the first: let rank 0 say why
         return 2
 
 

@@ -1,36 +1,41 @@
-"""Handwritten digits: real images that come with scikit-learn, so nothing is downloaded."""
+"""Handwritten digits that come with scikit-learn: real images, nothing to download."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import interpolate
 
-from lab.data.tensors import TensorData, check_positive
+from lab.data.tensors import TensorData
 
-SPLIT_SEED = 0  # the test set is the same for all runs, whatever their seed
-TEST_SHARE = 5  # one in five images of each class
+OWN_PX = 8
+NUM_TEST = 360
 
 
-def digits(*, size: int, seed: int, device: torch.device) -> TensorData:
-    """1797 grey images of 10 digits (Alpaydin and Kaynak, 1998), scaled from 8 x 8 to `size` px.
+def digits(*, seed: int, device: torch.device, size: int = 32) -> TensorData:
+    """The 1797 digits of UCI's optdigits test set, 1437 to train on and 360 to test on.
 
-    1437 train, 360 test, each class in the same proportion. `seed` changes nothing here.
+    Resized bilinearly; zero mean and unit variance over the training images.
+
+    Args:
+        seed: unused; the split, stratified by class, is always the same.
+        device: where the images are kept.
+        size: height and width, px.
 
     Raises:
-        ValueError: `size` is no positive integer.
+        ValueError: `size` is not an integer of at least 8, the images' own size.
     """
-    from sklearn.datasets import load_digits
+    if not isinstance(size, int) or size < OWN_PX:
+        raise ValueError(f"data.size={size}: must be an integer of at least {OWN_PX}")
+    from sklearn.datasets import load_digits  # slow to import
     from sklearn.model_selection import train_test_split
 
-    check_positive(size=size)
-    pixels, labels = load_digits(return_X_y=True)
-    train_index, test_index = train_test_split(
-        range(len(labels)), test_size=1 / TEST_SHARE, stratify=labels, random_state=SPLIT_SEED
+    pixels, classes = load_digits(return_X_y=True)
+    train, test = train_test_split(
+        np.arange(len(classes)), test_size=NUM_TEST, stratify=classes, random_state=0
     )
-    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
-    images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    mean, std = images[train_index].mean(), images[train_index].std()
-    images = (images - mean) / std
-    targets = torch.tensor(labels, dtype=torch.int64)
-    train = images[train_index], targets[train_index]
-    return TensorData(train, (images[test_index], targets[test_index]), 10, device)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, OWN_PX, OWN_PX)
+    images = interpolate(images, (size, size), mode="bilinear", align_corners=False)
+    images = (images - images[train].mean()) / images[train].std()
+    images, labels = images.to(device), torch.tensor(classes).to(device)
+    return TensorData((images[train], labels[train]), (images[test], labels[test]), 10)

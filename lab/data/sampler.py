@@ -1,36 +1,32 @@
-"""Which sample is when, and whose."""
+"""The order in which samples are trained on, and each rank's part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-Sample = tuple[int, int]  # epoch, index into the data
+import numpy as np
 
 
 class GlobalSampler:
-    """Deals an endless stream of samples to the ranks, batch by batch.
+    """This rank's part of an endless stream of samples, which no world size changes.
 
-    The stream is one permutation of the data after another, drawn from (seed, epoch). A global
-    batch is its next `batch_size` samples, and rank r takes the r-th of `world_size` equal
-    slices. So the order does not depend on the number of ranks, and nothing is dropped: a batch
-    that an epoch's end falls into is filled from the next one.
+    The stream is one permutation of all samples after another, the one of epoch e drawn from
+    (seed, e). Global batch k begins at sample `start + k * batch_size` of the stream, so a batch may
+    straddle epochs, and none is cut short. Rank r owns the r-th of `world_size` equal slices of it.
 
     Args:
-        num_samples: of the data.
+        num_samples: samples of one epoch.
         batch_size: global.
-        rank, world_size: whose slice.
+        rank, world_size: whose part.
         seed: of all permutations.
-        start: samples of the stream that are already done.
+        start: samples of the stream that earlier runs have used.
 
     Raises:
-        ValueError: the batch does not divide evenly, or there are no samples.
+        ValueError: an argument out of range, or a batch that ranks cannot share evenly.
     """
 
     def __init__(
         self,
-        *,
         num_samples: int,
         batch_size: int,
         rank: int,
@@ -38,31 +34,46 @@ class GlobalSampler:
         seed: int,
         start: int = 0,
     ) -> None:
-        if num_samples < 1:
-            raise ValueError("data: has no training samples")
+        for name, value, least in (
+            ("num_samples", num_samples, 1),
+            ("batch_size", batch_size, 1),
+            ("world_size", world_size, 1),
+            ("seed", seed, 0),
+            ("start", start, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: must be from 0 to {world_size - 1}")
         if batch_size % world_size:
-            raise ValueError(f"batch_size={batch_size}: does not divide into {world_size} ranks")
+            raise ValueError(f"batch_size={batch_size}: must be a multiple of {world_size} ranks")
         self.num_samples = num_samples
         self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
         self.seed = seed
-        self.start = start
+        self.per_rank_batch_size = batch_size // world_size
+        self.first = start + rank * self.per_rank_batch_size
         self._epoch = -1
-        self._order: list[int] = []
+        self._permutation = np.empty(0, dtype=np.int64)
 
-    def __iter__(self) -> Iterator[list[Sample]]:
-        """This rank's part of each global batch."""
-        share = self.batch_size // self.world_size
-        position = self.start + self.rank * share
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Endless batches of this rank: [per-rank batch] pairs (epoch, index of the sample)."""
+        position = self.first
         while True:
-            yield [self._sample(position + offset) for offset in range(share)]
+            yield self._slice(position, position + self.per_rank_batch_size)
             position += self.batch_size
 
-    def _sample(self, position: int) -> Sample:
-        epoch, place = divmod(position, self.num_samples)
+    def _slice(self, begin: int, end: int) -> list[tuple[int, int]]:
+        samples: list[tuple[int, int]] = []
+        while begin < end:
+            epoch, offset = divmod(begin, self.num_samples)
+            stop = min(self.num_samples, offset + end - begin)
+            samples += [(epoch, index) for index in self._order(epoch)[offset:stop].tolist()]
+            begin += stop - offset
+        return samples
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Permutation int64 [num_samples] of `epoch`; the last one asked for is kept."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
-            self._order = torch.randperm(self.num_samples, generator=generator).tolist()
-            self._epoch = epoch
-        return epoch, self._order[place]
+            generator = np.random.default_rng([self.seed, epoch])
+            self._epoch, self._permutation = epoch, generator.permutation(self.num_samples)
+        return self._permutation

@@ -1,4 +1,4 @@
-"""Random images, for throughput: any shape, no disk."""
+"""Noise in the shape of images: for measuring alone, as nothing can be learnt from it."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ from collections.abc import Sequence
 
 import torch
 
-from lab.data.data import Batch
-from lab.data.tensors import TensorData, check_positive
-
-TEST_SHARE = 8  # one test image for so many training images
+from lab.data.tensors import TensorData
 
 
 def synthetic(
     *,
-    shape: Sequence[int],
-    num_classes: int,
-    num_images: int,
     seed: int,
     device: torch.device,
+    shape: Sequence[int] = (3, 32, 32),
+    num_classes: int = 10,
+    num_images: int = 1024,
 ) -> TensorData:
-    """Normal noise with random labels, made once on the device and used over and over.
+    """Standard normal images with random labels; an eighth as many again to test on.
 
     Args:
-        shape: (channels, height, width).
-        num_images: to train on; an eighth as many more to test on.
+        seed: of images and labels; the same on all ranks.
+        device: where they are generated and kept.
+        shape: (C, H, W) of one image.
+        num_classes: labels are 0 to num_classes - 1.
+        num_images: to train on.
 
     Raises:
-        ValueError: a size is no positive integer.
+        ValueError: an argument out of range.
     """
-    if isinstance(shape, str) or len(shape) != 3:
-        raise ValueError(f"data.shape={shape}: must be [channels,height,width]")
-    check_positive(num_classes=num_classes, num_images=num_images)
-    for side in shape:
-        check_positive(shape=side)
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise ValueError(f"data.shape={shape}: must be [C, H, W], integers of at least 1")
+    for name, value in (("num_classes", num_classes), ("num_images", num_images)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"data.{name}={value}: must be an integer of at least 1")
+    total = num_images + max(1, num_images // 8)
     generator = torch.Generator(device).manual_seed(seed)
-
-    def images(count: int) -> Batch:
-        pixels = torch.randn((count, *shape), generator=generator, device=device)
-        labels = torch.randint(num_classes, (count,), generator=generator, device=device)
-        return pixels, labels
-
-    test = images(max(1, num_images // TEST_SHARE))
-    return TensorData(images(num_images), test, num_classes, device)
+    images = torch.randn(total, *sizes, generator=generator, device=device)
+    labels = torch.randint(num_classes, (total,), generator=generator, device=device)
+    return TensorData(
+        (images[:num_images], labels[:num_images]),
+        (images[num_images:], labels[num_images:]),
+        num_classes,
+    )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lab.distributed.worker import Worker
 
 POLL_S = 0.2
-GRACE_S = 5.0  # what a rank has to notice a peer's failure by itself
+GRACE_S = 1.0  # what training has to notice the failure of another rank by itself
 AGREE_S = 20.0  # what the ranks have to agree on where to stop
 
 
@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.PrefixStore,
         rank: int,
         size: int,
         timeout_s: float,
@@ -65,7 +65,7 @@ class Watch:
         self._thread.start()
 
     def listen_to_signals(self) -> None:
-        """From now on SIGTERM and SIGINT ask for a stop at a step's end; a second SIGINT insists."""
+        """Take SIGTERM and SIGINT as a wish to stop at a step's end; a second SIGINT insists."""
 
         def on_signal(number: int, _frame: object) -> None:
             if self.stop_signal == "SIGINT" and number == signal.SIGINT:

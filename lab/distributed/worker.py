@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 Job = Callable[[], None]
+Event = torch.cuda.Event | torch.Event
 
 
 class Worker(ABC):
@@ -98,7 +99,7 @@ class ThreadWorker(Worker):
                 self._idle.notify_all()
 
 
-def _after(ready: torch.cuda.Event, job: Job) -> Job:
+def _after(ready: Event, job: Job) -> Job:
     def run() -> None:
         ready.synchronize()
         job()
@@ -113,7 +114,7 @@ class StreamWorker(Worker):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._queued: deque[tuple[str, float, torch.cuda.Event]] = deque()
+        self._queued: deque[tuple[str, float, Event]] = deque()
 
     def submit(self, label: str, job: Job) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

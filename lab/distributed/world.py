@@ -31,7 +31,7 @@ class World:
     local_size: int
     device: torch.device
     backend: str
-    store: dist.Store
+    store: dist.PrefixStore
     comm: TorchComm
     control: dist.ProcessGroup
 
@@ -90,7 +90,7 @@ def start(device: str, backend: str, timeout_s: float) -> World:
         device_id=where if backend == "nccl" else None,
     )
     control = dist.new_group(backend="gloo", timeout=limit)
-    assert dist.group.WORLD is not None and control is not None
+    assert dist.group.WORLD is not None and isinstance(control, dist.ProcessGroup)
     comm = TorchComm(dist.group.WORLD)
     messages = dist.PrefixStore("lab", store)
     return World(rank, size, local_rank, local_size, where, backend, messages, comm, control)

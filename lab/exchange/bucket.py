@@ -55,26 +55,28 @@ class GradBucket:
 
     def pack(self, step: int) -> Bucket:
         """This step's bucket. A parameter that backward did not reach counts as zeros."""
-        parameters = list(self.parameters.values())
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if len(parameters) == 1 and parameters[0].grad.is_contiguous():  # type: ignore[union-attr]
-            return Bucket(self.shapes, parameters[0].grad.view(-1), step)  # type: ignore[union-attr]
-        return Bucket(self.shapes, self._gather(parameters), step)
-
-    def _gather(self, parameters: list[nn.Parameter]) -> Tensor:
-        if self._buffer is None:
-            self._buffer = torch.cat([torch.zeros_like(p).view(-1) for p in parameters])
-        sizes = [parameter.numel() for parameter in parameters]
-        views = [
-            part.view(parameter.shape)
-            for part, parameter in zip(self._buffer.split(sizes), parameters, strict=True)
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in self.parameters.values()
         ]
-        torch._foreach_copy_(views, [parameter.grad for parameter in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view
-        return self._buffer
+        if len(gradients) > 1 or not gradients[0].is_contiguous():
+            flat, gradients = self._gather(gradients)
+        else:
+            flat = gradients[0].view(-1)
+        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+        return Bucket(self.shapes, flat, step)
+
+    def _gather(self, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        sizes = [gradient.numel() for gradient in gradients]
+        if self._buffer is None:
+            self._buffer = gradients[0].new_empty(sum(sizes))
+        views = [
+            part.view(gradient.shape)
+            for part, gradient in zip(self._buffer.split(sizes), gradients, strict=True)
+        ]
+        torch._foreach_copy_(views, gradients)
+        return self._buffer, views
 
 
 def plan(model: nn.Module, bucket_mb: float | None) -> list[GradBucket]:

@@ -17,7 +17,7 @@ GRANULARITIES = ("column", "block")
 
 
 class OneBit(Exchange):
-    """Two-stage 1-bit SGD with error feedback (Seide et al. 2014; CNTK's AllReduceDistGradAggregator).
+    """Two-stage 1-bit SGD with error feedback (Seide et al. 2014, section 3; CNTK's 1BitSGD).
 
     1. Each rank adds its residual to its gradient, quantises all rows, and keeps what the
        quantisation lost as its new residual. Row stripe r of every rank goes to rank r.
@@ -26,8 +26,8 @@ class OneBit(Exchange):
        bits to all. Every rank decodes all stripes and divides by N.
 
     So delivered sums + residuals = true sums at any time, and a rank sends n/4*(N-1)/N bytes, plus
-    8 bytes of scales for each row. A non-finite gradient makes scales non-finite; they travel to all
-    ranks, which then keep both residuals as they were and mark the bucket.
+    8 bytes of scales for each row. A non-finite gradient makes scales non-finite; they travel to
+    all ranks, which then keep both residuals as they were and mark the bucket.
 
     Args:
         threshold: "zero" or "mean", see lab.codec.onebit.
@@ -175,7 +175,7 @@ class OneBit(Exchange):
         """
         residual, stripe_residual = {}, {}
         for name in states[0]["residual"]:
-            total = sum(state["residual"][name].double() for state in states)
+            total = torch.stack([state["residual"][name].double() for state in states]).sum(dim=0)
             residual[name] = (total / size).float()
             rows = torch.cat([state["stripe_residual"][name] for state in states])
             new = Matrix(name, 0, *rows.shape)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 
 
 def environment(num_hosts: int) -> dict[str, Any]:

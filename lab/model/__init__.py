@@ -1,1 +1,1 @@
-"""What is trained. Input shape and number of classes come from the data."""
+"""What is trained: each module holds a function that makes one model."""

@@ -1,59 +1,92 @@
-"""AlexNet in one tower, and a small sibling with the same share of fully connected parameters."""
+"""AlexNet, whose three FC layers hold 95 % of the parameters, and a small one of the same kind."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from lab.model.convnet import ConvNet, classifier, feature_shape, fraction, positive
+from lab.model.convnet import (
+    ConvNet,
+    require_dropout,
+    require_size,
+    require_width,
+    with_fc_head,
+)
 
-LEAST_SIZE = 63
-LEAST_SIZE_SMALL = 8
+SMALLEST_PX = 63
+SMALL_SMALLEST_PX = 8
 
 
-def alexnet(*, dropout: float, image_shape: tuple[int, int, int], num_classes: int) -> ConvNet:
-    """64-192-384-384-256 convolution maps, two hidden layers of 4096 units.
+def alexnet(*, image_shape: Sequence[int], num_classes: int, dropout: float = 0.5) -> ConvNet:
+    """The one-tower AlexNet (Krizhevsky 2014, "One weird trick", section 5).
 
-    The one-tower variant that benchmarks use: with 3x224x224 images and 1000 classes it has
-    61.8 M parameters, 94.8 % of them in the three fully connected layers.
+    61,838,248 parameters for 3x224x224 images and 1000 classes, 94.8 % of them in the head.
+
+    Args:
+        image_shape: (C, H, W) of one image.
+        num_classes: width of the last layer.
+        dropout: probability that an input of a hidden FC layer is dropped.
 
     Raises:
-        ValueError: images below 63 px, or a dropout that is no probability.
+        ValueError: images smaller than 63 px, or `dropout` out of range.
     """
+    require_dropout(dropout)
+    require_size("alexnet", image_shape, SMALLEST_PX)
     features = nn.Sequential(
-        *(nn.Conv2d(image_shape[0], 64, kernel_size=11, stride=4, padding=2), nn.ReLU(True)),
+        *_convolution(image_shape[0], 64, kernel_size=11, stride=4, padding=2),
         nn.MaxPool2d(3, stride=2),
-        *(nn.Conv2d(64, 192, kernel_size=5, padding=2), nn.ReLU(True)),
+        *_convolution(64, 192, kernel_size=5, padding=2),
         nn.MaxPool2d(3, stride=2),
-        *(nn.Conv2d(192, 384, kernel_size=3, padding=1), nn.ReLU(True)),
-        *(nn.Conv2d(384, 384, kernel_size=3, padding=1), nn.ReLU(True)),
-        *(nn.Conv2d(384, 256, kernel_size=3, padding=1), nn.ReLU(True)),
+        *_convolution(192, 384),
+        *_convolution(384, 384),
+        *_convolution(384, 256),
         nn.MaxPool2d(3, stride=2),
     )
-    shape = feature_shape(features, image_shape, "alexnet", LEAST_SIZE)
-    head = classifier(shape, [4096, 4096], num_classes, fraction("dropout", dropout))
-    return ConvNet(features, head, shape)
+    return with_fc_head(features, image_shape, [4096, 4096], num_classes, dropout)
 
 
 def alexnet_small(
-    *, width: int, hidden: int, dropout: float, image_shape: tuple[int, int, int], num_classes: int
+    *,
+    image_shape: Sequence[int],
+    num_classes: int,
+    width: int = 16,
+    hidden: int = 1400,
+    dropout: float = 0.0,
 ) -> ConvNet:
-    """AlexNet's layers for images of 8 to 32 px: 3x3 convolutions of width * (1, 3, 6, 6, 4) maps.
+    """AlexNet's five convolutions and three FC layers for images of 8 px and more.
 
-    With the defaults, 32 px and 10 classes, 94.8 % of its 3.6 M parameters are in the fully
-    connected layers, as in `alexnet`.
+    With the default arguments 94.8 % of the parameters lie in the head for 1x32x32 images and 10
+    classes, as in AlexNet, so that gradients are as unevenly spread over the layers.
+
+    Args:
+        image_shape: (C, H, W) of one image.
+        num_classes: width of the last layer.
+        width: channels of the first convolution; AlexNet has 64.
+        hidden: width of both hidden FC layers.
+        dropout: probability that an input of a hidden FC layer is dropped.
 
     Raises:
-        ValueError: images below 8 px, or an argument out of range.
+        ValueError: images smaller than 8 px, or an argument out of range.
     """
-    maps = [positive("width", width) * times for times in (1, 3, 6, 6, 4)]
-    pooled = {0, 1, 4}
-    layers: list[nn.Module] = []
-    for index, (before, after) in enumerate(zip([image_shape[0], *maps], maps, strict=False)):
-        layers += [nn.Conv2d(before, after, kernel_size=3, padding=1), nn.ReLU(inplace=True)]
-        if index in pooled:
-            layers.append(nn.MaxPool2d(2))
-    features = nn.Sequential(*layers)
-    shape = feature_shape(features, image_shape, "alexnet_small", LEAST_SIZE_SMALL)
-    units = positive("hidden", hidden)
-    head = classifier(shape, [units, units], num_classes, fraction("dropout", dropout))
-    return ConvNet(features, head, shape)
+    require_width("model.width", width)
+    require_width("model.hidden", hidden)
+    require_dropout(dropout)
+    require_size("alexnet_small", image_shape, SMALL_SMALLEST_PX)
+    features = nn.Sequential(
+        *_convolution(image_shape[0], width),
+        nn.MaxPool2d(2),
+        *_convolution(width, 3 * width),
+        nn.MaxPool2d(2),
+        *_convolution(3 * width, 6 * width),
+        *_convolution(6 * width, 6 * width),
+        *_convolution(6 * width, 4 * width),
+        nn.MaxPool2d(2),
+    )
+    return with_fc_head(features, image_shape, [hidden, hidden], num_classes, dropout)
+
+
+def _convolution(
+    in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, padding: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding), nn.ReLU()

@@ -1,20 +1,29 @@
-"""Convolution features followed by a classifier: the shape that lenet and alexnet share."""
+"""ConvNet: convolution features under a fully connected (FC) head, and what its makers share."""
 
 from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """`classifier(features(images))`.
+    """A head over convolution features, kept apart so that a transform can exchange the head.
 
-    Attributes:
-        feature_shape: (channels, height, width) of what `features` gives to `classifier`.
+    Args:
+        features: [batch, *image_shape] -> [batch, *feature_shape].
+        classifier: [batch, *feature_shape] -> logits [batch, num_classes].
+        feature_shape: (C, H, W) of the features' output.
     """
 
     def __init__(
-        self, features: nn.Sequential, classifier: nn.Module, feature_shape: tuple[int, int, int]
+        self,
+        features: nn.Sequential,
+        classifier: nn.Sequential,
+        feature_shape: tuple[int, int, int],
     ) -> None:
         super().__init__()
         self.features = features
@@ -22,64 +31,74 @@ class ConvNet(nn.Module):
         self.feature_shape = feature_shape
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores [batch, classes] of images [batch, channels, height, width]."""
+        """Logits [batch, num_classes] of images [batch, C, H, W]."""
         return self.classifier(self.features(images))
 
 
-def feature_shape(
-    features: nn.Module, image_shape: tuple[int, int, int], name: str, least: int
-) -> tuple[int, int, int]:
-    """Shape of `features` of one image.
+def with_fc_head(
+    features: nn.Sequential,
+    image_shape: Sequence[int],
+    hidden: Sequence[int],
+    num_classes: int,
+    dropout: float = 0.0,
+) -> ConvNet:
+    """`features` under FC layers of the widths `hidden`, each with dropout before it and a ReLU.
 
     Args:
-        name: of the model, for the error.
-        least: smallest side that the model can take, in pixels.
-
-    Raises:
-        ValueError: the images are smaller.
+        features: convolutions and pooling.
+        image_shape: (C, H, W) of one image.
+        hidden: widths of the hidden layers.
+        num_classes: width of the last layer.
+        dropout: probability that an input of a hidden layer is dropped; 0 adds no such layer.
     """
-    channels, height, width = image_shape
-    if min(height, width) < least:
-        raise ValueError(
-            f"model={name}: needs images of at least {least} px, the data gives "
-            f"{height}x{width}; set data.size={least} or more"
-        )
-    with torch.no_grad():
-        shape = features(torch.zeros(1, channels, height, width)).shape
-    return shape[1], shape[2], shape[3]
-
-
-def classifier(
-    feature_shape: tuple[int, int, int], hidden: list[int], num_classes: int, dropout: float
-) -> nn.Sequential:
-    """Fully connected layers over flattened features, ReLU and dropout between them."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    width = feature_shape[0] * feature_shape[1] * feature_shape[2]
-    for next_width in hidden:
-        layers += [nn.Linear(width, next_width), nn.ReLU(inplace=True)]
+    shape = output_shape(features, image_shape)
+    head: list[nn.Module] = [nn.Flatten()]
+    width = math.prod(shape)
+    for hidden_width in hidden:
         if dropout:
-            layers.append(nn.Dropout(dropout))
-        width = next_width
-    return nn.Sequential(*layers, nn.Linear(width, num_classes))
+            head.append(nn.Dropout(dropout))
+        head += [nn.Linear(width, hidden_width), nn.ReLU()]
+        width = hidden_width
+    head.append(nn.Linear(width, num_classes))
+    return ConvNet(features, nn.Sequential(*head), shape)
 
 
-def positive(name: str, value: object) -> int:
-    """`value` if it is an integer above 0.
-
-    Raises:
-        ValueError: names the setting otherwise.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"model.{name}={value}: must be an integer of at least 1")
-    return value
+def output_shape(features: nn.Sequential, image_shape: Sequence[int]) -> tuple[int, int, int]:
+    """(C, H, W) of the output for one image, found without computing it."""
+    image = torch.empty(1, *image_shape, device="meta")
+    _, channels, height, width = copy.deepcopy(features).to("meta")(image).shape
+    return channels, height, width
 
 
-def fraction(name: str, value: object) -> float:
-    """`value` if it is a number from 0 up to but not including 1.
+def require_size(model: str, image_shape: Sequence[int], smallest: int) -> None:
+    """Refuse images that the pooling layers would shrink to nothing.
 
     Raises:
-        ValueError: names the setting otherwise.
+        ValueError: height or width is below `smallest` pixels.
     """
-    if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError(f"model.{name}={value}: must be a number from 0 to below 1")
-    return float(value)
+    _, height, width = image_shape
+    if min(height, width) < smallest:
+        raise ValueError(
+            f"model={model}: images of {height}x{width} px are too small, it needs at least "
+            f"{smallest} px; set data.size={smallest} or more (data.shape for data=synthetic)"
+        )
+
+
+def require_width(key: str, value: object) -> None:
+    """Refuse what cannot be the width of a layer.
+
+    Raises:
+        ValueError: not an integer of at least 1.
+    """
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value}: must be an integer of at least 1")
+
+
+def require_dropout(dropout: object) -> None:
+    """Refuse what is not a dropout probability.
+
+    Raises:
+        ValueError: not a number in [0, 1).
+    """
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(f"model.dropout={dropout}: must be a number from 0 to below 1")

@@ -1,25 +1,31 @@
-"""The 20-50-500 network that framework tutorials of the time shared."""
+"""LeNet: small convolutions, most parameters in one FC layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from lab.model.convnet import ConvNet, classifier, feature_shape
+from lab.model.convnet import ConvNet, require_size, with_fc_head
 
-LEAST_SIZE = 16
+SMALLEST_PX = 16
 
 
-def lenet(*, image_shape: tuple[int, int, int], num_classes: int) -> ConvNet:
-    """Two 5x5 convolutions (20 and 50 maps) with max-pooling, 500 hidden units (LeCun et al. 1998).
+def lenet(*, image_shape: Sequence[int], num_classes: int) -> ConvNet:
+    """The 20-50-500 net of Caffe's MNIST example, after LeNet-5 (LeCun et al. 1998).
+
+    Args:
+        image_shape: (C, H, W) of one image.
+        num_classes: width of the last layer.
 
     Raises:
-        ValueError: images below 16 px.
+        ValueError: images smaller than 16 px.
     """
+    require_size("lenet", image_shape, SMALLEST_PX)
     features = nn.Sequential(
-        nn.Conv2d(image_shape[0], 20, kernel_size=5),
+        nn.Conv2d(image_shape[0], 20, 5),
         nn.MaxPool2d(2),
-        nn.Conv2d(20, 50, kernel_size=5),
+        nn.Conv2d(20, 50, 5),
         nn.MaxPool2d(2),
     )
-    shape = feature_shape(features, image_shape, "lenet", LEAST_SIZE)
-    return ConvNet(features, classifier(shape, [500], num_classes, dropout=0.0), shape)
+    return with_fc_head(features, image_shape, [500], num_classes)

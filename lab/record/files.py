@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path, put the result on disk, then give it its name.
 
     Raises:

@@ -18,7 +18,7 @@ SCHEMA = 1
 
 
 class RunDirectory:
-    """`<runs_dir>/<study>/<cell>/`. Rank 0 alone writes here, but for each rank's checkpoint file."""
+    """`<runs_dir>/<study>/<cell>/`, written by rank 0 alone but for each rank's checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +70,7 @@ class RunDirectory:
 
     def write_config(self, yaml: str) -> None:
         """The resolved configuration."""
-        write_atomically(self.path / "config.yaml", lambda path: path.write_text(yaml) and None)
+        write_atomically(self.path / "config.yaml", lambda path: path.write_text(yaml))
 
     def write_record(self, record: dict[str, Any]) -> None:
         """The whole run in one object; the last thing a run writes."""

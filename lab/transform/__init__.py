@@ -1,1 +1,1 @@
-"""Models made of models, before they reach a device."""
+"""Models made of models, before they are placed on a device."""

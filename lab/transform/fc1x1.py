@@ -1,4 +1,4 @@
-"""Fully connected layers as convolutions."""
+"""FC layers as convolutions: another model with a small head, or the same model written anew."""
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ from lab.model.convnet import ConvNet
 MODES = ("substitution", "equivalent")
 
 
-class FCToConv:
-    """Replaces the fully connected head of a ConvNet by convolutions.
+class Fc1x1:
+    """Exchange the FC head of a ConvNet for convolutions.
 
-    Two different things:
+    "substitution" makes another model: each FC layer becomes a 1x1 convolution at every position of
+    the feature map, hidden ones with fewer channels, and global average pooling follows the last
+    (Network In Network, Lin et al. 2014, section 3; GoogLeNet, Szegedy et al. 2015). The head of
+    AlexNet becomes 25 times smaller. Its weights are new, drawn from torch's global generator.
 
-    "substitution" is another model with far fewer parameters: a hidden layer of h units becomes
-    a 1x1 convolution of h // width_divisor maps, the last one a map for each class, and global
-    average pooling does the rest (Lin et al. 2014, section 3.2; Szegedy et al. 2015; Kim et al.
-    2017, slide 30). Weights are new.
-
-    "equivalent" is the same model, written differently: the layer over C x H x W features as an
-    H x W convolution, those over a vector as 1x1 convolutions, with the same weights. Same outputs,
-    same number of parameters: it saves nothing.
+    "equivalent" computes the same function with as many parameters: the first FC layer becomes one
+    convolution as large as the feature map, the others 1x1 convolutions; the weights are copied.
 
     Args:
-        mode: one of MODES.
-        width_divisor: see above.
+        mode: "substitution" or "equivalent".
+        width_divisor: a hidden layer of h units becomes h // width_divisor channels (substitution).
 
     Raises:
-        ValueError: an argument out of range; on a call, a model without such a head.
+        ValueError: an argument out of range.
     """
 
-    def __init__(self, mode: str, width_divisor: int) -> None:
+    def __init__(self, mode: str = "substitution", width_divisor: int = 4) -> None:
         if mode not in MODES:
             raise ValueError(f"transform.mode={mode}: allowed are {', '.join(MODES)}")
         if not isinstance(width_divisor, int) or width_divisor < 1:
@@ -42,47 +39,52 @@ class FCToConv:
         self.mode = mode
         self.width_divisor = width_divisor
 
-    def __call__(self, model: nn.Module) -> nn.Module:
-        """`model` with another head; its features are taken over."""
-        if not isinstance(model, ConvNet) or not isinstance(model.classifier, nn.Sequential):
-            raise ValueError(
-                "needs convolution features with fully connected layers over them: "
-                "model=lenet, alexnet or alexnet_small"
-            )
-        convert = self._substitute if self.mode == "substitution" else self._rewrite
-        return ConvNet(model.features, convert(model, model.classifier), model.feature_shape)
+    def __call__(self, model: nn.Module) -> ConvNet:
+        """A ConvNet with the features of `model` (shared, not copied) under another head.
 
-    def _substitute(self, model: ConvNet, head: nn.Sequential) -> nn.Sequential:
+        Raises:
+            ValueError: `model` has no FC head over convolution features.
+        """
+        if not isinstance(model, ConvNet) or not isinstance(model.classifier[0], nn.Flatten):
+            raise ValueError(
+                f"transform=fc1x1: {type(model).__name__} has no FC head over convolution "
+                "features; model=lenet, alexnet and alexnet_small have one"
+            )
+        head = self._substitute(model) if self.mode == "substitution" else _rewrite(model)
+        return ConvNet(model.features, head, model.feature_shape)
+
+    def _substitute(self, model: ConvNet) -> nn.Sequential:
+        *hidden, last = list(model.classifier)[1:]
         channels = model.feature_shape[0]
-        last = [layer for layer in head if isinstance(layer, nn.Linear)][-1]
         layers: list[nn.Module] = []
-        for layer in head:
+        for layer in hidden:
             if isinstance(layer, nn.Linear):
-                divisor = 1 if layer is last else self.width_divisor
-                maps = max(1, layer.out_features // divisor)
-                layers.append(nn.Conv2d(channels, maps, kernel_size=1))
-                channels = maps
-            elif not isinstance(layer, nn.Flatten):
-                layers.append(layer)
+                width = max(1, layer.out_features // self.width_divisor)
+                layer = nn.Conv2d(channels, width, 1)
+                channels = width
+            layers.append(layer)
+        assert isinstance(last, nn.Linear)
+        layers.append(nn.Conv2d(channels, last.out_features, 1))
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    def _rewrite(self, model: ConvNet, head: nn.Sequential) -> nn.Sequential:
-        _, *kernel = model.feature_shape
-        layers: list[nn.Module] = []
-        for layer in head:
-            if isinstance(layer, nn.Linear):
-                layers.append(_as_convolution(layer, *kernel))
-                kernel = [1, 1]
-            elif not isinstance(layer, nn.Flatten):
-                layers.append(layer)
-        return nn.Sequential(*layers, nn.Flatten())
+
+def _rewrite(model: ConvNet) -> nn.Sequential:
+    shape = model.feature_shape
+    layers: list[nn.Module] = []
+    for layer in list(model.classifier)[1:]:
+        if isinstance(layer, nn.Linear):
+            layer = _as_convolution(layer, shape)
+            shape = (layer.out_channels, 1, 1)
+        layers.append(layer)
+    return nn.Sequential(*layers, nn.Flatten())
 
 
-def _as_convolution(layer: nn.Linear, height: int, width: int) -> nn.Conv2d:
-    channels = layer.in_features // (height * width)
-    convolution = nn.Conv2d(channels, layer.out_features, (height, width))
+def _as_convolution(linear: nn.Linear, shape: tuple[int, int, int]) -> nn.Conv2d:
+    """The convolution that maps an input of `shape` (C, H, W) as `linear` maps it flattened."""
+    channels, height, width = shape
+    convolution = nn.Conv2d(channels, linear.out_features, (height, width))
     with torch.no_grad():
-        convolution.weight.copy_(layer.weight.view_as(convolution.weight))
+        convolution.weight.copy_(linear.weight.view_as(convolution.weight))
         assert convolution.bias is not None
-        convolution.bias.copy_(layer.bias)
+        convolution.bias.copy_(linear.bias)
     return convolution

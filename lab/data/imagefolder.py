@@ -1,0 +1,169 @@
+"""Image files in one folder per class, decoded by worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lab.data.imagefiles import CorruptImage, File, ImageFiles, collate
+from lab.data.sampler import GlobalSampler
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet's RGB values, in 0 to 1
+STD = (0.229, 0.224, 0.225)
+HOLD_OUT = 10  # every so many images of a class are for testing where no folder says which
+
+
+class ImageFolder:
+    """RGB images, normalised with ImageNet's mean and standard deviation.
+
+    Training images: random resized crop and horizontal flip (Szegedy et al. 2015, section 6),
+    which depend on (seed, epoch, index) alone and so not on world size or workers. Test images:
+    shorter side to size * 256 / 224, then the centre.
+
+    Args:
+        seed: of the augmentation.
+        device: where batches go.
+        path: holds train/ and test/ (or val/), each with class folders; or class folders alone, of
+            which every 10th image is then held out for testing.
+        size: height and width, px.
+        workers: decoding processes; 0 decodes in this one.
+        augment: false treats training images as test images.
+
+    Raises:
+        ValueError: an argument out of range, or a folder without what it needs.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        device: torch.device,
+        path: str | None = None,
+        size: int = 224,
+        workers: int = 2,
+        augment: bool = True,
+    ) -> None:
+        for name, value, least in (("size", size, 1), ("workers", workers, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"data.{name}={value}: must be an integer of at least {least}")
+        if not isinstance(augment, bool):
+            raise ValueError(f"data.augment={augment}: must be true or false")
+        self._train_files, self._test_files, self.num_classes = find_files(path)
+        self.num_train, self.num_test = len(self._train_files), len(self._test_files)
+        self.image_shape = (3, size, size)
+        self._augment_seed = seed if augment else None
+        self._size, self._workers, self._device = size, workers, device
+        self._mean = 255 * torch.tensor(MEAN, device=device).view(3, 1, 1)
+        self._std = 255 * torch.tensor(STD, device=device).view(3, 1, 1)
+        self._test_loaders: dict[tuple[int, int, int], DataLoader] = {}
+
+    def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
+        """See lab.data.Data.
+
+        Raises:
+            CorruptImage: a file cannot be decoded.
+        """
+        images = ImageFiles(self._train_files, self._size, self._augment_seed)
+        return self._batches(self._loader(images, sampler))
+
+    def test_batches(
+        self, rank: int, world_size: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """See lab.data.Data. The workers stay for the next evaluation.
+
+        Raises:
+            CorruptImage: a file cannot be decoded.
+        """
+        part = rank, world_size, batch_size
+        if part not in self._test_loaders:
+            keys = [(0, index) for index in range(rank, self.num_test, world_size)]
+            starts = range(0, len(keys), batch_size)
+            batches = [keys[start : start + batch_size] for start in starts]
+            images = ImageFiles(self._test_files, self._size, None)
+            self._test_loaders[part] = self._loader(images, batches)
+        return self._batches(self._test_loaders[part])
+
+    def _loader(self, images: ImageFiles, batches: Iterable[list[tuple[int, int]]]) -> DataLoader:
+        with warnings.catch_warnings(action="ignore"):  # more workers than cores: the user's choice
+            return DataLoader(
+                images,
+                batch_sampler=batches,
+                num_workers=self._workers,
+                collate_fn=collate,
+                pin_memory=self._device.type == "cuda",
+                worker_init_fn=_detach,
+                # Forking a process with threads (of NCCL, of autograd) may deadlock the child.
+                multiprocessing_context="spawn" if self._workers else None,
+                persistent_workers=self._workers > 0,
+                # Its own: drawing from torch's would change dropout, and so break exact resuming.
+                generator=torch.Generator(),
+            )
+
+    def _batches(self, loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in loader:
+            if isinstance(batch, CorruptImage):
+                raise batch
+            images, labels = (tensor.to(self._device, non_blocking=True) for tensor in batch)
+            yield (images.float() - self._mean) / self._std, labels
+
+
+def find_files(path: str | None) -> tuple[list[File], list[File], int]:
+    """Training files, test files and number of classes under `path`.
+
+    Raises:
+        ValueError: there is no such folder, or it lacks images of either part.
+    """
+    layout = "give a folder with train/ and test/ (or val/), or with one folder of images per class"
+    if not path:
+        raise ValueError(f"data.path={path}: not set; {layout}")
+    root = Path(str(path)).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"data.path={path}: no such folder; {layout}")
+    if (root / "train").is_dir():
+        train = _by_class(root / "train")
+        test = _by_class(root / ("test" if (root / "test").is_dir() else "val"))
+    else:
+        whole = _by_class(root)
+        test = {name: files[::HOLD_OUT] for name, files in whole.items()}
+        train = {c: [f for n, f in enumerate(fs) if n % HOLD_OUT] for c, fs in whole.items()}
+    for part, files in (("train", train), ("test", test)):
+        if not any(files.values()):
+            raise ValueError(f"data.path={path}: no images to {part} on; {layout}")
+    unknown = sorted(test.keys() - train.keys())
+    if unknown:
+        raise ValueError(f"data.path={path}: no train/ images of the test class {unknown[0]}")
+    classes = sorted(train)
+    return _labelled(train, classes), _labelled(test, classes), len(classes)
+
+
+def _by_class(folder: Path) -> dict[str, list[str]]:
+    """Image files of each class folder, in sorted order; none if `folder` does not exist."""
+    if not folder.is_dir():
+        return {}
+    return {
+        entry.name: sorted(str(f) for f in entry.rglob("*") if f.suffix.lower() in SUFFIXES)
+        for entry in folder.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    }
+
+
+def _labelled(files: dict[str, list[str]], classes: list[str]) -> list[File]:
+    return [(f, label) for label, name in enumerate(classes) for f in files.get(name, [])]
+
+
+def _detach(worker: int) -> None:
+    """In a worker: leave it to the parent to act on signals that a terminal or torchrun sends.
+
+    They go to the whole process group. A worker that dies of one fails a run that its parent is
+    about to end in good order.
+    """
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,49 @@
+"""Exchanges and data that go wrong on purpose, named by `_target_` in tests."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from lab.distributed.comm import Comm
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.bucket import Bucket
+
+FAULT_STEP = 3
+
+
+class RaisesOnRank1(AllReduce):
+    """Raises on rank 1 while the other ranks wait for it."""
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.rank == 1 and bucket.step == FAULT_STEP:
+            raise RuntimeError("planted error")
+        super().average(bucket, comm)
+
+
+class HangsOnRank1(AllReduce):
+    """Rank 1 never enters the collective that the other ranks wait in."""
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.rank == 1 and bucket.step == FAULT_STEP:
+            time.sleep(3600)
+        super().average(bucket, comm)
+
+
+class NanOnRank1(AllReduce):
+    """Rank 1's gradient is not a number."""
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.rank == 1 and bucket.step == FAULT_STEP:
+            bucket.flat[0] = torch.nan
+        super().average(bucket, comm)
+
+
+class DriftsOnRank1(AllReduce):
+    """Rank 1 ends up with another mean than the others."""
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        super().average(bucket, comm)
+        if comm.rank == 1 and bucket.step == FAULT_STEP:
+            bucket.flat[0] += 1
