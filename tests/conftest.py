@@ -1,0 +1,68 @@
+"""What several tests need: commands as users type them, and ranks as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@dataclass
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        """What the lab, rather than torchrun, has to say."""
+        return [line[line.index("lab.") :] for line in self.err.splitlines() if ": error: " in line]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """Of the commands under test: one thread a rank, and the tests importable."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Finished]:
+    """Run `python -m MODULE ARGUMENTS` in a directory of its own."""
+
+    def run(module: str, *arguments: str, timeout_s: float = 50) -> Finished:
+        line = [sys.executable, "-m", module, *arguments]
+        done = subprocess.run(
+            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout_s
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def train(command: Callable[..., Finished]) -> Callable[..., Finished]:
+    """Run `torchrun --nproc-per-node N -m lab.train ARGUMENTS` on the CPU."""
+
+    def run(num_ranks: int, *arguments: str, timeout_s: float = 50) -> Finished:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        settings = ["device=cpu", *arguments]
+        return command(*launcher, "-m", "lab.train", *settings, timeout_s=timeout_s)
+
+    return run
+
+
+def record(directory: Path) -> dict[str, Any]:
+    """The record of the run in `directory`."""
+    return json.loads((directory / "record.json").read_text())
