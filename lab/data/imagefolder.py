@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -56,11 +57,12 @@ class ImageFolder:
                 raise ValueError(f"data.{name}={value}: must be an integer of at least {least}")
         if not isinstance(augment, bool):
             raise ValueError(f"data.augment={augment}: must be true or false")
-        self._train_files, self._test_files, self.num_classes = find_files(path)
-        self.num_train, self.num_test = len(self._train_files), len(self._test_files)
-        self.image_shape = (3, size, size)
-        self._augment_seed = seed if augment else None
-        self._size, self._workers, self._device = size, workers, device
+        train, test, self.num_classes = find_files(path)
+        self.train_images = ImageFiles(train, size, seed if augment else None)
+        self.test_images = ImageFiles(test, size, None)
+        self.num_train, self.num_test = len(train), len(test)
+        self.image_shape: tuple[int, int, int] = (3, size, size)
+        self._workers, self._device = workers, device
         self._mean = 255 * torch.tensor(MEAN, device=device).view(3, 1, 1)
         self._std = 255 * torch.tensor(STD, device=device).view(3, 1, 1)
         self._test_loaders: dict[tuple[int, int, int], DataLoader] = {}
@@ -71,8 +73,7 @@ class ImageFolder:
         Raises:
             CorruptImage: a file cannot be decoded.
         """
-        images = ImageFiles(self._train_files, self._size, self._augment_seed)
-        return self._batches(self._loader(images, sampler))
+        return self._batches(self._loader(self.train_images, sampler))
 
     def test_batches(
         self, rank: int, world_size: int, batch_size: int
@@ -87,8 +88,7 @@ class ImageFolder:
             keys = [(0, index) for index in range(rank, self.num_test, world_size)]
             starts = range(0, len(keys), batch_size)
             batches = [keys[start : start + batch_size] for start in starts]
-            images = ImageFiles(self._test_files, self._size, None)
-            self._test_loaders[part] = self._loader(images, batches)
+            self._test_loaders[part] = self._loader(self.test_images, batches)
         return self._batches(self._test_loaders[part])
 
     def _loader(self, images: ImageFiles, batches: Iterable[list[tuple[int, int]]]) -> DataLoader:
@@ -123,7 +123,7 @@ def find_files(path: str | None) -> tuple[list[File], list[File], int]:
     """
     layout = "give a folder with train/ and test/ (or val/), or with one folder of images per class"
     if not path:
-        raise ValueError(f"data.path={path}: not set; {layout}")
+        raise ValueError(f"data.path is not set; {layout}")
     root = Path(str(path)).expanduser()
     if not root.is_dir():
         raise ValueError(f"data.path={path}: no such folder; {layout}")
@@ -160,10 +160,12 @@ def _labelled(files: dict[str, list[str]], classes: list[str]) -> list[File]:
 
 
 def _detach(worker: int) -> None:
-    """In a worker: leave it to the parent to act on signals that a terminal or torchrun sends.
+    """In a worker: make it end when its parent says so, and in no other way.
 
-    They go to the whole process group. A worker that dies of one fails a run that its parent is
-    about to end in good order.
+    A signal from a terminal or torchrun goes to the whole process group; a worker that died of it
+    would fail a run that its parent is about to end in good order. And at its end a worker must
+    not finalise the interpreter, where torch's threads may abort it: forked workers do not either.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Finalize(None, os._exit, args=(0,), exitpriority=-100)  # after the queues are flushed

@@ -11,8 +11,8 @@ class GlobalSampler:
     """This rank's part of an endless stream of samples, which no world size changes.
 
     The stream is one permutation of all samples after another, the one of epoch e drawn from
-    (seed, e). Global batch k begins at sample `start + k * batch_size` of the stream, so a batch may
-    straddle epochs, and none is cut short. Rank r owns the r-th of `world_size` equal slices of it.
+    (seed, e). Global batch k begins at sample `start + k * batch_size` of the stream, so it may
+    straddle epochs and is never cut short. Rank r owns the r-th of `world_size` equal slices of it.
 
     Args:
         num_samples: samples of one epoch.

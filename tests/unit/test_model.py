@@ -81,9 +81,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(weights(3), weights(4))
 
 
-@pytest.mark.parametrize(
-    ("model", "smallest"), [(lenet, 16), (alexnet, 63), (alexnet_small, 8)], ids=lambda m: str(m)
-)
+@pytest.mark.parametrize(("model", "smallest"), [(lenet, 16), (alexnet, 63), (alexnet_small, 8)])
 def test_images_may_be_as_small_as_is_said(model: Callable[..., ConvNet], smallest: int) -> None:
     with torch.device("meta"):
         made = model(image_shape=(1, smallest, smallest + 5), num_classes=2)
