@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ class ConfigError(ValueError):
 
 
 def setting(
-    default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float = -math.inf
+    default: Any,
+    help: str,
+    choices: tuple[Any, ...] = (),
+    at_least: float | None = None,
+    above: float | None = None,
 ) -> Any:
     """A scalar setting: its default, its line of `--help` and what it may hold."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum}
+    metadata = {"help": help, "choices": choices, "at_least": at_least, "above": above}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -54,33 +59,39 @@ class Settings:
 
     overlap: bool = setting(False, "exchange buckets while backward still runs")
     bucket_mb: float | None = setting(
-        None, "bucket size in MB; null: one bucket, 0: one per layer", (), 0
+        None, "bucket size in MB; null: one bucket, 0: one per layer", at_least=0
     )
-    batch_size: int = setting(128, "images per step: global (strong) or per rank (weak)", (), 1)
+    batch_size: int = setting(
+        128, "images per step: global (strong) or per rank (weak)", at_least=1
+    )
     scaling: str = setting("strong", "what batch_size fixes", ("strong", "weak"))
-    steps: int | None = setting(None, "optimizer steps (instead of epochs)", (), 1)
-    epochs: float | None = setting(None, "passes over the data; 30 if steps is not set", (), 0)
-    seed: int = setting(0, "seed of weights, sample order and dropout", (), 0)
+    steps: int | None = setting(None, "optimizer steps (instead of epochs)", at_least=1)
+    epochs: float | None = setting(None, "passes over the data; 30 if steps is not set", above=0)
+    seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0)
     deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
     precision: str = setting("fp32", "fp32, or autocast to", ("fp32", "bf16", "fp16"))
-    accumulate: int = setting(1, "micro-batches per optimizer step; one exchange for all", (), 1)
-    clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", (), 0)
+    accumulate: int = setting(
+        1, "micro-batches per optimizer step; one exchange for all", at_least=1
+    )
+    clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", above=0)
     channels_last: bool = setting(False, "channels-last memory format")
     compile: bool = setting(False, "torch.compile the model")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
     backend: str = setting("auto", "over what ranks talk", ("auto", "gloo", "nccl"))
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown"))
-    warmup_steps: int = setting(5, "first steps that no statistic counts", (), 0)
-    eval_every: int = setting(0, "steps between evaluations; 0: at the end alone", (), 0)
-    checkpoint_every: int = setting(0, "steps between checkpoints; 0: on a signal alone", (), 0)
+    warmup_steps: int = setting(5, "first steps that no statistic counts", at_least=0)
+    eval_every: int = setting(0, "steps between evaluations; 0: at the end alone", at_least=0)
+    checkpoint_every: int = setting(
+        0, "steps between checkpoints; 0: on a signal alone", at_least=0
+    )
     resume: str | None = setting(None, "auto: this cell's newest checkpoint, or a path")
-    exchange_timeout_s: float = setting(300.0, "an exchange that takes longer has failed", (), 0)
+    exchange_timeout_s: float = setting(300.0, "an exchange that takes longer has failed", above=0)
 
     runs_dir: str = setting("runs", "root of all run directories")
     study: str = setting("default", "the sweep this run belongs to")
     cell: str | None = setting(None, "name of this run; by default made of what was set")
-    repeat: int = setting(0, "which repetition of the same cell this is", (), 0)
+    repeat: int = setting(0, "which repetition of the same cell this is", at_least=0)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -125,16 +136,22 @@ def load(arguments: list[str]) -> DictConfig:
     Raises:
         ConfigError: an unknown group, choice or key, a wrong type or a value out of range.
     """
-    for override in parse_overrides(arguments):
+    overrides = parse_overrides(arguments)
+    for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(
                 f"{override.input_line}: a run takes one value; lists are for python -m lab.sweep"
             )
+    # A run's study is a name. To Hydra it would be a choice among the files of conf/study.
+    studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
+    others = [str(o.input_line) for o in overrides if o.key_or_group != "study"]
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = compose("train", overrides=arguments)
+            config = compose("train", overrides=others)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, arguments)) from None
+    if studies:
+        config.study = studies[-1]
     _validate(config)
     return config
 
@@ -164,9 +181,8 @@ def _validate(config: DictConfig) -> None:
         value, allowed = config[name], field.metadata["choices"]
         if allowed and value not in allowed:
             raise ConfigError(f"{name}={value}: allowed are {', '.join(allowed)}")
-        minimum = field.metadata["minimum"]
-        if isinstance(value, (int, float)) and not minimum <= value < math.inf:
-            raise ConfigError(f"{name}={value}: must be a number of at least {minimum}")
+        if isinstance(value, int | float) and (problem := _out_of_range(value, field.metadata)):
+            raise ConfigError(f"{name}={value}: {problem}")
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set one of the two")
     for name in ("study", "cell"):
@@ -176,6 +192,15 @@ def _validate(config: DictConfig) -> None:
                 f"{name}={value!r}: names a directory under runs_dir; allowed are letters, "
                 "digits and . , = + _ - (not first a dot)"
             )
+
+
+def _out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
+    at_least, above = limits["at_least"], limits["above"]
+    if at_least is not None and not at_least <= value < math.inf:
+        return f"must be a number of at least {at_least}"
+    if above is not None and not above < value < math.inf:
+        return f"must be a number above {above}"
+    return None
 
 
 def _explain(error: Exception, arguments: list[str]) -> str:

@@ -1,0 +1,242 @@
+"""Runs that fail or are stopped: one clear line, a record, nothing lost, nothing hung."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import LAUNCHER, Finished, record
+
+Train = Callable[..., Finished]
+QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("strategy=teleport", r"strategy=teleport: allowed are allreduce, bf16, .*tree"),
+        ("batchsize=3", r"batchsize=3: no such setting; did you mean batch_size\?"),
+        ("batch_size=many", r"batch_size=many: Value 'many' .* could not be converted to Integer"),
+        ("exchange.treshold=mean", r"exchange.treshold=mean: no such setting"),
+        ("precision=fp8", r"precision=fp8: allowed are fp32, bf16, fp16"),
+        ("steps=0", r"steps=0: must be a number of at least 1"),
+        ("epochs=0", r"epochs=0.0: must be .* above 0"),
+        ("strategy=tree,ring", r"strategy=tree,ring: a run takes one value; .* lab.sweep"),
+        ("study=../../x", r"study='../../x': names a directory under runs_dir"),
+        ("batch_size", r"'batch_size' is not a setting: write key=value"),
+    ],
+)
+def test_wrong_settings(
+    command: Callable[..., Finished], tmp_path: Path, setting: str, message: str
+) -> None:
+    done = command("lab.train", setting)
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert re.fullmatch(f"lab.train: error: {message}.*", done.err.strip())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("data=imagefolder", "data.path=nowhere"), r"data.path=nowhere: no such folder"),
+        (("model=alexnet",), r"model=alexnet.*63.*data.size"),
+        (("strategy=fc1x1", "model=mlp"), r"strategy=fc1x1: .*lenet"),
+        (("strategy=onebit", "exchange.threshold=half"), r"exchange.threshold=half: allowed are"),
+        (("optim.lr=-1",), r"optim.lr=-1: must be a number of at least 0"),
+        (("device=cuda",), r"device=cuda: 1 ranks? on this host but 0 GPUs"),
+        (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
+        (("resume=nowhere",), r"resume=nowhere: no complete checkpoint"),
+        (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
+    ],
+)
+def test_settings_that_prove_wrong_later(
+    command: Callable[..., Finished], tmp_path: Path, settings: tuple[str, ...], message: str
+) -> None:
+    if settings == ("device=cuda",) and torch.cuda.is_available():
+        settings, message = ("device=nogpu",), r"device=nogpu: allowed are"
+    done = command("lab.train", *settings)
+    assert done.code == 2
+    assert len(done.error_lines) == 1
+    assert re.search(message, done.error_lines[0])
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.rglob("record.json"))
+
+
+def test_batch_that_does_not_divide(train: Train) -> None:
+    done = train(3, "batch_size=100")
+    assert done.code != 0
+    nearest = "3 ranks with accumulate=1 need a multiple of 3; nearest are 99 and 102"
+    assert done.error_lines == [f"lab.train: error: batch_size=100: {nearest}"]
+
+
+def test_unwritable_run_directory(command: Callable[..., Finished], tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file stands where the directory should")
+    done = command("lab.train", *QUICK)
+    assert done.code == 2
+    assert re.search(r"runs_dir: cannot write .*runs/default", done.error_lines[0])
+    assert (tmp_path / "runs").read_text().startswith("a file")
+
+
+def test_taken_cell_is_not_written_over(command: Callable[..., Finished], tmp_path: Path) -> None:
+    assert command("lab.train", *QUICK, "cell=mine").code == 0
+    before = (tmp_path / "runs/default/mine/record.json").read_text()
+    done = command("lab.train", *QUICK, "cell=mine")
+    assert done.code == 2
+    assert "cell=mine" in done.error_lines[0]
+    assert (tmp_path / "runs/default/mine/record.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "message"),
+    [
+        ("RaisesOnRank1", "failed", r"rank 1: RuntimeError: planted error"),
+        ("NanOnRank1", "failed", r"rank \d: FloatingPointError: .*not finite at step \d"),
+        ("DriftsOnRank1", "failed", r"rank \d: ReplicaMismatch: .*classifier\S* on ranks \[1\]"),
+        (
+            "HangsOnRank1",
+            "timeout",
+            r"exchange_timeout_s=3: .*rank 0 waits in HangsOnRank1 of bucket \S+ and \d more at step 3",
+        ),
+    ],
+)
+def test_faults_end_the_run_and_are_recorded(
+    train: Train, tmp_path: Path, fault: str, status: str, message: str
+) -> None:
+    began = time.monotonic()
+    settings = (f"exchange._target_=tests.faults.{fault}", "cell=bad", "exchange_timeout_s=3")
+    done = train(2, *QUICK, *settings)
+    assert time.monotonic() - began < 40  # torchrun and torch take most of it
+    assert done.code != 0
+    result = record(tmp_path / "runs/default/bad")
+    assert result["status"] == status
+    assert re.search(message, result["error"])
+    assert done.error_lines == [f"lab.train: error: {result['error']}"]
+
+
+def test_out_of_memory_is_recorded_as_such(
+    command: Callable[..., Finished], tmp_path: Path
+) -> None:
+    done = command(
+        "lab.train", "model=mlp", "model.hidden=[9000000,9000000]", "cell=big", "steps=2"
+    )
+    assert done.code == 1
+    result = record(tmp_path / "runs/default/big")
+    assert result["status"] == "oom"
+    assert len(done.error_lines) == 1
+
+
+def test_corrupt_image_is_named(train: Train, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(20):
+            Image.new("RGB", (40, 30), (number, 0, 0)).save(
+                tmp_path / "photos" / name / f"{number}.png"
+            )
+    bad = tmp_path / "photos/dog/7.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    images = ("data=imagefolder", "data.path=photos", "data.size=16", "data.workers=1")
+    done = train(2, "batch_size=24", "steps=6", *images, "cell=bad")
+    assert done.code != 0
+    result = record(tmp_path / "runs/default/bad")
+    assert result["status"] == "failed"
+    assert str(Path("photos/dog/7.png")) in result["error"]
+    assert len(done.error_lines) == 1
+
+
+def test_corrupt_checkpoint_is_refused(command: Callable[..., Finished], tmp_path: Path) -> None:
+    assert command("lab.train", *QUICK, "cell=a", "checkpoint_every=3").code == 0
+    checkpoint = tmp_path / "runs/default/a/checkpoints/step_000006"
+    shared = checkpoint / "shared.pt"
+    data = bytearray(shared.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shared.write_bytes(data)
+    done = command("lab.train", *QUICK, "cell=b", f"resume={checkpoint}")
+    assert done.code == 2
+    assert "corrupt checkpoint: shared.pt was changed" in done.error_lines[0]
+
+
+def start(environment: dict[str, str], folder: Path, *settings: str) -> subprocess.Popen[bytes]:
+    line = [*LAUNCHER, "--nproc-per-node=2", "-m", "lab.train", "device=cpu", *settings]
+    return subprocess.Popen(
+        line, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 40) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)
+
+
+LONG = ("strategy=onebit", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=400")
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_checkpoints_and_resume_auto_ends_as_if_undisturbed(
+    train: Train, environment: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start(environment, tmp_path, *LONG, "cell=a", "checkpoint_every=20")
+    checkpoints = tmp_path / "runs/default/a/checkpoints"
+    wait_for(lambda: list(checkpoints.glob("step_*/DONE")))
+    process.send_signal(number)
+    assert process.wait(40) != 0
+    stopped = record(tmp_path / "runs/default/a")
+    assert stopped["status"] == "interrupted"
+    assert stopped["error"].startswith("stopped by SIG")
+    assert 20 <= stopped["num_steps"] < 400
+    assert (checkpoints / f"step_{stopped['num_steps']:06d}" / "DONE").exists()
+
+    assert train(2, *LONG, "cell=a", "resume=auto").code == 0
+    assert train(2, *LONG, "cell=b").code == 0
+    resumed, whole = (record(tmp_path / "runs/default" / cell) for cell in "ab")
+    assert resumed["num_steps"] == whole["num_steps"] == 400
+    assert resumed["replica_hash"] == whole["replica_hash"]
+
+
+@pytest.mark.timeout(150)
+def test_kill_during_a_checkpoint_leaves_the_previous_one_usable(
+    train: Train, environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = start(environment, tmp_path, *LONG, "cell=a", "checkpoint_every=1")
+    checkpoints = tmp_path / "runs/default/a/checkpoints"
+    wait_for(lambda: len(list(checkpoints.glob("step_*/DONE"))) == 2)
+    wait_for(lambda: list(checkpoints.glob(".step_*/*")))  # the next one is being written
+    for rank in children_of(process.pid):
+        os.kill(rank, signal.SIGKILL)
+    process.wait(40)
+    unfinished = [path for path in checkpoints.iterdir() if not (path / "DONE").exists()]
+    done = train(2, *LONG[:-1], "steps=60", "cell=a", "resume=auto")
+    assert done.code == 0, done.err
+    result = record(tmp_path / "runs/default/a")
+    assert result["status"] == "done"
+    assert result["num_steps"] == 60
+    steps = [int(path.name[-6:]) for path in checkpoints.glob("step_*")]
+    assert all(not path.name.startswith("step_") for path in unfinished), steps
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def test_a_failed_run_has_every_key_of_the_contract(train: Train, tmp_path: Path) -> None:
+    fault = ("exchange._target_=tests.faults.RaisesOnRank1", "cell=bad")
+    train(2, *QUICK, *fault)
+    train(2, *QUICK, "cell=good")
+    bad, good = (record(tmp_path / "runs/default" / cell) for cell in ("bad", "good"))
+    assert bad.keys() == good.keys()
+    assert json.loads((tmp_path / "runs/default/bad/record.json").read_text())["schema"] == 1
+    assert (tmp_path / "runs/default/bad/config.yaml").exists()
