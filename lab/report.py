@@ -5,11 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from lab.distributed.replicas import replica_hash
 from lab.distributed.watch import Failure
@@ -17,9 +16,8 @@ from lab.distributed.world import World
 from lab.measure.clock import PHASES
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.measure.statistics import phase_statistics, step_statistics
-
-if TYPE_CHECKING:
-    from lab.run import Run
+from lab.record.run_directory import RunDirectory
+from lab.trainer import Trainer
 
 # A record has every key of the contract, whatever became of the run.
 NOTHING_MEASURED: dict[str, Any] = {
@@ -28,6 +26,8 @@ NOTHING_MEASURED: dict[str, Any] = {
     "num_skipped_steps": 0,
     "num_parameters": None,
     "gradient_bytes": None,
+    "transform": None,
+    "untransformed": None,
     "step_s": None,
     "images_per_s": None,
     "phases_s": {},
@@ -58,55 +58,53 @@ def emulation(world: World) -> str:
     return "none"
 
 
-def sizes(model: nn.Module) -> dict[str, int]:
-    """Number of parameters, and bytes of the gradients that are exchanged."""
-    parameters = list(model.parameters())
-    return {
-        "num_parameters": sum(p.numel() for p in parameters),
-        "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
-    }
-
-
-def measurements(run: Run) -> dict[str, Any]:
+def measurements(
+    trainer: Trainer, directory: RunDirectory, stop_signal: str | None
+) -> dict[str, Any]:
     """The record of a run that came to its end, or was stopped. All ranks call it together.
 
     Raises:
         ReplicaMismatch: the ranks' weights differ, though the strategy should keep them equal.
     """
-    trainer, world = run.trainer, run.world
+    world, warmup = trainer.world, trainer.config.warmup_steps
     step_s = world.gather(torch.from_numpy(trainer.clock.step_seconds())).numpy()
     phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
     loss = world.gather(torch.stack(trainer.losses).double()).numpy() if trainer.losses else step_s
-    traffic = np.array(trainer.traffic).reshape(-1, 2)[run.config.warmup_steps :]
-    per_step = np.median(traffic, axis=0) if len(traffic) else np.zeros(2)
-    own = world.gather(torch.tensor([*per_step, peak_memory(world.device)])).long().T.tolist()
-    first = trainer.progress.step - len(trainer.losses)
     if world.rank == 0:
-        run.directory.write_steps(
-            first, trainer.progress.seconds, run.config.warmup_steps, step_s, phase_s, loss
-        )
-    timed = slice(run.config.warmup_steps, None)
-    statistics = step_statistics(step_s[:, timed])
-    done = trainer.progress.step == trainer.total_steps
-    evaluations = trainer.progress.evaluations
+        first = trainer.progress.step - len(trainer.losses)
+        directory.write_steps(first, trainer.progress.seconds, warmup, step_s, phase_s, loss)
+    timed = step_s[:, warmup:]
+    statistics = step_statistics(timed)
+    keeps_equal = trainer.sync.keeps_replicas_equal
     return {
-        "status": "done" if done else "interrupted",
-        "error": None if done else f"stopped by {run.watch.stop_signal}",
+        **_outcome(trainer, stop_signal),
         "num_steps": trainer.progress.step,
-        "num_timed_steps": step_s[:, timed].shape[1],
+        "num_timed_steps": timed.shape[1],
         "num_skipped_steps": trainer.num_skipped,
         "step_s": statistics,
-        "images_per_s": statistics and run.batch_size / statistics["median"],
-        "phases_s": phase_statistics(phase_s[:, timed], PHASES),
-        "payload_bytes_per_step": own[0],
-        "messages_per_step": own[1],
-        "peak_memory_bytes": own[2],
-        "final": {key: evaluations[-1][key] for key in ("loss", "accuracy")}
-        if done
-        else NOTHING_MEASURED["final"],
-        "evaluations": evaluations,
-        "replica_hash": replica_hash(run.model, world) if run.sync.keeps_replicas_equal else None,
+        "images_per_s": statistics and trainer.batch_size / statistics["median"],
+        "phases_s": phase_statistics(phase_s[:, warmup:], PHASES),
+        **_by_rank(trainer, warmup),
+        "evaluations": trainer.progress.evaluations,
+        "replica_hash": replica_hash(trainer.model, world) if keeps_equal else None,
     }
+
+
+def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:
+    if trainer.progress.step < trainer.total_steps:
+        return {"status": "interrupted", "error": f"stopped by {stop_signal}"}
+    last = trainer.progress.evaluations[-1]
+    final = {"loss": last["loss"], "accuracy": last["accuracy"]}
+    return {"status": "done", "error": None, "final": final}
+
+
+def _by_rank(trainer: Trainer, warmup: int) -> dict[str, list[int]]:
+    """What each rank sent in a timed step (the median one), and its memory."""
+    traffic = np.array(trainer.traffic[warmup:], dtype=float).reshape(-1, 2)
+    sent, messages = np.median(traffic, axis=0) if len(traffic) else (0.0, 0.0)
+    own = torch.tensor([sent, messages, peak_memory(trainer.world.device)], dtype=torch.float64)
+    names = ("payload_bytes_per_step", "messages_per_step", "peak_memory_bytes")
+    return dict(zip(names, trainer.world.gather(own).long().T.tolist(), strict=True))
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,9 +1,8 @@
-"""One run from its settings to its record: the composition root."""
+"""One run from its settings to its record."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from dataclasses import asdict
@@ -11,21 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from tqdm import tqdm
 
 from lab import checkpoint, report
-from lab.config import ConfigError, build, run_name, variant
-from lab.distributed import replicas
+from lab.assemble import Assembly, assemble, global_batch_size
+from lab.config import ConfigError, build
 from lab.distributed.watch import Failure, Watch
-from lab.distributed.worker import make_worker
 from lab.distributed.world import World, end_process
+from lab.naming import run_name, variant
 from lab.record.run_directory import RunDirectory
-from lab.trainer import Trainer
 
-DEFAULT_EPOCHS = 30
 RECORD_WAIT_S = 5.0  # what rank 0 has to record a failure before another rank does it
 SIGTERM_EXIT = 128 + 15
 
@@ -43,12 +38,11 @@ class Run:
     def __init__(
         self, config: DictConfig, arguments: list[str], world: World, directory: RunDirectory
     ) -> None:
-        self.config, self.arguments, self.world = config, arguments, world
-        self.directory = directory
+        self.config, self.world, self.directory = config, world, directory
         self.began = time.monotonic()
-        weak = config.scaling == "weak"
-        self.batch_size: int = config.batch_size * (world.size if weak else 1)
-        self.record = self._identity()
+        self.record = self._identity(arguments)
+        self.parts: Assembly | None = None
+        self.recorder: Any = None
         self.watch = Watch(
             world.store, world.rank, world.size, config.exchange_timeout_s, self._end_process
         )
@@ -61,12 +55,14 @@ class Run:
                 had not begun and leaves nothing behind.
         """
         try:
-            self._build()
+            parts = self.build()
             if self.world.rank == 0:
                 self._open_records()
             self.watch.listen_to_signals()
-            self._train()
-            self.record |= report.measurements(self)
+            self._train(parts)
+            self.record |= report.measurements(
+                parts.trainer, self.directory, self.watch.stop_signal
+            )
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             self.directory.discard_if_empty()
@@ -77,63 +73,35 @@ class Run:
             self._write_record()
             print(report.summary(self.record, self.directory.path))
         self.world.barrier()
-        self.watch.close()
-        self.worker.close()
+        self.close()
         return SIGTERM_EXIT if self.record["status"] == "interrupted" else 0
 
-    def _build(self) -> None:
-        config, world = self.config, self.world
-        seed = config.seed + config.repeat
-        _seed(seed, config.deterministic)
-        self.data = build(config.data, seed=seed, device=world.device)
-        self.model = self._build_model()
-        self.worker = make_worker(config.overlap, world.device, world.backend)
-        self.watch.worker = self.worker
-        self.sync = build(
-            config.sync,
-            model=torch.compile(self.model) if config.compile else self.model,
-            exchange=build(config.exchange),
-            comm=world.comm,
-            worker=self.worker,
-            overlap=config.overlap,
-            bucket_mb=config.bucket_mb,
-        )
-        self.recorder = build(config.recorder) if "_target_" in config.recorder else None
-        optim = build(config.optim, batch_size=self.batch_size, total_steps=self._total_steps())
-        self.trainer = Trainer(
-            config, world, self.watch, self.data, self.model, self.sync, optim, self.batch_size
-        )
-        _seed(seed + 1 + world.rank, config.deterministic)  # dropout differs between the ranks
-        self._resume()
+    def build(self) -> Assembly:
+        """Everything that trains, at the step where it is to go on.
 
-    def _build_model(self) -> nn.Module:
-        model: nn.Module = build(
-            self.config.model,
-            image_shape=self.data.image_shape,
-            num_classes=self.data.num_classes,
-        )
-        if "_target_" in self.config.transform:
-            transform = build(self.config.transform)
-            self.record["transform"] = type(transform).__name__
-            self.record["untransformed"] = report.sizes(model)
-            try:
-                model = transform(model)
-            except ValueError as error:
-                raise ConfigError(f"strategy={self.config.strategy}: {error}") from None
-        model = model.to(self.world.device)
-        if self.config.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        replicas.broadcast_state(model, self.world)
-        self.record |= report.sizes(model)
-        return model
+        Raises:
+            ConfigError: see `execute`.
+        """
+        self.parts = assemble(self.config, self.world, self.watch)
+        self.record |= self.parts.sizes
+        if "_target_" in self.config.recorder:
+            self.recorder = build(self.config.recorder)
+        self._resume(self.parts)
+        return self.parts
 
-    def _total_steps(self) -> int:
-        if self.config.steps is not None:
-            return self.config.steps
-        epochs = DEFAULT_EPOCHS if self.config.epochs is None else self.config.epochs
-        return max(1, math.ceil(epochs * self.data.num_train / self.batch_size))
+    def save(self, parts: Assembly) -> None:
+        """Write a checkpoint; called by all ranks after the same step."""
+        shared, own = parts.trainer.state()
+        step = parts.trainer.progress.step
+        checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
 
-    def _resume(self) -> None:
+    def close(self) -> None:
+        """Stop the threads beside this rank."""
+        self.watch.close()
+        if self.parts:
+            self.parts.worker.close()
+
+    def _resume(self, parts: Assembly) -> None:
         resume = self.config.resume
         if resume is None:
             return
@@ -141,12 +109,12 @@ class Run:
         if path is None:
             return
         try:
-            self.trainer.load_state(*checkpoint.load(path))
+            parts.trainer.load_state(*checkpoint.load(path))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def _train(self) -> None:
-        config, trainer = self.config, self.trainer
+    def _train(self, parts: Assembly) -> None:
+        config, trainer = self.config, parts.trainer
         bar = tqdm(
             total=trainer.total_steps,
             initial=trainer.progress.step,
@@ -162,16 +130,11 @@ class Run:
                 if last or (config.eval_every and step % config.eval_every == 0):
                     self._note(bar, trainer.evaluate())
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
-                    self._save()
+                    self.save(parts)
         if trainer.progress.step < trainer.total_steps:
-            self._save()
+            self.save(parts)
 
-    def _save(self) -> None:
-        shared, own = self.trainer.state()
-        step = self.trainer.progress.step
-        checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
-
-    def _note(self, bar: tqdm, result: dict[str, float]) -> None:
+    def _note(self, bar: tqdm[Any], result: dict[str, float]) -> None:
         bar.set_postfix({key: f"{result[key]:.4g}" for key in ("loss", "accuracy")})
         if self.recorder and self.world.rank == 0:
             values = {f"test/{key}": result[key] for key in ("loss", "accuracy", "seconds")}
@@ -186,9 +149,8 @@ class Run:
     def _write_record(self) -> None:
         self.record["duration_s"] = time.monotonic() - self.began
         self.directory.write_record(self.record)
-        recorder = getattr(self, "recorder", None)
-        if recorder and self.world.rank == 0:
-            recorder.finish(self.record)
+        if self.recorder and self.world.rank == 0:
+            self.recorder.finish(self.record)
 
     def _end_process(self, failure: Failure) -> None:
         """Record a failure and leave, whatever the threads and devices of this process wait for.
@@ -197,8 +159,7 @@ class Run:
         """
         if self.world.rank and self._recorded_by_rank_0():
             end_process(1)
-        trainer = getattr(self, "trainer", None)
-        self.record["num_steps"] = trainer.progress.step if trainer else 0
+        self.record["num_steps"] = self.parts.trainer.progress.step if self.parts else 0
         self.record |= asdict(failure)
         with contextlib.suppress(OSError):  # the error itself must still be printed
             self._write_record()
@@ -214,9 +175,10 @@ class Run:
             time.sleep(0.1)
         return False
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self, arguments: list[str]) -> dict[str, Any]:
         """What a record says of a run that has only just begun."""
         config, world = self.config, self.world
+        batch_size = global_batch_size(config, world.size)
         return {
             "status": "failed",
             "error": None,
@@ -224,20 +186,18 @@ class Run:
             "cell": self.directory.path.name,
             "repeat": config.repeat,
             "strategy": config.strategy,
-            "variant": variant(self.arguments),
+            "variant": variant(arguments),
             "model": config.model["_target_"].rpartition(".")[2],
             "data": config.data["_target_"].rpartition(".")[2],
             "world_size": world.size,
-            "batch_size": self.batch_size,
-            "per_rank_batch_size": self.batch_size // world.size,
+            "batch_size": batch_size,
+            "per_rank_batch_size": batch_size // world.size,
             "scaling": config.scaling,
             "precision": config.precision,
             "measure": config.measure,
             "device": world.device.type,
             "backend": world.backend,
             "started_at": datetime.now(UTC).isoformat(),
-            "transform": None,
-            "untransformed": None,
             **report.NOTHING_MEASURED,
             **report.surroundings(world),
         }
@@ -261,9 +221,3 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
     if verdict == "no":
         raise ConfigError(text)
     return RunDirectory(Path(text))
-
-
-def _seed(seed: int, deterministic: bool) -> None:
-    torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = not deterministic

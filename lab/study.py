@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from omegaconf import OmegaConf
 
-from lab.config import ConfigError, check_batch, conf_dir, load, parse_overrides, run_name, variant
+from lab.config import ConfigError, check_batch, conf_dir, load, parse_overrides
+from lab.naming import run_name, variant
 
 SWEEP_SETTINGS = {
     "world_size": ("1", "numbers of ranks (a list)"),

@@ -65,7 +65,6 @@ class ImageFolder:
         self._workers, self._device = workers, device
         self._mean = 255 * torch.tensor(MEAN, device=device).view(3, 1, 1)
         self._std = 255 * torch.tensor(STD, device=device).view(3, 1, 1)
-        self._test_loaders: dict[tuple[int, int, int], DataLoader] = {}
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
         """See lab.data.Data.
@@ -78,18 +77,15 @@ class ImageFolder:
     def test_batches(
         self, rank: int, world_size: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See lab.data.Data. The workers stay for the next evaluation.
+        """See lab.data.Data. The workers end with the batches, after every evaluation.
 
         Raises:
             CorruptImage: a file cannot be decoded.
         """
-        part = rank, world_size, batch_size
-        if part not in self._test_loaders:
-            keys = [(0, index) for index in range(rank, self.num_test, world_size)]
-            starts = range(0, len(keys), batch_size)
-            batches = [keys[start : start + batch_size] for start in starts]
-            self._test_loaders[part] = self._loader(self.test_images, batches)
-        return self._batches(self._test_loaders[part])
+        keys = [(0, index) for index in range(rank, self.num_test, world_size)]
+        starts = range(0, len(keys), batch_size)
+        batches = [keys[start : start + batch_size] for start in starts]
+        return self._batches(self._loader(self.test_images, batches))
 
     def _loader(self, images: ImageFiles, batches: Iterable[list[tuple[int, int]]]) -> DataLoader:
         with warnings.catch_warnings(action="ignore"):  # more workers than cores: the user's choice
@@ -102,7 +98,6 @@ class ImageFolder:
                 worker_init_fn=_detach,
                 # Forking a process with threads (of NCCL, of autograd) may deadlock the child.
                 multiprocessing_context="spawn" if self._workers else None,
-                persistent_workers=self._workers > 0,
                 # Its own: drawing from torch's would change dropout, and so break exact resuming.
                 generator=torch.Generator(),
             )

@@ -51,7 +51,8 @@ class Watch:
         on_fatal: Callable[[Failure], None],
     ) -> None:
         self._main_store = store
-        self._store = store.clone()  # a client is not to be shared between threads
+        # A client is not to be shared between threads. (torch has clone, its stubs do not.)
+        self._store: dist.PrefixStore = store.clone()  # type: ignore[attr-defined]
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._on_fatal = on_fatal

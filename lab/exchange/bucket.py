@@ -19,7 +19,8 @@ class Bucket:
 
     Attributes:
         shapes: shape of each parameter, by name, in the order in which they lie in `flat`.
-        flat: float32 [num_values], this rank's gradient before `average`, the mean after it.
+        flat: float32 [num_values], this rank's gradient before `average`, the mean after it; each
+            parameter's values in the order in which they lie in memory.
         step: the optimizer step this exchange belongs to, counted from 0.
         finite: 0-dim bool tensor, set by an exchange that looked; None if nobody looked.
     """
@@ -55,25 +56,26 @@ class GradBucket:
 
     def pack(self, step: int) -> Bucket:
         """This step's bucket. A parameter that backward did not reach counts as zeros."""
-        gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in self.parameters.values()
-        ]
-        if len(gradients) > 1 or not gradients[0].is_contiguous():
-            flat, gradients = self._gather(gradients)
+        parameters = list(self.parameters.values())
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if len(parameters) == 1 and gradients[0].stride() == parameters[0].stride():
+            flat = gradients[0].as_strided((gradients[0].numel(),), (1,))
         else:
-            flat = gradients[0].view(-1)
-        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
+            flat, gradients = self._gather(parameters, gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         return Bucket(self.shapes, flat, step)
 
-    def _gather(self, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        sizes = [gradient.numel() for gradient in gradients]
+    def _gather(
+        self, parameters: list[nn.Parameter], gradients: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        sizes = [parameter.numel() for parameter in parameters]
         if self._buffer is None:
             self._buffer = gradients[0].new_empty(sum(sizes))
+        # In the layout of its parameter (channels-last, say): fused optimizers go by memory order.
         views = [
-            part.view(gradient.shape)
-            for part, gradient in zip(self._buffer.split(sizes), gradients, strict=True)
+            part.as_strided(parameter.shape, parameter.stride())
+            for part, parameter in zip(self._buffer.split(sizes), parameters, strict=True)
         ]
         torch._foreach_copy_(views, gradients)
         return self._buffer, views

@@ -106,7 +106,7 @@ def test_taken_cell_is_not_written_over(command: Callable[..., Finished], tmp_pa
         (
             "HangsOnRank1",
             "timeout",
-            r"exchange_timeout_s=3: .*rank 0 waits in HangsOnRank1 of bucket \S+ and \d more at step 3",
+            r"exchange_timeout_s=3: .*rank 0 waits in HangsOnRank1 of bucket \S+ and \d more",
         ),
     ],
 )

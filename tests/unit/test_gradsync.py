@@ -205,11 +205,14 @@ def test_a_bucket_of_one_is_exchanged_where_autograd_left_it() -> None:
     assert bucket.flat.data_ptr() == weight.grad.data_ptr()
 
 
-def test_channels_last_gradients_are_gathered_in_logical_order() -> None:
+@pytest.mark.parametrize("channels_last_gradient", [True, False])
+def test_gradients_keep_the_memory_layout_of_their_parameters(channels_last_gradient: bool) -> None:
+    layout = torch.channels_last if channels_last_gradient else torch.contiguous_format
     weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    weight.grad = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    weight.grad = torch.randn(2, 3, 4, 4).to(memory_format=layout)
     expected = weight.grad.clone()
     bucket = GradBucket({"w": weight}).pack(0)
-    assert torch.equal(bucket.flat, expected.flatten())
+    assert torch.equal(bucket.flat, expected.permute(0, 2, 3, 1).flatten())
     bucket.flat.mul_(2)
     assert torch.equal(weight.grad, 2 * expected)
+    assert weight.grad.stride() == weight.stride()

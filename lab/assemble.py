@@ -1,0 +1,109 @@
+"""The composition root: settings become data, model, exchange and trainer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from lab.config import ConfigError, build
+from lab.data import Data
+from lab.distributed import replicas
+from lab.distributed.watch import Watch
+from lab.distributed.worker import Worker, make_worker
+from lab.distributed.world import World
+from lab.trainer import Trainer
+
+DEFAULT_EPOCHS = 30
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One rank's parts of a run.
+
+    Attributes:
+        sizes: of the model, before and after its transform, as a record holds them.
+    """
+
+    trainer: Trainer
+    worker: Worker
+    sizes: dict[str, Any]
+
+
+def global_batch_size(config: DictConfig, world_size: int) -> int:
+    """Images of one optimizer step over all ranks."""
+    return config.batch_size * (world_size if config.scaling == "weak" else 1)
+
+
+def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
+    """Build everything that trains, in the order in which it can fail.
+
+    Raises:
+        ConfigError: a setting that proves wrong with data, devices and files at hand.
+    """
+    seed = config.seed + config.repeat
+    _seed(seed, config.deterministic)
+    data: Data = build(config.data, seed=seed, device=world.device)
+    model, sizes = _build_model(config, data, world)
+    batch_size = global_batch_size(config, world.size)
+    total_steps = _total_steps(config, data.num_train, batch_size)
+    optim = build(config.optim, batch_size=batch_size, total_steps=total_steps)
+    worker = make_worker(config.overlap, world.device, world.backend)
+    watch.worker = worker
+    sync = build(
+        config.sync,
+        model=torch.compile(model) if config.compile else model,
+        exchange=build(config.exchange),
+        comm=world.comm,
+        worker=worker,
+        overlap=config.overlap,
+        bucket_mb=config.bucket_mb,
+    )
+    trainer = Trainer(config, world, watch, data, model, sync, optim, batch_size)
+    _seed(seed + 1 + world.rank, config.deterministic)  # dropout differs between the ranks
+    return Assembly(trainer, worker, sizes)
+
+
+def count(model: nn.Module) -> dict[str, int]:
+    """Number of parameters, and bytes of the gradients that are exchanged."""
+    parameters = list(model.parameters())
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+    }
+
+
+def _build_model(config: DictConfig, data: Data, world: World) -> tuple[nn.Module, dict[str, Any]]:
+    model: nn.Module = build(
+        config.model, image_shape=data.image_shape, num_classes=data.num_classes
+    )
+    sizes: dict[str, Any] = {"transform": None, "untransformed": None}
+    if "_target_" in config.transform:
+        transform = build(config.transform)
+        sizes = {"transform": type(transform).__name__, "untransformed": count(model)}
+        try:
+            model = transform(model)
+        except ValueError as error:
+            raise ConfigError(f"strategy={config.strategy}: {error}") from None
+    model = model.to(world.device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    replicas.broadcast_state(model, world)
+    return model, {**sizes, **count(model)}
+
+
+def _total_steps(config: DictConfig, num_train: int, batch_size: int) -> int:
+    if config.steps is not None:
+        return config.steps
+    epochs = DEFAULT_EPOCHS if config.epochs is None else config.epochs
+    return max(1, math.ceil(epochs * num_train / batch_size))
+
+
+def _seed(seed: int, deterministic: bool) -> None:
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic

@@ -1,0 +1,151 @@
+"""Sweeps: what is missing runs, what fails is shown, what was killed goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+from tests.conftest import Finished, record
+
+Command = Callable[..., Finished]
+QUICK = ("device=cpu", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=8")
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path: Path) -> None:
+    grid = ("study=s", "strategy=none,onebit", "world_size=1,2", "repeats=1", *QUICK)
+    first = command("lab.sweep", *grid, timeout_s=120)
+    assert first.code == 0, first.err
+    assert "4 of 4 cells done" in first.out
+    assert "ETA" in first.out
+    started = {path: record(path)["started_at"] for path in cells(tmp_path / "runs/s")}
+    assert len(started) == 4
+
+    # The same study with one cell that cannot fit into memory: only that one runs.
+    more = command(
+        "lab.sweep", "study=s", "strategy=none", "world_size=1", "model=mlp",
+        "model.hidden=[9000000,9000000]", *QUICK, timeout_s=120,
+    )  # fmt: skip
+    assert more.code == 1  # none of its cells is done
+    assert "oom: rank 0" in more.out
+    again = command("lab.sweep", *grid)
+    assert again.out.count("done already") == 4
+    assert {path: record(path)["started_at"] for path in started} == started
+
+    plotted = command("lab.plot", "runs/s", "--format", "png")
+    assert plotted.code == 0, plotted.err
+    assert "oom" in plotted.out
+    table = pd.read_csv(tmp_path / "runs/s/figures/summary.csv")
+    assert set(table["strategy"] if "strategy" in table else table["series"]) >= {"none", "onebit"}
+    assert (tmp_path / "runs/s/figures/speedup_bars.png").stat().st_size > 10_000
+
+
+def cells(root: Path) -> list[Path]:
+    return [path.parent for path in root.glob("*/record.json")]
+
+
+def test_killed_sweep_leaves_nothing_running_and_goes_on(
+    command: Command, environment: dict[str, str], tmp_path: Path
+) -> None:
+    grid = ("study=s", "strategy=none,overlap,onebit", "world_size=2", *QUICK)
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "lab.sweep", *grid],
+        cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (started := [p for p in cells_started(tmp_path) if "overlap" in p.name]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    children = psutil.Process(sweep.pid).children(recursive=True)
+    sweep.send_signal(signal.SIGKILL)
+    sweep.wait()
+    done = {path: record(path)["started_at"] for path in cells(tmp_path / "runs/s")}
+    assert len(done) == 1
+
+    again = command("lab.sweep", *grid, timeout_s=120)
+    assert again.code == 0, again.err
+    assert again.out.count("done already") == 1
+    assert "3 of 3 cells done" in again.out
+    assert {path: record(path)["started_at"] for path in done} == done
+    assert record(started[0])["status"] == "done"
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def cells_started(folder: Path) -> list[Path]:
+    return [path.parent for path in (folder / "runs/s").glob("*/output.log")]
+
+
+def test_a_cell_that_takes_too_long_is_a_timeout(command: Command, tmp_path: Path) -> None:
+    grid = ("study=s", "strategy=none", "steps=1000000", *QUICK[:-1], "cell_timeout_s=8")
+    done = command("lab.sweep", *grid, timeout_s=60)
+    assert "timeout: cell_timeout_s=8" in done.out
+    (cell,) = cells(tmp_path / "runs/s")
+    assert record(cell)["status"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("strategy=none,teleport",), "strategy=teleport: allowed are"),
+        (("world_size=0",), "world_size=0: must be an integer of at least 1"),
+        (("repeats=many",), "repeats=many: must be an integer"),
+        (("batch_size=100", "world_size=1,3"), "nearest are 99 and 102"),
+        (("world_size=2", "device=cuda"), "world_size=2: device=cuda: 2 ranks on this host but"),
+        (("cell=mine",), "cell=mine: a sweep sets this itself"),
+    ],
+)
+def test_wrong_sweeps_run_nothing(
+    command: Command, tmp_path: Path, settings: tuple[str, ...], message: str
+) -> None:
+    done = command("lab.sweep", *settings)
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert message in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_named_studies_compose() -> None:
+    from lab.config import choices_of
+    from lab.study import read
+
+    for name in choices_of("study"):
+        study = read([f"study={name}"])
+        assert study.name == name
+        assert len({cell.name for cell in study.cells}) == len(study.cells) > 1
+
+
+def test_repeats_are_the_outermost_loop() -> None:
+    from lab.study import read
+
+    study = read(["strategy=none,tree", "world_size=1,2", "batch_size=64,128", "repeats=2"])
+    assert [cell.repeat for cell in study.cells] == [0] * 8 + [1] * 8
+    assert [cell.strategy for cell in study.cells[:4]] == ["none", "tree"] * 2
+
+
+def test_interrupted_sweep_says_how_to_go_on(environment: dict[str, str], tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "lab.sweep", "study=s", "strategy=none", "steps=1000000"]
+    sweep = subprocess.Popen(
+        [*line, *QUICK[:-1]], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 40
+    while not list((tmp_path / "runs/s").glob("*/config.yaml")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(sweep.pid, signal.SIGINT)
+    _, err = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert "the same command continues" in err
+    (cell,) = cells(tmp_path / "runs/s")
+    assert record(cell)["status"] == "interrupted"
+    shutil.rmtree(tmp_path / "runs")
