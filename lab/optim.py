@@ -47,6 +47,15 @@ class Optim:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"optim.{name}={value}: must be a number of at least 0")
+        for name, value, least in (
+            ("warmup_steps", warmup_steps, 0),
+            ("base_batch_size", base_batch_size, 1),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"optim.{name}={value}: must be an integer of at least {least}")
+        for name, value in (("nesterov", nesterov), ("linear_scaling", linear_scaling)):
+            if not isinstance(value, bool):
+                raise ValueError(f"optim.{name}={value}: must be true or false")
         if nesterov and not momentum:
             raise ValueError("optim.nesterov=true: needs optim.momentum above 0")
         self.peak_lr = lr * batch_size / base_batch_size if linear_scaling else lr

@@ -26,6 +26,7 @@ class AllReduce(Exchange):
         if dtype not in DTYPES:
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
         self.dtype = DTYPES[dtype]
+        self.exact = self.dtype == torch.float32
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.size == 1:

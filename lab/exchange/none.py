@@ -11,6 +11,7 @@ class NoExchange(Exchange):
     The ancestor is `--variable_update=independent` of tf_cnn_benchmarks.
     """
 
+    exact = False
     keeps_replicas_equal = False
 
     def average(self, bucket: Bucket, comm: Comm) -> None:

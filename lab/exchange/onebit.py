@@ -43,6 +43,8 @@ class OneBit(Exchange):
         ValueError: an argument out of range.
     """
 
+    exact = False
+
     def __init__(
         self,
         threshold: str = "zero",
