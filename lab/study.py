@@ -101,7 +101,7 @@ def _lists(arguments: list[str]) -> dict[str, list[str]]:
         if override.is_choice_sweep():
             values = list(map(str, override.sweep_string_iterator()))
         else:
-            values = [override.get_value_element_as_str()]
+            values = [str(override.input_line).partition("=")[2]]
         lists[override.get_key_element()] = values
     return lists
 
