@@ -112,6 +112,9 @@ class Run:
             parts.trainer.load_state(*checkpoint.load(path))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        done, total = parts.trainer.progress.step, parts.trainer.total_steps
+        if done > total:
+            raise ConfigError(f"resume={path}: is at step {done}, beyond this run's {total} steps")
 
     def _train(self, parts: Assembly) -> None:
         config, trainer = self.config, parts.trainer
@@ -126,13 +129,14 @@ class Run:
         with bar:
             for step in trainer.steps():
                 bar.update()
-                last = step == trainer.total_steps
-                if last or (config.eval_every and step % config.eval_every == 0):
+                if config.eval_every and step % config.eval_every == 0:
                     self._note(bar, trainer.evaluate())
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
                     self.save(parts)
-        if trainer.progress.step < trainer.total_steps:
-            self.save(parts)
+            if trainer.progress.step < trainer.total_steps:
+                self.save(parts)
+            elif not trainer.evaluated():
+                self._note(bar, trainer.evaluate())
 
     def _note(self, bar: tqdm[Any], result: dict[str, float]) -> None:
         bar.set_postfix({key: f"{result[key]:.4g}" for key in ("loss", "accuracy")})

@@ -56,7 +56,10 @@ def _run_missing(study: Study, root: Path, lock: int) -> Iterator[str]:
         position = f"[{number}/{len(study.cells)}] {cell.name}:"
         record = _recorded(root, cell)
         if record is not None:
-            print(position, f"{record['status']} already", flush=True)
+            again = (
+                "" if record["status"] == "done" else f" (to try again, delete {root / cell.name})"
+            )
+            print(position, f"{record['status']} already{again}", flush=True)
         else:
             print(position, end=" ", flush=True)
             began = time.monotonic()

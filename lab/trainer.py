@@ -107,6 +107,11 @@ class Trainer:
         self.progress.evaluations.append(result)
         return result
 
+    def evaluated(self) -> bool:
+        """Whether the weights as they are have been evaluated."""
+        evaluations = self.progress.evaluations
+        return bool(evaluations) and evaluations[-1]["step"] == self.progress.step
+
     def training_seconds(self) -> float:
         """Seconds spent in steps so far, those before a resume included."""
         return self.progress.seconds + float(self.clock.step_seconds().sum())
