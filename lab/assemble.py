@@ -16,7 +16,7 @@ from lab.distributed import replicas
 from lab.distributed.watch import Watch
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
-from lab.trainer import Trainer
+from lab.trainer import Progress, Trainer
 
 DEFAULT_EPOCHS = 30
 
@@ -50,13 +50,14 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
     data: Data = build(config.data, seed=seed, device=world.device)
     model, sizes = _build_model(config, data, world)
     batch_size = global_batch_size(config, world.size)
-    total_steps = _total_steps(config, data.num_train, batch_size)
-    optim = build(config.optim, batch_size=batch_size, total_steps=total_steps)
+    total = total_steps(config, data.num_train, batch_size)
+    optim = build(config.optim, batch_size=batch_size, total_steps=total)
     worker = make_worker(config.overlap, world.device, world.backend)
     watch.worker = worker
     sync = build(
         config.sync,
-        model=torch.compile(model) if config.compile else model,
+        model=model,
+        module=torch.compile(model) if config.compile else model,
         exchange=build(config.exchange),
         comm=world.comm,
         worker=worker,
@@ -96,11 +97,19 @@ def _build_model(config: DictConfig, data: Data, world: World) -> tuple[nn.Modul
     return model, {**sizes, **count(model)}
 
 
-def _total_steps(config: DictConfig, num_train: int, batch_size: int) -> int:
+def total_steps(
+    config: DictConfig, num_train: int, batch_size: int, done: Progress | None = None
+) -> int:
+    """Optimizer steps of the whole run.
+
+    Args:
+        done: what a checkpoint has behind it, maybe in batches of another size.
+    """
     if config.steps is not None:
         return config.steps
     epochs = DEFAULT_EPOCHS if config.epochs is None else config.epochs
-    return max(1, math.ceil(epochs * num_train / batch_size))
+    step, samples = (done.step, done.samples) if done else (0, 0)
+    return step + max(0 if done else 1, math.ceil((epochs * num_train - samples) / batch_size))
 
 
 def _seed(seed: int, deterministic: bool) -> None:

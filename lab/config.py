@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 GROUPS = ("strategy", "exchange", "transform", "model", "data", "optim", "recorder")
 
@@ -36,9 +36,16 @@ def setting(
     choices: tuple[Any, ...] = (),
     at_least: float | None = None,
     above: float | None = None,
+    at_most: float | None = None,
 ) -> Any:
     """A scalar setting: its default, its line of `--help` and what it may hold."""
-    metadata = {"help": help, "choices": choices, "at_least": at_least, "above": above}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+    }
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -67,7 +74,7 @@ class Settings:
     scaling: str = setting("strong", "what batch_size fixes", ("strong", "weak"))
     steps: int | None = setting(None, "optimizer steps (instead of epochs)", at_least=1)
     epochs: float | None = setting(None, "passes over the data; 30 if steps is not set", above=0)
-    seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0)
+    seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0, at_most=2**62)
     deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
     precision: str = setting("fp32", "fp32, or autocast to", ("fp32", "bf16", "fp16"))
     accumulate: int = setting(
@@ -86,7 +93,9 @@ class Settings:
         0, "steps between checkpoints; 0: on a signal alone", at_least=0
     )
     resume: str | None = setting(None, "auto: this cell's newest checkpoint, or a path")
-    exchange_timeout_s: float = setting(300.0, "an exchange that takes longer has failed", above=0)
+    exchange_timeout_s: float = setting(
+        300.0, "an exchange that takes longer has failed", above=0, at_most=1e6
+    )
 
     runs_dir: str = setting("runs", "root of all run directories")
     study: str = setting("default", "the sweep this run belongs to")
@@ -124,6 +133,8 @@ def parse_overrides(arguments: list[str]) -> list[Override]:
                 f"{argument!r} is not a setting: write key=value, and quote values with "
                 "commas, brackets or '=' as in 'cell=\"a=b\"'"
             ) from None
+        if argument[0] in "+~" or argument.startswith("hydra."):
+            raise ConfigError(f"{argument}: settings can be changed, not added or removed")
     return OverridesParser.create().parse_overrides(arguments)
 
 
@@ -148,11 +159,15 @@ def load(arguments: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = compose("train", overrides=others)
+        if studies:
+            config.study = studies[-1]
+        _validate(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, arguments)) from None
-    if studies:
-        config.study = studies[-1]
-    _validate(config)
+    except ConfigError:
+        raise
+    except ValueError as error:  # Hydra's own, of a group without a choice
+        raise ConfigError(_one_line(error)) from None
     return config
 
 
@@ -174,9 +189,6 @@ def build(node: DictConfig, **runtime: Any) -> Any:
 
 
 def _validate(config: DictConfig) -> None:
-    for name in config:
-        if name not in FIELDS:  # what "+name=value" appends
-            raise ConfigError(_unknown(str(name), str(name)))
     for name, field in FIELDS.items():
         value, allowed = config[name], field.metadata["choices"]
         if allowed and value not in allowed:
@@ -185,6 +197,8 @@ def _validate(config: DictConfig) -> None:
             raise ConfigError(f"{name}={value}: {problem}")
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set one of the two")
+    if not config.runs_dir:
+        raise ConfigError("runs_dir=: must name a directory")
     for name in ("study", "cell"):
         value = config[name]
         if value is not None and not re.fullmatch(r"(?!\.)[\w.,=+\-]+", value):
@@ -200,6 +214,8 @@ def _out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
         return f"must be a number of at least {at_least}"
     if above is not None and not above < value < math.inf:
         return f"must be a number above {above}"
+    if limits["at_most"] is not None and value > limits["at_most"]:
+        return f"must be at most {limits['at_most']:g}"
     return None
 
 
@@ -213,9 +229,9 @@ def _explain(error: Exception, arguments: list[str]) -> str:
     quoted = re.search(r"'([^']+)'", str(error))
     key = str(getattr(cause, "full_key", None) or (quoted.group(1) if quoted else ""))
     given = next((a for a in arguments if a.lstrip("+~").split("=")[0] == key), key)
-    if isinstance(cause, ValidationError):
-        return f"{given}: {_one_line(cause)}"
-    return _unknown(given, key)
+    if "Could not override" in str(error):
+        return _unknown(given, key)
+    return f"{given}: {_one_line(cause)}"
 
 
 def _unknown(given: str, key: str) -> str:

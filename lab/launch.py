@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,8 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, A
         lock: descriptor of the study's lock, which the launcher keeps should this process die.
     """
     directory = root / cell.name
-    directory.mkdir(exist_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)  # what a killed attempt left is no measurement
+    directory.mkdir()
     log = directory / "output.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -44,7 +46,7 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, A
         )
         try:
             process.wait(timeout_s)
-            failure = "failed", f"exit code {process.returncode}: {_last_error(log)}"
+            failure = "failed", _last_error(log) or f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
             _stop(process)
             failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
@@ -110,5 +112,6 @@ def _record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str
 def _last_error(log: Path) -> str:
     """The line of a run's output that says most about its end."""
     lines = log.read_text(errors="replace").splitlines()
-    telling = [line for line in lines if "error:" in line.lower()]
-    return (telling or lines or ["no output"])[0].strip()
+    own = [line.partition("lab.train: error: ")[2] for line in lines]
+    errors = [line.strip() for line in lines if "error:" in line.lower()]
+    return next((line for line in (*own, *errors, *reversed(lines)) if line), "")

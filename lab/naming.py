@@ -13,7 +13,7 @@ LONGEST = 120  # characters of a name; file systems take 255 bytes
 
 def variant(arguments: list[str]) -> dict[str, str]:
     """Settings a run was given beside a study's usual axes and its bookkeeping."""
-    given = (argument.lstrip("+").partition("=") for argument in arguments)
+    given = (argument.partition("=") for argument in arguments)
     return {
         key: value
         for key, _, value in given
@@ -23,7 +23,7 @@ def variant(arguments: list[str]) -> dict[str, str]:
 
 def run_name(arguments: list[str], strategy: str, world_size: int) -> str:
     """A readable name of a run: strategy, ranks, and what else was set."""
-    given = dict(argument.lstrip("+").split("=", 1) for argument in arguments)
+    given = dict(argument.split("=", 1) for argument in arguments)
     parts = [strategy, f"n{world_size}"]
     parts += [f"{AXIS_LETTERS[key]}{given[key]}" for key in AXIS_LETTERS if key in given]
     parts += [given[key] for key in ("scaling", "measure") if key in given]

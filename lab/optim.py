@@ -45,7 +45,11 @@ class Optim:
         if schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule={schedule}: allowed are {', '.join(SCHEDULES)}")
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value < math.inf
+            ):
                 raise ValueError(f"optim.{name}={value}: must be a number of at least 0")
         for name, value, least in (
             ("warmup_steps", warmup_steps, 0),
@@ -76,6 +80,14 @@ class Optim:
             nesterov=self.nesterov,
             fused=True,
         )
+
+    def prepare(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Set what `step` uses. After a resume too it is this run's settings that count."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr_at(step)
+            group["momentum"] = self.momentum
+            group["weight_decay"] = self.weight_decay
+            group["nesterov"] = self.nesterov
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""

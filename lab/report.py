@@ -67,12 +67,7 @@ def measurements(
         ReplicaMismatch: the ranks' weights differ, though the strategy should keep them equal.
     """
     world, warmup = trainer.world, trainer.config.warmup_steps
-    step_s = world.gather(torch.from_numpy(trainer.clock.step_seconds())).numpy()
-    phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
-    loss = world.gather(torch.stack(trainer.losses).double()).numpy() if trainer.losses else step_s
-    if world.rank == 0:
-        first = trainer.progress.step - len(trainer.losses)
-        directory.write_steps(first, trainer.progress.seconds, warmup, step_s, phase_s, loss)
+    step_s, phase_s = write_steps(trainer, directory)
     timed = step_s[:, warmup:]
     statistics = step_statistics(timed)
     keeps_equal = trainer.sync.keeps_replicas_equal
@@ -80,7 +75,7 @@ def measurements(
         **_outcome(trainer, stop_signal),
         "num_steps": trainer.progress.step,
         "num_timed_steps": timed.shape[1],
-        "num_skipped_steps": trainer.num_skipped,
+        "num_skipped_steps": trainer.progress.num_skipped_steps,
         "step_s": statistics,
         "images_per_s": statistics and trainer.batch_size / statistics["median"],
         "phases_s": phase_statistics(phase_s[:, warmup:], PHASES),
@@ -88,6 +83,23 @@ def measurements(
         "evaluations": trainer.progress.evaluations,
         "replica_hash": replica_hash(trainer.model, world) if keeps_equal else None,
     }
+
+
+def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
+    """Put the steps of all ranks so far on disk; all ranks call it together.
+
+    Returns:
+        Seconds of steps [ranks, steps] and of phases [ranks, steps, phases].
+    """
+    world = trainer.world
+    step_s = world.gather(torch.from_numpy(trainer.clock.step_seconds())).numpy()
+    phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
+    loss = world.gather(torch.stack(trainer.losses).double()).numpy() if trainer.losses else step_s
+    if world.rank == 0:
+        first = trainer.progress.step - len(trainer.losses)
+        warmup = trainer.config.warmup_steps
+        directory.write_steps(first, trainer.progress.seconds, warmup, step_s, phase_s, loss)
+    return step_s, phase_s
 
 
 def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:
@@ -99,8 +111,8 @@ def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:
 
 
 def _by_rank(trainer: Trainer, warmup: int) -> dict[str, list[int]]:
-    """What each rank sent in a timed step (the median one), and its memory."""
-    traffic = np.array(trainer.traffic[warmup:], dtype=float).reshape(-1, 2)
+    """What each rank sent in a step (the median of the timed ones, if any), and its memory."""
+    traffic = np.array(trainer.traffic[warmup:] or trainer.traffic, dtype=float).reshape(-1, 2)
     sent, messages = np.median(traffic, axis=0) if len(traffic) else (0.0, 0.0)
     own = torch.tensor([sent, messages, peak_memory(trainer.world.device)], dtype=torch.float64)
     names = ("payload_bytes_per_step", "messages_per_step", "peak_memory_bytes")
@@ -150,4 +162,6 @@ def classify(error: BaseException, rank: int) -> Failure:
         return Failure("oom", line)
     if "timed out" in text.lower() or "timeout" in text.lower():
         return Failure("timeout", line)
+    if "peer" in text or "Connection reset" in text:
+        return Failure("failed", f"rank {rank}: lost another rank: {text.strip()[:100]}")
     return Failure("failed", line)

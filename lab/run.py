@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from lab import checkpoint, report
-from lab.assemble import Assembly, assemble, global_batch_size
+from lab.assemble import Assembly, assemble, global_batch_size, total_steps
 from lab.config import ConfigError, build
 from lab.distributed.watch import Failure, Watch
 from lab.distributed.world import World, end_process
@@ -60,9 +60,10 @@ class Run:
                 self._open_records()
             self.watch.listen_to_signals()
             self._train(parts)
-            self.record |= report.measurements(
-                parts.trainer, self.directory, self.watch.stop_signal
-            )
+            stop_signal = self.watch.stop_signal
+            self.record |= report.measurements(parts.trainer, self.directory, stop_signal)
+            if self.world.rank == 0:
+                self._write_record()
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             self.directory.discard_if_empty()
@@ -70,7 +71,6 @@ class Run:
         except (Exception, KeyboardInterrupt) as error:
             self._end_process(self.watch.publish(report.classify(error, self.world.rank)))
         if self.world.rank == 0:
-            self._write_record()
             print(report.summary(self.record, self.directory.path))
         self.world.barrier()
         self.close()
@@ -94,6 +94,7 @@ class Run:
         shared, own = parts.trainer.state()
         step = parts.trainer.progress.step
         checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
+        report.write_steps(parts.trainer, self.directory)
 
     def close(self) -> None:
         """Stop the threads beside this rank."""
@@ -112,9 +113,13 @@ class Run:
             parts.trainer.load_state(*checkpoint.load(path))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        done, total = parts.trainer.progress.step, parts.trainer.total_steps
-        if done > total:
-            raise ConfigError(f"resume={path}: is at step {done}, beyond this run's {total} steps")
+        trainer = parts.trainer
+        done, images = trainer.progress, trainer.data.num_train
+        trainer.optim.total_steps = total_steps(self.config, images, trainer.batch_size, done)
+        if done.step > trainer.total_steps:
+            raise ConfigError(
+                f"resume={path}: is at step {done.step}, this run ends at {trainer.total_steps}"
+            )
 
     def _train(self, parts: Assembly) -> None:
         config, trainer = self.config, parts.trainer
@@ -218,7 +223,7 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
         parent = Path(config.runs_dir).absolute() / config.study
         name = run_name(arguments, config.strategy, world.size)
         try:
-            answer = f"at {RunDirectory.claim(parent, config.cell, name, bool(config.resume)).path}"
+            answer = f"at {RunDirectory.claim(parent, config.cell, name, config.resume).path}"
         except ValueError as error:
             answer = f"no {error}"
     verdict, _, text = world.broadcast_text(answer).partition(" ")

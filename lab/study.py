@@ -58,7 +58,8 @@ def read(arguments: list[str]) -> Study:
     close together.
 
     Raises:
-        ConfigError: any cell has a wrong setting. Nothing has run then.
+        ConfigError: any cell has a wrong setting. Nothing has run then. (What only a constructor
+            can judge, with the data at hand, comes to light in the cell's own run.)
     """
     lists = _lists(arguments)
     name = _only(lists, "study", "default")
@@ -77,6 +78,8 @@ def read(arguments: list[str]) -> Study:
         for size in sizes
         for strategy in strategies
     ]
+    if len({point.name for point in points}) < len(points):
+        raise ConfigError(f"study={name}: a value is listed twice, or two differ in signs alone")
     cells = [
         dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
     ]

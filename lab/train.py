@@ -30,6 +30,8 @@ def main(arguments: list[str]) -> int:
         else:
             time.sleep(1)  # a launcher ends all ranks with the first: let rank 0 say why
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(config, arguments: list[str]) -> int:  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lab.data import Data
@@ -32,6 +32,7 @@ class Progress:
     step: int = 0
     samples: int = 0
     seconds: float = 0.0
+    num_skipped_steps: int = 0
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -59,13 +60,11 @@ class Trainer:
         self.config, self.world, self.watch, self.data = config, world, watch, data
         self.model, self.sync, self.optim = model, sync, optim
         self.batch_size = batch_size
-        self.total_steps = optim.total_steps
         self.optimizer = optim.optimizer(model)
         self.criterion = nn.CrossEntropyLoss()
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
         self.progress = Progress()
-        self.num_skipped = 0
         self.losses: list[Tensor] = []
         self.traffic: list[tuple[int, int]] = []  # payload bytes and messages of each step
 
@@ -87,7 +86,11 @@ class Trainer:
                 yield self.progress.step
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss and accuracy over the test images of all ranks."""
+        """Mean loss and accuracy over the test images of all ranks.
+
+        Raises:
+            FloatingPointError: the loss is not finite: training has diverged.
+        """
         broadcast_buffers(self.model, self.world)
         self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64)
@@ -102,10 +105,17 @@ class Trainer:
                 totals += torch.tensor([float(loss), float(correct), len(labels)])
         self.model.train()
         loss, correct, count = self.world.gather(totals).sum(dim=0).tolist()
+        if not math.isfinite(loss):
+            raise FloatingPointError(self._describe_overflow())
         result = {"step": self.progress.step, "seconds": self.training_seconds()}
         result |= {"loss": loss / count, "accuracy": correct / count}
         self.progress.evaluations.append(result)
         return result
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, those before a resume included."""
+        return self.optim.total_steps
 
     def evaluated(self) -> bool:
         """Whether the weights as they are have been evaluated."""
@@ -124,6 +134,8 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "progress": asdict(self.progress) | {"seconds": self.training_seconds()},
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
+            "channels_last": self.config.channels_last,
+            "exchange": OmegaConf.to_container(self.config.exchange),
         }
         own = {"exchange": self.sync.exchange.state_dict(), "rng": torch.get_rng_state()}
         if self.world.device.type == "cuda":
@@ -136,6 +148,7 @@ class Trainer:
         Raises:
             ValueError: the checkpoint is of another model or strategy.
         """
+        self._check_fit(shared, owns)
         try:
             self.model.load_state_dict(shared["model"])
             self.optimizer.load_state_dict(shared["optimizer"])
@@ -147,6 +160,20 @@ class Trainer:
         if self.loss_scale and shared["loss_scale"]:
             self.loss_scale.load_state_dict(shared["loss_scale"])
         self._load_own(owns)
+
+    def _check_fit(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
+        """Refuse a checkpoint whose tensors would mean something else here.
+
+        Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
+        """
+        if shared["channels_last"] != self.config.channels_last:
+            raise ValueError(
+                f"channels_last={self.config.channels_last}: the checkpoint was written with "
+                f"channels_last={shared['channels_last']}; set the same"
+            )
+        then, now = shared["exchange"], OmegaConf.to_container(self.config.exchange)
+        if owns[0]["exchange"] and then != now:
+            raise ValueError(f"exchange={now}: the checkpoint holds residuals of exchange={then}")
 
     def _load_own(self, owns: list[dict[str, Any]]) -> None:
         rank, size, exchange = self.world.rank, self.world.size, self.sync.exchange
@@ -189,14 +216,13 @@ class Trainer:
             if not finite:
                 self.sync.exchange.load_state_dict(exchange_before)
                 self.optimizer.zero_grad()
-                self.num_skipped += 1
+                self.progress.num_skipped_steps += 1
                 return
         elif not finite:
             raise FloatingPointError(self._describe_overflow())
         if self.config.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.optim.lr_at(self.progress.step)
+        self.optim.prepare(self.optimizer, self.progress.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

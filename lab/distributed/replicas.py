@@ -51,5 +51,5 @@ def replica_hash(model: nn.Module, world: World) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.data).digest()

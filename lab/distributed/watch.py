@@ -7,7 +7,9 @@ meet in the launcher's key-value store, never in a collective.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -20,6 +22,8 @@ from lab.distributed.worker import Worker
 
 POLL_S = 0.2
 GRACE_S = 1.0  # what training has to notice the failure of another rank by itself
+STUCK_S = 10.0  # an exchange that lasts longer after a signal will not end by itself
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AGREE_S = 20.0  # what the ranks have to agree on where to stop
 
 
@@ -58,6 +62,7 @@ class Watch:
         self._on_fatal = on_fatal
         self.worker: Worker | None = None
         self.stop_signal: str | None = None
+        self._signals: int | None = None  # a pipe's end
         self._lock = threading.Lock()
         self._steps_begun = 0
         self._stopping = False
@@ -68,13 +73,22 @@ class Watch:
     def listen_to_signals(self) -> None:
         """Take SIGTERM and SIGINT as a wish to stop at a step's end; a second SIGINT insists."""
 
-        def on_signal(number: int, _frame: object) -> None:
-            if self.stop_signal == "SIGINT" and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.stop_signal = signal.Signals(number).name
+        interrupts = 0
 
-        signal.signal(signal.SIGTERM, on_signal)
-        signal.signal(signal.SIGINT, on_signal)
+        def on_signal(number: int, _frame: object) -> None:
+            nonlocal interrupts
+            interrupts += number == signal.SIGINT
+            if interrupts > 1:
+                raise KeyboardInterrupt
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, on_signal)
+        # A handler waits until Python code runs on the main thread, which may hang in a library.
+        # The wake-up pipe does not: the watch's own thread reads which signals have come.
+        self._signals, write_end = os.pipe()
+        os.set_blocking(self._signals, False)
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def begin_step(self) -> bool:
         """Whether to run another step. After a signal all ranks say no at the same step.
@@ -99,6 +113,9 @@ class Watch:
         """Stop watching."""
         self._closed.set()
         self._thread.join()
+        if self._signals is not None:
+            os.close(signal.set_wakeup_fd(-1))
+            os.close(self._signals)
 
     def _last_step(self) -> int:
         deadline = time.monotonic() + AGREE_S
@@ -117,14 +134,25 @@ class Watch:
                 self._answer_roll_call()
                 self._look_for_hang()
                 failure = _read_failure(self._store)
-            except (dist.DistError, RuntimeError) as error:
+            except dist.DistError as error:
                 failure = Failure("failed", f"rank {self._rank} lost the launcher: {_first(error)}")
+            except RuntimeError as error:  # of the device, asked how far it is
+                failure = Failure("failed", f"rank {self._rank}: {_first(error)}")
             if failure is not None:
                 failed_at = failed_at or time.monotonic()
                 if failure.status == "timeout" or time.monotonic() - failed_at > GRACE_S:
                     self._on_fatal(failure)
 
+    def _read_signals(self) -> None:
+        if self._signals is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._signals, 64):
+                if number in STOP_SIGNALS and self.stop_signal is None:
+                    self.stop_signal = signal.Signals(number).name
+
     def _spread_stop(self) -> None:
+        self._read_signals()
         if self._stopping:
             return
         if self.stop_signal is not None:
@@ -139,6 +167,9 @@ class Watch:
 
     def _look_for_hang(self) -> None:
         current = self.worker and self.worker.oldest()
+        if current and self._stopping and current[1] > STUCK_S:
+            text = f"stopped by {self.stop_signal} while {self._doing()}"
+            _publish(self._store, Failure("interrupted", text))
         if not current or current[1] <= self._timeout_s:
             return
         self._store.set("roll call", "")

@@ -88,6 +88,8 @@ class ThreadWorker(Worker):
         self._thread.join()
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread starts on GPU 0
         while (entry := self._jobs.get()) is not None:
             try:
                 if self._error is None:
@@ -114,21 +116,24 @@ class StreamWorker(Worker):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._queued: deque[tuple[str, float, Event]] = deque()
+        self._queued: deque[tuple[str, Event]] = deque()
+        self._head_since = 0.0  # the host may queue a job long before its turn comes
 
     def submit(self, label: str, job: Job) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             job()
-            self._queued.append((label, time.monotonic(), self._stream.record_event()))
+            if not self._queued:
+                self._head_since = time.monotonic()
+            self._queued.append((label, self._stream.record_event()))
 
     def oldest(self) -> tuple[str, float] | None:
-        while self._queued and self._queued[0][2].query():
+        while self._queued and self._queued[0][1].query():
             self._queued.popleft()
+            self._head_since = time.monotonic()
         if not self._queued:
             return None
-        label, since, _ = self._queued[0]
-        return label, time.monotonic() - since
+        return self._queued[0][0], time.monotonic() - self._head_since
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

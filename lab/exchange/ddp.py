@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.exchange import Exchange
+from lab.exchange.none import NoExchange
 
 
 class DDPSync:
@@ -28,6 +29,7 @@ class DDPSync:
     def __init__(
         self,
         model: nn.Module,
+        module: nn.Module,
         exchange: Exchange,
         comm: Comm,
         *,
@@ -40,6 +42,9 @@ class DDPSync:
                 f"overlap={overlap} bucket_mb={bucket_mb}: strategy=ddp always overlaps, "
                 "with buckets above 0 MB"
             )
+        if not isinstance(exchange, NoExchange):
+            name = type(exchange).__name__
+            raise ValueError(f"exchange={name}: strategy=ddp has its own, leave exchange=none")
         if not isinstance(comm, TorchComm):
             raise ValueError("strategy=ddp: runs over torch.distributed alone")
         self.exchange = exchange
@@ -47,7 +52,7 @@ class DDPSync:
         self.loss_scale = 1.0
         self.comm = comm
         self.module = DistributedDataParallel(
-            model,
+            module,
             bucket_cap_mb=bucket_mb,
             process_group=comm.group,  # type: ignore[arg-type]
         )

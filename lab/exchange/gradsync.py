@@ -33,7 +33,8 @@ class GradSync:
     (unused parameters count as zeros) follows in `finish`. Without `overlap`, everything does.
 
     Args:
-        model: already on its device, the same weights on all ranks.
+        model: already on its device, the same weights on all ranks; names its parameters.
+        module: what runs forward: the model, or its compiled form.
         exchange: how one bucket is averaged.
         comm: over what.
         worker: where exchanges run.
@@ -44,6 +45,7 @@ class GradSync:
     def __init__(
         self,
         model: nn.Module,
+        module: nn.Module,
         exchange: Exchange,
         comm: Comm,
         worker: Worker,
@@ -51,7 +53,7 @@ class GradSync:
         overlap: bool = False,
         bucket_mb: float | None = None,
     ) -> None:
-        self.module = model
+        self.module = module
         self.exchange = exchange
         self.comm = comm
         self.worker = worker

@@ -67,6 +67,8 @@ class OneBit(Exchange):
         ):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"exchange.{key}={value}: must be an integer of at least {least}")
+        if not isinstance(error_feedback, bool):
+            raise ValueError(f"exchange.error_feedback={error_feedback}: must be true or false")
         self.threshold = threshold
         self.granularity = granularity
         self.block_size = block_size
@@ -78,11 +80,10 @@ class OneBit(Exchange):
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if bucket.step < self.warmup_steps:
-            comm.all_reduce(bucket.flat)
-            bucket.flat.div_(comm.size)
+            self._average_exactly(bucket, [slice(0, bucket.flat.numel())], comm)
             return
         matrices = self.matrices(bucket)
-        self._average_exactly(bucket.flat, _gaps(matrices, bucket.flat.numel()), comm)
+        self._average_exactly(bucket, _gaps(matrices, bucket.flat.numel()), comm)
         if matrices:
             self._average_quantised(bucket, matrices, comm)
 
@@ -101,14 +102,14 @@ class OneBit(Exchange):
                 found.append(Matrix(name, start, rows, columns))
         return found
 
-    def _average_exactly(self, flat: Tensor, gaps: list[slice], comm: Comm) -> None:
-        if not gaps or comm.size == 1:
-            return
-        small = torch.cat([flat[gap] for gap in gaps])
-        comm.all_reduce(small)
+    def _average_exactly(self, bucket: Bucket, parts: list[slice], comm: Comm) -> None:
+        small = torch.cat([bucket.flat[:0], *(bucket.flat[part] for part in parts)])
+        if len(small):
+            comm.all_reduce(small)
         small.div_(comm.size)
-        for gap, part in zip(gaps, small.split([g.stop - g.start for g in gaps]), strict=True):
-            flat[gap] = part
+        bucket.finite = small.isfinite().all()
+        for part, mean in zip(parts, small.split([p.stop - p.start for p in parts]), strict=True):
+            bucket.flat[part] = mean
 
     def _average_quantised(self, bucket: Bucket, matrices: list[Matrix], comm: Comm) -> None:
         flat, size = bucket.flat, comm.size
@@ -126,7 +127,8 @@ class OneBit(Exchange):
         answer = Message(matrices, size, size, flat.device)
         comm.all_gather(answer.bytes, reply.bytes)
 
-        bucket.finite = answer.scales().isfinite().all()
+        assert bucket.finite is not None
+        bucket.finite = bucket.finite & answer.scales().isfinite().all()
         for index, matrix in enumerate(matrices):
             if self.error_feedback:
                 lost = matrix.of(flat) - outgoing.read_all(index, matrix)
@@ -159,9 +161,11 @@ class OneBit(Exchange):
 
     @staticmethod
     def _keep(residuals: dict[str, Tensor], name: str, lost: Tensor, finite: Tensor) -> None:
-        # torch.where instead of a branch: a branch would make the host wait for the GPU.
-        old = residuals.get(name)
-        residuals[name] = torch.where(finite, lost, torch.zeros_like(lost) if old is None else old)
+        # In place: on a GPU this runs on a side stream, and memory that was allocated on the main
+        # one must not go back to it before the side stream has read it. And torch.where, because
+        # a branch would make the host wait for the GPU.
+        old = residuals.setdefault(name, torch.zeros_like(lost))
+        old.copy_(torch.where(finite, lost, old))
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual), "stripe_residual": dict(self.stripe_residual)}

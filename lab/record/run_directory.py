@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +27,62 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def claim(cls, parent: Path, cell: str | None, name: str, resume: bool) -> RunDirectory:
+    def claim(cls, parent: Path, cell: str | None, name: str, resume: str | None) -> RunDirectory:
         """Find the directory of a new run, or of the one to continue.
 
-        A `cell` the user named may not hold a finished run; a `name` made up for him is numbered
-        until it is free. What is already recorded is never written over.
+        What is already recorded is never written over: a `cell` that the user named may not hold a
+        record, and a `name` made up for him is numbered until it is free. With resume="auto" it is
+        the cell, or the last of that name, as long as it is not done.
 
         Raises:
             ValueError: the directory cannot be created or written, or is taken.
         """
-        path = parent / (cell or name)
-        number = 1
-        while not cell and not resume and path.exists():
-            number += 1
-            path = parent / f"{name}-{number}"
-        record = path / "record.json"
+        if cell:
+            found = cls(parent / cell)
+            status = found.status()
+            if status == "done" or (status and resume != "auto"):
+                raise ValueError(
+                    f"cell={cell}: {found.path} already holds a record ({status}); choose another "
+                    "cell" + ("" if status == "done" else ", or resume=auto")
+                )
+        elif resume == "auto" and (unfinished := cls._last_unfinished(parent, name)):
+            found = unfinished
+        else:
+            found = cls._new(parent, name)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / ".writable").touch()
-            (path / ".writable").unlink()
+            found.path.mkdir(parents=True, exist_ok=True)
+            (found.path / ".writable").touch()
+            (found.path / ".writable").unlink()
         except OSError as error:
-            raise ValueError(f"runs_dir: cannot write {path}: {error.strerror}") from None
-        if record.exists() and not resume:
-            raise ValueError(
-                f"cell={cell}: {path} already holds a record; choose another cell, or resume=auto"
-            )
-        return cls(path)
+            raise ValueError(f"runs_dir: cannot write {found.path}: {error.strerror}") from None
+        return found
+
+    @classmethod
+    def _new(cls, parent: Path, name: str) -> RunDirectory:
+        """The first of name, name-2, name-3 … that nobody has; now it is ours."""
+        for path in _numbered(parent, name):
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                if path.is_dir():
+                    continue
+                raise ValueError(f"runs_dir: cannot write {path}: a file is there") from None
+            except OSError as error:
+                raise ValueError(f"runs_dir: cannot write {path}: {error.strerror}") from None
+            return cls(path)
+        raise AssertionError("numbers do not end")
+
+    @classmethod
+    def _last_unfinished(cls, parent: Path, name: str) -> RunDirectory | None:
+        taken = [cls(path) for path in itertools.takewhile(Path.is_dir, _numbered(parent, name))]
+        return next((run for run in reversed(taken) if run.status() != "done"), None)
+
+    def status(self) -> str | None:
+        """How the run that is recorded here ended; None without a record."""
+        try:
+            return json.loads(self.record_path.read_text())["status"]
+        except (OSError, ValueError, KeyError):
+            return None
 
     @property
     def record_path(self) -> Path:
@@ -110,3 +143,9 @@ class RunDirectory:
             earlier = pq.read_table(final)
             table = pa.concat_tables([earlier.filter(pc.field("step") < first_step), table])
         write_atomically(final, lambda path: pq.write_table(table, path))
+
+
+def _numbered(parent: Path, name: str) -> Iterator[Path]:
+    yield parent / name
+    for number in itertools.count(2):
+        yield parent / f"{name}-{number}"

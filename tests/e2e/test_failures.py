@@ -34,6 +34,11 @@ QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
         ("strategy=tree,ring", r"strategy=tree,ring: a run takes one value; .* lab.sweep"),
         ("study=../../x", r"study='../../x': names a directory under runs_dir"),
         ("batch_size", r"'batch_size' is not a setting: write key=value"),
+        ("+batch_sizes=3", r"\+batch_sizes=3: settings can be changed, not added"),
+        ("~recorder", r"~recorder: settings can be changed, not added or removed"),
+        ("batch_size=${foo}", r"batch_size=\$\{foo\}: Interpolation key 'foo' not found"),
+        ("exchange_timeout_s=1e13", r"exchange_timeout_s=10000000000000.0: must be at most 1e\+06"),
+        ("runs_dir=", r"runs_dir=: must name a directory"),
     ],
 )
 def test_wrong_settings(
@@ -58,6 +63,8 @@ def test_wrong_settings(
         (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
         (("resume=nowhere",), r"resume=nowhere: no complete checkpoint"),
         (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
+        (("strategy=ddp", "exchange=onebit"), r"exchange=OneBit: strategy=ddp has its own"),
+        (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
     ],
 )
 def test_settings_that_prove_wrong_later(
@@ -122,6 +129,16 @@ def test_faults_end_the_run_and_are_recorded(
     assert result["status"] == status
     assert re.search(message, result["error"])
     assert done.error_lines == [f"lab.train: error: {result['error']}"]
+
+
+def test_a_run_that_diverges_at_its_last_step_has_failed(
+    command: Callable[..., Finished], tmp_path: Path
+) -> None:
+    settings = ("steps=1", "optim.lr=1e38", "optim.warmup_steps=0", "cell=bad", "data.size=16")
+    assert command("lab.train", *settings).code == 1
+    result = record(tmp_path / "runs/default/bad")
+    assert result["status"] == "failed"
+    assert "not finite" in result["error"]
 
 
 def test_out_of_memory_is_recorded_as_such(
@@ -240,3 +257,62 @@ def test_a_failed_run_has_every_key_of_the_contract(train: Train, tmp_path: Path
     assert bad.keys() == good.keys()
     assert json.loads((tmp_path / "runs/default/bad/record.json").read_text())["schema"] == 1
     assert (tmp_path / "runs/default/bad/config.yaml").exists()
+
+
+def test_resume_never_writes_over_a_finished_run(
+    command: Callable[..., Finished], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs/default"
+    assert command("lab.train", *QUICK, "cell=a", "checkpoint_every=3").code == 0
+    assert command("lab.train", *QUICK, "strategy=tree").code == 0
+    before = {path: path.read_text() for path in runs.glob("*/record.json")}
+    refused = command("lab.train", *QUICK, "cell=a", "resume=auto")
+    assert refused.code == 2
+    assert "already holds a record (done)" in refused.error_lines[0]
+    middle = f"resume={runs / 'a/checkpoints/step_000003'}"
+    assert command("lab.train", *QUICK, "strategy=tree", middle).code == 0
+    assert command("lab.train", *QUICK, "strategy=tree", "resume=auto").code == 0
+    assert len(list(runs.glob("*/record.json"))) == 4
+    assert {path: path.read_text() for path in before} == before
+
+
+def test_resume_refuses_what_does_not_fit(command: Callable[..., Finished], tmp_path: Path) -> None:
+    onebit = (*QUICK, "strategy=onebit")
+    assert command("lab.train", *onebit, "cell=a", "checkpoint_every=3").code == 0
+    middle = f"resume={tmp_path / 'runs/default/a/checkpoints/step_000003'}"
+    for wrong, message in (
+        ("exchange.granularity=block", "the checkpoint holds residuals of exchange="),
+        ("channels_last=true", "the checkpoint was written with channels_last=False"),
+        ("model=mlp", "the checkpoint is of another model"),
+        ("steps=2", "is at step 3, this run ends at 2"),
+    ):
+        done = command("lab.train", *onebit, middle, wrong)
+        assert done.code == 2
+        assert message in done.error_lines[0]
+
+
+def test_epochs_are_counted_in_samples_when_the_batch_changes(
+    command: Callable[..., Finished], tmp_path: Path
+) -> None:
+    settings = ("data.size=16", "optim.lr=0.01", "device=cpu", "epochs=1")
+    first = (*settings, "batch_size=48", "checkpoint_every=10", "cell=a")
+    assert command("lab.train", *first).code == 0
+    middle = f"resume={tmp_path / 'runs/default/a/checkpoints/step_000020'}"
+    assert command("lab.train", *settings, "batch_size=96", middle, "cell=b").code == 0
+    assert record(tmp_path / "runs/default/a")["num_steps"] == 30  # 1437 images
+    assert record(tmp_path / "runs/default/b")["num_steps"] == 20 + 5  # 960, then 477 more
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_while_a_rank_is_stuck_is_recorded(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    stuck = ("exchange._target_=tests.faults.HangsOnRank1", "cell=a", *QUICK)
+    process = start(environment, tmp_path, *stuck)
+    wait_for(lambda: (tmp_path / "runs/default/a/config.yaml").exists())
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    result = record(tmp_path / "runs/default/a")
+    assert result["status"] == "interrupted"
+    assert re.match(r"stopped by SIGTERM while rank \d waits in HangsOnRank1", result["error"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -133,7 +132,9 @@ def test_repeats_are_the_outermost_loop() -> None:
     assert [cell.strategy for cell in study.cells[:4]] == ["none", "tree"] * 2
 
 
-def test_interrupted_sweep_says_how_to_go_on(environment: dict[str, str], tmp_path: Path) -> None:
+def test_interrupted_sweep_runs_the_cell_anew(
+    command: Command, environment: dict[str, str], tmp_path: Path
+) -> None:
     line = [sys.executable, "-m", "lab.sweep", "study=s", "strategy=none", "steps=1000000"]
     sweep = subprocess.Popen(
         [*line, *QUICK[:-1]], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
@@ -148,4 +149,6 @@ def test_interrupted_sweep_says_how_to_go_on(environment: dict[str, str], tmp_pa
     assert "the same command continues" in err
     (cell,) = cells(tmp_path / "runs/s")
     assert record(cell)["status"] == "interrupted"
-    shutil.rmtree(tmp_path / "runs")
+
+    again = command("lab.sweep", *line[3:], *QUICK[:-1], "cell_timeout_s=8", timeout_s=60)
+    assert "timeout: cell_timeout_s=8" in again.out  # it ran anew, from the start

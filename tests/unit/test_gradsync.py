@@ -50,7 +50,8 @@ def make(comm: Comm, overlap: bool, bucket_mb: float | None = 0) -> tuple[GradSy
     torch.manual_seed(0)
     worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
     exchange = Recording()
-    sync = GradSync(Net(), exchange, comm, worker, overlap=overlap, bucket_mb=bucket_mb)
+    net = Net()
+    sync = GradSync(net, net, exchange, comm, worker, overlap=overlap, bucket_mb=bucket_mb)
     return sync, exchange
 
 
@@ -158,7 +159,8 @@ def test_error_of_an_exchange_reaches_finish() -> None:
             raise ConnectionError("peer is gone")
 
     def rank_main(comm: Comm) -> None:
-        sync = GradSync(Net(), Broken(), comm, ThreadWorker(CPU), overlap=True, bucket_mb=0)
+        net, worker = Net(), ThreadWorker(CPU)
+        sync = GradSync(net, net, Broken(), comm, worker, overlap=True, bucket_mb=0)
         with sync:
             step(sync, [(torch.randn(4, 6), {})])
 

@@ -189,6 +189,22 @@ def test_a_gradient_that_is_not_finite_reaches_all_and_leaves_residuals_alone(
     assert run_ranks(3, rank_main) == [(False, False, True)] * 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"warmup_steps": 9}, {"min_columns": 1000}])
+def test_what_travels_exactly_is_looked_at_too(settings: dict[str, int]) -> None:
+    def rank_main(comm: Comm) -> tuple[bool, bool]:
+        exchange = OneBit(**settings)  # type: ignore[arg-type]
+        shapes = {"w": torch.Size((6, 64)), "bias": torch.Size((6,))}
+        bucket = Bucket(shapes, torch.randn(390), 1)
+        if comm.rank == 1:
+            bucket.flat[-1] = torch.inf
+        exchange.average(bucket, comm)
+        kept = torch.cat([torch.zeros(1), *(r.flatten() for r in exchange.residual.values())])
+        assert bucket.finite is not None
+        return bool(bucket.finite), bool(kept.any())
+
+    assert run_ranks(2, rank_main) == [(False, False)] * 2
+
+
 @pytest.mark.parametrize("new_size", [1, 2, 3, 5])
 def test_redistribution_keeps_the_sum_of_residuals(new_size: int) -> None:
     ledgers = exchange_steps(torch.randn(5, 4, num_values()))
