@@ -8,6 +8,7 @@ from torch import nn
 
 from lab.model.convnet import (
     ConvNet,
+    initialise_for_relu,
     require_dropout,
     require_size,
     require_width,
@@ -43,7 +44,9 @@ def alexnet(*, image_shape: Sequence[int], num_classes: int, dropout: float = 0.
         *_convolution(384, 256),
         nn.MaxPool2d(3, stride=2),
     )
-    return with_fc_head(features, image_shape, [4096, 4096], num_classes, dropout)
+    model = with_fc_head(features, image_shape, [4096, 4096], num_classes, dropout)
+    initialise_for_relu(model)
+    return model
 
 
 def alexnet_small(
@@ -83,7 +86,9 @@ def alexnet_small(
         *_convolution(6 * width, 4 * width),
         nn.MaxPool2d(2),
     )
-    return with_fc_head(features, image_shape, [hidden, hidden], num_classes, dropout)
+    model = with_fc_head(features, image_shape, [hidden, hidden], num_classes, dropout)
+    initialise_for_relu(model)
+    return model
 
 
 def _convolution(

@@ -63,6 +63,19 @@ def with_fc_head(
     return ConvNet(features, nn.Sequential(*head), shape)
 
 
+def initialise_for_relu(module: nn.Module) -> None:
+    """Draw weights so that ReLU layers keep the variance of what passes through them.
+
+    He et al. 2015, section 2.2 (fan-in); biases are zero. PyTorch's default shrinks the signal
+    layer by layer, and a stack as deep as AlexNet's then hardly begins to learn without BatchNorm.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
 def output_shape(features: nn.Sequential, image_shape: Sequence[int]) -> tuple[int, int, int]:
     """(C, H, W) of the output for one image, found without computing it."""
     image = torch.empty(1, *image_shape, device="meta")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lab.model.convnet import ConvNet
+from lab.model.convnet import ConvNet, initialise_for_relu
 
 MODES = ("substitution", "equivalent")
 
@@ -65,7 +65,9 @@ class Fc1x1:
             layers.append(layer)
         assert isinstance(last, nn.Linear)
         layers.append(nn.Conv2d(channels, last.out_features, 1))
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        head = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        initialise_for_relu(head)
+        return head
 
 
 def _rewrite(model: ConvNet) -> nn.Sequential:
