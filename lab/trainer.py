@@ -40,9 +40,10 @@ class Trainer:
     """Data-parallel SGD on one rank.
 
     Args:
+        watch: says when to stop.
         model: on the device, transformed, equal on all ranks.
         sync: exchanges its gradients.
-        total_steps: optimizer steps of the whole run.
+        optim: updates it.
         batch_size: global.
     """
 

@@ -72,7 +72,6 @@ class Watch:
 
     def listen_to_signals(self) -> None:
         """Take SIGTERM and SIGINT as a wish to stop at a step's end; a second SIGINT insists."""
-
         interrupts = 0
 
         def on_signal(number: int, _frame: object) -> None:
