@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+from omegaconf import DictConfig
+
 from lab.cli import answer_help, report_error
 from lab.config import ConfigError, check_batch, load
 
@@ -34,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
-def _run(config, arguments: list[str]) -> int:  # type: ignore[no-untyped-def]
+def _run(config: DictConfig, arguments: list[str]) -> int:
     # Only now is torch imported: help and wrong settings have been answered without it.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
