@@ -55,10 +55,10 @@ class Run:
                 had not begun and leaves nothing behind.
         """
         try:
+            self.watch.listen_to_signals()
             parts = self.build()
             if self.world.rank == 0:
                 self._open_records()
-            self.watch.listen_to_signals()
             self._train(parts)
             stop_signal = self.watch.stop_signal
             self.record |= report.measurements(parts.trainer, self.directory, stop_signal)

@@ -80,14 +80,14 @@ class Watch:
             if interrupts > 1:
                 raise KeyboardInterrupt
 
-        for number in STOP_SIGNALS:
-            signal.signal(number, on_signal)
         # A handler waits until Python code runs on the main thread, which may hang in a library.
         # The wake-up pipe does not: the watch's own thread reads which signals have come.
         self._signals, write_end = os.pipe()
         os.set_blocking(self._signals, False)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:  # last: from here on a signal does nothing but fill the pipe
+            signal.signal(number, on_signal)
 
     def begin_step(self) -> bool:
         """Whether to run another step. After a signal all ranks say no at the same step.
