@@ -137,7 +137,13 @@ def test_interrupted_sweep_runs_the_cell_anew(
 ) -> None:
     line = [sys.executable, "-m", "lab.sweep", "study=s", "strategy=none", "steps=1000000"]
     sweep = subprocess.Popen(
-        [*line, *QUICK[:-1]], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        [*line, *QUICK[:-1]],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job, as these tests may be, ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 40
     while not list((tmp_path / "runs/s").glob("*/config.yaml")):
