@@ -142,7 +142,7 @@ def test_interrupted_sweep_runs_the_cell_anew(
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job, as these tests may be, ignores SIGINT, and so would its children.
+        # A shell's background job ignores SIGINT, and so would what these tests start in one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 40
