@@ -1,0 +1,90 @@
+"""Every strategy on 1 to 4 ranks, through the whole trainer, on real data."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.config import build, choices_of, load
+from tests.dist.ranks import Outcome, train
+
+RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
+EXACT = ("allreduce", "tree", "ring", "star", "overlap", "layerwise", "fc1x1", "ddp")
+SIZES = (1, 2, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Relative, over all weights together."""
+    ours, theirs = (
+        torch.cat([tensors[name].flatten() for name in reference]).double()
+        for tensors in (weights, reference)
+    )
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@cache
+def single_process(transform: str, directory: str) -> dict[str, Tensor]:
+    """Weights that one process reaches on the whole batch, with no exchange at all."""
+    settings = ("strategy=none", f"transform={transform}", f"runs_dir={directory}")
+    return train(1, *settings, *RUN)[0].weights
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("references"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", choices_of("strategy"))
+def test_trains_and_keeps_replicas_equal(strategy: str, size: int, references: str) -> None:
+    outcomes = train(size, f"strategy={strategy}", *RUN)
+    for outcome in outcomes:
+        assert outcome.code == 0
+        assert outcome.record["status"] == "done"
+        assert outcome.record["num_steps"] == 20
+    losses = [evaluation["loss"] for evaluation in outcomes[0].record["evaluations"]]
+    assert losses[-1] < 2.25  # log(10) = 2.303 is what no training gives
+    if strategy == "none":  # for timing alone: its replicas drift, and the record says no hash
+        assert outcomes[0].record["replica_hash"] is None
+        return
+    assert len({outcome.record["replica_hash"] for outcome in outcomes}) == 1
+    transform = "fc1x1" if strategy.startswith("fc1x1") else "none"
+    far = distance(outcomes[0].weights, single_process(transform, references))
+    if strategy in EXACT:
+        assert far < 1e-6
+    else:
+        assert far > 1e-6 or size == 1  # what is called lossy is
+
+
+def bitwise(outcomes: list[Outcome]) -> str:
+    (found,) = {outcome.record["replica_hash"] for outcome in outcomes}
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("exchange", ["allreduce", "tree", "ring", "star", "onebit", "bf16"])
+def test_overlapped_is_blocking_bit_for_bit(exchange: str, size: int) -> None:
+    settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN)
+    blocking, overlapped = (
+        train(size, *settings, f"overlap={switch}") for switch in ("false", "true")
+    )
+    assert bitwise(blocking) == bitwise(overlapped)
+
+
+def test_no_strategy_is_left_out() -> None:
+    exact = [name for name in choices_of("strategy") if _is_exact(name)]
+    assert sorted(EXACT) == sorted(exact)
+
+
+def _is_exact(strategy: str) -> bool:
+    config = load([f"strategy={strategy}"])
+    return strategy == "ddp" or build(config.exchange).exact

@@ -1,0 +1,74 @@
+"""Payload as Comm books it, against the bytes that really crossed the loopback interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.config import build, load
+from lab.exchange.bucket import Bucket
+from tests.dist.ranks import join, spawn
+
+ROWS, COLUMNS = 1536, 1024
+NUM_VALUES = ROWS * COLUMNS
+NUM_EXCHANGES = 4
+
+
+def loopback_bytes() -> int:
+    """Bytes that were sent over the loopback interface since the machine started."""
+    line = next(
+        line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip()[:3] == "lo:"
+    )
+    return int(line.split(":")[1].split()[8])
+
+
+def exchange_some(exchange: str) -> tuple[int, int]:
+    """Payload this rank booked for one exchange, and bytes the interface counted for all ranks."""
+    world = join()
+    average = build(load([f"exchange={exchange}"]).exchange).average
+    flat = torch.randn(NUM_VALUES)
+
+    def run() -> None:
+        average(Bucket({"w": torch.Size((ROWS, COLUMNS))}, flat.clone()), world.comm)
+
+    run()  # connections are made at the first
+    world.barrier()
+    before, booked = loopback_bytes(), world.comm.traffic.payload_bytes
+    world.barrier()
+    for _ in range(NUM_EXCHANGES):
+        run()
+    world.barrier()
+    counted = loopback_bytes() - before
+    return (world.comm.traffic.payload_bytes - booked) // NUM_EXCHANGES, counted // NUM_EXCHANGES
+
+
+def theory(exchange: str, size: int) -> float:
+    """Bytes that all ranks together send, for n float32 values on N ranks."""
+    ring = 2 * 4 * NUM_VALUES * (size - 1)
+    return {
+        "none": 0,
+        "allreduce": ring,
+        "bf16": ring / 2,
+        "ring": ring,
+        "tree": ring,  # every rank but one has a parent: up and down that edge
+        "star": ring,
+        "onebit": 2 * (size - 1) * (NUM_VALUES / 8 + 8 * ROWS),
+    }[exchange]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("exchange", ["allreduce", "bf16", "ring", "tree", "star", "onebit"])
+def test_booked_is_what_crossed_and_what_theory_says(exchange: str, size: int) -> None:
+    answers = spawn(size, exchange_some, exchange)
+    booked = sum(payload for payload, _ in answers)
+    counted = min(crossed for _, crossed in answers)  # each saw all; the first saw least noise
+    assert booked == pytest.approx(theory(exchange, size), rel=0.05)
+    assert booked == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_none_moves_nothing(size: int) -> None:
+    assert all(payload == 0 for payload, _ in spawn(size, exchange_some, "none"))
+
