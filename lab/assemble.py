@@ -114,5 +114,6 @@ def total_steps(
 
 def _seed(seed: int, deterministic: bool) -> None:
     torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)  # a second of imports, even for False
     torch.backends.cudnn.benchmark = not deterministic

@@ -9,6 +9,7 @@ import torch
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import Bucket
+from lab.exchange.onebit import OneBit
 
 FAULT_STEP = 3
 
@@ -28,6 +29,15 @@ class HangsOnRank1(AllReduce):
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             time.sleep(3600)
+        super().average(bucket, comm)
+
+
+class OneBitNanOnRank1(OneBit):
+    """Rank 1's gradient is not a number, on its way into 1-bit SGD."""
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.rank == 1 and bucket.step == FAULT_STEP:
+            bucket.flat[0] = torch.nan
         super().average(bucket, comm)
 
 

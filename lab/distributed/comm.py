@@ -22,8 +22,8 @@ class Comm(ABC):
     `traffic` counts this rank's payload. For send and recv that is what was passed in. A library
     collective chooses its own path, so it is booked as the bandwidth-optimal algorithm's bytes:
     a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather and all_to_all
-    (nccl-tests, doc/PERFORMANCE.md). tests/dist hold these figures against the bytes that really
-    crossed the loopback interface.
+    (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py holds these figures against
+    the bytes that really crossed the loopback interface.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -20,9 +20,9 @@ from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.run import Run, claim_directory
 
-# Ranks fork from a process that has imported the lab and done nothing else: they start at once.
+# Ranks fork from a process that has imported what they import and done nothing else.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+FORKS.set_forkserver_preload([__name__, "sklearn.datasets", "torch._dynamo"])
 
 
 @dataclass(frozen=True)

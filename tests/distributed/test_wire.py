@@ -9,7 +9,7 @@ import torch
 
 from lab.config import build, load
 from lab.exchange.bucket import Bucket
-from tests.dist.ranks import join, spawn
+from tests.distributed.ranks import join, spawn
 
 ROWS, COLUMNS = 1536, 1024
 NUM_VALUES = ROWS * COLUMNS
@@ -71,4 +71,3 @@ def test_booked_is_what_crossed_and_what_theory_says(exchange: str, size: int) -
 @pytest.mark.parametrize("size", [2, 4])
 def test_none_moves_nothing(size: int) -> None:
     assert all(payload == 0 for payload, _ in spawn(size, exchange_some, "none"))
-

@@ -1,0 +1,79 @@
+"""Switches of the trainer that change how, but not what, it computes; and fp16's skipped steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.ranks import Outcome, train
+from tests.distributed.test_strategies import distance
+
+RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=10", "warmup_steps=2")
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def apart(ours: list[Outcome], theirs: list[Outcome]) -> float:
+    return distance(ours[0].weights, theirs[0].weights)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "overlap", "ddp"])
+def test_accumulation_is_one_exchange_of_the_same_mean(strategy: str) -> None:
+    whole = train(2, f"strategy={strategy}", *RUN)
+    parts = train(2, f"strategy={strategy}", "accumulate=3", *RUN)
+    assert apart(parts, whole) < 1e-6
+    for key in ("payload_bytes_per_step", "messages_per_step"):
+        assert parts[0].record[key] == whole[0].record[key]
+        assert min(parts[0].record[key]) > 0
+
+
+def test_weak_scaling_fixes_the_batch_of_a_rank() -> None:
+    weak = train(2, *RUN, "batch_size=12", "scaling=weak")
+    assert weak[0].record["batch_size"] == 24
+    assert weak[0].record["per_rank_batch_size"] == 12
+    assert weak[0].record["replica_hash"] == train(2, *RUN)[0].record["replica_hash"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_deterministic_reruns_are_bit_identical(size: int) -> None:
+    first, second = (train(size, "deterministic=true", *RUN) for _ in range(2))
+    assert first[0].record["replica_hash"] == second[0].record["replica_hash"]
+    other = train(size, "deterministic=true", "seed=1", *RUN)
+    assert first[0].record["replica_hash"] != other[0].record["replica_hash"]
+
+
+def test_what_is_clipped_is_the_mean_gradient() -> None:
+    clipped = [train(size, "clip_grad_norm=0.05", *RUN) for size in (1, 2, 3)]
+    assert apart(clipped[1], clipped[0]) < 1e-6
+    assert apart(clipped[2], clipped[0]) < 1e-6
+    assert apart(train(1, *RUN), clipped[0]) > 1e-3
+
+
+def test_channels_last_changes_the_layout_alone() -> None:
+    assert apart(train(2, "channels_last=true", *RUN), train(2, *RUN)) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "onebit", "ddp"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_trains(strategy: str, precision: str) -> None:
+    outcomes = train(2, f"strategy={strategy}", f"precision={precision}", *RUN)
+    assert 0 < apart(outcomes, train(2, f"strategy={strategy}", *RUN)) < 0.1
+    assert outcomes[0].record["final"]["loss"] < 2.303
+
+
+def test_a_step_that_fp16_skips_changes_neither_weights_nor_residuals() -> None:
+    fp16 = ("strategy=onebit", "precision=fp16", *RUN)
+    fault = "exchange._target_=tests.faults.OneBitNanOnRank1"
+    before, after = (train(2, *fp16, fault, f"steps={steps}") for steps in (3, 4))
+    assert before[0].record["num_skipped_steps"] + 1 == after[0].record["num_skipped_steps"]
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+        for kind, residuals in one.exchange_state.items():
+            assert residuals
+            for name, residual in residuals.items():
+                assert torch.equal(residual, other.exchange_state[kind][name])
