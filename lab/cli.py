@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 from lab.config import FIELDS, GROUPS, choices_of
 
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto goes on
+
 
 def answer_help(
     command: str,

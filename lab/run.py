@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from lab import checkpoint, report
 from lab.assemble import Assembly, assemble, global_batch_size, total_steps
+from lab.cli import EXIT_INTERRUPTED
 from lab.config import ConfigError, build
 from lab.distributed.watch import Failure, Watch
 from lab.distributed.world import World, end_process
@@ -22,7 +23,6 @@ from lab.naming import run_name, variant
 from lab.record.run_directory import RunDirectory
 
 RECORD_WAIT_S = 5.0  # what rank 0 has to record a failure before another rank does it
-SIGTERM_EXIT = 128 + 15
 
 
 class Run:
@@ -74,7 +74,7 @@ class Run:
             print(report.summary(self.record, self.directory.path))
         self.world.barrier()
         self.close()
-        return SIGTERM_EXIT if self.record["status"] == "interrupted" else 0
+        return EXIT_INTERRUPTED if self.record["status"] == "interrupted" else 0
 
     def build(self) -> Assembly:
         """Everything that trains, at the step where it is to go on.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
 from omegaconf import DictConfig
 
-from lab.cli import answer_help, report_error
+from lab.cli import EXIT_INTERRUPTED, answer_help, report_error
 from lab.config import ConfigError, check_batch, load
 
 EXAMPLES = (
@@ -19,9 +20,15 @@ EXAMPLES = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank; the process's exit code: 0 done, 1 failed, 2 a wrong setting."""
+    """Run one rank.
+
+    Returns:
+        The process's exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal.
+    """
     if answer_help("lab.train", "Train on 1 to N ranks and record it.", EXAMPLES, arguments):
         return 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run's watch takes them
+        signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))
     try:
         config = load(arguments)
         check_batch(config, int(os.environ.get("WORLD_SIZE", 1)))

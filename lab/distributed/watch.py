@@ -23,7 +23,7 @@ from lab.distributed.worker import Worker
 POLL_S = 0.2
 GRACE_S = 1.0  # what training has to notice the failure of another rank by itself
 STUCK_S = 10.0  # an exchange that lasts longer after a signal will not end by itself
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by SIGUSR1
 AGREE_S = 20.0  # what the ranks have to agree on where to stop
 
 
@@ -71,7 +71,7 @@ class Watch:
         self._thread.start()
 
     def listen_to_signals(self) -> None:
-        """Take SIGTERM and SIGINT as a wish to stop at a step's end; a second SIGINT insists."""
+        """Take a signal as a wish to stop at a step's end; a second SIGINT insists."""
         interrupts = 0
 
         def on_signal(number: int, _frame: object) -> None:
