@@ -13,6 +13,7 @@ from torch import nn
 from lab.config import ConfigError, build
 from lab.data import Data
 from lab.distributed import replicas
+from lab.distributed import world as worlds
 from lab.distributed.watch import Watch
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
@@ -34,6 +35,24 @@ class Assembly:
     sizes: dict[str, Any]
 
 
+def join(config: DictConfig) -> World:
+    """The ranks that were started with this one.
+
+    Raises:
+        ConfigError: more ranks than GPUs, or a way to communicate that is not to be had.
+    """
+    try:
+        return worlds.start(
+            build(config.comm),
+            config.device,
+            config.backend,
+            config.exchange_timeout_s,
+            config.share_gpus,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def global_batch_size(config: DictConfig, world_size: int) -> int:
     """Images of one optimizer step over all ranks."""
     return config.batch_size * (world_size if config.scaling == "weak" else 1)
@@ -52,7 +71,7 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
     batch_size = global_batch_size(config, world.size)
     total = total_steps(config, data.num_train, batch_size)
     optim = build(config.optim, batch_size=batch_size, total_steps=total)
-    worker = make_worker(config.overlap, world.device, world.backend)
+    worker = make_worker(config.overlap, world.device, world.comm.backend)
     watch.worker = worker
     sync = build(
         config.sync,

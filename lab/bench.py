@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from lab.cli import answer_help, report_error
 from lab.config import ConfigError, check_batch, load, parse_overrides
+from lab.distributed.launcher import is_first_rank, world_size
 
 PURPOSE = (
     "step: step times of two strategies, strategy=A,B, as the ratio A/B with its interval.\n"
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         settings = [text for text in settings if not text.startswith("out=")]
         result = _run(bench, _runs_of(bench, settings))
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             report_error("lab.bench", error)
         return 2
     if result:
@@ -64,22 +64,19 @@ def _run(bench: str, runs: list[list[str]]) -> dict[str, Any] | None:
     """The result, on rank 0."""
     configs = [load(arguments) for arguments in runs]
     for config in configs:
-        check_batch(config, int(os.environ.get("WORLD_SIZE", 1)))
+        check_batch(config, world_size())
 
     # Only now is torch imported: help and wrong settings have been answered without it.
+    from lab.assemble import join
     from lab.benchmarks import compare_steps, time_recording
-    from lab.distributed import world as worlds
+    from lab.distributed import world
 
-    first = configs[0]
+    worlds = [join(config) for config in configs]
     try:
-        world = worlds.start(first.device, first.backend, first.exchange_timeout_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
-        result = (compare_steps if bench == "step" else time_recording)(configs, world)
-        return result if world.rank == 0 else None
+        result = (compare_steps if bench == "step" else time_recording)(configs, worlds)
+        return result if worlds[0].rank == 0 else None
     finally:
-        worlds.stop()
+        world.stop()
 
 
 if __name__ == "__main__":

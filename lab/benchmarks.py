@@ -22,14 +22,18 @@ from lab.report import surroundings
 NEVER_S = 1e9  # no exchange of a benchmark is watched: the process group's timeout ends a hang
 
 
-def compare_steps(configs: list[DictConfig], world: World) -> dict[str, Any]:
+def compare_steps(configs: list[DictConfig], worlds: list[World]) -> dict[str, Any]:
     """Step times of two runs, a step of one after a step of the other.
+
+    Args:
+        worlds: the same ranks for each run, maybe with another way to communicate.
 
     Returns:
         The ratio of their medians (first over second) over pairs of adjacent steps, with a
         bootstrap interval that draws pairs; step time is that of the slowest rank.
     """
-    with _assembled(configs[0], world) as first, _assembled(configs[1], world) as second:
+    world = worlds[0]
+    with _assembled(configs[0], world) as first, _assembled(configs[1], worlds[1]) as second:
         parts = [first, second]
         loops = [part.trainer.steps() for part in parts]
         for step in tqdm(range(first.trainer.total_steps), disable=world.rank != 0, unit="pair"):
@@ -51,8 +55,9 @@ def compare_steps(configs: list[DictConfig], world: World) -> dict[str, Any]:
     }
 
 
-def time_recording(configs: list[DictConfig], world: World) -> dict[str, Any]:
+def time_recording(configs: list[DictConfig], worlds: list[World]) -> dict[str, Any]:
     """What book-keeping adds to a step: marks of the clock, losses, progress, the watch's lock."""
+    world = worlds[0]
     with _assembled(configs[0], world) as part:
         trainer = part.trainer
         loss = torch.ones(())

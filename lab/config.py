@@ -23,7 +23,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-GROUPS = ("strategy", "exchange", "transform", "model", "data", "optim", "recorder")
+GROUPS = ("strategy", "exchange", "transform", "model", "data", "optim", "comm", "recorder")
 
 
 class ConfigError(ValueError):
@@ -62,6 +62,7 @@ class Settings:
     model: dict[str, Any] = setting({}, "what is trained (a group)")
     data: dict[str, Any] = setting({}, "on what (a group)")
     optim: dict[str, Any] = setting({}, "SGD and its schedule (a group)")
+    comm: dict[str, Any] = setting({}, "over what ranks talk (a group)")
     recorder: dict[str, Any] = setting({}, "where numbers go beside the run directory (a group)")
 
     overlap: bool = setting(False, "exchange buckets while backward still runs")
@@ -84,7 +85,8 @@ class Settings:
     channels_last: bool = setting(False, "channels-last memory format")
     compile: bool = setting(False, "torch.compile the model")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
-    backend: str = setting("auto", "over what ranks talk", ("auto", "gloo", "nccl"))
+    backend: str = setting("auto", "of comm=torch", ("auto", "gloo", "nccl"))
+    share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown"))
     warmup_steps: int = setting(5, "first steps that no statistic counts", at_least=0)

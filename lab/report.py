@@ -37,6 +37,7 @@ NOTHING_MEASURED: dict[str, Any] = {
     "final": {"loss": None, "accuracy": None},
     "evaluations": [],
     "replica_hash": None,
+    "attempts": [],
     "duration_s": None,
 }
 
@@ -45,16 +46,19 @@ def surroundings(world: World) -> dict[str, Any]:
     """Machine, software, and whether ranks had devices of their own."""
     return {
         "emulation": emulation(world),
-        "environment": environment(world.size // world.local_size),
+        "environment": environment(world.num_hosts),
         "git_commit": git_commit(),
     }
 
 
 def emulation(world: World) -> str:
     """ "none", or in which way this run's ranks are not what they stand for."""
-    wanted = world.local_size * torch.get_num_threads()
+    num_local = world.place.local_size
+    if world.device.type == "cuda" and num_local > torch.cuda.device_count():
+        return f"{num_local} ranks share {torch.cuda.device_count()} GPUs"
+    wanted = num_local * torch.get_num_threads()
     if world.device.type == "cpu" and wanted > num_cores():
-        return f"{world.local_size} ranks share {num_cores()} CPU cores"
+        return f"{num_local} ranks share {num_cores()} CPU cores"
     return "none"
 
 

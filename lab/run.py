@@ -17,6 +17,7 @@ from lab import checkpoint, report
 from lab.assemble import Assembly, assemble, global_batch_size, total_steps
 from lab.cli import EXIT_INTERRUPTED
 from lab.config import ConfigError, build
+from lab.distributed import launcher
 from lab.distributed.watch import Failure, Watch
 from lab.distributed.world import World, end_process
 from lab.naming import run_name, variant
@@ -58,7 +59,7 @@ class Run:
             self.watch.listen_to_signals()
             parts = self.build()
             if self.world.rank == 0:
-                self._open_records()
+                self._open_records(parts.trainer.progress.step)
             self._train(parts)
             stop_signal = self.watch.stop_signal
             self.record |= report.measurements(parts.trainer, self.directory, stop_signal)
@@ -103,10 +104,7 @@ class Run:
             self.parts.worker.close()
 
     def _resume(self, parts: Assembly) -> None:
-        resume = self.config.resume
-        if resume is None:
-            return
-        path = checkpoint.newest(self.directory.checkpoints) if resume == "auto" else Path(resume)
+        path = self._checkpoint()
         if path is None:
             return
         try:
@@ -120,6 +118,14 @@ class Run:
             raise ConfigError(
                 f"resume={path}: is at step {done.step}, this run ends at {trainer.total_steps}"
             )
+
+    def _checkpoint(self) -> Path | None:
+        """Where to go on: after a restart, in this run's own checkpoint, whatever it began with."""
+        resume = self.config.resume
+        own = checkpoint.newest(self.directory.checkpoints)
+        if resume == "auto" or (own and launcher.num_restarts()):
+            return own
+        return Path(resume) if resume else None
 
     def _train(self, parts: Assembly) -> None:
         config, trainer = self.config, parts.trainer
@@ -149,13 +155,17 @@ class Run:
             values = {f"test/{key}": result[key] for key in ("loss", "accuracy", "seconds")}
             self.recorder.log(int(result["step"]), values)
 
-    def _open_records(self) -> None:
+    def _open_records(self, first_step: int) -> None:
+        attempt = {"first_step": first_step, "world_size": self.world.size}
+        attempt |= {"started_at": self.record["started_at"], "launch": launcher.launch_id()}
+        self.directory.begin_attempt(attempt)
         self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
         if self.recorder:
             config: Any = OmegaConf.to_container(self.config, resolve=True)
             self.recorder.start(self.directory.path, self.config.study, config)
 
     def _write_record(self) -> None:
+        self.record["attempts"] = self.directory.attempts()
         self.record["duration_s"] = time.monotonic() - self.began
         self.directory.write_record(self.record)
         if self.recorder and self.world.rank == 0:
@@ -204,8 +214,9 @@ class Run:
             "scaling": config.scaling,
             "precision": config.precision,
             "measure": config.measure,
+            "launcher": world.place.launcher,
             "device": world.device.type,
-            "backend": world.backend,
+            "backend": world.comm.backend,
             "started_at": datetime.now(UTC).isoformat(),
             **report.NOTHING_MEASURED,
             **report.surroundings(world),
@@ -219,11 +230,13 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
         ConfigError: it is taken, or cannot be written.
     """
     answer = ""
+    restart_of = launcher.launch_id() if launcher.num_restarts() else None
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
         name = run_name(arguments, config.strategy, world.size)
         try:
-            answer = f"at {RunDirectory.claim(parent, config.cell, name, config.resume).path}"
+            found = RunDirectory.claim(parent, config.cell, name, config.resume, restart_of)
+            answer = f"at {found.path}"
         except ValueError as error:
             answer = f"no {error}"
     verdict, _, text = world.broadcast_text(answer).partition(" ")

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from lab.cli import EXIT_INTERRUPTED, answer_help, report_error
 from lab.config import ConfigError, check_batch, load
+from lab.distributed.launcher import is_first_rank, world_size
 
 EXAMPLES = (
     "torchrun --nproc-per-node 2 -m lab.train strategy=onebit",
@@ -31,10 +32,10 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))
     try:
         config = load(arguments)
-        check_batch(config, int(os.environ.get("WORLD_SIZE", 1)))
+        check_batch(config, world_size())
         return _run(config, arguments)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             report_error("lab.train", error)
         else:
             time.sleep(1)  # a launcher ends all ranks with the first: let rank 0 say why
@@ -47,13 +48,11 @@ def _run(config: DictConfig, arguments: list[str]) -> int:
     # Only now is torch imported: help and wrong settings have been answered without it.
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from lab.assemble import join
     from lab.distributed import world
     from lab.run import Run, claim_directory
 
-    try:
-        ranks = world.start(config.device, config.backend, config.exchange_timeout_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    ranks = join(config)
     try:
         return Run(config, arguments, ranks, claim_directory(config, arguments, ranks)).execute()
     finally:

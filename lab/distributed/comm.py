@@ -24,7 +24,14 @@ class Comm(ABC):
     a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather and all_to_all
     (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py holds these figures against
     the bytes that really crossed the loopback interface.
+
+    Attributes:
+        backend: what carries the tensors, as a record names it.
+        no_send_recv: why send and recv cannot be used, where they cannot.
     """
+
+    backend: str
+    no_send_recv: str | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -86,9 +93,12 @@ class Comm(ABC):
     def _all_to_all(self, output: Tensor, tensor: Tensor) -> None: ...
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
-    @abstractmethod
-    def _send(self, tensor: Tensor, to: int) -> None: ...
-    @abstractmethod
-    def _recv(self, tensor: Tensor, source: int) -> None: ...
-    @abstractmethod
-    def _send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None: ...
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        raise NotImplementedError(self.no_send_recv)
+
+    def _recv(self, tensor: Tensor, source: int) -> None:
+        raise NotImplementedError(self.no_send_recv)
+
+    def _send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
+        raise NotImplementedError(self.no_send_recv)

@@ -27,6 +27,8 @@ class _Meeting:
 class ThreadComm(Comm):
     """One rank among `size` threads. Sums are taken in rank order. Made by `run_ranks`."""
 
+    backend = "threads"
+
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__(rank, size)
         self.meeting = meeting

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lab.distributed.comm import Comm
+from lab.distributed.place import Place
 
 # torch 2.13 renamed the one that older releases, down to our oldest, know by another name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,9 +23,12 @@ class TorchComm(Comm):
     complete.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group
+        self.backend = dist.get_backend(group)
+        if self.backend == "gloo" and device.type == "cuda":
+            self.no_send_recv = "Gloo has none for tensors on GPUs; use backend=nccl"
 
     def _all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
@@ -47,3 +55,47 @@ class TorchComm(Comm):
         ]
         for work in dist.batch_isend_irecv(both):
             work.wait()
+
+
+def connect(
+    place: Place,
+    device: torch.device,
+    backend: str,
+    limit: timedelta,
+    nccl_algo: str | None = None,
+    nccl_proto: str | None = None,
+) -> TorchComm:
+    """Join the process group of all ranks, or make one more of them.
+
+    Args:
+        backend: "auto" (NCCL on GPUs, Gloo otherwise), "gloo" or "nccl".
+        limit: a collective that takes longer fails.
+        nccl_algo, nccl_proto: NCCL's NCCL_ALGO and NCCL_PROTO, which it reads when it starts.
+
+    Raises:
+        ValueError: a backend that the device cannot use, or settings of NCCL without NCCL.
+    """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError("backend=nccl: needs GPUs; on CPUs use backend=gloo")
+    for name, value in (("nccl_algo", nccl_algo), ("nccl_proto", nccl_proto)):
+        if value is not None and backend != "nccl":
+            raise ValueError(f"comm.{name}={value}: NCCL's, but these ranks talk over {backend}")
+        if value is not None:
+            os.environ[name.upper()] = value
+    bound = device if backend == "nccl" else None  # NCCL then connects at once, and not lazily
+    if dist.is_initialized():
+        group = dist.new_group(backend=backend, timeout=limit, device_id=bound)
+    else:
+        dist.init_process_group(
+            backend,
+            store=place.store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=limit,
+            device_id=bound,
+        )
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return TorchComm(group, device)

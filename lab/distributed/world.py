@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -11,7 +12,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from lab.distributed.torch_comm import TorchComm, all_gather_flat
+from lab.distributed.comm import Comm
+from lab.distributed.place import Place, find_place
+from lab.distributed.torch_comm import all_gather_flat
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,27 @@ class World:
     Attributes:
         store: key-value store of all ranks; alive as long as the launcher, so that a failing rank
             can still say why.
-        comm: what exchanges use (NCCL or Gloo).
+        comm: what exchanges use.
         control: a Gloo group for small messages that no measurement sees.
     """
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
+    place: Place
     device: torch.device
-    backend: str
     store: dist.PrefixStore
-    comm: TorchComm
+    comm: Comm
     control: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    @property
+    def num_hosts(self) -> int:
+        return self.size // self.place.local_size
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's `text`, on every rank."""
@@ -57,43 +68,34 @@ class World:
         dist.barrier(group=self.control)
 
 
-def start(device: str, backend: str, timeout_s: float) -> World:
-    """Join the ranks that torchrun started, or be the only one.
+def start(
+    connect: Callable[..., Comm],
+    device: str,
+    backend: str,
+    timeout_s: float,
+    share_gpus: bool = False,
+) -> World:
+    """Join the ranks that were started with this one, or be the only one.
 
     Args:
+        connect: makes the Comm, as lab.distributed.torch_comm.connect does.
         device: "auto" (GPUs where there are any), "cpu" or "cuda".
-        backend: "auto" (NCCL on GPUs, Gloo otherwise), "gloo" or "nccl".
+        backend: "auto", or one that `connect` knows.
         timeout_s: a collective that takes longer fails. The watch, which can name what hangs,
             has the same limit; the library's comes a little later.
+        share_gpus: allow several ranks on one GPU.
 
     Raises:
         ValueError: more ranks than GPUs on this host, or a backend the device cannot use.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    where = _pick_device(device, local_rank, local_size)
-    if backend == "auto":
-        backend = "nccl" if where.type == "cuda" else "gloo"
-    if backend == "nccl" and where.type != "cuda":
-        raise ValueError("backend=nccl: needs GPUs; on CPUs use backend=gloo")
-    if "RANK" in os.environ:
-        store, rank, size = next(iter(dist.rendezvous("env://")))
-    else:
-        store, rank, size = dist.HashStore(), 0, 1
+    place = find_place()
+    where = _pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
     limit = timedelta(seconds=timeout_s + 10)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=limit,
-        device_id=where if backend == "nccl" else None,
-    )
+    comm = connect(place, where, backend, limit)
     control = dist.new_group(backend="gloo", timeout=limit)
-    assert dist.group.WORLD is not None and isinstance(control, dist.ProcessGroup)
-    comm = TorchComm(dist.group.WORLD)
-    messages = dist.PrefixStore("lab", store)
-    return World(rank, size, local_rank, local_size, where, backend, messages, comm, control)
+    assert isinstance(control, dist.ProcessGroup)
+    store = dist.PrefixStore("lab", place.store)
+    return World(place, where, store, comm, control)
 
 
 def stop() -> None:
@@ -121,7 +123,7 @@ def check_gpus(device: str, local_size: int) -> bool:
     if local_size > num_gpus:
         raise ValueError(
             f"device={device}: {local_size} ranks on this host but {num_gpus} GPUs; start at most "
-            f"{num_gpus} ranks, or set device=cpu"
+            f"{num_gpus} ranks, or set device=cpu or share_gpus=true"
         )
     return True
 
@@ -129,5 +131,6 @@ def check_gpus(device: str, local_size: int) -> bool:
 def _pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
     if not check_gpus(device, local_size):
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -19,6 +19,7 @@ class Exchange(ABC):
 
     exact = True  # delivers the mean to rounding, which the tests then hold it to
     keeps_replicas_equal = True
+    needs_send_recv = False  # of a Comm; not every one has them
 
     @abstractmethod
     def average(self, bucket: Bucket, comm: Comm) -> None:

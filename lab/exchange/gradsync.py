@@ -40,6 +40,9 @@ class GradSync:
         worker: where exchanges run.
         overlap: start exchanges from hooks.
         bucket_mb: see lab.exchange.bucket.plan.
+
+    Raises:
+        ValueError: the exchange cannot run over this comm.
     """
 
     def __init__(
@@ -53,6 +56,9 @@ class GradSync:
         overlap: bool = False,
         bucket_mb: float | None = None,
     ) -> None:
+        if exchange.needs_send_recv and comm.no_send_recv:
+            name = type(exchange).__name__
+            raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
         self.module = module
         self.exchange = exchange
         self.comm = comm

@@ -16,6 +16,8 @@ class Ring(Exchange):
     may differ in length by one value; ranks beyond the number of values own an empty one.
     """
 
+    needs_send_recv = True
+
     def average(self, bucket: Bucket, comm: Comm) -> None:
         rank, size = comm.rank, comm.size
         if size == 1:

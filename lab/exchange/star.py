@@ -16,6 +16,8 @@ class Star(Exchange):
     what the others do.
     """
 
+    needs_send_recv = True
+
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.rank:
             comm.send(bucket.flat, 0)

@@ -31,6 +31,8 @@ class Tree(Exchange):
     once to its parent and once to each child. Sums are taken in the order of the children.
     """
 
+    needs_send_recv = True
+
     def average(self, bucket: Bucket, comm: Comm) -> None:
         parent, children = parent_and_children(comm.rank, comm.size)
         received = torch.empty_like(bucket.flat) if children else bucket.flat

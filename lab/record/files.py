@@ -26,7 +26,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
     """`value` as readable JSON. A number that is not finite becomes null: JSON has none."""
     text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text))

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,28 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def claim(cls, parent: Path, cell: str | None, name: str, resume: str | None) -> RunDirectory:
+    def claim(
+        cls,
+        parent: Path,
+        cell: str | None,
+        name: str,
+        resume: str | None,
+        restart_of: str | None = None,
+    ) -> RunDirectory:
         """Find the directory of a new run, or of the one to continue.
 
         What is already recorded is never written over: a `cell` that the user named may not hold a
         record, and a `name` made up for him is numbered until it is free. With resume="auto" it is
-        the cell, or the last of that name, as long as it is not done.
+        the cell, or the last of that name, as long as it is not done. A launcher that starts its
+        job anew, `restart_of` its earlier start, goes on where that one was.
 
         Raises:
             ValueError: the directory cannot be created or written, or is taken.
         """
-        if cell:
+        earlier = restart_of and cls._started_by(parent, cell or name, restart_of)
+        if earlier:
+            found = earlier
+        elif cell:
             found = cls(parent / cell)
             status = found.status()
             if status == "done" or (status and resume != "auto"):
@@ -76,6 +88,33 @@ class RunDirectory:
     def _last_unfinished(cls, parent: Path, name: str) -> RunDirectory | None:
         taken = [cls(path) for path in itertools.takewhile(Path.is_dir, _numbered(parent, name))]
         return next((run for run in reversed(taken) if run.status() != "done"), None)
+
+    @classmethod
+    def _started_by(cls, parent: Path, name: str, launch: str) -> RunDirectory | None:
+        taken = [cls(path) for path in itertools.takewhile(Path.is_dir, _numbered(parent, name))]
+        started = (run for run in taken if (run.attempts() or [{}])[-1].get("launch") == launch)
+        return next((run for run in started if run.status() != "done"), None)
+
+    def begin_attempt(self, attempt: dict[str, Any]) -> None:
+        """Note that the run begins, or goes on after it ended early."""
+        attempts = self.attempts()
+        if attempts:
+            attempts[-1]["ended"] = self._how_it_ended(attempts[-1])
+        write_json(self.path / "attempts.json", [*attempts, attempt])
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """Every start of this run, the first one first; all but the last have `ended`."""
+        try:
+            return json.loads((self.path / "attempts.json").read_text())
+        except OSError:
+            return []
+
+    def _how_it_ended(self, attempt: dict[str, Any]) -> str:
+        began = datetime.fromisoformat(attempt["started_at"]).timestamp()
+        if not self.recorded_since(began):
+            return "killed: it left no record"
+        record = json.loads(self.record_path.read_text())
+        return f"{record['status']}: {record['error']}"
 
     def status(self) -> str | None:
         """How the run that is recorded here ended; None without a record."""

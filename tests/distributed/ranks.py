@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab import assemble
 from lab.config import load
 from lab.distributed import world as worlds
 from lab.distributed.world import World
@@ -59,7 +60,7 @@ def execute(settings: tuple[str, ...]) -> Outcome:
     """One rank of a run through everything that `lab.train` goes through."""
     arguments = ["device=cpu", *settings]
     config = load(arguments)
-    world = worlds.start(config.device, config.backend, config.exchange_timeout_s)
+    world = assemble.join(config)
     run = Run(config, arguments, world, claim_directory(config, arguments, world))
     code = run.execute()
     worlds.stop()
@@ -76,7 +77,7 @@ def train(size: int, *settings: str, timeout_s: float = 50) -> list[Outcome]:
 
 def join() -> World:
     """The ranks that `spawn` started, for a `rank_main` that needs no run."""
-    return worlds.start("cpu", "gloo", 30)
+    return assemble.join(load(["device=cpu"]))
 
 
 def _be_rank(

@@ -23,7 +23,11 @@ MAY_IMPORT = {
     "record": {"measure"},
     "analysis": set(),
 }
-ONLY_IN = {"wandb": {"lab/record/wandb.py"}, "hydra": {"lab/config.py"}}
+ONLY_IN = {
+    "wandb": {"lab/record/wandb.py"},
+    "hydra": {"lab/config.py"},
+    "horovod": {"lab/distributed/horovod_comm.py"},
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,117 @@
+"""Comm over Horovod's primitives, and how ranks that horovodrun started find each other.
+
+The one place that imports Horovod, which `make horovod` builds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.distributed.place import Place
+
+ADDRESS_BYTES = 256
+
+
+def horovod() -> ModuleType:
+    """Horovod's torch module.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import horovod.torch as hvd  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ValueError(f"comm=horovod: Horovod is not here ({error}); make horovod") from None
+    return hvd
+
+
+class HorovodComm(Comm):
+    """The ranks of Horovod. Every call is complete when it returns.
+
+    Horovod matches the operations of different ranks by name, and remembers names, so equal ones
+    are called the same in every step. One is under way at a time: exchanges are first in, first
+    out. Averaging is ours: Horovod is asked for sums.
+    """
+
+    backend = "horovod"
+    no_send_recv = "Horovod has collectives alone; use comm=torch"
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._hvd = horovod()
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        hvd = self._hvd
+        name = _name("all_reduce", tensor)
+        hvd.synchronize(hvd.allreduce_async_(tensor, name=name, op=hvd.Sum))
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        # One row a rank: Horovod concatenates along the first dimension.
+        gathered = self._hvd.allgather(tensor.view(1, -1), name=_name("all_gather", tensor))
+        output.copy_(gathered.view_as(output))
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+        output.copy_(self._hvd.alltoall(tensor, name=_name("all_to_all", tensor)).view_as(output))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        self._hvd.broadcast_(tensor, source, name=_name("broadcast", tensor))
+
+
+def connect(place: Place, device: torch.device, backend: str, limit: timedelta) -> HorovodComm:
+    """Join Horovod's ranks; and torch's, over Gloo, for the messages that no measurement sees.
+
+    Raises:
+        ValueError: Horovod is missing, did not start these ranks, or was asked for a backend.
+    """
+    if backend != "auto":
+        raise ValueError(f"backend={backend}: comm=horovod brings its own, leave backend=auto")
+    hvd = horovod()
+    hvd.init()
+    if hvd.size() != place.size:
+        raise ValueError(
+            f"comm=horovod: {place.launcher} started these ranks; start them with "
+            f"horovodrun -np {place.size} python -m lab.train comm=horovod ..."
+        )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo", store=place.store, rank=place.rank, world_size=place.size, timeout=limit
+        )
+    return HorovodComm(place.rank, place.size)
+
+
+def find_place() -> Place:
+    """The place that horovodrun gave this process. Rank 0 opens the store and tells the others."""
+    hvd = horovod()
+    hvd.init()
+    rank, size, local_size = hvd.rank(), hvd.size(), hvd.local_size()
+    # Only ranks that other hosts must reach listen on anything but the loopback interface.
+    host = os.environ["HOROVOD_HOSTNAME"] if local_size < size else "127.0.0.1"
+    listener = socket.create_server((host, 0)) if rank == 0 else None
+    address = f"{host} {listener.getsockname()[1]}" if listener else ""
+    host, port = _broadcast_text(hvd, address).split()
+    store = dist.TCPStore(
+        host,
+        int(port),
+        is_master=rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    return Place("horovodrun", rank, size, hvd.local_rank(), local_size, store)
+
+
+def _broadcast_text(hvd: ModuleType, text: str) -> str:
+    """Rank 0's text. Horovod's own broadcast of objects would unpickle what arrives."""
+    data = torch.tensor(list(text.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
+    return bytes(hvd.broadcast(data, 0, name="lab.address").tolist()).decode().strip()
+
+
+def _name(operation: str, tensor: Tensor) -> str:
+    return f"lab.{operation}.{tensor.dtype}.{'x'.join(map(str, tensor.shape))}"

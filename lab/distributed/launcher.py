@@ -1,0 +1,27 @@
+"""What launchers say in the environment. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+
+
+def world_size() -> int:
+    """Number of ranks, before any of them has met another."""
+    return int(os.environ.get("HOROVOD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, before any rank has met another."""
+    return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"
+
+
+def num_restarts() -> int:
+    """How often the launcher has started this job anew: torchrun after a failure, SLURM after
+    a preemption."""
+    variables = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return sum(int(os.environ.get(variable, 0)) for variable in variables)
+
+
+def launch_id() -> str | None:
+    """The same for all starts of one job, and for no other job."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")

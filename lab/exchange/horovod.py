@@ -1,0 +1,97 @@
+"""Horovod's DistributedOptimizer, untouched: an outside reference."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from lab.distributed.comm import Comm
+from lab.distributed.horovod_comm import HorovodComm, horovod
+from lab.exchange.exchange import Exchange
+from lab.exchange.none import NoExchange
+
+WIRE_BYTES = {"none": 4, "fp16": 2}  # of one gradient value
+
+
+class HorovodSync:
+    """What GradSync is to the trainer, with Horovod doing the work.
+
+    DistributedOptimizer all-reduces each gradient from a hook, fused by Horovod's own thread
+    (HOROVOD_FUSION_THRESHOLD, HOROVOD_CYCLE_TIME), and waits for all of them in `synchronize`. It
+    wraps an optimizer of its own that never steps: the lab's updates the weights. Its payload is
+    booked as the all-reduce of all gradients, like Comm's.
+
+    Args:
+        accumulate: backward passes per optimizer step.
+        compression: "none" or "fp16" (Horovod's Compression).
+
+    Raises:
+        ValueError: settings that Horovod as its users have it cannot follow.
+    """
+
+    keeps_replicas_equal = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        exchange: Exchange,
+        comm: Comm,
+        *,
+        accumulate: int,
+        compression: str,
+        overlap: bool,
+        bucket_mb: float | None,
+        **_: Any,
+    ) -> None:
+        if not overlap or bucket_mb is not None:
+            raise ValueError(
+                f"overlap={overlap} bucket_mb={bucket_mb}: strategy=horovod always overlaps, and "
+                "fuses by HOROVOD_FUSION_THRESHOLD"
+            )
+        if not isinstance(exchange, NoExchange):
+            name = type(exchange).__name__
+            raise ValueError(f"exchange={name}: strategy=horovod has its own, leave exchange=none")
+        if not isinstance(comm, HorovodComm):
+            raise ValueError("strategy=horovod: runs over comm=horovod alone")
+        if compression not in WIRE_BYTES:
+            allowed = ", ".join(WIRE_BYTES)
+            raise ValueError(f"sync.compression={compression}: allowed are {allowed}")
+        self.module = module
+        self.exchange = exchange
+        self.comm = comm
+        self.step = 0
+        self.loss_scale = 1.0
+        hvd = horovod()
+        self._optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            named_parameters=model.named_parameters(),
+            compression=getattr(hvd.Compression, compression),
+            backward_passes_per_step=accumulate,
+        )
+        num_values = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._wire_bytes = WIRE_BYTES[compression] * num_values
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Forward and backward of one micro-batch. Horovod counts them by itself."""
+        return nullcontext()
+
+    def finish(self) -> bool:
+        """Wait for Horovod."""
+        self._optimizer.synchronize()
+        if self.loss_scale != 1.0:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_div_(gradients, self.loss_scale)
+        steps, size = 2 * (self.comm.size - 1), self.comm.size
+        self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
+        self.comm.traffic.num_messages += steps
+        self.step += 1
+        return True
