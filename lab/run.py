@@ -120,11 +120,12 @@ class Run:
             )
 
     def _checkpoint(self) -> Path | None:
-        """Where to go on: after a restart, in this run's own checkpoint, whatever it began with."""
+        """Where to go on. A job that is started anew has its own checkpoint to go on from."""
         resume = self.config.resume
-        own = checkpoint.newest(self.directory.checkpoints)
-        if resume == "auto" or (own and launcher.num_restarts()):
-            return own
+        if resume == "auto" or self.directory.was_started_by(launcher.launch_id()):
+            own = checkpoint.newest(self.directory.checkpoints)
+            if own or resume == "auto":
+                return own
         return Path(resume) if resume else None
 
     def _train(self, parts: Assembly) -> None:
@@ -230,12 +231,13 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
         ConfigError: it is taken, or cannot be written.
     """
     answer = ""
-    restart_of = launcher.launch_id() if launcher.num_restarts() else None
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
         name = run_name(arguments, config.strategy, world.size)
         try:
-            found = RunDirectory.claim(parent, config.cell, name, config.resume, restart_of)
+            found = RunDirectory.claim(
+                parent, config.cell, name, config.resume, launcher.launch_id()
+            )
             answer = f"at {found.path}"
         except ValueError as error:
             answer = f"no {error}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import torch
 
@@ -38,6 +41,18 @@ class OneBitNanOnRank1(OneBit):
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             bucket.flat[0] = torch.nan
+        super().average(bucket, comm)
+
+
+class OneBitKilled(OneBit):
+    """SIGKILL for one rank, in the middle of one exchange: LAB_TEST_KILL=RANK:STEP. Once."""
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        rank, step = map(int, os.environ["LAB_TEST_KILL"].split(":"))
+        killed = Path("killed")
+        if (comm.rank, bucket.step) == (rank, step) and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         super().average(bucket, comm)
 
 

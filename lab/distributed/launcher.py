@@ -15,13 +15,10 @@ def is_first_rank() -> bool:
     return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
-def num_restarts() -> int:
-    """How often the launcher has started this job anew: torchrun after a failure, SLURM after
-    a preemption."""
-    variables = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return sum(int(os.environ.get(variable, 0)) for variable in variables)
-
-
 def launch_id() -> str | None:
-    """The same for all starts of one job, and for no other job."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    """The same for all starts of one job and for no other; None where the launcher has no such.
+
+    How often it was started cannot be read: torchrun counts only the failures that each node saw.
+    """
+    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    return None if job == "none" else job  # torchrun's name for a job that was given none

@@ -91,6 +91,9 @@ def start(
     place = find_place()
     where = _pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
     limit = timedelta(seconds=timeout_s + 10)
+    if place.local_size == place.size and sys.platform == "linux":
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")  # no other host has any business here
     comm = connect(place, where, backend, limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(control, dist.ProcessGroup)

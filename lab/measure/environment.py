@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 
+PREFIXES = ("NCCL_", "OMP_", "MKL_", "GLOO_", "CUDA_", "TORCH_NCCL_", "KMP_", "HOROVOD_")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
 
 def environment(num_hosts: int) -> dict[str, Any]:
     """What somebody else needs to know to judge or repeat a measurement."""
@@ -29,6 +32,8 @@ def environment(num_hosts: int) -> dict[str, Any]:
         "num_cores": num_cores(),
         "num_threads": torch.get_num_threads(),
         "num_hosts": num_hosts,
+        "gpu_links": _gpu_links(),
+        "network_interfaces": _network_interfaces(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if _shapes_speed(k)},
     }
 
@@ -59,14 +64,38 @@ def num_cores() -> int:
 
 
 def _shapes_speed(variable: str) -> bool:
-    return variable.startswith(("NCCL_", "OMP_", "MKL_", "GLOO_", "CUDA_", "TORCH_NCCL_", "KMP_"))
+    return variable.startswith(PREFIXES) and not any(word in variable for word in SECRETS)
+
+
+def _gpu_links() -> str | None:
+    """How GPUs and network adapters of this host are connected: NVLink, PCIe, the CPUs' link."""
+    return _output("nvidia-smi", "topo", "--matrix") if torch.cuda.is_available() else None
+
+
+def _network_interfaces() -> dict[str, int | None]:
+    """Speed in Mbit/s of each network interface that is up, where its driver tells."""
+    found = {}
+    for path in sorted(Path("/sys/class/net").glob("*")):
+        if _text(path / "operstate") in ("up", "unknown"):
+            speed = _text(path / "speed") or "-1"  # of a virtual interface
+            found[path.name] = int(speed) if int(speed) > 0 else None
+    return found
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a driver may refuse to answer
+        return None
 
 
 def _git(root: Path, *arguments: str) -> str | None:
+    return _output("git", "-C", str(root), *arguments)
+
+
+def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=5
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

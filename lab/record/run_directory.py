@@ -34,19 +34,19 @@ class RunDirectory:
         cell: str | None,
         name: str,
         resume: str | None,
-        restart_of: str | None = None,
+        launch: str | None = None,
     ) -> RunDirectory:
         """Find the directory of a new run, or of the one to continue.
 
         What is already recorded is never written over: a `cell` that the user named may not hold a
         record, and a `name` made up for him is numbered until it is free. With resume="auto" it is
-        the cell, or the last of that name, as long as it is not done. A launcher that starts its
-        job anew, `restart_of` its earlier start, goes on where that one was.
+        the cell, or the last of that name, as long as it is not done. A job that
+        its launcher starts anew, `launch`, goes on in the directory where it was.
 
         Raises:
             ValueError: the directory cannot be created or written, or is taken.
         """
-        earlier = restart_of and cls._started_by(parent, cell or name, restart_of)
+        earlier = cls._started_by(launch, parent, cell or name)
         if earlier:
             found = earlier
         elif cell:
@@ -90,10 +90,15 @@ class RunDirectory:
         return next((run for run in reversed(taken) if run.status() != "done"), None)
 
     @classmethod
-    def _started_by(cls, parent: Path, name: str, launch: str) -> RunDirectory | None:
+    def _started_by(cls, launch: str | None, parent: Path, name: str) -> RunDirectory | None:
         taken = [cls(path) for path in itertools.takewhile(Path.is_dir, _numbered(parent, name))]
-        started = (run for run in taken if (run.attempts() or [{}])[-1].get("launch") == launch)
-        return next((run for run in started if run.status() != "done"), None)
+        unfinished = (run for run in taken if run.status() != "done")
+        return next((run for run in unfinished if run.was_started_by(launch)), None)
+
+    def was_started_by(self, launch: str | None) -> bool:
+        """Whether the last attempt at this run is of the same job."""
+        attempts = self.attempts()
+        return bool(launch and attempts and attempts[-1]["launch"] == launch)
 
     def begin_attempt(self, attempt: dict[str, Any]) -> None:
         """Note that the run begins, or goes on after it ended early."""

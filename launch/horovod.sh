@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Train over Horovod, which `make horovod` builds.
+#
+#   launch/horovod.sh --ranks N [--hosts HOST:SLOTS,...] [SETTING=VALUE ...]
+#
+#   launch/horovod.sh --ranks 2 strategy=onebit
+#   launch/horovod.sh --ranks 8 --hosts node1:4,node2:4 strategy=horovod
+#
+# Other hosts are started by ssh, with the same paths. HOROVOD_GLOO_IFACE names the interface that
+# they are on, HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME tune Horovod's fusion.
+set -euo pipefail
+
+fail() {
+  echo "horovod.sh: error: $*" >&2
+  exit 2
+}
+
+ranks='' hosts=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    --ranks) ranks=${2-}; shift 2 || fail "--ranks needs a number" ;;
+    --hosts) hosts=(--hosts "${2-}"); shift 2 || fail "--hosts needs a list" ;;
+    *) break ;;
+  esac
+done
+[ -n "$ranks" ] || fail "--ranks is missing (--help)"
+
+exec horovodrun --gloo -np "$ranks" "${hosts[@]}" python -m lab.train comm=horovod "$@"

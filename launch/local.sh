@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Train on this machine: one rank per GPU, or as many ranks as you say.
+#
+#   launch/local.sh [--ranks N] [SETTING=VALUE ...]
+#
+#   launch/local.sh strategy=onebit model=alexnet_small
+#   launch/local.sh --ranks 2 strategy=overlap batch_size=256
+#
+# Nothing listens for other machines but torchrun's own store: Gloo and NCCL are bound to loopback.
+set -euo pipefail
+
+fail() {
+  echo "local.sh: error: $*" >&2
+  exit 2
+}
+
+ranks=
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    --ranks) ranks=${2-}; shift 2 || fail "--ranks needs a number" ;;
+    *) break ;;
+  esac
+done
+[ -n "$ranks" ] || ranks=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+[ "$ranks" != 0 ] || fail "no GPU here; say how many ranks: --ranks N"
+
+exec torchrun --standalone --nproc-per-node "$ranks" -m lab.train "$@"

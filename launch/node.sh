@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Train on several nodes: run the same line on each of them, in any order.
+#
+#   launch/node.sh --rendezvous HOST:PORT --job NAME --nodes N|MIN:MAX --ranks N
+#                  [--restarts N] [--wait SECONDS] [--address ADDRESS] [SETTING=VALUE ...]
+#
+#   --rendezvous  where they meet: a port on one of the nodes, which the others must reach
+#   --job         the same on all nodes, and not used by another job at that HOST:PORT
+#   --nodes       how many; MIN:MAX lets the job go on without the nodes that fail
+#   --ranks       per node: one per GPU
+#   --restarts    how often failed ranks are started again (0). They go on from the last
+#                 checkpoint, at the number of ranks there are then: set checkpoint_every
+#   --wait        for more nodes, once MIN are there (30)
+#   --address     of this node, where the others do not reach it by its name
+#
+#   launch/node.sh --rendezvous node1:29400 --job a1 --nodes 2 --ranks 4 strategy=onebit
+#   launch/node.sh --rendezvous node1:29400 --job a2 --nodes 1:4 --ranks 8 --restarts 3 \
+#                  checkpoint_every=100 strategy=overlap batch_size=2048
+#
+# A node with several network interfaces: GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 name
+# the one that the other nodes are on; NCCL_IB_HCA names InfiniBand adapters, NCCL_DEBUG=INFO prints
+# what NCCL chose. runs_dir must be on a file system that all nodes share.
+set -euo pipefail
+
+fail() {
+  echo "node.sh: error: $*" >&2
+  exit 2
+}
+
+rendezvous='' job='' nodes='' ranks='' restarts=0 wait=30 address=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    --rendezvous | --job | --nodes | --ranks | --restarts | --wait | --address)
+      declare "${1#--}=${2-}"; shift 2 || fail "$1 needs a value" ;;
+    *) break ;;
+  esac
+done
+for option in rendezvous job nodes ranks; do
+  [ -n "${!option}" ] || fail "--$option is missing (--help)"
+done
+
+options=(--rdzv-conf "last_call_timeout=$wait")
+if [ -n "$address" ]; then
+  [ "$address" = "${rendezvous%:*}" ] && here=true || here=false
+  options=(--local-addr "$address" --rdzv-conf "last_call_timeout=$wait,is_host=$here")
+fi
+
+# Ranks that are started again would find what earlier ones left in the store of torchrun itself.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+exec torchrun --nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts "$restarts" \
+  --rdzv-backend c10d --rdzv-endpoint "$rendezvous" --rdzv-id "$job" \
+  "${options[@]}" -m lab.train "$@"

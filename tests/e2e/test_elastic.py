@@ -1,0 +1,147 @@
+"""Two hosts, and what happens to them: ranks and hosts that are killed while they train.
+
+LAB_KILLS=10 pytest tests/e2e/test_elastic.py kills ten ranks in ten runs instead of two in two.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lab import checkpoint
+from tests.conftest import ROOT, record
+from tests.distributed.ranks import train
+from tests.distributed.test_resume import sum_of_residuals
+from tests.hosts import Host, two_hosts
+
+RUN = ("strategy=onebit", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2")
+STEPS = 60
+PORT = 29400
+NUM_KILLS = int(os.environ.get("LAB_KILLS", 2))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts() as both:
+        yield both
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def start(host: Host, first: Host, nodes: str, *settings: str, **variables: str) -> Any:
+    """`launch/node.sh` on one host, with two ranks."""
+    options = ["--rendezvous", f"{first.address}:{PORT}", "--job", "a", "--nodes", nodes]
+    options += ["--ranks", "2", "--restarts", "3", "--wait", "3", "--address", host.address]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    names = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PATH": path}
+    return subprocess.Popen(
+        [*host.prefix, str(ROOT / "launch" / "node.sh"), *options, "device=cpu", *RUN, *settings],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **names, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait(process: Any, timeout_s: float = 100) -> None:
+    output, _ = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, output[-3000:]
+
+
+def kill_tree(process: Any) -> None:
+    """The launcher and its ranks at once, as when a host loses power."""
+    everything = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for one in everything:
+        one.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on four ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    place = (f"runs_dir={folder}", "cell=a", "checkpoint_every=10", f"steps={STEPS}")
+    train(4, *RUN, *place)
+    return folder / "default" / "a"
+
+
+def last_checkpoint(run: Path) -> Path:
+    path = checkpoint.newest(run / "checkpoints")
+    assert path is not None
+    return path
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
+def test_killed_rank_is_started_again_and_nothing_is_lost(
+    hosts: list[Host], undisturbed: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    kill = f"{draw.randrange(4)}:{draw.randrange(1, STEPS)}"
+    settings = ("cell=a", "checkpoint_every=10", f"steps={STEPS}")
+    fault = "exchange._target_=tests.faults.OneBitKilled"
+    nodes = [start(host, hosts[0], "2", fault, *settings, LAB_TEST_KILL=kill) for host in hosts]
+    for node in nodes:
+        wait(node)
+    ours, theirs = record(Path("runs/default/a")), record(undisturbed)
+    assert ours["status"] == "done"
+    assert ours["environment"]["num_hosts"] == 2
+    assert [attempt["world_size"] for attempt in ours["attempts"]] == [4, 4]
+    step = int(kill.split(":")[1])
+    assert ours["attempts"][1]["first_step"] == step // 10 * 10
+    assert ours["replica_hash"] == theirs["replica_hash"]
+    # What is still owed, and with it delivered + residual = true sum: the same bits on every rank.
+    (_, owns), (_, expected) = (
+        checkpoint.load(last_checkpoint(run)) for run in (Path("runs/default/a"), undisturbed)
+    )
+    for own, other in zip(owns, expected, strict=True):
+        for kind, residuals in other["exchange"].items():
+            assert residuals
+            for name, residual in residuals.items():
+                assert torch.equal(own["exchange"][kind][name], residual)
+
+
+@pytest.mark.timeout(150)
+def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
+    settings = ("cell=a", "checkpoint_every=10", "steps=1000")
+    staying, lost = (start(host, hosts[0], "1:2", *settings) for host in hosts)
+    checkpoints = Path("runs/default/a/checkpoints")
+    deadline = time.monotonic() + 60
+    while not list(checkpoints.glob("step_*/DONE")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    kill_tree(lost)
+    time.sleep(2)  # the other two may have been writing one more
+    newest = last_checkpoint(Path("runs/default/a"))
+    shutil.copytree(newest, "kept")
+    wait(staying)
+    result = record(Path("runs/default/a"))
+    first, second = result["attempts"]
+    assert (first["world_size"], second["world_size"]) == (4, 2)
+    assert second["first_step"] == int(newest.name[-6:])
+    assert result["status"] == "done"
+
+    # The same checkpoint on two ranks: there the sums are as they were, and the end is the same.
+    same = ("resume=kept", *RUN)
+    resumed = train(2, *same, f"steps={second['first_step']}", "optim.schedule=constant")
+    before = sum_of_residuals([own["exchange"] for own in checkpoint.load(Path("kept"))[1]])
+    after = sum_of_residuals([outcome.exchange_state for outcome in resumed])
+    for name, total in before.items():
+        assert (after[name] - total).norm() / total.norm() < 1e-6
+    whole = train(2, *same, "steps=1000", timeout_s=100)
+    assert whole[0].record["replica_hash"] == result["replica_hash"]
