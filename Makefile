@@ -1,11 +1,14 @@
-# make run | test | curves | lint | format
+# make run | test | curves | lint | format | horovod | gpu
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Two ranks, or one where the machine has exactly one GPU.
 RANKS  ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
 
-.PHONY: run test curves lint format
+# Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
+HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
+
+.PHONY: run test curves lint format horovod gpu
 
 export OMP_NUM_THREADS ?= 1
 
@@ -24,6 +27,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+horovod: $(VENV)/.horovod
+
+gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/gpu -v > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -40,3 +48,10 @@ $(VENV)/.run: $(VENV)/bin/pip pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wandb]'
 	@touch $@ $(VENV)/.run
+
+$(VENV)/.horovod: $(VENV)/.dev docker/horovod/build.sh docker/horovod/cxx17.patch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[horovod]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --force-reinstall --no-deps \
+	  "$$(docker/horovod/build.sh $(abspath $(BIN))/python $(HOROVOD_WHEELS))"
+	$(BIN)/horovodrun --check-build
+	@touch $@

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,16 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+    ):  # not only tensors and plain values, or no file of torch
+        step = path.parent
+        raise ValueError(
+            f"resume={step}: corrupt checkpoint: {path.name} holds more than tensors"
+        ) from None
 
 
 def _digest(path: Path) -> str:

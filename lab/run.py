@@ -42,6 +42,8 @@ class Run:
         self.config, self.world, self.directory = config, world, directory
         self.began = time.monotonic()
         self.record = self._identity(arguments)
+        self.launch = launcher.launch_id(arguments)
+        self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.recorder: Any = None
         self.watch = Watch(
@@ -104,9 +106,11 @@ class Run:
             self.parts.worker.close()
 
     def _resume(self, parts: Assembly) -> None:
-        path = self._checkpoint()
-        if path is None:
+        # Rank 0 decides: other hosts may see a shared directory as it was a moment ago.
+        chosen = self.world.broadcast_text(str(self._checkpoint() or ""))
+        if not chosen:
             return
+        path = Path(chosen)
         try:
             parts.trainer.load_state(*checkpoint.load(path))
         except ValueError as error:
@@ -122,7 +126,7 @@ class Run:
     def _checkpoint(self) -> Path | None:
         """Where to go on. A job that is started anew has its own checkpoint to go on from."""
         resume = self.config.resume
-        if resume == "auto" or self.directory.was_started_by(launcher.launch_id()):
+        if resume == "auto" or self.continues:
             own = checkpoint.newest(self.directory.checkpoints)
             if own or resume == "auto":
                 return own
@@ -158,7 +162,7 @@ class Run:
 
     def _open_records(self, first_step: int) -> None:
         attempt = {"first_step": first_step, "world_size": self.world.size}
-        attempt |= {"started_at": self.record["started_at"], "launch": launcher.launch_id()}
+        attempt |= {"started_at": self.record["started_at"], "launch": self.launch}
         self.directory.begin_attempt(attempt)
         self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
         if self.recorder:
@@ -236,7 +240,7 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
         name = run_name(arguments, config.strategy, world.size)
         try:
             found = RunDirectory.claim(
-                parent, config.cell, name, config.resume, launcher.launch_id()
+                parent, config.cell, name, config.resume, launcher.launch_id(arguments)
             )
             answer = f"at {found.path}"
         except ValueError as error:

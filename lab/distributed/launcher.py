@@ -15,10 +15,12 @@ def is_first_rank() -> bool:
     return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"
 
 
-def launch_id() -> str | None:
-    """The same for all starts of one job and for no other; None where the launcher has no such.
+def launch_id(arguments: list[str]) -> str | None:
+    """The same for all starts of a command in one job, and for no other; None without a job.
 
     How often it was started cannot be read: torchrun counts only the failures that each node saw.
     """
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
-    return None if job == "none" else job  # torchrun's name for a job that was given none
+    if job is None or job == "none":  # torchrun's name for a job that was given none
+        return None
+    return " ".join([job, *arguments])

@@ -46,7 +46,7 @@ class RunDirectory:
         Raises:
             ValueError: the directory cannot be created or written, or is taken.
         """
-        earlier = cls._started_by(launch, parent, cell or name)
+        earlier = cls._started_by(launch, parent)
         if earlier:
             found = earlier
         elif cell:
@@ -90,9 +90,10 @@ class RunDirectory:
         return next((run for run in reversed(taken) if run.status() != "done"), None)
 
     @classmethod
-    def _started_by(cls, launch: str | None, parent: Path, name: str) -> RunDirectory | None:
-        taken = [cls(path) for path in itertools.takewhile(Path.is_dir, _numbered(parent, name))]
-        unfinished = (run for run in taken if run.status() != "done")
+    def _started_by(cls, launch: str | None, parent: Path) -> RunDirectory | None:
+        # Not by name, which holds the number of ranks: there may be fewer now.
+        runs = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
+        unfinished = (run for run in runs if run.status() != "done")
         return next((run for run in unfinished if run.was_started_by(launch)), None)
 
     def was_started_by(self, launch: str | None) -> bool:

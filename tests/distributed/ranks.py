@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab import assemble
-from lab.config import load
+from lab.config import choices_of, load
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.run import Run, claim_directory
@@ -24,6 +24,9 @@ from lab.run import Run, claim_directory
 # Ranks fork from a process that has imported what they import and done nothing else.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__, "sklearn.datasets", "torch._dynamo"])
+
+# Those over torch; test_horovod.py has the other.
+STRATEGIES = [strategy for strategy in choices_of("strategy") if strategy != "horovod"]
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,9 @@ def train(size: int, *settings: str, timeout_s: float = 50) -> list[Outcome]:
     return spawn(size, execute, settings, timeout_s=timeout_s)
 
 
-def join() -> World:
+def join(*settings: str) -> World:
     """The ranks that `spawn` started, for a `rank_main` that needs no run."""
-    return assemble.join(load(["device=cpu"]))
+    return assemble.join(load(["device=cpu", *settings]))
 
 
 def _be_rank(

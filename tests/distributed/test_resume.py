@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lab import checkpoint
-from lab.config import choices_of
-from tests.distributed.ranks import Outcome, train
+from tests.distributed.ranks import STRATEGIES, Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=1")
 HALF_WAY = Path("runs/default/a/checkpoints/step_000005")
@@ -27,7 +26,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 # DDP plans its buckets anew in its first step, and with three ranks or more the order of a sum is
 # a matter of the bucket: from there on it equals itself to rounding alone.
-CASES = [(s, size) for s in choices_of("strategy") for size in (2, 4) if (s, size) != ("ddp", 4)]
+CASES = [(s, size) for s in STRATEGIES for size in (2, 4) if (s, size) != ("ddp", 4)]
 
 
 @pytest.mark.parametrize(("strategy", "size"), CASES)

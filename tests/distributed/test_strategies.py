@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.config import build, choices_of, load
-from tests.distributed.ranks import Outcome, train
+from tests.distributed.ranks import STRATEGIES, Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
 EXACT = ("allreduce", "tree", "ring", "star", "overlap", "layerwise", "fc1x1", "ddp")
@@ -44,7 +44,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("strategy", choices_of("strategy"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_and_keeps_replicas_equal(strategy: str, size: int, references: str) -> None:
     outcomes = train(size, f"strategy={strategy}", *RUN)
     for outcome in outcomes:
@@ -81,7 +81,7 @@ def test_overlapped_is_blocking_bit_for_bit(exchange: str, size: int) -> None:
 
 
 def test_no_strategy_is_left_out() -> None:
-    exact = [name for name in choices_of("strategy") if _is_exact(name)]
+    exact = [name for name in STRATEGIES if _is_exact(name)]
     assert sorted(EXACT) == sorted(exact)
 
 

@@ -1,6 +1,6 @@
 """Two hosts, and what happens to them: ranks and hosts that are killed while they train.
 
-LAB_KILLS=10 pytest tests/e2e/test_elastic.py kills ten ranks in ten runs instead of two in two.
+LAB_KILLS=10 pytest tests/e2e/test_elastic.py kills ten ranks in ten runs instead of one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.hosts import Host, two_hosts
 RUN = ("strategy=onebit", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2")
 STEPS = 60
 PORT = 29400
-NUM_KILLS = int(os.environ.get("LAB_KILLS", 2))
+NUM_KILLS = int(os.environ.get("LAB_KILLS", 1))
 
 
 @pytest.fixture(scope="module")
@@ -118,19 +118,19 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
 
 @pytest.mark.timeout(150)
 def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
-    settings = ("cell=a", "checkpoint_every=10", "steps=1000")
+    settings = ("checkpoint_every=10", "steps=1000")
     staying, lost = (start(host, hosts[0], "1:2", *settings) for host in hosts)
-    checkpoints = Path("runs/default/a/checkpoints")
     deadline = time.monotonic() + 60
-    while not list(checkpoints.glob("step_*/DONE")):
+    while not list(Path("runs").rglob("step_*/DONE")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     kill_tree(lost)
     time.sleep(2)  # the other two may have been writing one more
-    newest = last_checkpoint(Path("runs/default/a"))
+    (run,) = Path("runs/default").iterdir()  # named after four ranks, and two go on in it
+    newest = last_checkpoint(run)
     shutil.copytree(newest, "kept")
     wait(staying)
-    result = record(Path("runs/default/a"))
+    result = record(run)
     first, second = result["attempts"]
     assert (first["world_size"], second["world_size"]) == (4, 2)
     assert second["first_step"] == int(newest.name[-6:])

@@ -1,0 +1,214 @@
+"""Container images without a Docker engine: linted, and the CPU one's steps taken in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, record
+
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
+CPU, CUDA, HOROVOD = (ROOT / "docker" / f"Dockerfile{kind}" for kind in (".cpu", "", ".horovod"))
+COMPOSE = ROOT / "docker" / "compose.yaml"
+TRAIN = ("strategy=onebit", "batch_size=24", "data.size=16", "steps=3", "device=cpu", "cell=image")
+
+
+def run_tool(name: str, *arguments: str, text: str | None = None) -> str:
+    """What a command that lies beside this Python has to say: nothing, if it finds nothing."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert path, f"{name} is not installed; it belongs to the extra `dev`"
+    done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def checkout() -> list[str]:
+    """Every file of the checkout, also one that is not yet committed."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    return sorted(name for name in done.stdout.split("\0") if (ROOT / name).is_file())
+
+
+def is_shell_script(name: str) -> bool:
+    with (ROOT / name).open("rb") as file:
+        return bool(re.match(rb"#!.*\b(ba)?sh\b", file.readline()))
+
+
+def ignored(name: str) -> bool:
+    """Docker's rule: the last pattern that matches a path, or a folder above it, decides."""
+    verdict = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = re.escape(line.lstrip("!")).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if not line.startswith("#") and re.fullmatch(f"{pattern}(/.*)?", name):
+            verdict = not line.startswith("!")
+    return verdict
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """Every instruction and what follows it."""
+    lines = [line for line in dockerfile.read_text().splitlines() if line and line[0] != "#"]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in joined)]
+
+
+class Image:
+    """What a Dockerfile of one stage makes, in a folder with a fresh virtual environment."""
+
+    def __init__(self, root: Path, dockerfile: Path) -> None:
+        self.root, self.workdir = root, root
+        self.skipped: list[str] = []
+        self.command: dict[str, list[str]] = {}
+        subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
+        self.environment = {**os.environ, "PATH": f"{root}/venv/bin:/usr/bin:/bin"}
+        self.environment.pop("PYTHONPATH", None)
+        for word, rest in instructions(dockerfile):
+            self._take(word, rest)
+
+    def _take(self, word: str, rest: str) -> None:
+        match word:
+            case "ARG" | "ENV":
+                self.environment |= dict(pair.split("=", 1) for pair in shlex.split(rest))
+            case "WORKDIR":
+                self.workdir = self.root / rest.lstrip("/")
+                self.workdir.mkdir(parents=True, exist_ok=True)
+            case "COPY":
+                *sources, target = rest.split()
+                for source in sources:
+                    self._copy(source, self.workdir / target)
+            case "RUN" if rest.startswith("useradd "):
+                self.skipped.append(rest)  # a container's users are its own
+            case "RUN":
+                self.run("sh", "-c", rest)
+            case "ENTRYPOINT" | "CMD":
+                self.command[word] = json.loads(rest)
+            case "FROM" | "LABEL" | "USER" | "VOLUME":
+                pass  # of a container, not of what is installed in it
+            case _:
+                raise NotImplementedError(word)
+
+    def _copy(self, source: str, target: Path) -> None:
+        found = [name for name in checkout() if f"{name}/".startswith(f"{source}/")]
+        found = [name for name in found if not ignored(name)]
+        assert found, f"COPY {source}: not in the build context"
+        for name in found:  # a folder's contents, or a file by its name
+            copy = target / (Path(name).relative_to(source) if name != source else source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy)
+
+    def run(self, *command: str) -> str:
+        """Standard output of a command in the image."""
+        done = subprocess.run(
+            command, cwd=self.workdir, env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def start(self, *arguments: str) -> str:
+        """`docker run IMAGE ARGUMENTS`."""
+        return self.run(*self.command["ENTRYPOINT"], *(arguments or self.command["CMD"]))
+
+
+@pytest.mark.timeout(600)  # installs torch
+def test_cpu_image_installs_and_trains_without_the_checkout(tmp_path: Path) -> None:
+    image = Image(tmp_path, CPU)
+    assert [line.split()[0] for line in image.skipped] == ["useradd"]
+    package = image.run("python", "-c", "import lab; print(lab.__file__)").strip()
+    assert Path(package).is_relative_to(tmp_path / "venv")
+    assert "strategy=" in image.start()
+    image.start(*TRAIN)
+    assert image.workdir == tmp_path / "work"
+    written = record(image.workdir / "runs/default/image")
+    assert (written["status"], written["num_steps"]) == ("done", 3)
+
+
+def test_images_install_alike() -> None:
+    cpu, cuda, horovod = (instructions(file) for file in (CPU, CUDA, HOROVOD))
+    assert [each for each in cpu if "TORCH_INDEX" not in each[1]] == cuda
+    steps = [each for each in cpu if each[0] in ("COPY", "RUN")]
+    assert steps == [each for each in horovod if each in steps]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfile(dockerfile: Path) -> None:
+    assert run_tool("hadolint", str(dockerfile)) == ""
+    steps = instructions(dockerfile)
+    bases = [rest.split()[0] for word, rest in steps if word == "FROM"]
+    stages = [rest.split()[2] for word, rest in steps if word == "FROM" and " AS " in rest]
+    pinned = re.compile(r"\S+:\d+\.\d+\.\d+-\S+@sha256:[0-9a-f]{64}")
+    assert all(base in stages or pinned.fullmatch(base) for base in bases)
+    sources = steps.index(("COPY", "lab lab/"))
+    assert all("--no-deps" in rest for word, rest in steps[sources:] if word == "RUN")
+    assert [rest for word, rest in steps if word == "USER"] == ["1000"]
+
+
+def test_shell_scripts() -> None:
+    scripts = [str(ROOT / name) for name in checkout() if is_shell_script(name)]
+    assert str(ROOT / ".ci/run") in scripts
+    assert run_tool("shellcheck", *scripts) == ""
+
+
+def test_linters_find_faults() -> None:
+    assert "DL3006" in run_tool("hadolint", "-", text="FROM python\n")
+    assert "SC2086" in run_tool("shellcheck", "-", text="#!/bin/sh\nrm $1\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (".env", True),
+        (".git/config", True),
+        ("runs/default/a/record.json", True),
+        ("tests/conftest.py", True),
+        ("docker/compose.yaml", True),
+        ("lab/__pycache__/train.cpython-311.pyc", True),
+        ("docker/horovod/build.sh", False),
+        ("lab/exchange/ring.py", False),
+        ("conf/train.yaml", False),
+    ],
+)
+def test_build_context_is_what_an_image_is_made_of(name: str, expected: bool) -> None:
+    assert ignored(name) == expected
+
+
+def compose_complaints(path: Path) -> str:
+    return run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(path))
+
+
+def test_compose_file_keeps_to_the_specification(tmp_path: Path) -> None:
+    assert compose_complaints(COMPOSE) == ""
+    for right, wrong in (("networks: [ranks]", "network: [ranks]"), ("2m", "[2m]")):
+        copy = tmp_path / "compose.yaml"
+        copy.write_text(COMPOSE.read_text().replace(right, wrong))
+        assert "node0" in compose_complaints(copy)
+
+
+@pytest.mark.timeout(120)
+def test_services_of_the_compose_file_train_together(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    services: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["services"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        here = {"node0:29400": f"127.0.0.1:{free.getsockname()[1]}", "eth0": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "-m", "lab.train", *TRAIN]
+    agents = []
+    for service in services.values():
+        settings = {name: str(value) for name, value in service["environment"].items()}
+        settings = {name: here.get(value, value) for name, value in settings.items()}
+        agents.append(subprocess.Popen(command, cwd=tmp_path, env=environment | settings))
+    try:
+        assert [agent.wait(100) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert record(tmp_path / "runs/default/image")["world_size"] == len(services)

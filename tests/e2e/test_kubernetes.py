@@ -1,0 +1,142 @@
+"""Kubernetes manifests, held to the types that Kubernetes and Kubeflow publish for them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow.training import models
+
+from lab.config import check_batch, load
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "launch" / "kubernetes"
+MODELS = {
+    "PersistentVolumeClaim": "V1PersistentVolumeClaim",
+    "PyTorchJob": "KubeflowOrgV1PyTorchJob",
+}
+SHAPES = {"str": str, "int": int, "bool": bool, "object": object, "list": list, "dict": dict}
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+def as_model(kind: str, value: Any) -> Any:
+    """`value` as the published type `kind`, with none of an API server's leniency.
+
+    Raises:
+        KeyError: a field that the type does not have; a server would drop it.
+        TypeError: a value of another type.
+        ValueError: a field that the type must have.
+    """
+    outer = re.split(r"[\[(]", kind)[0]
+    expected = SHAPES.get(outer, dict)
+    if not isinstance(value, expected) or (kind == "int" and isinstance(value, bool)):
+        raise TypeError(f"{value!r} is no {kind}")
+    if outer == "list":
+        return [as_model(kind[5:-1], item) for item in value]
+    if outer == "dict":
+        inner = kind[5:-1].removeprefix("str, ")
+        return {key: as_model(inner, item) for key, item in value.items()}
+    if outer in SHAPES:
+        return value
+    model = getattr(models, kind)
+    names = {field: name for name, field in model.attribute_map.items()}
+    fields = {
+        names[field]: as_model(model.openapi_types[names[field]], item)
+        for field, item in value.items()
+    }
+    return model(**fields)
+
+
+def check(manifest: dict[str, Any]) -> None:
+    as_model(MODELS[manifest["kind"]], manifest)
+
+
+def pod(job: dict[str, Any]) -> dict[str, Any]:
+    return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+
+
+def test_all_manifests_are_applied_and_keep_to_their_types() -> None:
+    resources = read("kustomization.yaml")["resources"]
+    assert sorted([*resources, "kustomization.yaml"]) == sorted(
+        str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")
+    )
+    for name in resources:
+        check(read(name))
+
+
+POD = "spec pytorchReplicaSpecs Worker template spec"
+
+
+@pytest.mark.parametrize(
+    ("file", "where", "wrong", "error"),
+    [
+        ("pytorchjob.yaml", "spec elasticPolicy", {"minReplica": 2}, KeyError),
+        ("pytorchjob.yaml", "spec elasticPolicy", {"minReplicas": "2"}, TypeError),
+        ("pytorchjob.yaml", "spec", {"nprocPerNode": 1}, TypeError),
+        ("pytorchjob.yaml", POD, {"terminationGracePeriod": 120}, KeyError),
+        ("pytorchjob.yaml", POD, {"containers": None}, TypeError),
+        ("pytorchjob.yaml", f"{POD} containers 0", {"arguments": []}, KeyError),
+        ("pytorchjob.yaml", f"{POD} containers 0 resources", {"limits": {"cpu": 4}}, TypeError),
+        ("pytorchjob.yaml", f"{POD} containers 0 volumeMounts 0", {"name": None}, TypeError),
+        ("runs.yaml", "spec", {"accessModes": "ReadWriteMany"}, TypeError),
+        ("runs.yaml", "spec", {"storageclassName": "nfs"}, KeyError),
+    ],
+)
+def test_wrong_manifest_is_refused(
+    file: str, where: str, wrong: dict[str, Any], error: type[Exception]
+) -> None:
+    manifest = read(file)
+    node: Any = manifest
+    for key in where.split():
+        node = node[int(key) if key.isdigit() else key]
+    node |= wrong
+    with pytest.raises(error):
+        check(manifest)
+
+
+def test_missing_field_is_refused() -> None:
+    manifest = read("pytorchjob.yaml")
+    del pod(manifest)["containers"]
+    with pytest.raises(ValueError, match="containers"):
+        check(manifest)
+
+
+def test_arguments_suit_every_number_of_pods() -> None:
+    manifest = read("pytorchjob.yaml")
+    spec, (container,) = manifest["spec"], pod(manifest)["containers"]
+    elastic, config = spec["elasticPolicy"], load(container["args"])
+    assert elastic["minReplicas"] <= spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
+    for num_pods in range(elastic["minReplicas"], elastic["maxReplicas"] + 1):
+        check_batch(config, num_pods * int(spec["nprocPerNode"]))
+    assert config.resume == "auto"
+    assert config.cell and config.checkpoint_every
+
+
+def test_pod_fits_its_image_and_its_claim() -> None:
+    spec = pod(read("pytorchjob.yaml"))
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert f"USER {spec['securityContext']['runAsUser']}\n" in dockerfile
+    wait = re.search(r"PET_SHUTDOWN_TIMEOUT=(\d+)", dockerfile)
+    assert wait and spec["terminationGracePeriodSeconds"] > int(wait[1])
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    claim = volumes[mounts["/work/runs"]]["persistentVolumeClaim"]["claimName"]
+    assert claim == read("runs.yaml")["metadata"]["name"]
+    assert "VOLUME /work/runs\n" in dockerfile
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_kustomization_names_the_image() -> None:
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True
+    )
+    (tag,) = (image["newTag"] for image in read("kustomization.yaml")["images"])
+    (job,) = (each for each in yaml.safe_load_all(built.stdout) if each["kind"] == "PyTorchJob")
+    assert pod(job)["containers"][0]["image"] == f"scaling-lab:{tag}"

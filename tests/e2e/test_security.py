@@ -1,0 +1,90 @@
+"""Secrets stay out of what is written, and what is read cannot run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Finished
+
+Command = Callable[..., Finished]
+QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6", "device=cpu")
+KEY = "f00d" * 10  # the shape of a wandb key
+
+
+def test_planted_keys_are_in_no_file_and_no_output(
+    command: Command, environment: dict[str, str], tmp_path: Path
+) -> None:
+    planted = ("WANDB_API_KEY", "HOROVOD_SECRET_KEY", "NCCL_PASSWORD", "GLOO_TOKEN")
+    environment |= dict.fromkeys(planted, KEY)
+    done = command("lab.sweep", "study=s", "strategy=onebit", "recorder=wandb", *QUICK)
+    assert done.code == 0, done.err
+    assert list(tmp_path.rglob("*.wandb"))
+    assert KEY not in done.out + done.err
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch owned",)
+
+
+def test_pickle_in_a_checkpoint_is_refused(command: Command, tmp_path: Path) -> None:
+    assert command("lab.train", *QUICK, "cell=a", "checkpoint_every=3").code == 0
+    checkpoint = tmp_path / "runs/default/a/checkpoints/step_000006"
+    content = pickle.dumps(Malicious())
+    (checkpoint / "shared.pt").write_bytes(content)
+    done_file = checkpoint / "DONE"
+    done = json.loads(done_file.read_text())
+    done["files"]["shared.pt"] = hashlib.sha256(content).hexdigest()  # whoever can write, can hash
+    done_file.write_text(json.dumps(done))
+
+    refused = command("lab.train", *QUICK, "cell=b", f"resume={checkpoint}")
+    assert refused.code == 2
+    (line,) = refused.error_lines
+    assert "corrupt checkpoint: shared.pt" in line
+    assert "Traceback" not in refused.err
+    assert not (tmp_path / "owned").exists()
+    pickle.loads(content)  # a check of the check: it would have
+    subprocess.run(["rm", "-f", "owned"], check=True)
+
+
+@pytest.mark.parametrize(
+    "setting", ["study=../../x", "cell=../x", "study=/tmp/x", "cell=a/../../x"]
+)
+@pytest.mark.parametrize("module", ["lab.train", "lab.sweep"])
+def test_names_do_not_leave_the_root(
+    command: Command, tmp_path: Path, module: str, setting: str
+) -> None:
+    done = command(module, setting, *QUICK)
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert setting.split("=")[0] in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_have_the_users_umask(environment: dict[str, str], tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "lab.train", *QUICK, "cell=a", "checkpoint_every=3"],
+        cwd=tmp_path, env=environment, umask=0o027, check=True, capture_output=True,
+    )  # fmt: skip
+    modes = {
+        path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "runs").rglob("*")
+    }
+    assert len(modes) > 8
+    wrong = {name: oct(mode) for name, mode in modes.items() if mode not in (0o640, 0o750)}
+    assert wrong == {}

@@ -1,0 +1,37 @@
+"""Tests that need a GPU: `make gpu` runs them and writes gpu.log.
+
+LAB_TEST_DEVICE=cpu runs the same cases on a CPU, to find mistakes in the tests themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.measure.environment import environment, git_commit
+
+DEVICE = os.environ.get("LAB_TEST_DEVICE", "cuda")
+
+
+def pytest_report_header() -> list[str]:
+    """Hardware and versions, at the head of the log."""
+    return json.dumps({**git_commit(), **environment(1)}, indent=2).splitlines()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/gpu" not in item.path.as_posix():
+            continue
+        item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.timeout(120))  # ends a hang
+        if DEVICE == "cuda" and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
