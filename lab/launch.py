@@ -29,9 +29,7 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, A
     Args:
         lock: descriptor of the study's lock, which the launcher keeps should this process die.
     """
-    directory = root / cell.name
-    shutil.rmtree(directory, ignore_errors=True)  # what a killed attempt left is no measurement
-    directory.mkdir()
+    directory = make_directory(root, cell)
     log = directory / "output.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -46,28 +44,34 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, A
         )
         try:
             process.wait(timeout_s)
-            failure = "failed", _last_error(log) or f"exit code {process.returncode}"
+            failure = "failed", last_error(log) or f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
             _stop(process)
             failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
         except KeyboardInterrupt:
             _stop(process)
             raise
-    return _record_of(directory, cell, *failure)
+    return record_of(directory, cell, *failure)
+
+
+def make_directory(root: Path, cell: Cell) -> Path:
+    """A cell's directory, empty: what a killed attempt left there is no measurement."""
+    directory = root / cell.name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    return directory
+
+
+def settings_of(root: Path, cell: Cell) -> list[str]:
+    """The settings of `lab.train` that run `cell` in `root`."""
+    place = [f"runs_dir={root.parent}", f"study={root.name}", f"cell={cell.name}"]
+    return [*cell.arguments, *place, f"repeat={cell.repeat}"]
 
 
 def _command(root: Path, cell: Cell) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    place = [f"runs_dir={root.parent}", f"study={root.name}", f"cell={cell.name}"]
-    return [
-        *launcher,
-        f"--nproc-per-node={cell.world_size}",
-        "-m",
-        "lab.train",
-        *cell.arguments,
-        *place,
-        f"repeat={cell.repeat}",
-    ]
+    ranks = f"--nproc-per-node={cell.world_size}"
+    return [*launcher, ranks, "-m", "lab.train", *settings_of(root, cell)]
 
 
 def _end_with_parent() -> None:
@@ -85,7 +89,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str, Any]:
+def record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str, Any]:
     """What the run recorded; where it could not, or was ended from here, what is known here."""
     path = directory / "record.json"
     record = json.loads(path.read_text()) if path.exists() else {}
@@ -109,7 +113,7 @@ def _record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str
     return record
 
 
-def _last_error(log: Path) -> str:
+def last_error(log: Path) -> str:
     """The line of a run's output that says most about its end."""
     lines = log.read_text(errors="replace").splitlines()
     own = [line.partition("lab.train: error: ")[2] for line in lines]

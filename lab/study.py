@@ -12,10 +12,12 @@ from lab.config import ConfigError, check_batch, conf_dir, load, parse_overrides
 from lab.naming import run_name, variant
 
 SWEEP_SETTINGS = {
+    "launcher": ("local", "what starts the ranks of a cell (local | slurm)"),
     "world_size": ("1", "numbers of ranks (a list)"),
     "repeats": ("1", "times that the whole grid is measured, one after the other"),
     "cell_timeout_s": ("3600", "a cell that takes longer is ended and recorded as timeout"),
 }
+LAUNCHERS = ("local", "slurm")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Study:
 
     name: str
     runs_dir: str
+    launcher: str
     cells: list[Cell]
     cell_timeout_s: float
 
@@ -63,8 +66,12 @@ def read(arguments: list[str]) -> Study:
     """
     lists = _lists(arguments)
     name = _only(lists, "study", "default")
+    load([f"study={name}"])  # names a directory, and maybe a file
     lists = _study_file(name) | lists
     runs_dir = _only(lists, "runs_dir", "runs")
+    launcher = _only(lists, "launcher", "local")
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"launcher={launcher}: allowed are {', '.join(LAUNCHERS)}")
     repeats = _positive(lists, "repeats")
     timeout_s = _positive(lists, "cell_timeout_s")
     sizes = [_integer("world_size", value) for value in lists.pop("world_size", ["1"])]
@@ -83,7 +90,7 @@ def read(arguments: list[str]) -> Study:
     cells = [
         dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
     ]
-    return Study(name, runs_dir, cells, timeout_s)
+    return Study(name, runs_dir, launcher, cells, timeout_s)
 
 
 def _cell(settings: dict[str, str], strategy: str, world_size: int) -> Cell:

@@ -1,4 +1,4 @@
-"""A grid of runs: one fresh torchrun per cell, one after the other."""
+"""A grid of runs: one fresh torchrun per cell, one after the other, or SLURM's job arrays."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ EXAMPLES = (
     "python -m lab.sweep study=mine strategy=none,overlap,onebit world_size=1,2 "
     "batch_size=128,256 repeats=3",
     "python -m lab.sweep study=buckets strategy=overlap world_size=2 bucket_mb=1,4,25 steps=60",
+    "SBATCH_GPUS_PER_TASK=1 python -m lab.sweep launcher=slurm study=demo world_size=1,2,4,8",
 )
 LOCK_WAIT_S = 60.0
 
@@ -32,10 +33,11 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         study = read(arguments)
-        _check_devices(study)
+        _check_launcher(study)
         root = _make_root(study)
         with _alone(root) as lock:
-            statuses = list(_run_missing(study, root, lock))
+            run_missing = _run_on_slurm if study.launcher == "slurm" else _run_here
+            statuses = list(run_missing(study, root, lock))
     except ConfigError as error:
         report_error("lab.sweep", error)
         return 2
@@ -47,21 +49,17 @@ def main(arguments: list[str]) -> int:
     return 0 if num_done else 1
 
 
-def _run_missing(study: Study, root: Path, lock: int) -> Iterator[str]:
-    """Run every cell that has no record yet; the status of each."""
+def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
+    """Run every cell that has no record yet, in order; the status of each."""
     from lab.launch import run_cell
 
     durations: list[float] = []
     for number, cell in enumerate(study.cells, start=1):
-        position = f"[{number}/{len(study.cells)}] {cell.name}:"
+        print(f"[{number}/{len(study.cells)}] {cell.name}:", end=" ", flush=True)
         record = _recorded(root, cell)
         if record is not None:
-            again = (
-                "" if record["status"] == "done" else f" (to try again, delete {root / cell.name})"
-            )
-            print(position, f"{record['status']} already{again}", flush=True)
+            print(_already(root, cell, record), flush=True)
         else:
-            print(position, end=" ", flush=True)
             began = time.monotonic()
             record = run_cell(root, cell, study.cell_timeout_s, lock)
             durations.append(time.monotonic() - began)
@@ -69,6 +67,28 @@ def _run_missing(study: Study, root: Path, lock: int) -> Iterator[str]:
             eta = timedelta(seconds=round(missing * sum(durations) / len(durations)))
             print(f"{_outcome(record)}, ETA {eta}", flush=True)
         yield record["status"]
+
+
+def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
+    """Submit every cell that has no record yet; the status of each, as they end."""
+    from lab.slurm import run_cells
+
+    records = [(cell, _recorded(root, cell)) for cell in study.cells]
+    missing = [cell for cell, record in records if record is None]
+    positions = iter(range(1, len(study.cells) + 1))
+    for cell, record in records:
+        if record is not None:
+            position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
+            print(position, _already(root, cell, record), flush=True)
+            yield record["status"]
+    began = time.monotonic()
+    with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as ended:
+        for num_ended, (cell, record) in enumerate(ended, start=1):
+            position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
+            remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
+            eta = timedelta(seconds=round(remaining_s))
+            print(position, f"{_outcome(record)}, ETA {eta}", flush=True)
+            yield record["status"]
 
 
 def _recorded(root: Path, cell: Cell) -> dict[str, Any] | None:
@@ -80,18 +100,29 @@ def _recorded(root: Path, cell: Cell) -> dict[str, Any] | None:
     return None if record["status"] == "interrupted" else record
 
 
+def _already(root: Path, cell: Cell, record: dict[str, Any]) -> str:
+    again = "" if record["status"] == "done" else f" (to try again, delete {root / cell.name})"
+    return f"{record['status']} already{again}"
+
+
 def _outcome(record: dict[str, Any]) -> str:
     if record["status"] != "done" or not record["step_s"]:
         return f"{record['status']}: {record['error']}"
     return f"{1000 * record['step_s']['median']:.2f} ms/step, {record['images_per_s']:.0f} images/s"
 
 
-def _check_devices(study: Study) -> None:
-    """Refuse a cell that wants more GPUs than there are, before any cell has run.
+def _check_launcher(study: Study) -> None:
+    """Refuse what cannot be started, before any cell has run.
 
     Raises:
-        ConfigError: names the largest number of ranks that would do.
+        ConfigError: there is no SLURM; or a cell wants more GPUs than there are on this host, and
+            it names the largest number of ranks that would do.
     """
+    if study.launcher == "slurm":
+        from lab.slurm import check_installed
+
+        check_installed()
+        return
     from lab.distributed.world import check_gpus
 
     for cell in study.cells:

@@ -1,0 +1,156 @@
+"""A SLURM of the tests' own: controller and one node, on this machine, in a temporary directory."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+NUM_CPUS = 4  # pretended: SLURM shares out what it is told there is
+# No cgroups and no accounting, so that it needs no privileges; and short waits.
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+FirstJobId={first_job}
+JobRequeue=1
+KillWait=5
+GresTypes=gpu
+NodeName=localhost NodeAddr=127.0.0.1 CPUs={num_cpus} Gres=gpu:2
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+# Two devices that are everywhere, and that nobody computes on.
+GPUS = """
+Name=gpu Flags=nvidia_gpu_env File=/dev/null
+Name=gpu Flags=nvidia_gpu_env File=/dev/zero
+"""
+
+
+def missing_program() -> str | None:
+    """What of SLURM is not installed here."""
+    return next((name for name in PROGRAMS if find(name) is None), None)
+
+
+@contextlib.contextmanager
+def running(directory: Path) -> Iterator[dict[str, str]]:
+    """Start SLURM in `directory`; yields the variables that lead commands to it.
+
+    Nothing that it started is left afterwards.
+    """
+    variables = {"SLURM_CONF": str(directory / "slurm.conf")}
+    environment = {**os.environ, **variables}
+    _configure(directory)
+    commands = (_munged(directory), ["slurmctld", "-D"], ["slurmd", "-D", "-N", "localhost"])
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in commands:
+            daemons.append(_start(command, directory, environment))
+        until(lambda: "idle" in _node_states(environment), 30)
+        yield variables
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
+        _end_jobs(variables["SLURM_CONF"])
+
+
+def until(condition: Callable[[], object], timeout_s: float) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def find(program: str) -> str | None:
+    """Where a program is; daemons are not on every user's PATH."""
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+
+
+def _configure(directory: Path) -> None:
+    for name in ("state", "spool"):
+        (directory / name).mkdir()
+    key = directory / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(1024))
+    text = CONFIGURATION.format(
+        directory=directory,
+        user=getpass.getuser(),
+        controller_port=_free_port(),
+        node_port=_free_port(),
+        first_job=1000 + secrets.randbelow(50_000),  # MASTER_PORT is made of a job's number
+        num_cpus=NUM_CPUS,
+    )
+    (directory / "slurm.conf").write_text(text)
+    (directory / "gres.conf").write_text(GPUS)
+
+
+def _munged(directory: Path) -> list[str]:
+    files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
+    paths = [f"--{option}={directory}/munge.{ending}" for option, ending in files.items()]
+    # It would have the directory open to all; nobody but this user comes here.
+    return ["munged", "--foreground", "--force", *paths]
+
+
+def _start(
+    command: list[str], directory: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    program = find(command[0])
+    assert program is not None
+    with (directory / f"{command[0]}.log").open("wb") as log:
+        return subprocess.Popen(
+            [program, *command[1:]],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _node_states(environment: dict[str, str]) -> str:
+    command = ["sinfo", "--noheader", "--format=%T"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+
+def _end_jobs(slurm_conf: str) -> None:
+    """End what jobs left: every process that knows this configuration file."""
+    processes = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("SLURM_CONF") == slurm_conf:
+                process.kill()
+                processes.append(process)
+    psutil.wait_procs(processes, timeout=10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
