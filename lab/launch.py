@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, Any]:
-    """Run one cell in `root` under a fresh torchrun; its record.
+    """Run one cell in `root` under a fresh torchrun or horovodrun; its record.
 
     Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, at every number of
     ranks: torchrun would give a single rank all cores, and scaling would be measured against that.
@@ -69,9 +69,12 @@ def settings_of(root: Path, cell: Cell) -> list[str]:
 
 
 def _command(root: Path, cell: Cell) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ranks = f"--nproc-per-node={cell.world_size}"
-    return [*launcher, ranks, "-m", "lab.train", *settings_of(root, cell)]
+    train = ["-m", "lab.train", *settings_of(root, cell)]
+    if cell.over_horovod:
+        horovodrun = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
+        return [*horovodrun, "-np", str(cell.world_size), sys.executable, *train]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc-per-node={cell.world_size}", *train]
 
 
 def _end_with_parent() -> None:
@@ -104,7 +107,7 @@ def record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str,
         "world_size": cell.world_size,
         "batch_size": cell.batch_size,
         "per_rank_batch_size": cell.batch_size // cell.world_size,
-        "scaling": cell.scaling,
+        "scaling": cell.config.scaling,
         "repeat": cell.repeat,
         "status": status,
         "error": error,

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lab.config import ConfigError, check_batch, conf_dir, load, parse_overrides
 from lab.naming import run_name, variant
@@ -25,12 +25,24 @@ class Cell:
     """One point of a study: settings of `lab.train`, and how many ranks to start."""
 
     arguments: tuple[str, ...]
-    strategy: str
+    config: DictConfig  # what they make
     world_size: int
-    batch_size: int
-    scaling: str
-    device: str
-    repeat: int
+    repeat: int = 0
+
+    @property
+    def strategy(self) -> str:
+        return self.config.strategy
+
+    @property
+    def batch_size(self) -> int:
+        """Of all ranks together."""
+        ranks = self.world_size if self.config.scaling == "weak" else 1
+        return self.config.batch_size * ranks
+
+    @property
+    def over_horovod(self) -> bool:
+        """Whether horovodrun alone can start its ranks."""
+        return "horovod" in self.config.comm["_target_"]
 
     @property
     def variant(self) -> dict[str, str]:
@@ -97,9 +109,7 @@ def _cell(settings: dict[str, str], strategy: str, world_size: int) -> Cell:
     arguments = (f"strategy={strategy}", *(f"{key}={value}" for key, value in settings.items()))
     config = load(list(arguments))
     check_batch(config, world_size)
-    ranks = world_size if config.scaling == "weak" else 1
-    batch_size = config.batch_size * ranks
-    return Cell(arguments, strategy, world_size, batch_size, config.scaling, config.device, 0)
+    return Cell(arguments, config, world_size)
 
 
 def _lists(arguments: list[str]) -> dict[str, list[str]]:

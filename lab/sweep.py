@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import sys
 import time
@@ -115,9 +116,11 @@ def _check_launcher(study: Study) -> None:
     """Refuse what cannot be started, before any cell has run.
 
     Raises:
-        ConfigError: there is no SLURM; or a cell wants more GPUs than there are on this host, and
-            it names the largest number of ranks that would do.
+        ConfigError: there is no SLURM, or no Horovod for a cell over it; or a cell wants more GPUs
+            than there are on this host, and it names the largest number of ranks that would do.
     """
+    if any(cell.over_horovod for cell in study.cells):
+        _check_horovod(study.launcher)
     if study.launcher == "slurm":
         from lab.slurm import check_installed
 
@@ -127,9 +130,18 @@ def _check_launcher(study: Study) -> None:
 
     for cell in study.cells:
         try:
-            check_gpus(cell.device, cell.world_size)
+            check_gpus(cell.config.device, 1 if cell.config.share_gpus else cell.world_size)
         except ValueError as error:
             raise ConfigError(f"world_size={cell.world_size}: {error}") from None
+
+
+def _check_horovod(launcher: str) -> None:
+    if launcher == "slurm":
+        raise ConfigError(
+            "launcher=slurm: cannot start comm=horovod, whose ranks horovodrun starts"
+        )
+    if importlib.util.find_spec("horovod") is None:
+        raise ConfigError("comm=horovod: Horovod is not installed; make horovod")
 
 
 def _make_root(study: Study) -> Path:

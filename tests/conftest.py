@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,3 +67,11 @@ def train(command: Callable[..., Finished]) -> Callable[..., Finished]:
 def record(directory: Path) -> dict[str, Any]:
     """The record of the run in `directory`."""
     return json.loads((directory / "record.json").read_text())
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 40) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)

@@ -9,11 +9,12 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from tests.conftest import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 NUM_CPUS = 4  # pretended: SLURM shares out what it is told there is
@@ -71,21 +72,13 @@ def running(directory: Path) -> Iterator[dict[str, str]]:
     try:
         for command in commands:
             daemons.append(_start(command, directory, environment))
-        until(lambda: "idle" in _node_states(environment), 30)
+        wait_for(lambda: "idle" in _node_states(environment), 30)
         yield variables
     finally:
         for daemon in daemons:
             daemon.kill()
             daemon.wait()
         _end_jobs(variables["SLURM_CONF"])
-
-
-def until(condition: Callable[[], object], timeout_s: float) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def find(program: str) -> str | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lab.distributed.comm import Comm
 from lab.distributed.horovod_comm import HorovodComm, horovod
+from lab.distributed.worker import Worker
 from lab.exchange.exchange import Exchange
 from lab.exchange.none import NoExchange
 
@@ -40,6 +41,7 @@ class HorovodSync:
         module: nn.Module,
         exchange: Exchange,
         comm: Comm,
+        worker: Worker,
         *,
         accumulate: int,
         compression: str,
@@ -63,6 +65,7 @@ class HorovodSync:
         self.module = module
         self.exchange = exchange
         self.comm = comm
+        self._worker = worker
         self.step = 0
         self.loss_scale = 1.0
         hvd = horovod()
@@ -85,8 +88,9 @@ class HorovodSync:
         return nullcontext()
 
     def finish(self) -> bool:
-        """Wait for Horovod."""
-        self._optimizer.synchronize()
+        """Wait for Horovod, where the watch can see it wait."""
+        self._worker.submit("gradients, HorovodSync", self._optimizer.synchronize)
+        self._worker.wait()
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)

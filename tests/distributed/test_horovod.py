@@ -6,20 +6,24 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from torch import Tensor
 
 from lab import checkpoint
-from tests.conftest import ROOT, Finished, record
+from tests.conftest import ROOT, Finished, record, wait_for
 from tests.distributed.ranks import train
 from tests.distributed.test_strategies import distance
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"
 )
-RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "checkpoint_every=20")
+SMALL = ("data.size=16", "batch_size=24", "optim.lr=0.01")
+RUN = (*SMALL, "steps=20", "checkpoint_every=20")
 
 
 @pytest.fixture(autouse=True)
@@ -27,18 +31,24 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def horovodrun(*settings: str, ranks: int = 2) -> Finished:
+def start(*settings: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """`launch/horovod.sh`, not waited for."""
     binaries = Path(sys.executable).parent
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{binaries}:{environment['PATH']}"
-    done = subprocess.run(
+    return subprocess.Popen(
         [str(ROOT / "launch" / "horovod.sh"), "--ranks", str(ranks), "device=cpu", *settings],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=55,
     )
-    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def horovodrun(*settings: str, ranks: int = 2) -> Finished:
+    process = start(*settings, ranks=ranks)
+    out, err = process.communicate(timeout=55)
+    return Finished(process.returncode, out, err)
 
 
 def weights(cell: str) -> dict[str, Tensor]:
@@ -86,6 +96,41 @@ def test_what_needs_send_and_recv_is_refused(strategy: str) -> None:
     (line,) = done.error_lines
     assert "sends from rank to rank; Horovod has collectives alone; use comm=torch" in line
     assert not Path("runs/default").exists() or not list(Path("runs").rglob("record.json"))
+
+
+@pytest.mark.parametrize("strategy", ["overlap", "horovod"])
+def test_a_rank_that_hangs_is_named(strategy: str) -> None:
+    process = start(f"strategy={strategy}", *SMALL, "steps=100000", "exchange_timeout_s=3")
+    wait_for(lambda: list(Path("runs").glob("default/*/config.yaml")))
+    (second,) = [rank for rank in ranks_of(process) if rank.environ()["HOROVOD_RANK"] == "1"]
+    time.sleep(2)
+    second.suspend()
+    process.communicate(timeout=40)
+    assert process.returncode != 0
+    (cell,) = Path("runs/default").iterdir()
+    found = record(cell)
+    assert found["status"] == "timeout"
+    assert "exchange_timeout_s=3: rank 0 waits in" in found["error"]
+    assert found["error"].endswith("rank 1 is lost")
+    assert not second.is_running()
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    return [each for each in processes if "python" in each.name() and "lab.train" in each.cmdline()]
+
+
+def test_a_sweep_starts_such_cells_by_horovodrun(command: Callable[..., Finished]) -> None:
+    settings = ("study=s", "strategy=horovod", "world_size=2", "device=cpu", "steps=6", *SMALL)
+    done = command("lab.sweep", *settings, "cell_timeout_s=50", timeout_s=55)
+    assert done.code == 0, done.out + done.err
+    (path,) = Path("runs/s").glob("*/record.json")
+    found = record(path.parent)
+    assert (found["status"], found["launcher"], found["world_size"]) == ("done", "horovodrun", 2)
+    refused = command("lab.sweep", *settings, "launcher=slurm")
+    assert refused.code == 2
+    (line,) = refused.error_lines
+    assert line.endswith("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
 
 
 def test_ranks_of_torchrun_are_refused() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lab import checkpoint
-from tests.conftest import ROOT, record
+from tests.conftest import ROOT, record, wait_for
 from tests.distributed.ranks import train
 from tests.distributed.test_resume import sum_of_residuals
 from tests.hosts import Host, two_hosts
@@ -120,10 +120,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
 def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
     settings = ("checkpoint_every=10", "steps=1000")
     staying, lost = (start(host, hosts[0], "1:2", *settings) for host in hosts)
-    deadline = time.monotonic() + 60
-    while not list(Path("runs").rglob("step_*/DONE")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: list(Path("runs").rglob("step_*/DONE")), 60)
     kill_tree(lost)
     time.sleep(2)  # the other two may have been writing one more
     (run,) = Path("runs/default").iterdir()  # named after four ranks, and two go on in it

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import LAUNCHER, Finished, record
+from tests.conftest import LAUNCHER, Finished, record, wait_for
 
 Train = Callable[..., Finished]
 QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
@@ -188,13 +188,6 @@ def start(environment: dict[str, str], folder: Path, *settings: str) -> subproce
     return subprocess.Popen(
         line, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 40) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
 
 
 LONG = ("strategy=onebit", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=400")

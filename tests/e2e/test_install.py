@@ -13,6 +13,7 @@ import pytest
 from lab.config import choices_of
 from tests.conftest import ROOT, Finished, record
 
+SBATCH = ROOT / "launch" / "slurm.sbatch"
 COMMANDS = ("lab.train", "lab.sweep", "lab.plot", "lab.bench")
 
 
@@ -30,12 +31,15 @@ def test_help_names_settings_and_three_examples(
 
 
 @pytest.mark.timeout(120)
-def test_wheel_carries_the_configuration_and_runs_without_the_checkout(tmp_path: Path) -> None:
+def test_wheel_carries_what_commands_read_and_runs_without_the_checkout(
+    tmp_path: Path,
+) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
     subprocess.run([*build, str(ROOT)], check=True, capture_output=True, timeout=60)
     (wheel,) = tmp_path.glob("*.whl")
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
+    assert (installed / "lab" / "slurm.sbatch").read_text() == SBATCH.read_text()
     line = "from lab.config import conf_dir, load; print(conf_dir()); load(['strategy=onebit'])"
     done = subprocess.run(
         [sys.executable, "-c", line],

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests import slurm
-from tests.conftest import ROOT, Finished, record
+from tests.conftest import ROOT, Finished, record, wait_for
 
 Command = Callable[..., Finished]
 SCRIPT = ROOT / "launch/slurm.sbatch"
@@ -56,7 +56,7 @@ def cluster(
 
     yield run
     run("scancel", f"--user={getpass.getuser()}")
-    slurm.until(lambda: not run(*QUEUE), 30)
+    wait_for(lambda: not run(*QUEUE), 30)
     for output in tmp_path.glob("slurm-*.out"):
         print(output.read_text())  # pytest shows it if the test failed
 
@@ -88,9 +88,9 @@ def test_a_job_preempted_by_a_signal_ends_as_an_undisturbed_one(
     submit = ("sbatch", "--parsable", "--ntasks=2", str(SCRIPT), *settings)
     undisturbed, disturbed = cluster(*submit), cluster(*submit, "cell=mine")
     runs = tmp_path / "runs/default"
-    slurm.until(lambda: list(runs.glob("mine/checkpoints/step_*/DONE")), 90)
+    wait_for(lambda: list(runs.glob("mine/checkpoints/step_*/DONE")), 90)
     cluster("scancel", "--signal=USR1", disturbed)
-    slurm.until(lambda: not cluster(*QUEUE), 90)
+    wait_for(lambda: not cluster(*QUEUE), 90)
 
     output = (tmp_path / f"slurm-{disturbed}.out").read_text()
     assert output.index("interrupted: strategy=onebit") < output.index("done: strategy=onebit")
@@ -132,7 +132,7 @@ def test_cells_that_fail_or_are_killed_are_recorded_and_the_others_run(
     grid = ("strategy=none", *BASE, "data.size=16,8", "steps=6,1000000")
     process = start_sweep(environment, tmp_path, *grid)
     runs = tmp_path / "runs/s"
-    slurm.until(lambda: list(runs.glob("*size_16*1000000*/config.yaml")), 60)
+    wait_for(lambda: list(runs.glob("*size_16*1000000*/config.yaml")), 60)
     kill_rank("steps=1000000", "data.size=16")
     out, _ = process.communicate(timeout=60)
     assert "1 of 4 cells done" in out
@@ -168,7 +168,7 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
 ) -> None:
     grid = ("strategy=none", *ENDLESS)
     killed = start_sweep(environment, tmp_path, *grid)
-    slurm.until(lambda: cluster(*QUEUE), 30)
+    wait_for(lambda: cluster(*QUEUE), 30)
     killed.kill()
     killed.communicate()
     refused = command("lab.sweep", "launcher=slurm", "study=s", *grid)
@@ -177,10 +177,10 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
     job = cluster(*QUEUE).partition("_")[0]
     assert line.endswith(f"still queued or running; wait for their end, or: scancel {job}")
     cluster("scancel", job)
-    slurm.until(lambda: not cluster(*QUEUE), 30)
+    wait_for(lambda: not cluster(*QUEUE), 30)
 
     interrupted = start_sweep(environment, tmp_path, *grid)
-    slurm.until(lambda: cluster(*QUEUE), 30)
+    wait_for(lambda: cluster(*QUEUE), 30)
     interrupted.send_signal(signal.SIGINT)
     _, err = interrupted.communicate(timeout=40)
     assert interrupted.returncode == 130
