@@ -23,7 +23,7 @@ from lab.run import Run, claim_directory
 
 # Ranks fork from a process that has imported what they import and done nothing else.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__, "sklearn.datasets", "torch._dynamo"])
+FORKS.set_forkserver_preload([__name__, "torch._dynamo"])
 
 # Those over torch; test_horovod.py has the other.
 STRATEGIES = [strategy for strategy in choices_of("strategy") if strategy != "horovod"]

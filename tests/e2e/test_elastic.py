@@ -30,6 +30,7 @@ RUN = ("strategy=onebit", "data.size=16", "batch_size=24", "optim.lr=0.01", "war
 STEPS = 60
 PORT = 29400
 NUM_KILLS = int(os.environ.get("LAB_KILLS", 1))
+pytestmark = pytest.mark.xdist_group("hosts")  # there is one pair of them
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ ENDLESS = (*SMALL, "steps=1000000")
 QUEUE = ("squeue", "--array", "--noheader", "--format=%i")
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[1-2]"}
 ARRAY = {**JOB, "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "2"}
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("slurm")]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_cells_that_fail_or_are_killed_are_recorded_and_the_others_run(
     process = start_sweep(environment, tmp_path, *grid)
     runs = tmp_path / "runs/s"
     wait_for(lambda: list(runs.glob("*size_16*1000000*/config.yaml")), 60)
-    kill_rank("steps=1000000", "data.size=16")
+    kill_rank(f"runs_dir={tmp_path}/runs", "steps=1000000", "data.size=16")
     out, _ = process.communicate(timeout=60)
     assert "1 of 4 cells done" in out
     found = records(runs)
@@ -148,7 +148,7 @@ def kill_rank(*settings: str) -> None:
     """Kill the rank that was started with `settings`, as a machine out of memory does."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if {"lab.train", "repeat=0", *settings} <= set(process.cmdline()):
+            if {"lab.train", *settings} <= set(process.cmdline()):
                 process.kill()
 
 

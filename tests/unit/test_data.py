@@ -17,6 +17,8 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from lab.config import conf_dir
@@ -26,6 +28,7 @@ from lab.data.imagefiles import CorruptImage, Sample, centre_crop, random_crop
 from lab.data.imagefolder import ImageFolder
 from lab.data.sampler import GlobalSampler
 from lab.data.synthetic import synthetic
+from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
 
@@ -106,6 +109,15 @@ def test_data_leaves_the_global_generator_alone(data: Data) -> None:
     train(data, 1)
     list(data.test_batches(0, 1, 4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    pixels, classes = load_digits(return_X_y=True)
+    split = {"test_size": 360, "stratify": classes, "random_state": 0}
+    indices = np.concatenate(train_test_split(np.arange(len(classes)), **split))
+    with np.load(ROOT / "lab/data/digits.npz") as file:
+        assert np.array_equal(file["pixels"].reshape(-1, 64), pixels[indices])
+        assert np.array_equal(file["classes"], classes[indices])
 
 
 def test_digits_are_normalised_and_split_alike_for_all_seeds() -> None:
