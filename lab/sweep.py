@@ -137,9 +137,7 @@ def _check_launcher(study: Study) -> None:
 
 def _check_horovod(launcher: str) -> None:
     if launcher == "slurm":
-        raise ConfigError(
-            "launcher=slurm: cannot start comm=horovod, whose ranks horovodrun starts"
-        )
+        raise ConfigError("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
     if importlib.util.find_spec("horovod") is None:
         raise ConfigError("comm=horovod: Horovod is not installed; make horovod")
 

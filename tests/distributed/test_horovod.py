@@ -112,7 +112,8 @@ def test_a_rank_that_hangs_is_named(strategy: str) -> None:
     assert found["status"] == "timeout"
     assert "exchange_timeout_s=3: rank 0 waits in" in found["error"]
     assert found["error"].endswith("rank 1 is lost")
-    assert not second.is_running()
+    # Nobody may have asked how it ended: not every machine's first process does.
+    assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
