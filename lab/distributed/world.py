@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lab.distributed.comm import Comm
-from lab.distributed.place import Place, find_place
+from lab.distributed.place import Place
 from lab.distributed.torch_comm import all_gather_flat
 
 
@@ -88,7 +88,7 @@ def start(
     Raises:
         ValueError: more ranks than GPUs on this host, or a backend the device cannot use.
     """
-    place = find_place()
+    place = _find_place()
     where = _pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
     limit = timedelta(seconds=timeout_s + 10)
     if place.local_size == place.size and sys.platform == "linux":
@@ -99,6 +99,20 @@ def start(
     assert isinstance(control, dist.ProcessGroup)
     store = dist.PrefixStore("lab", place.store)
     return World(place, where, store, comm, control)
+
+
+def _find_place() -> Place:
+    """This process's place, from what its launcher put into the environment."""
+    if "HOROVOD_RANK" in os.environ:
+        from lab.distributed.horovod_comm import find_place
+
+        return find_place()
+    if "RANK" not in os.environ:
+        return Place("python", 0, 1, 0, 1, dist.HashStore())
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
+    return Place(launcher, rank, size, local_rank, local_size, store)
 
 
 def stop() -> None:
