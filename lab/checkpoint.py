@@ -67,7 +67,10 @@ def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         ValueError: `path` is no complete checkpoint, or a file in it is not what was written.
     """
     if not (path / "DONE").is_file():
-        raise ValueError(f"resume={path}: no complete checkpoint there (it has no DONE file)")
+        raise ValueError(
+            f"resume={path}: no complete checkpoint; allowed are auto, and a directory "
+            "checkpoints/step_… that holds DONE"
+        )
     try:
         done = json.loads((path / "DONE").read_text())
         damaged = [name for name, digest in done["files"].items() if _digest(path / name) != digest]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lab.config import FIELDS, GROUPS, choices_of
+from lab.config import FIELDS, GROUPS, ConfigError, choices_of, load
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto goes on
 
@@ -23,7 +24,6 @@ def answer_help(
         return False
     lines = [f"usage: python -m {command} [setting=value ...]", "", purpose, "", "groups:"]
     lines += [f"  {group:<20} {', '.join(choices_of(group))}" for group in GROUPS]
-    lines += ["  (a choice's own settings: group.key=value, as in exchange.threshold=mean)"]
     lines += ["", "settings:"]
     lines += [f"  {f'{name}={default}':<28} {text}" for name, (default, text) in own.items()]
     for name, field in FIELDS.items():
@@ -32,9 +32,25 @@ def answer_help(
             allowed = " | ".join(map(str, field.metadata["choices"]))
             text = field.metadata["help"] + (f" ({allowed})" if allowed else "")
             lines.append(f"  {name + '=' + default.lower():<28} {text}")
+    lines += ["", "settings of the groups' choices (strategy=onebit --help shows that one's):"]
+    lines += [f"  {line}" for line in _settings_of_choices(arguments)]
     lines += ["", "examples:", *(f"  {example}" for example in examples)]
     print("\n".join(lines))
     return True
+
+
+def _settings_of_choices(arguments: list[str]) -> list[str]:
+    try:
+        config = load([argument for argument in arguments if "=" in argument])
+    except ConfigError:  # help is what was asked for
+        config = load([])
+    lines = []
+    for group in (*GROUPS[1:], "sync"):
+        for key, value in config[group].items():
+            if not str(key).startswith("_"):
+                text = json.dumps(value) if value in (None, True, False) else value
+                lines.append(f"{group}.{key}={text}")
+    return lines
 
 
 def report_error(command: str, error: Exception) -> None:

@@ -58,7 +58,7 @@ def emulation(world: World) -> str:
         return f"{num_local} ranks share {torch.cuda.device_count()} GPUs"
     wanted = num_local * torch.get_num_threads()
     if world.device.type == "cpu" and wanted > num_cores():
-        return f"{num_local} ranks share {num_cores()} CPU cores"
+        return f"{wanted} threads of {num_local} ranks share {num_cores()} CPU cores"
     return "none"
 
 
@@ -146,12 +146,16 @@ def summary(record: dict[str, Any], path: Path) -> str:
             f"step time       {step:.2f} ms median (mad {mad:.2f}), "
             f"{record['images_per_s']:.0f} images/s"
         )
+    elif record["num_steps"]:
+        lines.append("step time       – none was timed, see warmup_steps")
     sent, gradients = max(record["payload_bytes_per_step"]), record["gradient_bytes"]
     ring = 2 * gradients * (record["world_size"] - 1) / record["world_size"]
     saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
     lines.append(f"payload         {sent / 1e6:.3f} MB per step and rank{saving}")
     if record["emulation"] != "none":
         lines.append(f"emulated        {record['emulation']}: times say little about real ranks")
+    if record["status"] == "interrupted":
+        lines.append("continue        the same command with resume=auto")
     return "\n".join([*lines, f"record          {path / 'record.json'}"])
 
 
@@ -167,5 +171,7 @@ def classify(error: BaseException, rank: int) -> Failure:
     if "timed out" in text.lower() or "timeout" in text.lower():
         return Failure("timeout", line)
     if "peer" in text or "Connection reset" in text:
-        return Failure("failed", f"rank {rank}: lost another rank: {text.strip()[:100]}")
+        return Failure(
+            "failed", f"rank {rank}: lost another rank: {text.strip().rstrip(': ')[:200]}"
+        )
     return Failure("failed", line)

@@ -155,7 +155,8 @@ class Trainer:
             self.optimizer.load_state_dict(shared["optimizer"])
         except (RuntimeError, ValueError):
             raise ValueError(
-                "resume: the checkpoint is of another model; use the same model, transform and data"
+                f"resume={self.config.resume}: the checkpoint is of another model; use the same "
+                "model, transform and data"
             ) from None
         self.progress = Progress(**shared["progress"])
         if self.loss_scale and shared["loss_scale"]:

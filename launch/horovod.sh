@@ -21,9 +21,15 @@ while [ $# -gt 0 ]; do
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     --ranks) ranks=${2-}; shift 2 || fail "--ranks needs a number" ;;
     --hosts) hosts=(--hosts "${2-}"); shift 2 || fail "--hosts needs a list" ;;
+    -*) fail "$1: no such option (--help)" ;;
     *) break ;;
   esac
 done
 [ -n "$ranks" ] || fail "--ranks is missing (--help)"
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
+for setting in "$@"; do
+  [[ $setting != -* ]] || fail "$setting: options come before settings"
+done
+command -v horovodrun >/dev/null || fail "horovodrun is not on the PATH; first: make horovod, . .venv/bin/activate"
 
 exec horovodrun --gloo -np "$ranks" "${hosts[@]}" python -m lab.train comm=horovod "$@"

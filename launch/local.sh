@@ -19,10 +19,18 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     --ranks) ranks=${2-}; shift 2 || fail "--ranks needs a number" ;;
+    -*) fail "$1: no such option (--help)" ;;
     *) break ;;
   esac
 done
-[ -n "$ranks" ] || ranks=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
-[ "$ranks" != 0 ] || fail "no GPU here; say how many ranks: --ranks N"
+for setting in "$@"; do
+  [[ $setting != -* ]] || fail "$setting: options come before settings"
+done
+if [ -z "$ranks" ]; then
+  ranks=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+  [ "$ranks" != 0 ] || fail "no GPU here; say how many ranks: --ranks N"
+fi
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
+command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .venv/bin/activate"
 
 exec torchrun --standalone --nproc-per-node "$ranks" -m lab.train "$@"

@@ -33,12 +33,24 @@ while [ $# -gt 0 ]; do
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     --rendezvous | --job | --nodes | --ranks | --restarts | --wait | --address)
       declare "${1#--}=${2-}"; shift 2 || fail "$1 needs a value" ;;
+    -*) fail "$1: no such option (--help)" ;;
     *) break ;;
   esac
 done
 for option in rendezvous job nodes ranks; do
   [ -n "${!option}" ] || fail "--$option is missing (--help)"
 done
+[[ $rendezvous =~ ^.+:[0-9]+$ ]] || fail "--rendezvous $rendezvous: must be HOST:PORT"
+[[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${nodes%:*} -le ${nodes#*:} ]] ||
+  fail "--nodes $nodes: must be N or MIN:MAX"
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
+for option in restarts wait; do
+  [[ ${!option} =~ ^[0-9]+$ ]] || fail "--$option ${!option}: must be a number"
+done
+for setting in "$@"; do
+  [[ $setting != -* ]] || fail "$setting: options come before settings"
+done
+command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .venv/bin/activate"
 
 options=(--rdzv-conf "last_call_timeout=$wait")
 if [ -n "$address" ]; then

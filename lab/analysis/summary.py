@@ -118,8 +118,8 @@ def _leader_lines(rows: Iterable[Row]) -> list[str]:
 
 def _leader_line(rows: list[Row]) -> str:
     competing = {row.series for row in rows if row.num_repeats and row.strategy != CEILING}
-    if len(competing) < 2:
-        return ""
+    if len(competing) < 2 or max(row.num_repeats for row in rows) < 2:
+        return ""  # one repeat has no interval, so nothing can be told apart
     one, names = rows[0], leaders(rows)
     role = "leader" if len(names) == 1 else "leaders, not told apart"
     model = f" with {one.transform}" if one.transform else ""

@@ -105,8 +105,14 @@ class Watch:
         return False
 
     def publish(self, failure: Failure) -> Failure:
-        """Tell all ranks why this one fails; the failure that was published first, maybe theirs."""
-        return _publish(self._main_store, failure)
+        """Tell all ranks why this one fails; the failure that was published first, maybe theirs.
+
+        Where the store has died with its owner, this rank's own has to do.
+        """
+        try:
+            return _publish(self._main_store, failure)
+        except dist.DistError:
+            return failure
 
     def close(self) -> None:
         """Stop watching."""

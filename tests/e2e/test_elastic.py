@@ -44,10 +44,21 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def start(host: Host, first: Host, nodes: str, *settings: str, **variables: str) -> Any:
+def start(
+    host: Host, first: Host, nodes: str, *settings: str, restarts: int = 3, **variables: str
+) -> Any:
     """`launch/node.sh` on one host, with two ranks."""
     options = ["--rendezvous", f"{first.address}:{PORT}", "--job", "a", "--nodes", nodes]
-    options += ["--ranks", "2", "--restarts", "3", "--wait", "3", "--address", host.address]
+    options += [
+        "--ranks",
+        "2",
+        "--restarts",
+        str(restarts),
+        "--wait",
+        "3",
+        "--address",
+        host.address,
+    ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     names = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PATH": path}
     return subprocess.Popen(
@@ -115,6 +126,19 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
             assert residuals
             for name, residual in residuals.items():
                 assert torch.equal(own["exchange"][kind][name], residual)
+
+
+def test_first_rank_lost_for_good_leaves_a_record(hosts: list[Host]) -> None:
+    """With it goes the store in which ranks tell each other why they fail."""
+    settings = ("exchange._target_=tests.faults.OneBitKilled", f"steps={STEPS}", "cell=a")
+    for node in [
+        start(host, hosts[0], "2", *settings, restarts=0, LAB_TEST_KILL="0:5") for host in hosts
+    ]:
+        node.communicate(timeout=50)
+        assert node.returncode != 0
+    found = record(Path("runs/default/a"))
+    assert found["status"] == "failed"
+    assert "lost another rank" in found["error"]
 
 
 @pytest.mark.timeout(150)
