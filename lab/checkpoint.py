@@ -46,10 +46,12 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
     if world.rank == 0:
         files = {path.name: _digest(path) for path in sorted(unfinished.glob("*.pt"))}
         write_json(unfinished / "DONE", {"world_size": world.size, "files": files})
-        final = root / f"step_{step:06d}"
-        shutil.rmtree(final, ignore_errors=True)
+        final, replaced = root / f"step_{step:06d}", root / f".replaced_{step:06d}"
+        if final.exists():  # of the same step; it is not gone before the new one is there
+            final.replace(replaced)
         unfinished.replace(final)
         _sync(root)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in _complete(root)[:-KEEP]:
             shutil.rmtree(old)
     world.barrier()

@@ -46,6 +46,7 @@ class Run:
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.recorder: Any = None
+        self.recorded = False  # a rank that is lost after this changes nothing
         self.watch = Watch(
             world.store, world.rank, world.size, config.exchange_timeout_s, self._end_process
         )
@@ -67,9 +68,11 @@ class Run:
             self.record |= report.measurements(parts.trainer, self.directory, stop_signal)
             if self.world.rank == 0:
                 self._write_record()
+                self.recorded = True
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             self.directory.discard_if_empty()
+            self.directory.release()
             raise
         except (Exception, KeyboardInterrupt) as error:
             self._end_process(self.watch.publish(report.classify(error, self.world.rank)))
@@ -77,7 +80,7 @@ class Run:
             print(report.summary(self.record, self.directory.path))
         self.world.barrier()
         self.close()
-        return EXIT_INTERRUPTED if self.record["status"] == "interrupted" else 0
+        return self._exit_code()
 
     def build(self) -> Assembly:
         """Everything that trains, at the step where it is to go on.
@@ -96,11 +99,12 @@ class Run:
         """Write a checkpoint; called by all ranks after the same step."""
         shared, own = parts.trainer.state()
         step = parts.trainer.progress.step
+        report.write_steps(parts.trainer, self.directory)  # rows of a step are written over
         checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
-        report.write_steps(parts.trainer, self.directory)
 
     def close(self) -> None:
         """Stop the threads beside this rank."""
+        self.directory.release()
         self.watch.close()
         if self.parts:
             self.parts.worker.close()
@@ -181,6 +185,8 @@ class Run:
 
         Rank 0 records; should it be lost, another rank does.
         """
+        if self.recorded:
+            end_process(self._exit_code())
         if self.world.rank and self._recorded_by_rank_0():
             end_process(1)
         self.record["num_steps"] = self.parts.trainer.progress.step if self.parts else 0
@@ -188,7 +194,13 @@ class Run:
         with contextlib.suppress(OSError):  # the error itself must still be printed
             self._write_record()
         print(f"lab.train: error: {failure.error}", file=sys.stderr)
-        end_process(1)
+        end_process(self._exit_code())
+
+    def _exit_code(self) -> int:
+        """EXIT_INTERRUPTED only if another start like this one would get further."""
+        progressed = self.parts is not None and bool(self.parts.trainer.losses)
+        codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
+        return codes.get(self.record["status"], 1)
 
     def _recorded_by_rank_0(self) -> bool:
         began = datetime.fromisoformat(self.record["started_at"]).timestamp()
@@ -228,13 +240,16 @@ class Run:
         }
 
 
-def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory:
+def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
     """Rank 0 claims the run's directory, and tells the others where it is or why there is none.
+
+    Returns:
+        None if an earlier start of this job has come to the end already.
 
     Raises:
         ConfigError: it is taken, or cannot be written.
     """
-    answer = ""
+    answer, own = "", None
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
         name = run_name(arguments, config.strategy, world.size)
@@ -242,10 +257,16 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
             found = RunDirectory.claim(
                 parent, config.cell, name, config.resume, launcher.launch_id(arguments)
             )
-            answer = f"at {found.path}"
+            answer = f"{'done' if found.status() == 'done' else 'at'} {found.path}"
+            own = found
         except ValueError as error:
             answer = f"no {error}"
     verdict, _, text = world.broadcast_text(answer).partition(" ")
     if verdict == "no":
         raise ConfigError(text)
-    return RunDirectory(Path(text))
+    if verdict == "done":
+        if own:
+            own.release()
+            print(f"done already, by an earlier start of this job: {text}")
+        return None
+    return own or RunDirectory(Path(text))  # rank 0's holds the lock

@@ -100,18 +100,25 @@ def run_cells(
             yield task.cell, _record(root / task.cell.name, task, timeout_s)
     finally:
         _cancel([task for task in tasks if task.state not in ENDED])
+        with contextlib.suppress(ConfigError):  # what an interrupt came upon while it was submitted
+            _scancel(*_jobs_of(root))
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_alone(root: Path) -> None:
-    listed = _ask("squeue", "--me", "--noheader", "--format=%F|%k")
-    found = (line.partition("|") for line in listed)
-    jobs = {job for job, _, comment in found if comment == _comment(root)}
+    jobs = _jobs_of(root)
     if jobs:
         raise ConfigError(
             f"study={root.name}: jobs of an earlier sweep are still queued or running; "
-            f"wait for their end, or: scancel {' '.join(sorted(jobs))}"
+            f"wait for their end, or: scancel {' '.join(jobs)}"
         )
+
+
+def _jobs_of(root: Path) -> list[str]:
+    """Jobs of this study that have not ended."""
+    listed = _ask("squeue", "--me", "--noheader", "--format=%F|%k")
+    found = (line.partition("|") for line in listed)
+    return sorted({job for job, _, comment in found if comment == _comment(root)})
 
 
 def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
@@ -214,6 +221,8 @@ def _cancel(tasks: list[Task]) -> None:
 
 
 def _scancel(*names: str) -> None:
+    if not names:
+        return
     with contextlib.suppress(ConfigError):  # it has just ended by itself
         _ask("scancel", *names)
 

@@ -9,7 +9,7 @@ import time
 
 from omegaconf import DictConfig
 
-from lab.cli import EXIT_INTERRUPTED, answer_help, report_error
+from lab.cli import answer_help, report_error
 from lab.config import ConfigError, check_batch, load
 from lab.distributed.launcher import is_first_rank, world_size
 
@@ -24,12 +24,13 @@ def main(arguments: list[str]) -> int:
     """Run one rank.
 
     Returns:
-        The process's exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal.
+        The process's exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal after
+        it had made steps.
     """
     if answer_help("lab.train", "Train on 1 to N ranks and record it.", EXAMPLES, arguments):
         return 0
     for number in (signal.SIGTERM, signal.SIGUSR1):  # until the run's watch takes them
-        signal.signal(number, lambda *_: os._exit(EXIT_INTERRUPTED))
+        signal.signal(number, _stopped_early)
     try:
         config = load(arguments)
         check_batch(config, world_size())
@@ -44,6 +45,13 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
+def _stopped_early(number: int, _frame: object) -> None:
+    line = f"lab.train: error: stopped by {signal.Signals(number).name} before the run had begun"
+    if is_first_rank():
+        os.write(sys.stderr.fileno(), line.encode() + b"\n")
+    os._exit(1)  # and not 75: a job whose time ends here would be requeued for ever
+
+
 def _run(config: DictConfig, arguments: list[str]) -> int:
     # Only now is torch imported: help and wrong settings have been answered without it.
     if config.deterministic:
@@ -54,7 +62,8 @@ def _run(config: DictConfig, arguments: list[str]) -> int:
 
     ranks = join(config)
     try:
-        return Run(config, arguments, ranks, claim_directory(config, arguments, ranks)).execute()
+        directory = claim_directory(config, arguments, ranks)
+        return Run(config, arguments, ranks, directory).execute() if directory else 0
     finally:
         world.stop()
 

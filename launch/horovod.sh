@@ -30,6 +30,7 @@ done
 for setting in "$@"; do
   [[ $setting != -* ]] || fail "$setting: options come before settings"
 done
-command -v horovodrun >/dev/null || fail "horovodrun is not on the PATH; first: make horovod, . .venv/bin/activate"
+command -v horovodrun >/dev/null ||
+  fail "horovodrun is not on the PATH; first: make horovod, . .venv/bin/activate"
 
 exec horovodrun --gloo -np "$ranks" "${hosts[@]}" python -m lab.train comm=horovod "$@"

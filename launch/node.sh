@@ -5,7 +5,8 @@
 #                  [--restarts N] [--wait SECONDS] [--address ADDRESS] [SETTING=VALUE ...]
 #
 #   --rendezvous  where they meet: a port on one of the nodes, which the others must reach
-#   --job         the same on all nodes, and not used by another job at that HOST:PORT
+#   --job         the same on all nodes, and of no other job: one that was used before goes on
+#                 with the run that it was used for
 #   --nodes       how many; MIN:MAX lets the job go on without the nodes that fail
 #   --ranks       per node: one per GPU
 #   --restarts    how often failed ranks are started again (0). They go on from the last
@@ -54,8 +55,10 @@ command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .v
 
 options=(--rdzv-conf "last_call_timeout=$wait")
 if [ -n "$address" ]; then
-  [ "$address" = "${rendezvous%:*}" ] && here=true || here=false
-  options=(--local-addr "$address" --rdzv-conf "last_call_timeout=$wait,is_host=$here")
+  options=(--local-addr "$address" --rdzv-conf "last_call_timeout=$wait")
+  if getent ahosts "${rendezvous%:*}" | awk '{ print $1 }' | grep -Fx "$address" >/dev/null; then
+    options=(--local-addr "$address" --rdzv-conf "last_call_timeout=$wait,is_host=true")
+  fi
 fi
 
 # Ranks that are started again would find what earlier ones left in the store of torchrun itself.

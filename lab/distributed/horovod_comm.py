@@ -62,7 +62,8 @@ class HorovodComm(Comm):
         output.copy_(self._hvd.alltoall(tensor, name=_name("all_to_all", tensor)).view_as(output))
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        self._hvd.broadcast_(tensor, source, name=_name("broadcast", tensor))
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # channels_last it would refuse
+        self._hvd.broadcast_(flat, source, name=_name("broadcast", tensor))
 
 
 def connect(place: Place, device: torch.device, backend: str, limit: timedelta) -> HorovodComm:

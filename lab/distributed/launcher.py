@@ -18,9 +18,10 @@ def is_first_rank() -> bool:
 def launch_id(arguments: list[str]) -> str | None:
     """The same for all starts of a command in one job, and for no other; None without a job.
 
+    A job is what torchrun's --rdzv-id or launch/slurm.sbatch, by LAB_JOB, names so.
     How often it was started cannot be read: torchrun counts only the failures that each node saw.
     """
-    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    job = os.environ.get("LAB_JOB") or os.environ.get("TORCHELASTIC_RUN_ID")
     if job is None or job == "none":  # torchrun's name for a job that was given none
         return None
     return " ".join([job, *arguments])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from lab.distributed.worker import Worker
 
 POLL_S = 0.2
 GRACE_S = 1.0  # what training has to notice the failure of another rank by itself
-STUCK_S = 10.0  # an exchange that lasts longer after a signal will not end by itself
+STUCK_S = 20.0  # an exchange that lasts longer after a signal will not end by itself
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by SIGUSR1
 AGREE_S = 20.0  # what the ranks have to agree on where to stop
 
@@ -66,6 +67,7 @@ class Watch:
         self._lock = threading.Lock()
         self._steps_begun = 0
         self._stopping = False
+        self._stopping_since = math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -168,11 +170,12 @@ class Watch:
             return
         with self._lock:
             self._stopping = True
+            self._stopping_since = time.monotonic()
             self._store.set(f"begun/{self._rank}", str(self._steps_begun))
 
     def _look_for_hang(self) -> None:
         current = self.worker and self.worker.oldest()
-        if current and self._stopping and current[1] > STUCK_S:
+        if current and min(current[1], time.monotonic() - self._stopping_since) > STUCK_S:
             text = f"stopped by {self.stop_signal} while {self._doing()}"
             _publish(self._store, Failure("interrupted", text))
         if not current or current[1] <= self._timeout_s:

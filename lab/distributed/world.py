@@ -33,6 +33,7 @@ class World:
     store: dist.PrefixStore
     comm: Comm
     control: dist.ProcessGroup
+    num_hosts: int
 
     @property
     def rank(self) -> int:
@@ -41,10 +42,6 @@ class World:
     @property
     def size(self) -> int:
         return self.place.size
-
-    @property
-    def num_hosts(self) -> int:
-        return self.size // self.place.local_size
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's `text`, on every rank."""
@@ -98,7 +95,9 @@ def start(
     control = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(control, dist.ProcessGroup)
     store = dist.PrefixStore("lab", place.store)
-    return World(place, where, store, comm, control)
+    hosts = torch.tensor([int(place.local_rank == 0)])
+    dist.all_reduce(hosts, group=control)
+    return World(place, where, store, comm, control, int(hosts))
 
 
 def _find_place() -> Place:
@@ -112,7 +111,24 @@ def _find_place() -> Place:
     store, rank, size = next(iter(dist.rendezvous("env://")))
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
+    store = _of_this_start(store, size, local_size)
     return Place(launcher, rank, size, local_rank, local_size, store)
+
+
+def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:
+    """torchrun's store may live on when ranks are started again, with what earlier ones left.
+
+    Raises:
+        ValueError: it has, and the ranks have no other way to tell which start this is.
+    """
+    if local_size == size:  # one agent, whose count of its restarts all ranks share
+        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    if store.add("started", 1) > size:
+        raise ValueError(
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 for torchrun on several hosts, as in "
+            "launch/node.sh; its store holds what an earlier start left"
+        )
+    return store
 
 
 def stop() -> None:

@@ -59,6 +59,8 @@ class HorovodSync:
             raise ValueError(f"exchange={name}: strategy=horovod has its own, leave exchange=none")
         if not isinstance(comm, HorovodComm):
             raise ValueError("strategy=horovod: runs over comm=horovod alone")
+        if not all(p.is_contiguous() for p in model.parameters()):
+            raise ValueError("channels_last=True: strategy=horovod takes contiguous tensors alone")
         if compression not in WIRE_BYTES:
             allowed = ", ".join(WIRE_BYTES)
             raise ValueError(f"sync.compression={compression}: allowed are {allowed}")

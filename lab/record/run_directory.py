@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +21,8 @@ from lab.measure.clock import PHASES
 from lab.record.files import write_atomically, write_json
 
 SCHEMA = 1
+LOCK = ".lock"
+LOCK_WAIT_S = 10.0  # what a killed run may take to be gone
 
 
 class RunDirectory:
@@ -26,6 +30,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: IO[str] | None = None
 
     @classmethod
     def claim(
@@ -41,7 +46,8 @@ class RunDirectory:
         What is already recorded is never written over: a `cell` that the user named may not hold a
         record, and a `name` made up for him is numbered until it is free. With resume="auto" it is
         the cell, or the last of that name, as long as it is not done. A job that
-        its launcher starts anew, `launch`, goes on in the directory where it was.
+        its launcher starts anew, `launch`, goes on in the directory where it was, and finds it
+        done if it is. Until `release` no other process can claim the same one.
 
         Raises:
             ValueError: the directory cannot be created or written, or is taken.
@@ -51,23 +57,55 @@ class RunDirectory:
             found = earlier
         elif cell:
             found = cls(parent / cell)
-            status = found.status()
-            if status == "done" or (status and resume != "auto"):
-                raise ValueError(
-                    f"cell={cell}: {found.path} already holds a record ({status}); choose another "
-                    "cell" + ("" if status == "done" else ", or resume=auto")
-                )
         elif resume == "auto" and (unfinished := cls._last_unfinished(parent, name)):
             found = unfinished
         else:
             found = cls._new(parent, name)
+        found._lock_out_others()
         try:
-            found.path.mkdir(parents=True, exist_ok=True)
-            (found.path / ".writable").touch()
-            (found.path / ".writable").unlink()
-        except OSError as error:
-            raise ValueError(f"runs_dir: cannot write {found.path}: {error.strerror}") from None
+            if cell and not earlier:
+                found._check_free(resume)
+        except ValueError:
+            found.release()
+            raise
         return found
+
+    def release(self) -> None:
+        """Let another process claim this directory."""
+        if self._lock:
+            self._lock.close()
+
+    def _lock_out_others(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK).open("w")
+        except OSError as error:
+            raise ValueError(f"runs_dir: cannot write {self.path}: {error.strerror}") from None
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self.release()
+                    raise ValueError(f"runs_dir: another run still writes {self.path}") from None
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                return
+
+    def _check_free(self, resume: str | None) -> None:
+        status = self.status()
+        if status == "done" or (status and resume != "auto"):
+            raise ValueError(
+                f"cell={self.path.name}: {self.path} already holds a record ({status}); choose "
+                "another cell" + ("" if status == "done" else ", or resume=auto")
+            )
+        if self.attempts() and resume != "auto":
+            raise ValueError(
+                f"cell={self.path.name}: {self.path} holds a run that was killed; choose another "
+                "cell, or resume=auto"
+            )
 
     @classmethod
     def _new(cls, parent: Path, name: str) -> RunDirectory:
@@ -92,14 +130,15 @@ class RunDirectory:
     @classmethod
     def _started_by(cls, launch: str | None, parent: Path) -> RunDirectory | None:
         # Not by name, which holds the number of ranks: there may be fewer now.
+        if launch is None:
+            return None
         runs = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
-        unfinished = (run for run in runs if run.status() != "done")
-        return next((run for run in unfinished if run.was_started_by(launch)), None)
+        return next((run for run in runs if run.was_started_by(launch)), None)
 
     def was_started_by(self, launch: str | None) -> bool:
         """Whether the last attempt at this run is of the same job."""
         attempts = self.attempts()
-        return bool(launch and attempts and attempts[-1]["launch"] == launch)
+        return bool(launch and attempts and attempts[-1].get("launch") == launch)
 
     def begin_attempt(self, attempt: dict[str, Any]) -> None:
         """Note that the run begins, or goes on after it ended early."""
@@ -112,7 +151,7 @@ class RunDirectory:
         """Every start of this run, the first one first; all but the last have `ended`."""
         try:
             return json.loads((self.path / "attempts.json").read_text())
-        except OSError:
+        except (OSError, ValueError):
             return []
 
     def _how_it_ended(self, attempt: dict[str, Any]) -> str:
@@ -144,7 +183,9 @@ class RunDirectory:
     def discard_if_empty(self) -> None:
         """Leave nothing behind of a run that did not begin."""
         with contextlib.suppress(OSError):
-            self.path.rmdir()
+            if [path.name for path in self.path.iterdir()] == [LOCK]:
+                (self.path / LOCK).unlink()
+                self.path.rmdir()
 
     def write_config(self, yaml: str) -> None:
         """The resolved configuration."""

@@ -64,7 +64,9 @@ def execute(settings: tuple[str, ...]) -> Outcome:
     arguments = ["device=cpu", *settings]
     config = load(arguments)
     world = assemble.join(config)
-    run = Run(config, arguments, world, claim_directory(config, arguments, world))
+    directory = claim_directory(config, arguments, world)
+    assert directory is not None
+    run = Run(config, arguments, world, directory)
     code = run.execute()
     worlds.stop()
     assert run.parts is not None

@@ -153,6 +153,7 @@ def test_ranks_of_torchrun_are_refused() -> None:
         (("strategy=horovod", "overlap=false"), "overlap=False bucket_mb=None: strategy=horovod"),
         (("strategy=horovod", "comm=torch"), "strategy=horovod: runs over comm=horovod alone"),
         (("strategy=horovod", "exchange=onebit"), "exchange=OneBit: strategy=horovod has its own"),
+        (("strategy=horovod", "channels_last=true"), "channels_last=True: strategy=horovod takes"),
         (("strategy=horovod", "sync.compression=zip"), "sync.compression=zip: allowed are none"),
     ],
 )

@@ -237,6 +237,19 @@ def test_kill_during_a_checkpoint_leaves_the_previous_one_usable(
     assert all(not path.name.startswith("step_") for path in unfinished), steps
 
 
+@pytest.mark.timeout(120)
+def test_killed_rank_is_started_again_by_plain_torchrun(
+    command: Callable[..., Finished], environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment["LAB_TEST_KILL"] = "1:30"
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    fault = ("exchange._target_=tests.faults.OneBitKilled", "checkpoint_every=20", "device=cpu")
+    done = command(*torchrun, "-m", "lab.train", *LONG[:-1], "steps=60", *fault, timeout_s=100)
+    assert done.code == 0, done.err[-2000:]
+    (run,) = (tmp_path / "runs/default").iterdir()
+    assert [attempt["first_step"] for attempt in record(run)["attempts"]] == [0, 20]
+
+
 def children_of(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]

@@ -138,6 +138,13 @@ def test_images_install_alike() -> None:
     assert steps == [each for each in horovod if each in steps]
 
 
+def test_images_let_ranks_be_started_again() -> None:
+    """Or else torchrun would hand them the addresses of ranks that are gone."""
+    for dockerfile in (CPU, CUDA):
+        variables = [rest for word, rest in instructions(dockerfile) if word == "ENV"]
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in " ".join(variables)
+
+
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfile(dockerfile: Path) -> None:
     assert run_tool("hadolint", str(dockerfile)) == ""

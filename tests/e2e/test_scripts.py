@@ -77,6 +77,14 @@ def test_settings_reach_the_ranks_as_they_were_written(
     assert "lab.train" in done.out.splitlines()
 
 
+def test_node_that_has_the_rendezvous_hosts_it_however_it_is_spelled(launchers: str) -> None:
+    for address, hosts in (("127.0.0.1", True), ("10.9.9.9", False)):
+        addressed = (*NODE, "--rendezvous", "localhost:1", "--address", address)
+        done = run(*addressed, path=launchers)
+        assert done.code == 0, done.err
+        assert ("is_host=true" in done.out) == hosts
+
+
 @pytest.mark.parametrize("name", ["local.sh", "node.sh", "horovod.sh"])
 def test_help(name: str) -> None:
     done = run(name, "--help", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
