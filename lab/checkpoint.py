@@ -96,13 +96,9 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-    ):  # not only tensors and plain values, or no file of torch
-        step = path.parent
+    except (pickle.UnpicklingError, RuntimeError):  # whatever wrote this, it was not `save`
         raise ValueError(
-            f"resume={step}: corrupt checkpoint: {path.name} holds more than tensors"
+            f"resume={path.parent}: corrupt checkpoint: {path.name} is no file of tensors alone"
         ) from None
 
 

@@ -27,7 +27,7 @@ def horovod() -> ModuleType:
         ValueError: it is not installed.
     """
     try:
-        import horovod.torch as hvd  # type: ignore[import-not-found]
+        import horovod.torch as hvd  # type: ignore[import-not-found]  # make horovod builds it
     except ImportError as error:
         raise ValueError(f"comm=horovod: Horovod is not here ({error}); make horovod") from None
     return hvd

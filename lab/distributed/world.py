@@ -22,10 +22,11 @@ class World:
     """One rank's view of the run.
 
     Attributes:
-        store: key-value store of all ranks; alive as long as the launcher, so that a failing rank
-            can still say why.
+        store: key-value store of all ranks, by which a failing one can still say why. It lives in
+            the launcher, or else in rank 0.
         comm: what exchanges use.
         control: a Gloo group for small messages that no measurement sees.
+        num_hosts: on which the ranks are.
     """
 
     place: Place

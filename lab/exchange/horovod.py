@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,18 +12,17 @@ from lab.distributed.comm import Comm
 from lab.distributed.horovod_comm import HorovodComm, horovod
 from lab.distributed.worker import Worker
 from lab.exchange.exchange import Exchange
-from lab.exchange.none import NoExchange
+from lab.exchange.outside import OutsideSync
 
 WIRE_BYTES = {"none": 4, "fp16": 2}  # of one gradient value
 
 
-class HorovodSync:
+class HorovodSync(OutsideSync):
     """What GradSync is to the trainer, with Horovod doing the work.
 
     DistributedOptimizer all-reduces each gradient from a hook, fused by Horovod's own thread
     (HOROVOD_FUSION_THRESHOLD, HOROVOD_CYCLE_TIME), and waits for all of them in `synchronize`. It
-    wraps an optimizer of its own that never steps: the lab's updates the weights. Its payload is
-    booked as the all-reduce of all gradients, like Comm's.
+    wraps an optimizer of its own that never steps: the lab's updates the weights.
 
     Args:
         accumulate: backward passes per optimizer step.
@@ -32,8 +31,6 @@ class HorovodSync:
     Raises:
         ValueError: settings that Horovod as its users have it cannot follow.
     """
-
-    keeps_replicas_equal = True
 
     def __init__(
         self,
@@ -54,9 +51,6 @@ class HorovodSync:
                 f"overlap={overlap} bucket_mb={bucket_mb}: strategy=horovod always overlaps, and "
                 "fuses by HOROVOD_FUSION_THRESHOLD"
             )
-        if not isinstance(exchange, NoExchange):
-            name = type(exchange).__name__
-            raise ValueError(f"exchange={name}: strategy=horovod has its own, leave exchange=none")
         if not isinstance(comm, HorovodComm):
             raise ValueError("strategy=horovod: runs over comm=horovod alone")
         if not all(p.is_contiguous() for p in model.parameters()):
@@ -64,12 +58,10 @@ class HorovodSync:
         if compression not in WIRE_BYTES:
             allowed = ", ".join(WIRE_BYTES)
             raise ValueError(f"sync.compression={compression}: allowed are {allowed}")
-        self.module = module
-        self.exchange = exchange
-        self.comm = comm
+        num_values = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        wire_bytes = WIRE_BYTES[compression] * num_values
+        super().__init__("horovod", module, exchange, comm, wire_bytes)
         self._worker = worker
-        self.step = 0
-        self.loss_scale = 1.0
         hvd = horovod()
         self._optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.0),
@@ -77,13 +69,6 @@ class HorovodSync:
             compression=getattr(hvd.Compression, compression),
             backward_passes_per_step=accumulate,
         )
-        num_values = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self._wire_bytes = WIRE_BYTES[compression] * num_values
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Forward and backward of one micro-batch. Horovod counts them by itself."""
@@ -93,11 +78,4 @@ class HorovodSync:
         """Wait for Horovod, where the watch can see it wait."""
         self._worker.submit("gradients, HorovodSync", self._optimizer.synchronize)
         self._worker.wait()
-        if self.loss_scale != 1.0:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_div_(gradients, self.loss_scale)
-        steps, size = 2 * (self.comm.size - 1), self.comm.size
-        self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
-        self.comm.traffic.num_messages += steps
-        self.step += 1
-        return True
+        return super().finish()

@@ -126,7 +126,7 @@ def test_cpu_image_installs_and_trains_without_the_checkout(tmp_path: Path) -> N
     assert Path(package).is_relative_to(tmp_path / "venv")
     assert "strategy=" in image.start()
     image.start(*TRAIN)
-    assert image.workdir == tmp_path / "work"
+    assert image.workdir == tmp_path / "workspace"
     written = record(image.workdir / "runs/default/image")
     assert (written["status"], written["num_steps"]) == ("done", 3)
 

@@ -127,9 +127,9 @@ def test_pod_fits_its_image_and_its_claim() -> None:
     assert wait and spec["terminationGracePeriodSeconds"] > int(wait[1])
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-    claim = volumes[mounts["/work/runs"]]["persistentVolumeClaim"]["claimName"]
+    claim = volumes[mounts["/workspace/runs"]]["persistentVolumeClaim"]["claimName"]
     assert claim == read("runs.yaml")["metadata"]["name"]
-    assert "VOLUME /work/runs\n" in dockerfile
+    assert "VOLUME /workspace/runs\n" in dockerfile
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
