@@ -1,15 +1,14 @@
-"""One bit per value and two reconstruction values per row.
+"""One bit per value and two reconstruction values per row: the codec of 1-bit SGD.
 
-The quantiser of 1-bit SGD (Seide et al., Interspeech 2014, section 3) as CNTK implements it
-(ColumnQuantizer.h). A row here is what CNTK calls a column: the values that share a pair of
-reconstruction values.
+Defined in lab.codec.reference. What is compiled here does the same at the memory's speed: one pass
+that reads gradient and residual and leaves the new residual and the bits.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from lab.codec import native, reference
 
 THRESHOLDS = ("zero", "mean")
 SCALE_BYTES = 8  # two float32 reconstruction values for each row
@@ -20,59 +19,26 @@ def bit_bytes(columns: int) -> int:
     return (columns + 7) // 8
 
 
-def encode(values: Tensor, threshold: str) -> tuple[Tensor, Tensor]:
-    """Quantise every row of `values` to its bits and two reconstruction values.
+def encode(
+    gradient: Tensor, residual: Tensor | None, threshold: str, scales: Tensor, bits: Tensor
+) -> None:
+    """Quantise every row of gradient + residual, and keep what that loses as the new residual.
 
     `threshold="zero"` splits at 0 and reconstructs each side by its mean; `"mean"` splits at the
     row's mean m and reconstructs m - d and m + d, with d the mean absolute deviation. A row that
     holds a value that is not finite gets a scale that is not finite.
 
     Args:
-        values: float32 [rows, columns].
+        gradient: float32 [rows, columns].
+        residual: float32 [rows, columns], replaced. None: nothing is carried over.
         threshold: one of THRESHOLDS.
-
-    Returns:
-        scales: float32 [rows, 2], what bit 0 and bit 1 stand for.
-        bits: uint8 [rows, bit_bytes(columns)], least significant bit first.
+        scales: float32 [rows, 2], receives what bit 0 and bit 1 stand for.
+        bits: uint8 [rows, bit_bytes(columns)], receives the bits, least significant first.
     """
-    if threshold == "zero":
-        upper_side = values >= 0
-        scales = _side_means(values, upper_side)
-    else:
-        mean = values.mean(dim=1, keepdim=True)
-        upper_side = values >= mean
-        deviation = (values - mean).abs_().mean(dim=1, keepdim=True)
-        scales = torch.cat([mean - deviation, mean + deviation], dim=1)
-    return scales, _pack(upper_side)
+    kernel = native.kernels(gradient, residual, scales, bits)
+    (kernel or reference).encode(gradient, residual, threshold, scales, bits)
 
 
-def decode(scales: Tensor, bits: Tensor, columns: int) -> Tensor:
-    """The values that `encode` stands for: float32 [rows, columns]."""
-    # lerp by exactly 0 or 1 gives exactly one or the other, in one vectorised pass.
-    return torch.lerp(scales[:, 0:1], scales[:, 1:2], _unpack(bits, columns))
-
-
-def _side_means(values: Tensor, upper_side: Tensor) -> Tensor:
-    num_upper = upper_side.view(torch.uint8).sum(dim=1, dtype=torch.int32)
-    num_lower = values.shape[1] - num_upper
-    # An empty side has the sum 0: dividing it by 1 makes its mean 0.
-    lower = values.clamp(max=0).sum(dim=1) / num_lower.clamp(min=1)
-    upper = values.clamp(min=0).sum(dim=1) / num_upper.clamp(min=1)
-    return torch.stack([lower, upper], dim=1)
-
-
-def _pack(flags: Tensor) -> Tensor:
-    rows, columns = flags.shape
-    padded = F.pad(flags.view(torch.uint8), (0, -columns % 8)).view(rows, bit_bytes(columns), 8)
-    packed = padded[:, :, 0].clone()
-    for bit in range(1, 8):
-        packed |= padded[:, :, bit] << bit
-    return packed
-
-
-def _unpack(bits: Tensor, columns: int) -> Tensor:
-    """0.0 or 1.0 for each bit: float32 [rows, columns]."""
-    shifts = torch.arange(8, device=bits.device)
-    bits_of_byte = (torch.arange(256, device=bits.device).unsqueeze(1) >> shifts & 1).float()
-    flags = bits_of_byte.index_select(0, bits.flatten().int())
-    return flags.view(len(bits), 8 * bits.shape[1])[:, :columns]
+def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None:
+    """Put into `out`, float32 [rows, columns], what scales and bits stand for, or add it there."""
+    (native.kernels(scales, bits, out) or reference).decode(scales, bits, out, add)

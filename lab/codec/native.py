@@ -1,0 +1,101 @@
+"""onebit.cpp, built at first use for this processor and kept in the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("onebit.cpp")
+OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+# What torch says of the processor, ATEN_CPU_CAPABILITY heeded: what the compiler may use.
+LEVELS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
+
+
+class Kernels:
+    """The functions of one build; see lab.codec.onebit for what they do."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._encode, self._decode = library.onebit_encode, library.onebit_decode
+        self._encode.argtypes = [address] * 4 + [number] * 4
+        self._decode.argtypes = [address] * 3 + [number] * 4
+        self._encode.restype = self._decode.restype = None
+
+    def encode(
+        self,
+        gradient: Tensor,
+        residual: Tensor | None,
+        threshold: str,
+        scales: Tensor,
+        bits: Tensor,
+    ) -> None:
+        self._encode(
+            gradient.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            scales.data_ptr(),
+            bits.data_ptr(),
+            *gradient.shape,
+            threshold == "mean",
+            torch.get_num_threads(),
+        )
+
+    def decode(self, scales: Tensor, bits: Tensor, out: Tensor, add: bool) -> None:
+        self._decode(
+            scales.data_ptr(),
+            bits.data_ptr(),
+            out.data_ptr(),
+            *out.shape,
+            add,
+            torch.get_num_threads(),
+        )
+
+
+def kernels(*tensors: Tensor | None) -> Kernels | None:
+    """What can work on `tensors`: contiguous ones on the CPU, if there is a compiler."""
+    for tensor in tensors:
+        if tensor is not None and not (tensor.device.type == "cpu" and tensor.is_contiguous()):
+            return None
+    return build(torch.backends.cpu.get_cpu_capability())
+
+
+@functools.cache
+def build(level: str) -> Kernels | None:
+    """The kernels for processors of `level`; None, and a warning, where they cannot be built."""
+    options = (*OPTIONS, *LEVELS.get(level, ()))
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
+    try:
+        return Kernels(ctypes.CDLL(str(_built(compiler, options))))
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            f"1-bit codec: no C++ compiler that works ({said.strip().splitlines()[0]}); plain torch "
+            "is used, which is many times slower",
+            stacklevel=1,
+        )
+        return None
+
+
+def _built(compiler: list[str], options: tuple[str, ...]) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaling-lab"
+    recipe = repr((compiler, options)).encode() + SOURCE.read_bytes()
+    library = cache / f"onebit-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        # Ranks that start together each build it, and the last one's stays: all are the same.
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            fresh = Path(folder) / library.name
+            line = [*compiler, *options, str(SOURCE), "-o", str(fresh)]
+            subprocess.run(line, check=True, capture_output=True, text=True)
+            fresh.replace(library)
+    return library

@@ -1,0 +1,254 @@
+// One bit per value and two reconstruction values per row, fused with the residual.
+//
+// The twin of lab/codec/reference.py, which defines the result; lab/codec/native.py builds it for
+// what the processor can do. A row is read from memory once: later passes over it find it in the
+// cache. Sums are double, so that they do not depend on how wide the registers are.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+
+struct Lanes {
+  static constexpr int64_t width = 16;
+  __m512 v;
+  static Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Lanes all(float x) { return {_mm512_set1_ps(x)}; }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
+  Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
+  Lanes magnitude() const { return {_mm512_abs_ps(v)}; }
+  uint32_t at_least(Lanes o) const { return _mm512_cmp_ps_mask(v, o.v, _CMP_GE_OQ); }
+  static Lanes choose(uint32_t bits, Lanes zero, Lanes one) {
+    return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), zero.v, one.v)};
+  }
+};
+
+struct Sum {
+  __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+  void add(Lanes x) {
+    low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)));
+    high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1)));
+  }
+  double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(low, high)); }
+};
+
+#elif defined(__AVX2__)
+#include <immintrin.h>
+
+struct Lanes {
+  static constexpr int64_t width = 8;
+  __m256 v;
+  static Lanes load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Lanes all(float x) { return {_mm256_set1_ps(x)}; }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  Lanes operator+(Lanes o) const { return {_mm256_add_ps(v, o.v)}; }
+  Lanes operator-(Lanes o) const { return {_mm256_sub_ps(v, o.v)}; }
+  Lanes magnitude() const { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)}; }
+  uint32_t at_least(Lanes o) const {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, o.v, _CMP_GE_OQ)));
+  }
+  static Lanes choose(uint32_t bits, Lanes zero, Lanes one) {
+    const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), place);
+    return {_mm256_blendv_ps(zero.v, one.v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, place)))};
+  }
+};
+
+struct Sum {
+  __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+  void add(Lanes x) {
+    low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(x.v)));
+    high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(x.v, 1)));
+  }
+  double total() const {
+    double parts[4];
+    _mm256_storeu_pd(parts, _mm256_add_pd(low, high));
+    return parts[0] + parts[1] + parts[2] + parts[3];
+  }
+};
+
+#else  // plain loops, which a compiler may vectorise
+
+struct Lanes {
+  static constexpr int64_t width = 8;
+  float v[8];
+  template <class F>
+  static Lanes make(F f) {
+    Lanes out;
+    for (int i = 0; i < 8; ++i) out.v[i] = f(i);
+    return out;
+  }
+  static Lanes load(const float* p) { return make([=](int i) { return p[i]; }); }
+  static Lanes all(float x) { return make([=](int) { return x; }); }
+  void store(float* p) const { std::memcpy(p, v, sizeof v); }
+  Lanes operator+(const Lanes& o) const { return make([&](int i) { return v[i] + o.v[i]; }); }
+  Lanes operator-(const Lanes& o) const { return make([&](int i) { return v[i] - o.v[i]; }); }
+  Lanes magnitude() const { return make([&](int i) { return std::fabs(v[i]); }); }
+  uint32_t at_least(const Lanes& o) const {
+    uint32_t bits = 0;
+    for (int i = 0; i < 8; ++i) bits |= static_cast<uint32_t>(v[i] >= o.v[i]) << i;
+    return bits;
+  }
+  static Lanes choose(uint32_t bits, const Lanes& zero, const Lanes& one) {
+    return make([&](int i) { return bits >> i & 1 ? one.v[i] : zero.v[i]; });
+  }
+};
+
+struct Sum {
+  double parts[8] = {};
+  void add(const Lanes& x) {
+    for (int i = 0; i < 8; ++i) parts[i] += x.v[i];
+  }
+  double total() const {
+    double sum = 0;
+    for (double part : parts) sum += part;
+    return sum;
+  }
+};
+
+#endif
+
+namespace {
+
+constexpr int64_t W = Lanes::width;
+constexpr int64_t VALUES_PER_THREAD = 1 << 17;  // below this a thread costs more than it saves
+
+// Calls f(first, count) for groups of W values, and for what remains.
+template <class F>
+inline void groups(int64_t columns, F f) {
+  int64_t i = 0;
+  for (; i + W <= columns; i += W) f(i, W);
+  if (i < columns) f(i, columns - i);
+}
+
+// The first `count` values, and zeros after them.
+inline Lanes load(const float* p, int64_t count) {
+  if (count == W) return Lanes::load(p);
+  float padded[W] = {};
+  std::memcpy(padded, p, count * sizeof(float));
+  return Lanes::load(padded);
+}
+
+inline void store(Lanes x, float* p, int64_t count) {
+  if (count == W) return x.store(p);
+  float padded[W];
+  x.store(padded);
+  std::memcpy(p, padded, count * sizeof(float));
+}
+
+inline uint32_t first(int64_t count) { return (1u << count) - 1; }
+
+inline void put(uint32_t mask, uint8_t* bits, int64_t i, int64_t count) {
+  for (int64_t byte = 0; byte < (count + 7) / 8; ++byte)
+    bits[i / 8 + byte] = static_cast<uint8_t>(mask >> 8 * byte);
+}
+
+inline uint32_t get(const uint8_t* bits, int64_t i, int64_t count) {
+  uint32_t mask = 0;
+  for (int64_t byte = 0; byte < (count + 7) / 8; ++byte)
+    mask |= static_cast<uint32_t>(bits[i / 8 + byte]) << 8 * byte;
+  return mask;
+}
+
+struct Row {
+  const float* gradient;
+  float* residual;  // or null
+  int64_t columns;
+
+  Lanes value(int64_t i, int64_t count) const {
+    const Lanes g = load(gradient + i, count);
+    return residual ? g + load(residual + i, count) : g;
+  }
+};
+
+inline void means_of_sides(const Row& row, float* scales, uint8_t* bits) {
+  const Lanes zero = Lanes::all(0);
+  Sum lower, upper;
+  int64_t num_upper = 0;
+  groups(row.columns, [&](int64_t i, int64_t count) {
+    const Lanes v = row.value(i, count);
+    const uint32_t mask = v.at_least(zero) & first(count);
+    put(mask, bits, i, count);
+    num_upper += __builtin_popcount(mask);
+    lower.add(Lanes::choose(mask, v, zero));
+    upper.add(Lanes::choose(mask, zero, v));
+  });
+  // An empty side has the sum 0: dividing it by 1 makes its mean 0.
+  scales[0] = static_cast<float>(lower.total() / std::max<int64_t>(row.columns - num_upper, 1));
+  scales[1] = static_cast<float>(upper.total() / std::max<int64_t>(num_upper, 1));
+}
+
+inline void mean_and_deviation(const Row& row, float* scales, uint8_t* bits) {
+  const Lanes zero = Lanes::all(0);
+  Sum sum, distance;
+  groups(row.columns, [&](int64_t i, int64_t count) { sum.add(row.value(i, count)); });
+  const float mean = static_cast<float>(sum.total() / row.columns);
+  const Lanes middle = Lanes::all(mean);
+  groups(row.columns, [&](int64_t i, int64_t count) {
+    const Lanes v = row.value(i, count);
+    put(v.at_least(middle) & first(count), bits, i, count);
+    distance.add(Lanes::choose(first(count), zero, (v - middle).magnitude()));
+  });
+  const float deviation = static_cast<float>(distance.total() / row.columns);
+  scales[0] = mean - deviation;
+  scales[1] = mean + deviation;
+}
+
+inline void keep_loss(const Row& row, const float* scales, const uint8_t* bits) {
+  const Lanes zero = Lanes::all(scales[0]), one = Lanes::all(scales[1]);
+  groups(row.columns, [&](int64_t i, int64_t count) {
+    const Lanes lost = row.value(i, count) - Lanes::choose(get(bits, i, count), zero, one);
+    store(lost, row.residual + i, count);
+  });
+}
+
+// Calls f(row) for all rows, on up to `threads` threads.
+template <class F>
+void each_row(int64_t rows, int64_t columns, int64_t threads, F f) {
+  threads = std::clamp<int64_t>(rows * columns / VALUES_PER_THREAD, 1, std::min(threads, rows));
+  const auto share = [=](int64_t part) {
+    for (int64_t row = rows * part / threads; row < rows * (part + 1) / threads; ++row) f(row);
+  };
+  std::vector<std::thread> others;
+  for (int64_t part = 1; part < threads; ++part) others.emplace_back(share, part);
+  share(0);
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace
+
+extern "C" {
+
+// gradient, residual: [rows, columns]; scales: [rows, 2]; bits: [rows, (columns + 7) / 8].
+// The residual, unless null, is added to the gradient and replaced by what the bits lose.
+void onebit_encode(const float* gradient, float* residual, float* scales, uint8_t* bits,
+                   int64_t rows, int64_t columns, int64_t split_at_mean, int64_t threads) {
+  each_row(rows, columns, threads, [=](int64_t r) {
+    const Row row{gradient + r * columns, residual ? residual + r * columns : nullptr, columns};
+    float* own_scales = scales + 2 * r;
+    uint8_t* own_bits = bits + r * ((columns + 7) / 8);
+    (split_at_mean ? mean_and_deviation : means_of_sides)(row, own_scales, own_bits);
+    if (residual) keep_loss(row, own_scales, own_bits);
+  });
+}
+
+// out: [rows, columns], replaced or added to.
+void onebit_decode(const float* scales, const uint8_t* bits, float* out, int64_t rows,
+                   int64_t columns, int64_t add, int64_t threads) {
+  each_row(rows, columns, threads, [=](int64_t r) {
+    const Lanes zero = Lanes::all(scales[2 * r]), one = Lanes::all(scales[2 * r + 1]);
+    const uint8_t* own_bits = bits + r * ((columns + 7) / 8);
+    float* own_out = out + r * columns;
+    groups(columns, [=](int64_t i, int64_t count) {
+      const Lanes value = Lanes::choose(get(own_bits, i, count), zero, one);
+      store(add ? load(own_out + i, count) + value : value, own_out + i, count);
+    });
+  });
+}
+}
