@@ -31,7 +31,7 @@ lint: $(VENV)/.dev
 horovod: $(VENV)/.horovod
 
 gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/gpu -v > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
+	$(BIN)/python -m pytest tests/gpu tests/unit/test_codec.py -v > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -61,17 +61,14 @@ class Kernels:
         )
 
 
-def kernels(*tensors: Tensor | None) -> Kernels | None:
-    """What can work on `tensors`: contiguous ones on the CPU, if there is a compiler."""
-    for tensor in tensors:
-        if tensor is not None and not (tensor.device.type == "cpu" and tensor.is_contiguous()):
-            return None
-    return build(torch.backends.cpu.get_cpu_capability())
-
-
 @functools.cache
 def build(level: str) -> Kernels | None:
-    """The kernels for processors of `level`; None, and a warning, where they cannot be built."""
+    """The kernels for processors of `level`; None, and a warning, where they cannot be built.
+
+    Args:
+        level: as torch.backends.cpu.get_cpu_capability names it. One that is not in LEVELS gets
+            what every processor can run.
+    """
     options = (*OPTIONS, *LEVELS.get(level, ()))
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
     try:
@@ -79,8 +76,8 @@ def build(level: str) -> Kernels | None:
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"1-bit codec: no C++ compiler that works ({said.strip().splitlines()[0]}); plain torch "
-            "is used, which is many times slower",
+            f"1-bit codec: no C++ compiler that works ({said.strip().splitlines()[0]}); "
+            "plain torch is used, which is many times slower",
             stacklevel=1,
         )
         return None

@@ -73,42 +73,47 @@ struct Sum {
   }
 };
 
-#else  // plain loops, which a compiler may vectorise
+#else  // pairs of the compiler's own 16-byte vectors, which every processor has
 
 struct Lanes {
   static constexpr int64_t width = 8;
-  float v[8];
-  template <class F>
-  static Lanes make(F f) {
+  typedef float Floats __attribute__((vector_size(16)));
+  typedef int32_t Ints __attribute__((vector_size(16)));
+  static constexpr Ints places[2] = {{1, 2, 4, 8}, {16, 32, 64, 128}};
+  Floats low, high;
+  static Lanes load(const float* p) {
     Lanes out;
-    for (int i = 0; i < 8; ++i) out.v[i] = f(i);
+    std::memcpy(&out, p, sizeof out);
     return out;
   }
-  static Lanes load(const float* p) { return make([=](int i) { return p[i]; }); }
-  static Lanes all(float x) { return make([=](int) { return x; }); }
-  void store(float* p) const { std::memcpy(p, v, sizeof v); }
-  Lanes operator+(const Lanes& o) const { return make([&](int i) { return v[i] + o.v[i]; }); }
-  Lanes operator-(const Lanes& o) const { return make([&](int i) { return v[i] - o.v[i]; }); }
-  Lanes magnitude() const { return make([&](int i) { return std::fabs(v[i]); }); }
-  uint32_t at_least(const Lanes& o) const {
-    uint32_t bits = 0;
-    for (int i = 0; i < 8; ++i) bits |= static_cast<uint32_t>(v[i] >= o.v[i]) << i;
-    return bits;
+  static Lanes all(float x) { return {Floats{} + x, Floats{} + x}; }
+  void store(float* p) const { std::memcpy(p, this, sizeof *this); }
+  Lanes operator+(Lanes o) const { return {low + o.low, high + o.high}; }
+  Lanes operator-(Lanes o) const { return {low - o.low, high - o.high}; }
+  Lanes magnitude() const { return {low < 0 ? -low : low, high < 0 ? -high : high}; }
+  uint32_t at_least(Lanes o) const {
+    const Ints set = ((low >= o.low) & places[0]) | ((high >= o.high) & places[1]);
+    return static_cast<uint32_t>(set[0] | set[1] | set[2] | set[3]);
   }
-  static Lanes choose(uint32_t bits, const Lanes& zero, const Lanes& one) {
-    return make([&](int i) { return bits >> i & 1 ? one.v[i] : zero.v[i]; });
+  static Lanes choose(uint32_t bits, Lanes zero, Lanes one) {
+    const Ints all = Ints{} + static_cast<int32_t>(bits);
+    return {(all & places[0]) == places[0] ? one.low : zero.low,
+            (all & places[1]) == places[1] ? one.high : zero.high};
   }
 };
 
 struct Sum {
-  double parts[8] = {};
-  void add(const Lanes& x) {
-    for (int i = 0; i < 8; ++i) parts[i] += x.v[i];
+  typedef double Doubles __attribute__((vector_size(16)));
+  Doubles parts[4] = {};
+  void add(Lanes x) {
+    parts[0] += Doubles{x.low[0], x.low[1]};
+    parts[1] += Doubles{x.low[2], x.low[3]};
+    parts[2] += Doubles{x.high[0], x.high[1]};
+    parts[3] += Doubles{x.high[2], x.high[3]};
   }
   double total() const {
-    double sum = 0;
-    for (double part : parts) sum += part;
-    return sum;
+    const Doubles sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    return sum[0] + sum[1];
   }
 };
 
@@ -211,7 +216,8 @@ inline void keep_loss(const Row& row, const float* scales, const uint8_t* bits) 
 // Calls f(row) for all rows, on up to `threads` threads.
 template <class F>
 void each_row(int64_t rows, int64_t columns, int64_t threads, F f) {
-  threads = std::clamp<int64_t>(rows * columns / VALUES_PER_THREAD, 1, std::min(threads, rows));
+  threads = std::min({threads, rows, rows * columns / VALUES_PER_THREAD});
+  threads = std::max<int64_t>(threads, 1);
   const auto share = [=](int64_t part) {
     for (int64_t row = rows * part / threads; row < rows * (part + 1) / threads; ++row) f(row);
   };

@@ -1,11 +1,18 @@
 """One bit per value and two reconstruction values per row: the codec of 1-bit SGD.
 
-Defined in lab.codec.reference. What is compiled here does the same at the memory's speed: one pass
-that reads gradient and residual and leaves the new residual and the bits.
+Defined in lab.codec.reference. Its twins, in C++ for CPUs (native.py) and Triton for GPUs (gpu.py),
+do the same at the memory's speed: what they read is gradient and residual, what they write is the
+new residual and the bits, and nothing of the gradient's size lies in between.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
 from lab.codec import native, reference
@@ -35,10 +42,30 @@ def encode(
         scales: float32 [rows, 2], receives what bit 0 and bit 1 stand for.
         bits: uint8 [rows, bit_bytes(columns)], receives the bits, least significant first.
     """
-    kernel = native.kernels(gradient, residual, scales, bits)
-    (kernel or reference).encode(gradient, residual, threshold, scales, bits)
+    twin = _twin(gradient, gradient if residual is None else residual, scales, bits)
+    twin.encode(gradient, residual, threshold, scales, bits)
 
 
 def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None:
     """Put into `out`, float32 [rows, columns], what scales and bits stand for, or add it there."""
-    (native.kernels(scales, bits, out) or reference).decode(scales, bits, out, add)
+    _twin(scales, bits, out).decode(scales, bits, out, add)
+
+
+def _twin(*tensors: Tensor) -> native.Kernels | ModuleType:
+    """The fastest of the three that can work on `tensors`."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return reference
+    if tensors[0].device.type == "cpu":
+        return native.build(torch.backends.cpu.get_cpu_capability()) or reference
+    return _triton_twin() or reference
+
+
+@functools.cache
+def _triton_twin() -> ModuleType | None:
+    try:
+        return importlib.import_module("lab.codec.gpu")  # Triton comes with torch for CUDA alone
+    except ImportError:
+        warnings.warn(
+            "1-bit codec: no triton; plain torch is used, which is many times slower", stacklevel=1
+        )
+        return None

@@ -40,32 +40,26 @@ def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _values(scales: Tensor, bits: Tensor, columns: int) -> Tensor:
-    # lerp by exactly 0 or 1 gives exactly one or the other, in one vectorised pass.
-    return torch.lerp(scales[:, 0:1], scales[:, 1:2], _unpack(bits, columns))
+    return torch.where(_unpack(bits, columns), scales[:, 1:2], scales[:, 0:1])
 
 
 def _side_means(values: Tensor, upper_side: Tensor, out: Tensor) -> None:
-    num_upper = upper_side.view(torch.uint8).sum(dim=1, dtype=torch.int64)
-    num_lower = values.shape[1] - num_upper
-    for side, (part, count) in enumerate(
-        ((values.clamp(max=0), num_lower), (values.clamp(min=0), num_upper))
-    ):
+    for column, side in enumerate((~upper_side, upper_side)):
+        total = torch.where(side, values, 0).sum(dim=1, dtype=torch.float64)
         # An empty side has the sum 0: dividing it by 1 makes its mean 0.
-        out[:, side] = part.sum(dim=1, dtype=torch.float64) / count.clamp(min=1)
+        out[:, column] = total / side.sum(dim=1).clamp(min=1)
 
 
 def _pack(flags: Tensor) -> Tensor:
-    rows, columns = flags.shape
-    padded = F.pad(flags.view(torch.uint8), (0, -columns % 8)).view(rows, (columns + 7) // 8, 8)
-    packed = padded[:, :, 0].clone()
-    for bit in range(1, 8):
-        packed |= padded[:, :, bit] << bit
-    return packed
+    columns = flags.shape[1]
+    bytes_of_flags = F.pad(flags.view(torch.uint8), (0, -columns % 8)).unflatten(1, (-1, 8))
+    return (bytes_of_flags << _shifts(flags)).sum(dim=2, dtype=torch.uint8)
 
 
 def _unpack(bits: Tensor, columns: int) -> Tensor:
-    """0.0 or 1.0 for each bit: float32 [rows, columns]."""
-    shifts = torch.arange(8, device=bits.device)
-    bits_of_byte = (torch.arange(256, device=bits.device).unsqueeze(1) >> shifts & 1).float()
-    flags = bits_of_byte.index_select(0, bits.flatten().int())
-    return flags.view(len(bits), 8 * bits.shape[1])[:, :columns]
+    """Bool [rows, columns]."""
+    return (bits.unsqueeze(2) >> _shifts(bits) & 1).bool().flatten(1)[:, :columns]
+
+
+def _shifts(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -14,7 +14,7 @@ class Exchange(ABC):
 
     `average` is plain synchronous code. It may run inside backward, on a side stream or a worker
     thread: where it runs is not its concern. A gradient that is not finite must reach every rank
-    as one that is not finite, and must leave this object's state as it was.
+    as one that is not finite. What it does to this object's state is the trainer's to undo.
     """
 
     exact = True  # delivers the mean to rounding, which the tests then hold it to

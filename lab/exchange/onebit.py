@@ -27,7 +27,8 @@ class OneBit(Exchange):
 
     So delivered sums + residuals = true sums at any time, and a rank sends n/4*(N-1)/N bytes, plus
     8 bytes of scales for each row. A non-finite gradient makes scales non-finite; they travel to
-    all ranks, which then keep both residuals as they were and mark the bucket.
+    all ranks, which mark the bucket. Beside the residuals (n values, and n/N for the stripe) a rank
+    needs memory for four messages of n/8 bytes: sums are taken in the bucket itself.
 
     Args:
         threshold: "zero" or "mean", see lab.codec.onebit.
@@ -120,52 +121,55 @@ class OneBit(Exchange):
         comm.all_to_all(received.bytes, outgoing.bytes)
 
         reply = Message(matrices, size, 1, flat.device)
-        sums = [
-            self._encode_sum(index, matrix, received, reply, comm)
-            for index, matrix in enumerate(matrices)
-        ]
+        for index, matrix in enumerate(matrices):
+            self._encode_sum(index, matrix, flat, received, reply, comm)
         answer = Message(matrices, size, size, flat.device)
         comm.all_gather(answer.bytes, reply.bytes)
 
         assert bucket.finite is not None
         bucket.finite = bucket.finite & answer.scales().isfinite().all()
+        answer.scales().div_(size)
         for index, matrix in enumerate(matrices):
-            if self.error_feedback:
-                lost = matrix.of(flat) - outgoing.read_all(index, matrix)
-                self._keep(self.residual, matrix.name, lost, bucket.finite)
-                lost = sums[index] - reply.read(index, 0, len(sums[index]))
-                self._keep(self.stripe_residual, matrix.name, lost, bucket.finite)
-            torch.div(answer.read_all(index, matrix), size, out=matrix.of(flat))
+            values = matrix.of(flat)
+            for rank in range(size):
+                rows = matrix.stripe(rank, size)
+                onebit.decode(*answer.parts(index, rank, height(rows)), values[rows])
 
     def _encode_gradient(self, index: int, matrix: Matrix, flat: Tensor, outgoing: Message) -> None:
-        values = matrix.of(flat)
-        if matrix.name in self.residual:
-            values += self.residual[matrix.name]
-        scales, bits = onebit.encode(values, self.threshold)
-        for rank in range(len(outgoing.bytes)):
-            rows = matrix.stripe(rank, len(outgoing.bytes))
-            outgoing.write(index, rank, scales[rows], bits[rows])
+        values, size = matrix.of(flat), len(outgoing.bytes)
+        residual = self._kept(self.residual, matrix.name, values)
+        for rank in range(size):
+            rows = matrix.stripe(rank, size)
+            onebit.encode(
+                values[rows],
+                None if residual is None else residual[rows],
+                self.threshold,
+                *outgoing.parts(index, rank, height(rows)),
+            )
 
     def _encode_sum(
-        self, index: int, matrix: Matrix, received: Message, reply: Message, comm: Comm
-    ) -> Tensor:
+        self,
+        index: int,
+        matrix: Matrix,
+        flat: Tensor,
+        received: Message,
+        reply: Message,
+        comm: Comm,
+    ) -> None:
         rows = matrix.stripe(comm.rank, comm.size)
-        height = rows.stop - rows.start
-        total = torch.zeros(height, matrix.columns, device=received.bytes.device)
+        # The gradient has been encoded: its place is free for the sum.
+        total = matrix.of(flat)[rows]
         for rank in range(comm.size):
-            total += received.read(index, rank, height)
-        if matrix.name in self.stripe_residual:
-            total += self.stripe_residual[matrix.name]
-        reply.write(index, 0, *onebit.encode(total, self.threshold))
-        return total
+            onebit.decode(*received.parts(index, rank, height(rows)), total, add=rank > 0)
+        residual = self._kept(self.stripe_residual, matrix.name, total)
+        onebit.encode(total, residual, self.threshold, *reply.parts(index, 0, height(rows)))
 
-    @staticmethod
-    def _keep(residuals: dict[str, Tensor], name: str, lost: Tensor, finite: Tensor) -> None:
-        # In place: on a GPU this runs on a side stream, and memory that was allocated on the main
-        # one must not go back to it before the side stream has read it. And torch.where, because
-        # a branch would make the host wait for the GPU.
-        old = residuals.setdefault(name, torch.zeros_like(lost))
-        old.copy_(torch.where(finite, lost, old))
+    def _kept(self, residuals: dict[str, Tensor], name: str, like: Tensor) -> Tensor | None:
+        if not self.error_feedback:
+            return None
+        if name not in residuals:
+            residuals[name] = torch.zeros_like(like)
+        return residuals[name]
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual), "stripe_residual": dict(self.stripe_residual)}
@@ -187,6 +191,10 @@ class OneBit(Exchange):
             new = Matrix(name, 0, *rows.shape)
             stripe_residual[name] = rows[new.stripe(rank, size)].clone()
         return {"residual": residual, "stripe_residual": stripe_residual}
+
+
+def height(rows: slice) -> int:
+    return rows.stop - rows.start
 
 
 def _gaps(matrices: list[Matrix], num_values: int) -> list[slice]:

@@ -64,22 +64,12 @@ class Message:
         words = self.bytes.view(torch.float32)[:, : self.scale_bytes // 4]
         return words.unflatten(1, (-1, 2))
 
-    def write(self, index: int, line: int, scales: Tensor, bits: Tensor) -> None:
-        """Put the rows of matrix `index` that belong to `line` into it."""
-        self._scales[index][line, : len(scales)] = scales
-        self._bits[index][line, : bits.numel()] = bits.flatten()
+    def parts(self, index: int, line: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Scales and bits of the first `rows` rows of matrix `index` in `line`, to fill or read.
 
-    def read(self, index: int, line: int, rows: int) -> Tensor:
-        """Decode the first `rows` rows of matrix `index` in `line`: float32 [rows, columns]."""
-        columns = self.columns[index]
-        width = onebit.bit_bytes(columns)
+        Returns:
+            float32 [rows, 2] and uint8 [rows, bit_bytes], sharing memory with `bytes`.
+        """
+        width = onebit.bit_bytes(self.columns[index])
         bits = self._bits[index][line, : rows * width].view(rows, width)
-        return onebit.decode(self._scales[index][line, :rows], bits, columns)
-
-    def read_all(self, index: int, matrix: Matrix) -> Tensor:
-        """Decode all rows of `matrix`, line r holding the stripe of rank r."""
-        size = len(self.bytes)
-        stripes = [matrix.stripe(rank, size) for rank in range(size)]
-        return torch.cat(
-            [self.read(index, rank, rows.stop - rows.start) for rank, rows in enumerate(stripes)]
-        )
+        return self._scales[index][line, :rows], bits

@@ -12,7 +12,6 @@ import os
 import pytest
 import torch
 
-from lab.codec import onebit
 from tests.distributed.ranks import STRATEGIES, Outcome, execute, join, spawn
 from tests.distributed.test_strategies import EXACT, distance
 from tests.gpu.conftest import DEVICE
@@ -126,11 +125,3 @@ def test_breakdown_times_phases_on_the_device() -> None:
     (outcome,) = train(1, "strategy=overlap", "measure=breakdown", *RUN)
     phases = outcome.record["phases_s"]
     assert all(phases[name] > 0 for name in ("forward", "backward", "update"))
-
-
-def test_bits_are_those_of_the_cpu() -> None:
-    values = torch.randn(37, 1000, generator=torch.Generator().manual_seed(0))
-    scales, bits = onebit.encode(values, "mean")
-    device_scales, device_bits = onebit.encode(values.to(DEVICE), "mean")
-    assert torch.equal(bits, device_bits.cpu())
-    torch.testing.assert_close(scales, device_scales.cpu(), rtol=1e-6, atol=0)

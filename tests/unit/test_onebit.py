@@ -1,4 +1,4 @@
-"""1-bit SGD: the codec against its definition, and error feedback against arithmetic."""
+"""1-bit SGD: error feedback against arithmetic."""
 
 from __future__ import annotations
 
@@ -15,66 +15,6 @@ from lab.exchange.bucket import Bucket
 from lab.exchange.onebit import OneBit
 
 SHAPES = {"fc": (10, 70), "bias": (10,), "conv": (3, 20, 5, 5), "small": (5, 4)}
-
-
-def test_threshold_zero_reconstructs_each_side_by_its_mean() -> None:
-    values = torch.tensor([[1.0, 3.0, -2.0, -4.0, 0.0, 2.0, -3.0]])
-    scales, bits = onebit.encode(values, "zero")
-    assert scales.tolist() == [[-3.0, 1.5]]
-    assert bits.tolist() == [[0b0110011]]
-    decoded = onebit.decode(scales, bits, 7)
-    assert decoded.tolist() == [[1.5, 1.5, -3.0, -3.0, 1.5, 1.5, -3.0]]
-
-
-def test_threshold_mean_reconstructs_mean_and_deviation() -> None:
-    values = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
-    scales, bits = onebit.encode(values, "mean")
-    assert scales.tolist() == [[1.5, 4.5]]  # mean 3, mean absolute deviation 1.5
-    assert bits.tolist() == [[0b1100]]
-
-
-@pytest.mark.parametrize("threshold", onebit.THRESHOLDS)
-@pytest.mark.parametrize("columns", [1, 7, 8, 9, 64, 1000])
-@pytest.mark.parametrize("rows", [0, 1, 5])
-def test_codec_agrees_with_a_float64_reference(rows: int, columns: int, threshold: str) -> None:
-    values = torch.randn(rows, columns)
-    scales, bits = onebit.encode(values, threshold)
-    assert bits.shape == (rows, onebit.bit_bytes(columns))
-    decoded = onebit.decode(scales, bits, columns)
-    torch.testing.assert_close(decoded.double(), reference(values, threshold), rtol=1e-5, atol=1e-6)
-
-
-def reference(values: Tensor, threshold: str) -> Tensor:
-    """What a row of 1-bit values decodes to, written as the definition reads."""
-    rows = []
-    for row in values.double():
-        centre = row.mean() if threshold == "mean" else torch.tensor(0.0)
-        upper = row.float() >= centre.float()
-        if threshold == "mean":
-            deviation = (row - centre).abs().mean()
-            low, high = centre - deviation, centre + deviation
-        else:
-            low = row[~upper].mean() if (~upper).any() else torch.tensor(0.0)
-            high = row[upper].mean() if upper.any() else torch.tensor(0.0)
-        rows.append(torch.where(upper, high, low))
-    return torch.stack(rows) if rows else values.double()
-
-
-@pytest.mark.parametrize("threshold", onebit.THRESHOLDS)
-def test_zeros_decode_to_exact_zero_and_signs_may_all_agree(threshold: str) -> None:
-    zeros = torch.zeros(2, 20)
-    assert torch.equal(onebit.decode(*onebit.encode(zeros, threshold), 20), zeros)
-    negative = torch.full((1, 9), -2.0)
-    assert torch.equal(onebit.decode(*onebit.encode(negative, threshold), 9), negative)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("threshold", onebit.THRESHOLDS)
-def test_a_value_that_is_not_finite_shows_in_its_rows_scales(threshold: str, bad: float) -> None:
-    values = torch.randn(3, 16)
-    values[1, 5] = bad
-    finite = onebit.encode(values, threshold)[0].isfinite().all(dim=1)
-    assert finite.tolist() == [True, False, True]
 
 
 @dataclass
@@ -167,42 +107,34 @@ def exchange_steps_without_feedback() -> list[OneBit]:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_a_gradient_that_is_not_finite_reaches_all_and_leaves_residuals_alone(
-    bad_rank: int,
-) -> None:
+def test_a_gradient_that_is_not_finite_reaches_all(bad_rank: int) -> None:
     shapes = {"w": torch.Size((6, 64))}
 
-    def rank_main(comm: Comm) -> tuple[bool, bool, bool]:
-        exchange = OneBit()
-        exchange.average(Bucket(shapes, torch.randn(384), 0), comm)
-        before = {k: {n: v.clone() for n, v in d.items()} for k, d in exchange.state_dict().items()}
+    def rank_main(comm: Comm) -> tuple[bool, bool]:
         flat = torch.randn(384)
         if comm.rank == bad_rank:
             flat[100] = torch.nan
-        bucket = Bucket(shapes, flat, 1)
-        exchange.average(bucket, comm)
-        after = exchange.state_dict()
-        same = all(torch.equal(after[k][n], v) for k, d in before.items() for n, v in d.items())
+        bucket = Bucket(shapes, flat)
+        OneBit().average(bucket, comm)
         assert bucket.finite is not None
-        return bool(bucket.finite), bool(bucket.flat.isfinite().all()), same
+        return bool(bucket.finite), bool(bucket.flat.isfinite().all())
 
-    assert run_ranks(3, rank_main) == [(False, False, True)] * 3
+    assert run_ranks(3, rank_main) == [(False, False)] * 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"warmup_steps": 9}, {"min_columns": 1000}])
 def test_what_travels_exactly_is_looked_at_too(settings: dict[str, int]) -> None:
-    def rank_main(comm: Comm) -> tuple[bool, bool]:
+    def rank_main(comm: Comm) -> bool:
         exchange = OneBit(**settings)  # type: ignore[arg-type]
         shapes = {"w": torch.Size((6, 64)), "bias": torch.Size((6,))}
         bucket = Bucket(shapes, torch.randn(390), 1)
         if comm.rank == 1:
             bucket.flat[-1] = torch.inf
         exchange.average(bucket, comm)
-        kept = torch.cat([torch.zeros(1), *(r.flatten() for r in exchange.residual.values())])
         assert bucket.finite is not None
-        return bool(bucket.finite), bool(kept.any())
+        return bool(bucket.finite)
 
-    assert run_ranks(2, rank_main) == [(False, False)] * 2
+    assert run_ranks(2, rank_main) == [False] * 2
 
 
 @pytest.mark.parametrize("new_size", [1, 2, 3, 5])
