@@ -137,6 +137,7 @@ class Trainer:
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
             "channels_last": self.config.channels_last,
             "exchange": OmegaConf.to_container(self.config.exchange),
+            "bucket_order": self.sync.order,
         }
         own = {"exchange": self.sync.exchange.state_dict(), "rng": torch.get_rng_state()}
         if self.world.device.type == "cuda":
@@ -161,6 +162,8 @@ class Trainer:
         self.progress = Progress(**shared["progress"])
         if self.loss_scale and shared["loss_scale"]:
             self.loss_scale.load_state_dict(shared["loss_scale"])
+        if order := shared.get("bucket_order"):
+            self.sync.follow(order)
         self._load_own(owns)
 
     def _check_fit(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:

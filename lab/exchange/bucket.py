@@ -53,6 +53,7 @@ class GradBucket:
         self.parameters = parameters
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
 
     def pack(self, step: int) -> Bucket:
         """This step's bucket. A parameter that backward did not reach counts as zeros."""
@@ -69,29 +70,35 @@ class GradBucket:
     def _gather(
         self, parameters: list[nn.Parameter], gradients: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        sizes = [parameter.numel() for parameter in parameters]
         if self._buffer is None:
+            sizes = [parameter.numel() for parameter in parameters]
             self._buffer = gradients[0].new_empty(sum(sizes))
-        # In the layout of its parameter (channels-last, say): fused optimizers go by memory order.
-        views = [
-            part.as_strided(parameter.shape, parameter.stride())
-            for part, parameter in zip(self._buffer.split(sizes), parameters, strict=True)
-        ]
-        torch._foreach_copy_(views, gradients)
-        return self._buffer, views
+            # In the layout of its parameter (channels-last, say): fused optimizers go by memory
+            # order.
+            self._views = [
+                part.as_strided(parameter.shape, parameter.stride())
+                for part, parameter in zip(self._buffer.split(sizes), parameters, strict=True)
+            ]
+        torch._foreach_copy_(self._views, gradients)
+        return self._buffer, self._views
 
 
-def plan(model: nn.Module, bucket_mb: float | None) -> list[GradBucket]:
+def plan(
+    model: nn.Module, bucket_mb: float | None, order: list[str] | None = None
+) -> list[GradBucket]:
     """Divide the trainable parameters into buckets, in the order backward should fill them.
-
-    That order is the reverse of registration: what was registered last has its gradient first.
 
     Args:
         model: parameters shared between modules are taken once.
         bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter above
             it has a bucket to itself. None: one bucket for all. 0: one for each module.
+        order: names of the parameters as their gradients arrive. None: the reverse of
+            registration, as if what was registered last had its gradient first.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    if order is not None:
+        position = {name: index for index, name in enumerate(order)}
+        named.sort(key=lambda pair: position[pair[0]])
     if bucket_mb is None:
         groups = [named] if named else []
     elif bucket_mb == 0:

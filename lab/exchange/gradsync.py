@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
-from lab.exchange.bucket import Bucket, plan
+from lab.exchange.bucket import Bucket, GradBucket, plan
 from lab.exchange.exchange import Exchange
 
 
@@ -31,6 +31,9 @@ class GradSync:
     buckets to the worker, always in bucket order: all ranks must start the same exchanges in the
     same order, while their gradients may arrive in different ones. What backward did not complete
     (unused parameters count as zeros) follows in `finish`. Without `overlap`, everything does.
+
+    Buckets are first planned in the reverse order of registration. After the first step they are
+    planned anew in the order in which rank 0's gradients arrived, on all ranks.
 
     Args:
         model: already on its device, the same weights on all ranks; names its parameters.
@@ -66,22 +69,28 @@ class GradSync:
         self.overlap = overlap
         self.step = 0
         self.loss_scale = 1.0
-        self.buckets = plan(model, bucket_mb)
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._exchanged: list[Bucket] = []
+        self.order: list[str] | None = None
+        self._plan = partial(plan, model, bucket_mb)
+        self._device = next(model.parameters()).device
+        self._arrived: list[str] = []
         self._armed = False
         self._hooks: list[RemovableHandle] = []
+        self._use(self._plan())
 
     @property
     def keeps_replicas_equal(self) -> bool:
         return self.exchange.keeps_replicas_equal
 
+    def follow(self, order: list[str]) -> None:
+        """Plan the buckets for gradients that arrive in `order`: names of all parameters."""
+        self.order = order
+        self._use(self._plan(order))
+
     def __enter__(self) -> Self:
-        if self.overlap:
-            for index, bucket in enumerate(self.buckets):
-                for parameter in bucket.parameters.values():
-                    hook = partial(self._gradient_ready, index)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        for bucket in self.buckets if self.overlap or len(self.buckets) > 1 else ():
+            for name, parameter in bucket.parameters.items():
+                hook = partial(self._gradient_ready, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,17 +118,43 @@ class GradSync:
             self._submit_next()
         self.worker.wait()
         looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._exchanged = []
+        if self.order is None and len(self.buckets) > 1:
+            self.follow(self._order_of_rank_0())
+        self._begin_step()
         self.step += 1
         return not looked or bool(torch.stack(looked).all())
 
-    def _gradient_ready(self, index: int, _parameter: torch.Tensor) -> None:
+    def _use(self, buckets: list[GradBucket]) -> None:
+        self.buckets = buckets
+        self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.parameters}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._exchanged: list[Bucket] = []
+
+    def _gradient_ready(self, name: str, _parameter: torch.Tensor) -> None:
         if not self._armed:
             return
-        self._missing[index] -= 1
-        while len(self._exchanged) < len(self.buckets) and self._missing[len(self._exchanged)] == 0:
+        if self.order is None:
+            self._arrived.append(name)
+        self._missing[self._bucket_of[name]] -= 1
+        while (
+            self.overlap
+            and len(self._exchanged) < len(self.buckets)
+            and self._missing[len(self._exchanged)] == 0
+        ):
             self._submit_next()
+
+    def _order_of_rank_0(self) -> list[str]:
+        """Names of the parameters as gradients arrived there, those that did not at the end."""
+        position = {name: index for index, name in enumerate(self._bucket_of)}
+        arrived = dict.fromkeys([*self._arrived, *position])
+        order = torch.tensor([position[name] for name in arrived], device=self._device)
+        self.worker.submit("order of buckets", partial(self.comm.broadcast, order, 0))
+        self.worker.wait()
+        names = list(position)
+        return [names[index] for index in order.tolist()]
 
     def _submit_next(self) -> None:
         bucket = self.buckets[len(self._exchanged)].pack(self.step)

@@ -107,6 +107,39 @@ def test_all_ranks_exchange_in_one_order_though_gradients_arrive_in_another() ->
     assert orders == [orders[0]] * 3
 
 
+class Backwards(nn.Module):
+    """Its first layer is registered last; which of the others comes first is the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Linear(6, 6, bias=False)
+        self.c = nn.Linear(6, 6, bias=False)
+        self.a = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor, swap: bool) -> Tensor:
+        second, third = (self.c, self.b) if swap else (self.b, self.c)
+        return third(torch.relu(second(torch.relu(self.a(x)))))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_the_first_step_all_follow_the_order_of_rank_0(overlap: bool) -> None:
+    x = torch.randn(4, 6)
+
+    def rank_main(comm: Comm) -> tuple[list[str], list[str] | None]:
+        net = Backwards()
+        worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
+        exchange = Recording()
+        with GradSync(net, net, exchange, comm, worker, overlap=overlap, bucket_mb=0) as sync:
+            for _ in range(2):
+                step(sync, [(x, {"swap": comm.rank > 0})])
+        worker.close()
+        return exchange.seen, sync.order
+
+    order = ["c.weight", "b.weight", "a.weight"]
+    seen = ["a.weight", "c.weight", "b.weight", *order]
+    assert run_ranks(3, rank_main) == [(seen, order)] * 3
+
+
 def test_accumulation_exchanges_once_and_keeps_what_only_an_early_micro_batch_used() -> None:
     x = torch.randn(2, 4, 6)
     batches = [(x[0], {"use": True}), (x[1], {"use": False})]
