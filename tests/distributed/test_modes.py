@@ -77,3 +77,18 @@ def test_a_step_that_fp16_skips_changes_neither_weights_nor_residuals() -> None:
             assert residuals
             for name, residual in residuals.items():
                 assert torch.equal(residual, other.exchange_state[kind][name])
+
+
+SHARES = [("noop", 0, 0), ("fp16", 0.5, 0.5), ("powersgd", 0.001, 0.1)]
+
+
+@pytest.mark.parametrize(("hook", "least", "most"), SHARES)
+def test_hooks_of_ddp_train_and_their_bytes_are_booked(
+    hook: str, least: float, most: float
+) -> None:
+    outcomes = train(2, "strategy=ddp", f"sync.hook={hook}", "model=mlp", *RUN)
+    record = outcomes[0].record
+    assert record["final"]["loss"] < 2.303
+    assert (record["replica_hash"] is None) == (hook == "noop")
+    payload, _ = record["payload_bytes_per_step"]
+    assert least <= payload / record["gradient_bytes"] <= most

@@ -63,6 +63,7 @@ def test_wrong_settings(
         (("backend=nccl", "device=cpu"), r"backend=nccl: needs GPUs"),
         (("resume=nowhere",), r"resume=nowhere: no complete checkpoint"),
         (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
+        (("strategy=ddp", "sync.hook=bf16"), r"sync\.hook=bf16: torch has it over NCCL alone"),
         (("strategy=ddp", "exchange=onebit"), r"exchange=OneBit: strategy=ddp has its own"),
         (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
     ],
