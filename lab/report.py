@@ -37,6 +37,7 @@ NOTHING_MEASURED: dict[str, Any] = {
     "final": {"loss": None, "accuracy": None},
     "evaluations": [],
     "replica_hash": None,
+    "choices": [],
     "attempts": [],
     "duration_s": None,
 }
@@ -86,6 +87,7 @@ def measurements(
         **_by_rank(trainer, warmup),
         "evaluations": trainer.progress.evaluations,
         "replica_hash": replica_hash(trainer.model, world) if keeps_equal else None,
+        "choices": trainer.sync.exchange.choices(),
     }
 
 

@@ -25,6 +25,13 @@ class Exchange(ABC):
     def average(self, bucket: Bucket, comm: Comm) -> None:
         """Replace `bucket.flat` by its mean over the ranks of `comm`. Called by all of them."""
 
+    def pay_back(self, bucket: Bucket, comm: Comm) -> None:
+        """Add to `bucket.flat` all that this rank still owes to it, and forget it."""
+
+    def choices(self) -> list[dict[str, Any]]:
+        """What this exchange decided by itself, for the record."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank must remember between steps: tensors, keyed by parameter name."""
         return {}

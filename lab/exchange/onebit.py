@@ -171,6 +171,13 @@ class OneBit(Exchange):
             residuals[name] = torch.zeros_like(like)
         return residuals[name]
 
+    def pay_back(self, bucket: Bucket, comm: Comm) -> None:
+        for matrix in self.matrices(bucket):
+            if matrix.name in self.residual:
+                rows = matrix.of(bucket.flat)
+                rows += self.residual.pop(matrix.name)
+                rows[matrix.stripe(comm.rank, comm.size)] += self.stripe_residual.pop(matrix.name)
+
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual), "stripe_residual": dict(self.stripe_residual)}
 

@@ -36,9 +36,9 @@ class Clock:
     def step(self) -> Iterator[None]:
         """One optimizer step."""
         self._phases.append({})
-        begin = self._mark()
+        begin = mark(self._device)
         yield
-        self._steps.append((begin, self._mark()))
+        self._steps.append((begin, mark(self._device)))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -46,14 +46,14 @@ class Clock:
         if not self._breakdown:
             yield
             return
-        begin = self._mark()
+        begin = mark(self._device)
         yield
-        self._phases[-1].setdefault(name, []).append((begin, self._mark()))
+        self._phases[-1].setdefault(name, []).append((begin, mark(self._device)))
 
     def step_seconds(self) -> np.ndarray:
         """Duration of each finished step: float64 [steps]."""
         self._synchronize()
-        return np.array([_seconds(*step) for step in self._steps], dtype=np.float64)
+        return np.array([seconds(*step) for step in self._steps], dtype=np.float64)
 
     def phase_seconds(self) -> np.ndarray:
         """Duration of each phase: float64 [steps, len(PHASES)]; NaN where none was marked."""
@@ -61,22 +61,25 @@ class Clock:
         table = np.full((len(self._steps), len(PHASES)), np.nan)
         for row, phases in zip(table, self._phases, strict=False):
             for name, spans in phases.items():
-                row[PHASES.index(name)] = sum(_seconds(*span) for span in spans)
+                row[PHASES.index(name)] = sum(seconds(*span) for span in spans)
         return table
-
-    def _mark(self) -> Mark:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def _seconds(begin: Mark, end: Mark) -> float:
+def mark(device: torch.device) -> Mark:
+    """This moment: of the host on a CPU, of the current stream on a GPU."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(begin: Mark, end: Mark) -> float:
+    """Between two marks, which on a GPU the stream must have reached."""
     if isinstance(begin, torch.cuda.Event):
         return begin.elapsed_time(end) / 1000  # type: ignore[arg-type]
     return end - begin  # type: ignore[operator]
