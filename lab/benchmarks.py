@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from lab.assemble import Assembly, assemble
 from lab.distributed.watch import Watch
 from lab.distributed.world import World
 from lab.measure.clock import PHASES
+from lab.measure.statistics import round_means
 from lab.report import surroundings
 
 NEVER_S = 1e9  # no exchange of a benchmark is watched: the process group's timeout ends a hang
@@ -30,7 +32,8 @@ def compare_steps(configs: list[DictConfig], worlds: list[World]) -> dict[str, A
 
     Returns:
         The ratio of their medians (first over second) over pairs of adjacent steps, with a
-        bootstrap interval that draws pairs; step time is that of the slowest rank.
+        bootstrap interval that draws pairs; step time is that of the slowest rank. Where a
+        strategy exchanges every so many steps, the pairs are rounds.
     """
     world = worlds[0]
     with _assembled(configs[0], world) as first, _assembled(configs[1], worlds[1]) as second:
@@ -40,7 +43,8 @@ def compare_steps(configs: list[DictConfig], worlds: list[World]) -> dict[str, A
             for loop in loops if step % 2 else reversed(loops):  # neither always goes first
                 world.barrier()
                 next(loop)
-        a, b = (_slowest(part, world)[configs[0].warmup_steps :] for part in parts)
+        every = math.lcm(*(part.trainer.sync.every for part in parts))
+        a, b = (_slowest(part, world, configs[0].warmup_steps, every) for part in parts)
     ratio = of_medians(lambda x, y: x / y, a, b)
     names = [config.strategy for config in configs]
     return {
@@ -91,9 +95,11 @@ def _assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
     part.worker.close()
 
 
-def _slowest(part: Assembly, world: World) -> list[float]:
+def _slowest(part: Assembly, world: World, warmup: int, every: int) -> list[float]:
+    """Seconds of the slowest rank in each timed step, or on average in rounds of `every` steps."""
     own = torch.from_numpy(part.trainer.clock.step_seconds())
-    return world.gather(own).amax(dim=0).tolist()
+    timed = world.gather(own).numpy()[:, warmup:]
+    return round_means(timed, warmup, every).max(axis=0).tolist()
 
 
 def _mad(values: list[float]) -> float:

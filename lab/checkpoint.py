@@ -1,7 +1,8 @@
 """Checkpoints: whole or absent, and exact for every rank.
 
     step_000100/shared.pt       what all ranks share: weights, optimizer, position in the data
-    step_000100/rank_000.pt     what is this rank's own: residuals, random state
+    step_000100/rank_000.pt     what is this rank's own: residuals, random state; and weights and
+                                optimizer where ranks exchange every so many steps alone
     step_000100/DONE            sizes and hashes of the files above, written last
 
 A checkpoint is written under a temporary name and renamed when DONE is on disk, so one that a crash

@@ -15,7 +15,7 @@ from lab.distributed.watch import Failure
 from lab.distributed.world import World
 from lab.measure.clock import PHASES
 from lab.measure.environment import environment, git_commit, num_cores
-from lab.measure.statistics import phase_statistics, step_statistics
+from lab.measure.statistics import phase_statistics, round_means, step_statistics
 from lab.record.run_directory import RunDirectory
 from lab.trainer import Trainer
 
@@ -71,20 +71,20 @@ def measurements(
     Raises:
         ReplicaMismatch: the ranks' weights differ, though the strategy should keep them equal.
     """
-    world, warmup = trainer.world, trainer.config.warmup_steps
+    world, every = trainer.world, trainer.sync.every
     step_s, phase_s = write_steps(trainer, directory)
-    timed = step_s[:, warmup:]
+    timed = _timed(trainer, step_s)
     statistics = step_statistics(timed)
     keeps_equal = trainer.sync.keeps_replicas_equal
     return {
         **_outcome(trainer, stop_signal),
         "num_steps": trainer.progress.step,
-        "num_timed_steps": timed.shape[1],
+        "num_timed_steps": timed.shape[1] * every,
         "num_skipped_steps": trainer.progress.num_skipped_steps,
         "step_s": statistics,
         "images_per_s": statistics and trainer.batch_size / statistics["median"],
-        "phases_s": phase_statistics(phase_s[:, warmup:], PHASES),
-        **_by_rank(trainer, warmup),
+        "phases_s": phase_statistics(_timed(trainer, phase_s), PHASES),
+        **_by_rank(trainer),
         "evaluations": trainer.progress.evaluations,
         "replica_hash": replica_hash(trainer.model, world) if keeps_equal else None,
         "choices": trainer.sync.exchange.choices(),
@@ -102,9 +102,9 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
     phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
     loss = world.gather(torch.stack(trainer.losses).double()).numpy() if trainer.losses else step_s
     if world.rank == 0:
-        first = trainer.progress.step - len(trainer.losses)
         warmup = trainer.config.warmup_steps
-        directory.write_steps(first, trainer.progress.seconds, warmup, step_s, phase_s, loss)
+        first, before_s = _first_step(trainer), trainer.progress.seconds
+        directory.write_steps(first, before_s, warmup, step_s, phase_s, loss)
     return step_s, phase_s
 
 
@@ -116,13 +116,31 @@ def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:
     return {"status": "done", "error": None, "final": final}
 
 
-def _by_rank(trainer: Trainer, warmup: int) -> dict[str, list[int]]:
-    """What each rank sent in a step (the median of the timed ones, if any), and its memory."""
-    traffic = np.array(trainer.traffic[warmup:] or trainer.traffic, dtype=float).reshape(-1, 2)
-    sent, messages = np.median(traffic, axis=0) if len(traffic) else (0.0, 0.0)
-    own = torch.tensor([sent, messages, peak_memory(trainer.world.device)], dtype=torch.float64)
-    names = ("payload_bytes_per_step", "messages_per_step", "peak_memory_bytes")
-    return dict(zip(names, trainer.world.gather(own).long().T.tolist(), strict=True))
+def _first_step(trainer: Trainer) -> int:
+    """The step at which this start of the run began."""
+    return trainer.progress.step - len(trainer.losses)
+
+
+def _timed(trainer: Trainer, values: np.ndarray) -> np.ndarray:
+    """Of `values` [ranks, steps, ...] those that statistics count: by step, or by round."""
+    warmup = trainer.config.warmup_steps
+    return round_means(values[:, warmup:], _first_step(trainer) + warmup, trainer.sync.every)
+
+
+def _by_rank(trainer: Trainer) -> dict[str, list[Any]]:
+    """What each rank sent in a step (the median of the timed ones; without any, the mean of all),
+    and its memory.
+    """
+    traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 2)
+    timed = _timed(trainer, traffic)
+    sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
+    own = torch.tensor([*sent[0], peak_memory(trainer.world.device)], dtype=torch.float64)
+    payloads, messages, memory = trainer.world.gather(own).T.tolist()
+    return {
+        "payload_bytes_per_step": list(map(int, payloads)),
+        "messages_per_step": messages,
+        "peak_memory_bytes": list(map(int, memory)),
+    }
 
 
 def peak_memory(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from lab.distributed.replicas import broadcast_buffers
 from lab.distributed.watch import Watch
 from lab.distributed.world import World
 from lab.exchange.gradsync import GradSync
+from lab.exchange.local import mean_state
 from lab.measure.clock import Clock
 from lab.optim import LossScale, Optim
 
@@ -42,7 +43,7 @@ class Trainer:
     Args:
         watch: says when to stop.
         model: on the device, transformed, equal on all ranks.
-        sync: exchanges its gradients.
+        sync: exchanges its gradients, or its weights once in a while.
         optim: updates it.
         batch_size: global.
     """
@@ -130,9 +131,9 @@ class Trainer:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds: the part that all ranks share, and this rank's own."""
         broadcast_buffers(self.model, self.world)
+        replica = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         shared = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "sync": self.sync.state_dict(),
             "progress": asdict(self.progress) | {"seconds": self.training_seconds()},
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
             "channels_last": self.config.channels_last,
@@ -142,6 +143,7 @@ class Trainer:
         own = {"exchange": self.sync.exchange.state_dict(), "rng": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state(self.world.device)
+        (own if self.sync.own_replicas else shared).update(replica)
         return shared, own
 
     def load_state(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
@@ -151,9 +153,10 @@ class Trainer:
             ValueError: the checkpoint is of another model or strategy.
         """
         self._check_fit(shared, owns)
+        replica = self._replica(shared, owns)
         try:
-            self.model.load_state_dict(shared["model"])
-            self.optimizer.load_state_dict(shared["optimizer"])
+            self.model.load_state_dict(replica["model"])
+            self.optimizer.load_state_dict(replica["optimizer"])
         except (RuntimeError, ValueError):
             raise ValueError(
                 f"resume={self.config.resume}: the checkpoint is of another model; use the same "
@@ -164,6 +167,7 @@ class Trainer:
             self.loss_scale.load_state_dict(shared["loss_scale"])
         if order := shared.get("bucket_order"):
             self.sync.follow(order)
+        self.sync.load_state_dict(_to(shared["sync"], self.world.device))
         self._load_own(owns)
 
     def _check_fit(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
@@ -179,6 +183,18 @@ class Trainer:
         then, now = shared["exchange"], OmegaConf.to_container(self.config.exchange)
         if owns[0]["exchange"] and then != now:
             raise ValueError(f"exchange={now}: the checkpoint holds residuals of exchange={then}")
+
+    def _replica(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
+        """Weights and momentum to go on with.
+
+        Where ranks had their own and this run cannot give each its own back (their number is
+        another, or all must have the same), that is the mean over all of them.
+        """
+        if "model" in shared:
+            return shared
+        if self.sync.own_replicas and self.world.size == len(owns):
+            return owns[self.world.rank]
+        return mean_state([{key: own[key] for key in ("model", "optimizer")} for own in owns])
 
     def _load_own(self, owns: list[dict[str, Any]]) -> None:
         rank, size, exchange = self.world.rank, self.world.size, self.sync.exchange
@@ -212,6 +228,9 @@ class Trainer:
             finite = sync.finish()
         with clock.phase("update"):
             self._update(finite, before)
+        with clock.phase("exchange"):  # of weights
+            if not sync.after_update(last=self.progress.step + 1 == self.total_steps):
+                raise FloatingPointError(self._describe_overflow())
         self.losses.append(total)
 
     def _update(self, finite: bool, exchange_before: dict[str, Any]) -> None:

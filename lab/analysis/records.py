@@ -19,7 +19,7 @@ CONTEXT = ("model", "data", "precision", "device", "machine")
 IDENTITY = ("strategy", "world_size", "batch_size", "per_rank_batch_size", "scaling")
 STRATEGIES = (
     *("none", "allreduce", "tree", "ring", "star", "overlap", "layerwise"),
-    *("bf16", "onebit", "fc1x1", "fc1x1_onebit", "ddp"),
+    *("bf16", "onebit", "fc1x1", "fc1x1_onebit", "local_sgd", "diloco", "ddp"),
 )
 
 

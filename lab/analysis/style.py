@@ -65,6 +65,8 @@ KNOWN = {
     "onebit": Look(VERMILLION, "-", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),
     "fc1x1_onebit": Look(PURPLE, "--", "h"),
+    "local_sgd": Look(SKY, ":", ">"),
+    "diloco": Look(VERMILLION, ":", "H"),
     "ddp": Look(GREEN, "--", "d"),
 }
 

@@ -15,9 +15,10 @@ from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
 from lab.exchange.bucket import Bucket, GradBucket, plan
 from lab.exchange.exchange import Exchange
+from lab.exchange.sync import Sync
 
 
-class GradSync:
+class GradSync(Sync):
     """Averages the gradients of a model over the ranks, once per optimizer step.
 
     A context manager: hooks live between `__enter__` and `__exit__`. One step is

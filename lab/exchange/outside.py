@@ -10,9 +10,10 @@ from torch import nn
 from lab.distributed.comm import Comm
 from lab.exchange.exchange import Exchange
 from lab.exchange.none import NoExchange
+from lab.exchange.sync import Sync
 
 
-class OutsideSync:
+class OutsideSync(Sync):
     """The part of GradSync's face that does not depend on the library.
 
     Its payload is booked as the all-reduce of all gradients, like Comm's.

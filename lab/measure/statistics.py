@@ -5,6 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 
+def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
+    """Means over rounds, so that a step stands for its share of an exchange that all of them share.
+
+    Args:
+        values: of each step, [ranks, steps, ...].
+        first: number of the first step. Rounds begin at the multiples of `every`.
+        every: steps of a round.
+
+    Returns:
+        [ranks, whole rounds, ...]; steps before the first and after the last of these are left out.
+    """
+    begin = -first % every
+    num_rounds = max(0, values.shape[1] - begin) // every
+    whole = values[:, begin : begin + num_rounds * every]
+    return whole.reshape(len(values), num_rounds, every, *values.shape[2:]).mean(axis=2)
+
+
 def step_statistics(step_s: np.ndarray) -> dict[str, float] | None:
     """Statistics over steps of the slowest rank: a step lasts until all ranks have done it.
 

@@ -1,0 +1,35 @@
+"""Sync: what the trainer asks for beside the exchange of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Sync:
+    """The face of a sync that exchanges gradients in every step, which leaves nothing to do here.
+
+    Attributes:
+        every: steps from one exchange to the next.
+        own_replicas: between exchanges each rank has weights and momentum of its own.
+    """
+
+    every = 1
+    own_replicas = False
+
+    def after_update(self, last: bool) -> bool:
+        """What is to be exchanged once the optimizer has updated the weights.
+
+        Args:
+            last: this was the run's last step.
+
+        Returns:
+            False if an exchange found a value that is not finite. All ranks agree.
+        """
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks alike must remember between steps: tensors, keyed by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned; {} where another sync was at work."""
