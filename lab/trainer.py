@@ -138,7 +138,6 @@ class Trainer:
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
             "channels_last": self.config.channels_last,
             "exchange": OmegaConf.to_container(self.config.exchange),
-            "bucket_order": self.sync.order,
         }
         own = {"exchange": self.sync.exchange.state_dict(), "rng": torch.get_rng_state()}
         if self.world.device.type == "cuda":
@@ -165,8 +164,6 @@ class Trainer:
         self.progress = Progress(**shared["progress"])
         if self.loss_scale and shared["loss_scale"]:
             self.loss_scale.load_state_dict(shared["loss_scale"])
-        if order := shared.get("bucket_order"):
-            self.sync.follow(order)
         self.sync.load_state_dict(_to(shared["sync"], self.world.device))
         self._load_own(owns)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -82,10 +82,14 @@ class GradSync(Sync):
     def keeps_replicas_equal(self) -> bool:
         return self.exchange.keeps_replicas_equal
 
-    def follow(self, order: list[str]) -> None:
-        """Plan the buckets for gradients that arrive in `order`: names of all parameters."""
-        self.order = order
-        self._use(self._plan(order))
+    def state_dict(self) -> dict[str, Any]:
+        """The order of gradients: with other buckets, sums over three ranks round differently."""
+        order = {name: torch.tensor(place) for place, name in enumerate(self.order or ())}
+        return {"order": order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if order := state.get("order"):
+            self._follow(list(order))
 
     def __enter__(self) -> Self:
         for bucket in self.buckets if self.overlap or len(self.buckets) > 1 else ():
@@ -120,10 +124,14 @@ class GradSync(Sync):
         self.worker.wait()
         looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
         if self.order is None and len(self.buckets) > 1:
-            self.follow(self._order_of_rank_0())
+            self._follow(self._order_of_rank_0())
         self._begin_step()
         self.step += 1
         return not looked or bool(torch.stack(looked).all())
+
+    def _follow(self, order: list[str]) -> None:
+        self.order = order
+        self._use(self._plan(order))
 
     def _use(self, buckets: list[GradBucket]) -> None:
         self.buckets = buckets

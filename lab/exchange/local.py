@@ -113,9 +113,11 @@ class LocalSync(GradSync):
         """The anchor, unless it is what the weights are, and the outer momentum."""
         state = self.outer.state
         momentum = {n: state[p]["momentum_buffer"] for n, p in self.parameters.items() if state}
-        return {"anchor": self.anchor if self.in_round else {}, "momentum": momentum}
+        anchor = self.anchor if self.in_round else {}
+        return {**super().state_dict(), "anchor": anchor, "momentum": momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.anchor = state.get("anchor", {})
         self.in_round = bool(self.anchor)
         for name, momentum in state.get("momentum", {}).items():

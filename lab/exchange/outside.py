@@ -29,7 +29,6 @@ class OutsideSync(Sync):
     """
 
     keeps_replicas_equal = True
-    order: list[str] | None = None  # of its buckets, which are the library's
 
     def __init__(
         self, strategy: str, module: nn.Module, exchange: Exchange, comm: Comm, wire_bytes: int
@@ -45,9 +44,6 @@ class OutsideSync(Sync):
         self.step = 0
         self.loss_scale = 1.0
         self._wire_bytes = wire_bytes
-
-    def follow(self, order: list[str]) -> None:
-        """Nothing: a checkpoint of another strategy knows an order, but buckets are not ours."""
 
     def __enter__(self) -> Self:
         return self

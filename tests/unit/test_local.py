@@ -143,7 +143,7 @@ def test_a_round_goes_on_from_its_state_bit_for_bit() -> None:
             state = {kind: _cloned(tensors) for kind, tensors in sync.state_dict().items()}
             resumed.module.load_state_dict(sync.module.state_dict())
             train(sync, batches[comm.rank], 11)
-        assert all(state.values())
+        assert state["anchor"]
         resumed.load_state_dict(state)
         resumed.step = 6
         with resumed:
