@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
+
+Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
+
+
+class Handle(Protocol):
+    """Transfers under way."""
+
+    def wait(self) -> Any:
+        """Return when the caller may use what was received, and write to what was sent."""
 
 
 @dataclass
@@ -17,7 +28,7 @@ class Traffic:
 
 
 class Comm(ABC):
-    """Collectives over `size` ranks, on contiguous tensors. All of them block the caller's stream.
+    """Collectives over `size` ranks, on contiguous tensors. Those that return None block.
 
     `traffic` counts this rank's payload. For send and recv that is what was passed in. A library
     collective chooses its own path, so it is booked as the bandwidth-optimal algorithm's bytes:
@@ -69,17 +80,28 @@ class Comm(ABC):
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send `tensor` to rank `to`, which must call recv."""
-        self._count(tensor.nbytes, 1)
-        self._send(tensor, to)
+        self.isend_irecv([(tensor, to)], []).wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
         """Fill `tensor` with what rank `source` sends."""
-        self._recv(tensor, source)
+        self.isend_irecv([], [(tensor, source)]).wait()
 
     def send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
         """Send and receive at once, as each step of a ring does; neither waits for the other."""
-        self._count(outgoing.nbytes, 1)
-        self._send_recv(outgoing, to, incoming, source)
+        self.isend_irecv([(outgoing, to)], [(incoming, source)]).wait()
+
+    def isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
+        """Begin to send and to receive all of these at once; `wait` for them before the next use.
+
+        Transfers from one rank to another arrive in the order in which they were begun. Several
+        batches may be under way, and must be waited for in their order. Within a batch no transfer
+        waits for another, but a batch may wait for the one before it: NCCL runs a rank's batches
+        one by one on a stream. So batches must be such that this cannot end in a circle, as when
+        every rank's t-th batch sends just what other ranks' t-th batches receive.
+        """
+        for tensor, _ in sends:
+            self._count(tensor.nbytes, 1)
+        return self._isend_irecv(sends, receives)
 
     def _count(self, payload_bytes: int, num_messages: int) -> None:
         self.traffic.payload_bytes += payload_bytes
@@ -94,11 +116,5 @@ class Comm(ABC):
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
 
-    def _send(self, tensor: Tensor, to: int) -> None:
-        raise NotImplementedError(self.no_send_recv)
-
-    def _recv(self, tensor: Tensor, source: int) -> None:
-        raise NotImplementedError(self.no_send_recv)
-
-    def _send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)

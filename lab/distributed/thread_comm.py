@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Transfer
 
 TIMEOUT_S = 30.0  # a rank that waits longer for its peers has lost them
 
@@ -22,6 +22,14 @@ class _Meeting:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.slots: list[Tensor] = [torch.empty(0)] * size
         self.mail = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+
+
+class Expected(list[tuple[Tensor, queue.SimpleQueue]]):
+    """Tensors to be filled, each with the mailbox that brings its values."""
+
+    def wait(self) -> None:
+        for tensor, mailbox in self:
+            tensor.copy_(mailbox.get(timeout=TIMEOUT_S))
 
 
 class ThreadComm(Comm):
@@ -55,15 +63,11 @@ class ThreadComm(Comm):
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._everyones(tensor)[source])
 
-    def _send(self, tensor: Tensor, to: int) -> None:
-        self.meeting.mail[self.rank, to].put(tensor.clone())
-
-    def _recv(self, tensor: Tensor, source: int) -> None:
-        tensor.copy_(self.meeting.mail[source, self.rank].get(timeout=TIMEOUT_S))
-
-    def _send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
-        self._send(outgoing, to)
-        self._recv(incoming, source)
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Expected:
+        for tensor, to in sends:
+            self.meeting.mail[self.rank, to].put(tensor.clone())
+        mail = self.meeting.mail
+        return Expected((tensor, mail[source, self.rank]) for tensor, source in receives)
 
 
 def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Transfer
 from lab.distributed.place import Place
 
 # torch 2.13 renamed the one that older releases, down to our oldest, know by another name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Works(list[dist.Work]):
+    """Transfers that were begun together: under NCCL one work for all, under Gloo one each."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 class TorchComm(Comm):
@@ -42,19 +51,26 @@ class TorchComm(Comm):
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, group=self.group, group_src=source)
 
-    def _send(self, tensor: Tensor, to: int) -> None:
-        dist.send(tensor, group=self.group, group_dst=to)
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
+        if self.backend == "nccl":
+            return Works(self._in_one_group(sends, receives))
+        works = [dist.irecv(tensor, group=self.group, group_src=peer) for tensor, peer in receives]
+        works += [dist.isend(tensor, group=self.group, group_dst=peer) for tensor, peer in sends]
+        return Works(filter(None, works))  # None is what ranks outside of the group get
 
-    def _recv(self, tensor: Tensor, source: int) -> None:
-        dist.recv(tensor, group=self.group, group_src=source)
+    def _in_one_group(
+        self, sends: Sequence[Transfer], receives: Sequence[Transfer]
+    ) -> list[dist.Work]:
+        """Between ncclGroupStart and ncclGroupEnd, where transfers do not wait for each other.
 
-    def _send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
-        both = [
-            dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=to),
-            dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=source),
+        Outside of a group they would: the communicator has one stream for all of them.
+        """
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+            for operation, transfers in ((dist.irecv, receives), (dist.isend, sends))
+            for tensor, peer in transfers
         ]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
 def connect(

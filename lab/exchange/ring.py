@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+
+from torch import Tensor
 
 from lab.distributed.comm import Comm
+from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
+from lab.exchange.pipeline import LAG, Tick
 
 
 class Ring(Exchange):
-    """2(N-1) transfers of one N-th of the bucket (Patarasuk and Yuan, 2009, section 3).
+    """2(N-1) steps that move one N-th of the bucket each (Patarasuk and Yuan, 2009, section 3).
 
-    Chunk c is summed along the ring starting at rank c+1, so the order of its sum is fixed. Chunks
-    may differ in length by one value; ranks beyond the number of values own an empty one.
+    Part p is summed along the ring starting at rank p+1, so the order of its sum is fixed. A part
+    travels in pieces: one is added while the next ones are on their way. Parts may differ in length
+    by one value; ranks beyond the number of values own an empty one. Scratch: three pieces.
+
+    Args:
+        chunk_mb: largest piece in units of 2**20 bytes. None: a part is one piece.
+
+    Raises:
+        ValueError: a chunk_mb that is not above 0.
     """
 
     needs_send_recv = True
 
+    def __init__(self, chunk_mb: float | None = 4) -> None:
+        pipeline.check_chunk_mb(chunk_mb)
+        self.chunk_mb = chunk_mb
+        self._buffers = pipeline.Buffers()
+
     def average(self, bucket: Bucket, comm: Comm) -> None:
-        rank, size = comm.rank, comm.size
-        if size == 1:
-            return
-        chunks = list(torch.tensor_split(bucket.flat, size))
-        received = torch.empty_like(chunks[0])
+        if comm.size > 1:
+            pipeline.run(comm, self._ticks(bucket.flat, comm.rank, comm.size))
+
+    def _ticks(self, flat: Tensor, rank: int, size: int) -> Iterator[Tick]:
+        parts = flat.tensor_split(size)
+        num_pieces = pipeline.num_chunks(parts[0], self.chunk_mb)
+        pieces = [part.tensor_split(num_pieces) for part in parts]
+        arrived = self._buffers.take(pieces[0][0], LAG)
         after, before = (rank + 1) % size, (rank - 1) % size
-        for step in range(1, size):
-            outgoing, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-            incoming = received[: own.numel()]
-            comm.send_recv(outgoing, after, incoming, before)
-            own += incoming
-        chunks[rank].div_(size)
-        for step in range(size - 1):
-            outgoing, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-            comm.send_recv(outgoing, after, own, before)
+        step_ticks = max(num_pieces, LAG)  # what arrives in one step leaves in the next
+        for time in range(2 * (size - 1) * step_ticks):
+            step, index = divmod(time - LAG, step_ticks)
+            if 0 <= step < size - 1 and index < num_pieces:
+                own = pieces[(rank - step - 2) % size][index]
+                own += arrived[time % LAG, : own.numel()]
+                if step == size - 2:
+                    own.div_(size)
+            step, index = divmod(time, step_ticks)
+            if index >= num_pieces:
+                yield [], []
+                continue
+            outgoing, own = (pieces[(rank - step - back) % size][index] for back in (1, 2))
+            incoming = arrived[time % LAG, : own.numel()] if step < size - 1 else own
+            yield [(outgoing, after)], [(incoming, before)]

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from lab.distributed.comm import Comm
+from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
+from lab.exchange.pipeline import LAG, Tick
 
 
-def parent_and_children(rank: int, size: int) -> tuple[int | None, list[int]]:
+class Node(NamedTuple):
+    """A rank's place in a tree: the ranks next to it, and how far it is from the root."""
+
+    parent: int | None
+    children: list[int]
+    depth: int
+
+
+def binomial_node(rank: int, size: int) -> Node:
     """A rank's place in the binomial tree of `size` ranks, rooted at 0.
 
     Rank r's parent is r with its lowest set bit cleared. Children come in ascending order, which
@@ -20,7 +34,7 @@ def parent_and_children(rank: int, size: int) -> tuple[int | None, list[int]]:
         if rank + bit < size:
             children.append(rank + bit)
         bit *= 2
-    return (rank - bit if rank else None), children
+    return Node(rank - bit if rank else None, children, rank.bit_count())
 
 
 class Tree(Exchange):
@@ -29,20 +43,77 @@ class Tree(Exchange):
     Store and forward of whole buckets: the critical path is 2*ceil(log2 N) transfers of the bucket
     (Kim et al., ISPASS 2017, slide 25; Caffe's P2PSync; Paleo's "Tree"). A rank sends the bucket
     once to its parent and once to each child. Sums are taken in the order of the children.
+    Scratch: one bucket, or three chunks for each child.
+
+    Args:
+        chunk_mb: largest chunk in units of 2**20 bytes: chunks go up and down while others arrive,
+            and the critical path is what the root sends, one bucket for each child. None: whole
+            buckets.
+
+    Raises:
+        ValueError: a chunk_mb that is not above 0.
     """
 
     needs_send_recv = True
 
+    def __init__(self, chunk_mb: float | None = None) -> None:
+        pipeline.check_chunk_mb(chunk_mb)
+        self.chunk_mb = chunk_mb
+        self._buffers = pipeline.Buffers()
+
     def average(self, bucket: Bucket, comm: Comm) -> None:
-        parent, children = parent_and_children(comm.rank, comm.size)
-        received = torch.empty_like(bucket.flat) if children else bucket.flat
-        for child in children:
-            comm.recv(received, child)
-            bucket.flat += received
-        if parent is None:
-            bucket.flat.div_(comm.size)
-        else:
-            comm.send(bucket.flat, parent)
-            comm.recv(bucket.flat, parent)
-        for child in reversed(children):
-            comm.send(bucket.flat, child)
+        node = binomial_node(comm.rank, comm.size)
+        if self.chunk_mb is None or comm.size == 1:
+            store_and_forward(bucket.flat, node, comm)
+            return
+        chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, self.chunk_mb))
+        pipeline.run(comm, up_and_down(chunks, node, comm.size, self._buffers))
+
+
+def store_and_forward(flat: Tensor, node: Node, comm: Comm) -> None:
+    """Receive all from all children, send all to the parent; and back."""
+    received = torch.empty_like(flat) if node.children else flat
+    for child in node.children:
+        comm.recv(received, child)
+        flat += received
+    if node.parent is None:
+        flat.div_(comm.size)
+    else:
+        comm.send(flat, node.parent)
+        comm.recv(flat, node.parent)
+    for child in reversed(node.children):
+        comm.send(flat, child)
+
+
+def up_and_down(
+    chunks: tuple[Tensor, ...], node: Node, size: int, buffers: pipeline.Buffers
+) -> Iterator[Tick]:
+    """One rank's ticks in summing `chunks` up a tree of `size` ranks and sending the means down.
+
+    In a tree of height h, ranks at depth d send chunk k up at tick k + LAG*(h-d), and down at tick
+    k + LAG*(h+d). The tree must be no higher than log2(size).
+    """
+    parent, children, depth = node
+    height = size.bit_length() - 1
+    arrived = buffers.take(chunks[0], LAG, len(children))
+
+    def chunks_at(tick: int) -> tuple[Tensor, ...]:
+        return chunks[tick : tick + 1] if tick >= 0 else ()
+
+    for time in range(len(chunks) + LAG * (2 * height - 1)):
+        sends, receives = [], []
+        for chunk in chunks_at(time - LAG * (height - depth)):
+            for received in arrived[time % LAG]:
+                chunk += received[: chunk.numel()]
+            if parent is None:
+                chunk.div_(size)
+            else:
+                sends.append((chunk, parent))
+        for chunk in chunks_at(time - LAG * (height + depth)):
+            sends += [(chunk, child) for child in children]
+        for chunk in chunks_at(time - LAG * (height - depth - 1)):
+            for received, child in zip(arrived[time % LAG], children, strict=True):
+                receives.append((received[: chunk.numel()], child))
+        if parent is not None:
+            receives += [(chunk, parent) for chunk in chunks_at(time - LAG * (height + depth - 1))]
+        yield sends, receives

@@ -13,7 +13,10 @@ from lab.config import build, choices_of, load
 from tests.distributed.ranks import STRATEGIES, Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
-EXACT = ("allreduce", "tree", "ring", "star", "overlap", "layerwise", "fc1x1", "ddp")
+EXACT = (
+    *("allreduce", "tree", "tree_pipelined", "tree_double", "ring", "star"),
+    *("overlap", "layerwise", "fc1x1", "ddp"),
+)
 # none: nothing to compare. auto: what it does is a matter of the clock.
 NOT_REPEATABLE = ("none", "auto")
 LOCAL = ("local_sgd", "diloco")  # exchange once in 10 steps

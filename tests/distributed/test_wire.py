@@ -54,13 +54,18 @@ def theory(exchange: str, size: int) -> float:
         "bf16": ring / 2,
         "ring": ring,
         "tree": ring,  # every rank but one has a parent: up and down that edge
+        "tree_pipelined": ring,
+        "tree_double": ring,
         "star": ring,
         "onebit": 2 * (size - 1) * (NUM_VALUES / 8 + 8 * ROWS),
     }[exchange]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("exchange", ["allreduce", "bf16", "ring", "tree", "star", "onebit"])
+@pytest.mark.parametrize(
+    "exchange",
+    ["allreduce", "bf16", "ring", "tree", "tree_pipelined", "tree_double", "star", "onebit"],
+)
 def test_booked_is_what_crossed_and_what_theory_says(exchange: str, size: int) -> None:
     answers = spawn(size, exchange_some, exchange)
     booked = sum(payload for payload, _ in answers)

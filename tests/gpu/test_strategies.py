@@ -17,7 +17,7 @@ from tests.distributed.test_strategies import EXACT, distance
 from tests.gpu.conftest import DEVICE
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
-NEED_SEND_RECV = ("tree", "ring", "star")
+NEED_SEND_RECV = ("tree", "tree_pipelined", "tree_double", "ring", "star")
 
 
 def on_gpu(settings: tuple[str, ...], sharing: str = "gloo") -> Outcome:

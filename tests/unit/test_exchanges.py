@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -11,15 +14,19 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import MB, Bucket
 from lab.exchange.exchange import Exchange
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 from lab.exchange.ring import Ring
 from lab.exchange.star import Star
-from lab.exchange.tree import Tree, parent_and_children
+from lab.exchange.tree import Node, Tree, binomial_node
+from lab.exchange.tree_double import DoubleTree, in_order_node
 
-EXACT = [AllReduce, Tree, Ring, Star]
+IN_CHUNKS = [Tree, DoubleTree, Ring]
+SMALL = 4 * 64 / MB  # chunks of at most 64 values
+EXACT = [AllReduce, Tree, DoubleTree, Ring, Star]
+EXACT += [partial(exchange, chunk_mb=SMALL) for exchange in IN_CHUNKS]
 
 
 def average(
@@ -29,7 +36,8 @@ def average(
 
     def rank_main(comm: Comm) -> tuple[Tensor, int, int]:
         flat = gradients[comm.rank].flatten().clone()
-        exchange.average(Bucket({"w": torch.Size(shape or flat.shape)}, flat), comm)
+        own = deepcopy(exchange)  # one object serves one rank
+        own.average(Bucket({"w": torch.Size(shape or flat.shape)}, flat), comm)
         return flat, comm.traffic.payload_bytes, comm.traffic.num_messages
 
     return run_ranks(len(gradients), rank_main)
@@ -39,7 +47,7 @@ def average(
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("exchange", EXACT)
 def test_exact_exchanges_give_every_rank_the_mean(
-    exchange: type[Exchange], size: int, num_values: int
+    exchange: Callable[[], Exchange], size: int, num_values: int
 ) -> None:
     gradients = [torch.randn(num_values) for _ in range(size)]
     mean = torch.stack(gradients).double().mean(dim=0)
@@ -65,17 +73,57 @@ def test_no_exchange_leaves_each_rank_its_own() -> None:
         assert payload == 0
 
 
-@pytest.mark.parametrize("size", range(1, 18))
-def test_tree_is_a_tree_of_logarithmic_depth(size: int) -> None:
+TREES = [binomial_node, partial(in_order_node, tree=0), partial(in_order_node, tree=1)]
+
+
+@pytest.mark.parametrize("size", [*range(1, 18), 100])
+@pytest.mark.parametrize("place", TREES)
+def test_trees_are_trees_of_logarithmic_depth(place: Callable[[int, int], Node], size: int) -> None:
+    nodes = [place(rank, size) for rank in range(size)]
+    (root,) = (rank for rank in range(size) if nodes[rank].parent is None)
+    for rank, node in enumerate(nodes):
+        assert all(nodes[child].parent == rank for child in node.children)
+        above, depth = rank, 0
+        while (parent := nodes[above].parent) is not None:
+            assert above in nodes[parent].children
+            above, depth = parent, depth + 1
+        assert above == root
+        assert node.depth == depth <= math.log2(size)
+
+
+@pytest.mark.parametrize("size", [*range(2, 18), 100])
+def test_a_rank_is_within_one_of_two_trees_and_a_leaf_of_the_other(size: int) -> None:
     for rank in range(size):
-        parent, children = parent_and_children(rank, size)
-        assert all(parent_and_children(child, size)[0] == rank for child in children)
-        depth, node = 0, rank
-        while (above := parent_and_children(node, size)[0]) is not None:
-            node, depth = above, depth + 1
-        assert node == 0
-        assert depth <= math.ceil(math.log2(size))
-        assert (parent is None) == (rank == 0)
+        first, second = (in_order_node(rank, size, tree).children for tree in (0, 1))
+        assert not (first and second)
+        assert len(first + second) <= 2
+        assert first or second or (rank == 0 and size % 2 == 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("exchange", IN_CHUNKS)
+def test_chunks_change_no_bit(exchange: type[Tree | DoubleTree | Ring], size: int) -> None:
+    gradients = [torch.randn(1000) for _ in range(size)]
+    (whole, *_), *_ = average(exchange(chunk_mb=None), gradients)
+    for result, *_ in average(exchange(chunk_mb=SMALL), gradients):
+        assert torch.equal(result, whole)
+
+
+@pytest.mark.parametrize("exchange", IN_CHUNKS)
+def test_one_object_serves_buckets_of_many_sizes(exchange: type[Tree | DoubleTree | Ring]) -> None:
+    sizes = (1000, 10, 3000)
+
+    def rank_main(comm: Comm) -> list[Tensor]:
+        results, one = [], exchange(chunk_mb=SMALL)
+        for num_values in sizes:
+            flat = torch.full((num_values,), float(comm.rank))
+            one.average(Bucket({"w": flat.shape}, flat), comm)
+            results.append(flat)
+        return results
+
+    for results in run_ranks(3, rank_main):
+        for result, num_values in zip(results, sizes, strict=True):
+            assert torch.equal(result, torch.ones(num_values))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -90,10 +138,19 @@ def test_payload_is_what_theory_says_rank_by_rank(size: int) -> None:
     ring = 2 * num_bytes * (size - 1) // size
     assert payload(AllReduce()) == [ring] * size
     assert payload(AllReduce(dtype="bfloat16")) == [ring // 2] * size
-    assert payload(Ring()) == [ring] * size
+    assert payload(Ring()) == payload(Ring(chunk_mb=SMALL)) == [ring] * size
     assert payload(Star()) == [num_bytes * (size - 1)] + [num_bytes] * (size - 1)
-    edges = [(rank > 0) + len(parent_and_children(rank, size)[1]) for rank in range(size)]
-    assert payload(Tree()) == [num_bytes * count for count in edges]
+
+    def edges(rank: int, place: Callable[[int, int], Node]) -> int:
+        node = place(rank, size)
+        return (node.parent is not None) + len(node.children)
+
+    ranks, (binomial, *two) = range(size), TREES
+    whole = [num_bytes * edges(rank, binomial) for rank in ranks]
+    halves = [num_bytes // 2 * sum(edges(rank, place) for place in two) for rank in ranks]
+    assert payload(Tree()) == payload(Tree(chunk_mb=SMALL)) == whole
+    assert payload(DoubleTree()) == payload(DoubleTree(chunk_mb=SMALL)) == halves
+    assert max(halves) <= 2 * num_bytes
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -134,3 +191,6 @@ def test_wrong_arguments_name_the_setting() -> None:
         OneBit(block_size=0)
     with pytest.raises(ValueError, match=r"exchange.dtype=float8"):
         AllReduce(dtype="float8")
+    for exchange in IN_CHUNKS:
+        with pytest.raises(ValueError, match=r"exchange.chunk_mb=0: must be a number above 0"):
+            exchange(chunk_mb=0)

@@ -1,0 +1,67 @@
+"""Buckets in chunks: while one chunk is added, the next one travels."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm, Handle, Transfer
+from lab.exchange.bucket import MB
+
+LAG = 3  # what arrives at one tick may leave at the third one after it
+
+Tick = tuple[list[Transfer], list[Transfer]]  # what one rank sends and receives at once
+
+
+def run(comm: Comm, *schedules: Iterator[Tick]) -> None:
+    """Go through this rank's `schedules`, each an iterator over as many ticks, at the same time.
+
+    When a schedule is asked for tick t, the transfers of tick t-LAG are done: it may read what
+    arrived, and write to what left. Those of the ticks in between are under way meanwhile.
+
+    Ranks share one clock: what is sent at a tick must be received at the same tick. So the batches
+    of all ranks match one by one, and ranks do not wait for each other in a circle even where a
+    rank's batches run one after the other, as under NCCL.
+    """
+    under_way: deque[Handle] = deque()
+    for ticks in zip(*schedules, strict=True):
+        sends = [transfer for leaving, _ in ticks for transfer in leaving]
+        receives = [transfer for _, arriving in ticks for transfer in arriving]
+        under_way.append(comm.isend_irecv(sends, receives))
+        if len(under_way) == LAG:
+            under_way.popleft().wait()
+    for handle in under_way:
+        handle.wait()
+
+
+def num_chunks(flat: Tensor, chunk_mb: float | None) -> int:
+    """Into how many chunks of at most `chunk_mb` times 2**20 bytes to cut `flat`; None: one."""
+    return 1 if chunk_mb is None else max(1, math.ceil(flat.nbytes / (chunk_mb * MB)))
+
+
+def check_chunk_mb(chunk_mb: float | None) -> None:
+    """Nothing, if this is a size that chunks can have.
+
+    Raises:
+        ValueError: it is neither a number above 0 nor None.
+    """
+    if chunk_mb is not None and not (isinstance(chunk_mb, int | float) and chunk_mb > 0):
+        raise ValueError(f"exchange.chunk_mb={chunk_mb}: must be a number above 0, or null")
+
+
+class Buffers:
+    """Room for chunks that arrive, kept from one call to the next: fresh pages cost time."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0)
+
+    def take(self, chunk: Tensor, *counts: int) -> Tensor:
+        """Uninitialised [*counts, chunk.numel()], like `chunk`; what was taken before is void."""
+        num_values = math.prod(counts) * chunk.numel()
+        if self._room.numel() < num_values or self._room.device != chunk.device:
+            self._room = chunk.new_empty(num_values)
+        return self._room[:num_values].view(*counts, chunk.numel())

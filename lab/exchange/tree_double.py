@@ -1,0 +1,72 @@
+"""Double tree: two binary trees at once, each with half of the bucket."""
+
+from __future__ import annotations
+
+from lab.distributed.comm import Comm
+from lab.exchange import pipeline
+from lab.exchange.bucket import Bucket
+from lab.exchange.exchange import Exchange
+from lab.exchange.tree import Node, up_and_down
+
+
+class DoubleTree(Exchange):
+    """Reduce and broadcast on two complementary binary trees (Sanders, Speck and Träff, 2009).
+
+    A rank within one tree is a leaf of the other, so it sends at most two buckets, however many
+    ranks there are, over log2(N) hops each way (as NCCL has done since 2.4). Each tree takes half
+    of the bucket, in chunks that go up and down while others arrive. Sums are taken in the order of
+    the children. Scratch: three chunks for each of at most two children.
+
+    Args:
+        chunk_mb: largest chunk in units of 2**20 bytes. None: a half is one chunk.
+
+    Raises:
+        ValueError: a chunk_mb that is not above 0.
+    """
+
+    needs_send_recv = True
+
+    def __init__(self, chunk_mb: float | None = 4) -> None:
+        pipeline.check_chunk_mb(chunk_mb)
+        self.chunk_mb = chunk_mb
+        self._buffers = pipeline.Buffers(), pipeline.Buffers()  # a tree each; a leaf's stay empty
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.size == 1:
+            return
+        halves = bucket.flat.tensor_split(2)
+        num_chunks = pipeline.num_chunks(halves[0], self.chunk_mb)
+        first, second = (
+            up_and_down(
+                half.tensor_split(num_chunks),
+                in_order_node(comm.rank, comm.size, tree),
+                comm.size,
+                self._buffers[tree],
+            )
+            for tree, half in enumerate(halves)
+        )
+        pipeline.run(comm, first, second)
+
+
+def in_order_node(rank: int, size: int, tree: int) -> Node:
+    """A rank's place in the first (`tree` 0) or second (1) of two binary trees of `size` ranks.
+
+    The first numbers its nodes in order (left subtree, node, right subtree), and no node has a
+    right child alone, so even ranks are its leaves. The second is the first with every rank moved
+    up by one, so odd ranks are its leaves. Both are no higher than log2(size).
+    """
+    position = (rank - tree) % size
+    low, high = 0, size - 1
+    path = [_root(low, high)]
+    while path[-1] != position:
+        low, high = (low, path[-1] - 1) if position < path[-1] else (path[-1] + 1, high)
+        path.append(_root(low, high))
+    halves = (low, position - 1), (position + 1, high)
+    children = [(_root(*half) + tree) % size for half in halves if half[0] <= half[1]]
+    parent = (path[-2] + tree) % size if len(path) > 1 else None
+    return Node(parent, children, depth=len(path) - 1)
+
+
+def _root(low: int, high: int) -> int:
+    """The root of positions `low` (even) to `high`: an odd one near the middle, if there is one."""
+    return low if low == high else low - 1 + 2 * ((high - low + 3) // 4)
