@@ -8,15 +8,16 @@ from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class AllReduce(Exchange):
     """Sum over the ranks by the library, on the wire as `dtype`, then divide by their number.
 
     Args:
-        dtype: "float32", or "bfloat16" for half the bytes. The division comes first then, so
-            that the sum of many ranks keeps the size of one gradient.
+        dtype: "float32", or for half the bytes "bfloat16" or "float16". The division comes first
+            then, so that the sum of many ranks keeps the size of one gradient. float16 has three
+            bits more, and a range of 6e-8 to 65504: above it is infinity, below it zero.
 
     Raises:
         ValueError: another dtype.

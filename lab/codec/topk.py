@@ -1,0 +1,47 @@
+"""The values of largest magnitude."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+SAMPLE_EVERY = 257  # odd, and no divisor of usual widths
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Where the `count` values of largest magnitude are; NaN counts as the largest of all.
+
+    Args:
+        values: float32 [n].
+        count: at most n.
+
+    Returns:
+        int64 [count], in no particular order.
+    """
+    if values.device.type == "cpu":
+        candidates = _above_sampled_threshold(values, count)
+        if len(candidates) >= count:
+            return candidates[_topk(values[candidates], count)]
+    return _topk(values, count)
+
+
+def _topk(values: Tensor, count: int) -> Tensor:
+    return values.abs().topk(count, sorted=False).indices
+
+
+def _above_sampled_threshold(values: Tensor, count: int) -> Tensor:
+    """Where somewhat more than `count` of the largest are; few or none if the sample misleads.
+
+    On a CPU topk goes through all values several times. To select among those above a threshold
+    that a sample gives is the sampling of Deep Gradient Compression (Lin et al. 2018, section 3).
+    """
+    sample = values[::SAMPLE_EVERY].abs()
+    place = math.ceil(1.25 * count / SAMPLE_EVERY) + 4
+    if place > len(sample):
+        return torch.empty(0, dtype=torch.int64)
+    threshold = sample.topk(place).values[-1]
+    # NaN is neither below nor above, so it is among the candidates.
+    small = (values < threshold).logical_and_(values > -threshold)
+    return small.logical_not_().nonzero().flatten()

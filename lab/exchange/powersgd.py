@@ -1,0 +1,103 @@
+"""PowerSGD: gradients of low rank, by one step of power iteration."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+from lab.exchange.exact import average_exactly, gaps
+from lab.exchange.residual import ErrorFeedback
+
+
+class PowerSGD(ErrorFeedback):
+    """Rank-r approximation, error feedback and warm start (Vogels et al. 2019, Algorithms 1, 2).
+
+    M = gradient + residual of one tensor, as a matrix [outputs, the rest]. P = MQ is summed over
+    the ranks and orthogonalised; Q = M^T P is averaged; every rank delivers P Q^T and keeps M less
+    what its own Q would have given. Both sums are all-reduces, one for all matrices of a bucket, so
+    the bytes of a rank, 8r(outputs + rest)(N-1)/N a matrix, do not grow with N.
+
+    Orthogonalised by QR, not Gram-Schmidt, which has no answer where a matrix is of lower rank: a
+    gradient of zeros would leave Q zero for good.
+
+    Args:
+        rank: r. Tensors where r(rows + columns) is no less than rows * columns, and those of one
+            dimension, travel exactly.
+        error_feedback: see ErrorFeedback.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, rank: int = 2, error_feedback: bool = True) -> None:
+        super().__init__(error_feedback)
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"exchange.rank={rank}: must be an integer of at least 1")
+        self.rank = rank
+        self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        spans = {n: slice(a, b) for n, a, b in bucket.spans() if self._pays(bucket.shapes[n])}
+        average_exactly(bucket, gaps(spans.values(), len(bucket.flat)), comm)
+        if not spans:
+            return
+        means = [bucket.flat[span].view(bucket.shapes[n][0], -1) for n, span in spans.items()]
+        owed = [
+            self.owed(name, mean.view(-1)).view_as(mean)
+            for name, mean in zip(spans, means, strict=True)
+        ]
+        qs = [self._warm_start(name, matrix) for name, matrix in zip(spans, owed, strict=True)]
+
+        message, ps = _together([(len(matrix), self.rank) for matrix in owed], bucket.flat)
+        for matrix, q, p in zip(owed, qs, ps, strict=True):
+            torch.mm(matrix, q.T, out=p)
+        comm.all_reduce(message)
+        ps = [torch.linalg.qr(p).Q for p in ps]
+
+        message, new_qs = _together([q.shape for q in qs], bucket.flat)
+        for matrix, p, q in zip(owed, ps, new_qs, strict=True):
+            torch.mm(p.T, matrix, out=q)
+            matrix.addmm_(p, q, alpha=-1)
+        comm.all_reduce(message)
+        message.div_(comm.size)
+        for p, q, kept, mean in zip(ps, new_qs, qs, means, strict=True):
+            kept.copy_(q)
+            torch.mm(p, q, out=mean)
+
+    def _pays(self, shape: torch.Size) -> bool:
+        if len(shape) < 2 or not shape.numel():
+            return False
+        rows, columns = shape[0], shape.numel() // shape[0]
+        return self.rank * (rows + columns) < rows * columns
+
+    def _warm_start(self, name: str, matrix: Tensor) -> Tensor:
+        """The last step's Q^T, or at the first one random values, on all ranks the same."""
+        if name not in self.q:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            start = torch.randn(self.rank, matrix.shape[1], generator=generator)
+            self.q[name] = start.to(matrix.device)
+        return self.q[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"q": dict(self.q)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.q = {name: value.clone() for name, value in state["q"].items()}
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """The residuals as in ErrorFeedback; every rank had the same Q."""
+        return super().redistribute(states, rank, size) | {"q": dict(states[0]["q"])}
+
+
+def _together(shapes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """One vector to send, and matrices of `shapes` that share its memory one after the other."""
+    sizes = [rows * columns for rows, columns in shapes]
+    message = like.new_empty(sum(sizes))
+    views = [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]
+    return message, views

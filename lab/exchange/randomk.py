@@ -1,0 +1,51 @@
+"""Random-k: values at places that all ranks draw alike, so that they travel without indices."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+from lab.exchange.sparse import Sparse
+
+
+class RandomK(Sparse):
+    """The same random values on all ranks, and error feedback (Stich et al. 2018, Algorithm 1).
+
+    One value is drawn from each of k equal ranges of a tensor: without replacement, every value as
+    probable as any other, in k operations where a permutation takes n. What is drawn depends on
+    seed, step and the parameter's name alone, so that ranks agree and a resumed run draws the same.
+    A rank sends 8(k+1)(N-1)/N bytes: one value says whether all gradients were finite.
+
+    Args:
+        ratio, error_feedback: see Sparse.
+        seed: of the draw.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, ratio: float = 0.01, error_feedback: bool = True, seed: int = 0) -> None:
+        super().__init__(ratio, error_feedback)
+        if not isinstance(seed, int):
+            raise ValueError(f"exchange.seed={seed}: must be an integer")
+        self.seed = seed
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        # 0, or NaN where a value is not finite, which the values drawn need not show.
+        probe = bucket.flat.sum(dim=0, keepdim=True).mul_(0)
+        indices, values = self.take(bucket)
+        message = torch.cat([values, probe])
+        comm.all_reduce(message)
+        bucket.finite = message[-1].isfinite()
+        bucket.flat.index_copy_(0, indices, message[:-1].div_(comm.size))
+
+    def choose(self, owed: Tensor, count: int, name: str, step: int) -> Tensor:
+        generator = torch.Generator(owed.device)
+        generator.manual_seed(zlib.crc32(f"{self.seed} {step} {name}".encode()))
+        drawn = torch.randint(1 << 62, (count,), generator=generator, device=owed.device)
+        edges = torch.arange(count + 1, device=owed.device) * len(owed) // max(count, 1)
+        return edges[:-1] + drawn % edges.diff()

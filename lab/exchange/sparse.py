@@ -1,0 +1,50 @@
+"""What sparsifying exchanges share: a few values of each tensor travel, the rest waits."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from lab.exchange.bucket import Bucket
+from lab.exchange.residual import ErrorFeedback
+
+
+class Sparse(ErrorFeedback):
+    """Sends k = ceil(ratio * n) of the n values of each parameter, and keeps the others.
+
+    Args:
+        ratio: above 0, at most 1.
+        error_feedback: see ErrorFeedback.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
+        super().__init__(error_feedback)
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+            raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")
+        self.ratio = ratio
+
+    def take(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Take what is sent out of what is owed, and leave zeros in `bucket.flat`.
+
+        Returns:
+            int64 [values], where in `bucket.flat` each value belongs, and float32 [values].
+        """
+        indices, values = [], []
+        for name, start, stop in bucket.spans():
+            owed = self.owed(name, bucket.flat[start:stop])
+            chosen = self.choose(owed, math.ceil(self.ratio * len(owed)), name, bucket.step)
+            values.append(owed[chosen])
+            owed.index_fill_(0, chosen, 0)
+            indices.append(chosen + start)
+        bucket.flat.zero_()
+        return torch.cat(indices), torch.cat(values)
+
+    @abstractmethod
+    def choose(self, owed: Tensor, count: int, name: str, step: int) -> Tensor:
+        """Where the `count` values of `owed` are that are sent: int64 [count], none twice."""

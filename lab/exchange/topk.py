@@ -1,0 +1,32 @@
+"""Top-k: the largest values travel, each with its index."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lab.codec import topk
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
+from lab.exchange.sparse import Sparse
+
+
+class TopK(Sparse):
+    """The values of largest magnitude, and error feedback (Stich et al. 2018, Algorithm 1).
+
+    Deep Gradient Compression (Lin et al. 2018) without its momentum correction and warm-up. Each
+    rank chooses its own values, so all receive all: a rank sends 8k(N-1) bytes, an int32 index and
+    a float32 value each, and adds in rank order.
+    """
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        indices, values = self.take(bucket)
+        message = torch.cat([indices.int(), values.view(torch.int32)])
+        received = message.new_empty(comm.size, 2, len(values))
+        comm.all_gather(received, message)
+        # No rank sends an index twice, so that each addition has one order on a GPU too.
+        for places, theirs in received:
+            bucket.flat.index_add_(0, places, theirs.view(torch.float32), alpha=1 / comm.size)
+
+    def choose(self, owed: Tensor, count: int, name: str, step: int) -> Tensor:
+        return topk.largest(owed, count)
