@@ -28,7 +28,7 @@ class SignSGD(ErrorFeedback):
         ValueError: an argument out of range.
     """
 
-    def __init__(self, min_values: int = 1024, error_feedback: bool = True) -> None:
+    def __init__(self, min_values: int = 4096, error_feedback: bool = True) -> None:
         super().__init__(error_feedback)
         if not isinstance(min_values, int) or min_values < 1:
             raise ValueError(f"exchange.min_values={min_values}: must be an integer of at least 1")

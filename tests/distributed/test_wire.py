@@ -28,7 +28,7 @@ def loopback_bytes() -> int:
 def exchange_some(exchange: str) -> tuple[int, int]:
     """Payload this rank booked for one exchange, and bytes the interface counted for all ranks."""
     world = join()
-    average = build(load([f"exchange={exchange}"]).exchange).average
+    average = build(load(f"exchange={exchange}".split()).exchange).average
     flat = torch.randn(NUM_VALUES)
 
     def run() -> None:
@@ -58,13 +58,23 @@ def theory(exchange: str, size: int) -> float:
         "tree_double": ring,
         "star": ring,
         "onebit": 2 * (size - 1) * (NUM_VALUES / 8 + 8 * ROWS),
+        "fp16": ring / 2,
+        "int8": 2 * (size - 1) * (NUM_VALUES + 8 * NUM_VALUES / 1024),
+        "signsgd_ef": size * (size - 1) * NUM_VALUES / 8,
+        "topk": size * (size - 1) * 8 * 0.01 * NUM_VALUES,
+        "randomk": 0.3 * ring,
+        "powersgd exchange.rank=32": 2 * (size - 1) * 4 * 32 * (ROWS + COLUMNS),
     }[exchange]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     "exchange",
-    ["allreduce", "bf16", "ring", "tree", "tree_pipelined", "tree_double", "star", "onebit"],
+    [
+        *("allreduce", "bf16", "ring", "tree", "tree_pipelined", "tree_double", "star", "onebit"),
+        *("fp16", "int8", "signsgd_ef", "topk", "randomk"),
+        "powersgd exchange.rank=32",  # of rank 2 it sends so little that TCP's headers show
+    ],
 )
 def test_booked_is_what_crossed_and_what_theory_says(exchange: str, size: int) -> None:
     answers = spawn(size, exchange_some, exchange)
