@@ -1,14 +1,19 @@
-"""One bit per value, its sign, and one magnitude for all of them: the codec of EF-SignSGD."""
+"""One bit per value, its sign, and one magnitude for all of them: the codec of EF-SignSGD.
+
+It decodes as 1-bit SGD does, with the two reconstruction values of all rows alike.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lab.codec import onebit
+
 # Eight bytes that are 0 or 1, as one number times this, have their bits in its highest byte, the
 # first lowest.
 GATHER_BITS = 0x0102040810204080
-CHUNK_BYTES = 2**16
+ROW_VALUES = 8192  # the 1-bit codec shares out rows among threads: enough rows, not too short
 
 
 def bit_bytes(num_values: int) -> int:
@@ -25,17 +30,18 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     flags = torch.zeros(8 * bit_bytes(len(values)), dtype=torch.bool, device=values.device)
     torch.signbit(values, out=flags[: len(values)])
-    packed = flags.view(torch.int64).mul_(GATHER_BITS).view(torch.uint8)[7::8]
-    return torch.linalg.vector_norm(values, 1) / len(values), packed
+    words = flags.view(torch.int64).mul_(GATHER_BITS)
+    bits = words.view(torch.uint8)[7::8].contiguous()
+    return torch.linalg.vector_norm(values, 1) / len(values), bits
 
 
-def decode_add(magnitude: Tensor, bits: Tensor, out: Tensor) -> None:
-    """Add to `out`, float32 [n], what magnitude and bits stand for."""
-    bytes_, places = torch.arange(256, device=out.device), torch.arange(8, device=out.device)
-    signs = 1 - 2 * (bytes_.unsqueeze(1) >> places & 1)
-    values_of_byte = signs * magnitude
-    decoded = out.new_empty(CHUNK_BYTES, 8)  # in the cache, where new memory would cost the most
-    for packed, part in zip(bits.split(CHUNK_BYTES), out.split(8 * CHUNK_BYTES), strict=True):
-        values = decoded[: len(packed)]
-        torch.index_select(values_of_byte, 0, packed.int(), out=values)
-        part += values.flatten()[: len(part)]
+def decode(magnitude: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None:
+    """Put into `out`, float32 [n], what magnitude and bits stand for, or add it there."""
+    rows = len(out) // ROW_VALUES
+    whole = rows * ROW_VALUES
+    scales = torch.stack([magnitude, -magnitude]).repeat(rows + 1, 1)
+    if rows:
+        of_rows = bits[: whole // 8].view(rows, -1)
+        onebit.decode(scales[:rows], of_rows, out[:whole].view(rows, -1), add)
+    if whole < len(out):
+        onebit.decode(scales[rows:], bits[None, whole // 8 :], out[None, whole:], add)

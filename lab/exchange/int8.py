@@ -50,12 +50,15 @@ class Int8(Exchange):
         received = torch.empty_like(outgoing)
         comm.all_to_all(received, outgoing)
 
-        mean, other = flat.new_empty(2, part_blocks * self.block_size)
+        # The gradient has been encoded: its place is free for this rank's part of the mean.
+        part_values = part_blocks * self.block_size
+        mean = flat[comm.rank * part_values : (comm.rank + 1) * part_values]
         minmax.decode(received[0], mean)
+        other = torch.empty_like(mean)
         for part in received[1:]:
             minmax.decode(part, other)
             mean += other
-        reply = torch.empty_like(outgoing[0])
+        reply = torch.zeros_like(outgoing[0])
         minmax.encode(mean.div_(size), reply)
         comm.all_gather(received, reply)
         minmax.decode(received.flatten(0, 1), flat)

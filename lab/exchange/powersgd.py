@@ -52,22 +52,28 @@ class PowerSGD(ErrorFeedback):
             for name, mean in zip(spans, means, strict=True)
         ]
         qs = [self._warm_start(name, matrix) for name, matrix in zip(spans, owed, strict=True)]
+        ps = self._orthogonal_ps(owed, qs, comm)
+        for p, q, kept, mean in zip(ps, self._mean_qs(owed, ps, comm), qs, means, strict=True):
+            kept.copy_(q)
+            torch.mm(p, q, out=mean)
 
-        message, ps = _together([(len(matrix), self.rank) for matrix in owed], bucket.flat)
+    def _orthogonal_ps(self, owed: list[Tensor], qs: list[Tensor], comm: Comm) -> list[Tensor]:
+        """MQ of each matrix, summed over the ranks, its columns made orthonormal: [rows, r]."""
+        message, ps = _together([(len(matrix), self.rank) for matrix in owed], owed[0])
         for matrix, q, p in zip(owed, qs, ps, strict=True):
             torch.mm(matrix, q.T, out=p)
         comm.all_reduce(message)
-        ps = [torch.linalg.qr(p).Q for p in ps]
+        return [torch.linalg.qr(p).Q for p in ps]
 
-        message, new_qs = _together([q.shape for q in qs], bucket.flat)
-        for matrix, p, q in zip(owed, ps, new_qs, strict=True):
+    def _mean_qs(self, owed: list[Tensor], ps: list[Tensor], comm: Comm) -> list[Tensor]:
+        """(M^T P)^T of each matrix, the ranks' mean: [r, columns]. Takes P Q^T out of `owed`."""
+        message, qs = _together([(self.rank, matrix.shape[1]) for matrix in owed], owed[0])
+        for matrix, p, q in zip(owed, ps, qs, strict=True):
             torch.mm(p.T, matrix, out=q)
             matrix.addmm_(p, q, alpha=-1)
         comm.all_reduce(message)
         message.div_(comm.size)
-        for p, q, kept, mean in zip(ps, new_qs, qs, means, strict=True):
-            kept.copy_(q)
-            torch.mm(p, q, out=mean)
+        return qs
 
     def _pays(self, shape: torch.Size) -> bool:
         if len(shape) < 2 or not shape.numel():

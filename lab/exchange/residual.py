@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
 
 
@@ -48,6 +50,11 @@ class ErrorFeedback(Exchange):
         # In place: on a GPU this runs on a side stream, and memory that was allocated on the main
         # one must not go back to it before the side stream has read it.
         return self.residual[name].add_(gradient)
+
+    def pay_back(self, bucket: Bucket, comm: Comm) -> None:
+        for name, start, stop in bucket.spans():
+            if name in self.residual:
+                bucket.flat[start:stop] += self.residual.pop(name)
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}

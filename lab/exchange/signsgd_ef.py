@@ -49,9 +49,9 @@ class SignSGD(ErrorFeedback):
         start = scale_bytes
         for index, out in enumerate(gradients.values()):
             stop = start + sign.bit_bytes(len(out))
-            out.zero_()
             for rank in range(comm.size):
-                sign.decode_add(magnitudes[rank, index], received[rank, start:stop], out)
+                bits = received[rank, start:stop]
+                sign.decode(magnitudes[rank, index], bits, out, add=rank > 0)
             start = stop
 
     def _encode(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,17 +48,26 @@ def test_minmax_shows_what_is_not_finite_in_its_block_alone(bad: float) -> None:
 
 
 def through_sign(values: Tensor) -> Tensor:
-    out = torch.zeros_like(values)
-    sign.decode_add(*sign.encode(values), out)
+    out = torch.empty_like(values)
+    sign.decode(*sign.encode(values), out)
     return out
 
 
-@pytest.mark.parametrize("length", [*LENGTHS[1:], 2**19 + 3])
+@pytest.mark.parametrize("length", [*LENGTHS[1:], 8192, 20_001])
 def test_sign_is_mean_magnitude_and_one_bit_each(length: int) -> None:
     values = torch.randn(length)
     assert sign.encode(values)[1].shape == (sign.bit_bytes(length),)
     expected = torch.where(values < 0, -1.0, 1.0).double() * values.double().abs().mean()
     torch.testing.assert_close(through_sign(values).double(), expected, rtol=1e-5, atol=0)
+
+
+def test_sign_adds_up() -> None:
+    magnitude, bits = sign.encode(torch.randn(10_000))
+    once, twice = torch.empty(2, 10_000)
+    sign.decode(magnitude, bits, once)
+    twice.copy_(once)
+    sign.decode(magnitude, bits, twice, add=True)
+    assert torch.equal(twice, 2 * once)
 
 
 def test_sign_packs_the_first_value_lowest() -> None:

@@ -169,6 +169,20 @@ def test_without_error_feedback_nothing_is_kept(name: str) -> None:
     torch.testing.assert_close(at_first[0].mean, first.mean)  # there is no residual yet
 
 
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_what_is_owed_is_paid_back_once(name: str) -> None:
+    def rank_main(comm: Comm) -> None:
+        exchange = WITH_FEEDBACK[name]()
+        exchange.average(Bucket(SHAPES, torch.randn(NUM_VALUES)), comm)
+        owed = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
+        bucket = Bucket(SHAPES, torch.ones(NUM_VALUES), 1)
+        exchange.pay_back(bucket, comm)
+        torch.testing.assert_close(bucket.flat.double(), owed + 1)
+        assert not exchange.residual
+
+    run_ranks(2, rank_main)
+
+
 def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
     shapes = {"w": torch.Size((4,)), "v": torch.Size((4,))}
 
