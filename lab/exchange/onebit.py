@@ -10,13 +10,14 @@ from torch import Tensor
 from lab.codec import onebit
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Exchange
+from lab.exchange.exact import average_exactly, gaps
+from lab.exchange.residual import ErrorFeedback
 from lab.exchange.stripes import Matrix, Message
 
 GRANULARITIES = ("column", "block")
 
 
-class OneBit(Exchange):
+class OneBit(ErrorFeedback):
     """Two-stage 1-bit SGD with error feedback (Seide et al. 2014, section 3; CNTK's 1BitSGD).
 
     1. Each rank adds its residual to its gradient, quantises all rows, and keeps what the
@@ -44,8 +45,6 @@ class OneBit(Exchange):
         ValueError: an argument out of range.
     """
 
-    exact = False
-
     def __init__(
         self,
         threshold: str = "zero",
@@ -55,6 +54,7 @@ class OneBit(Exchange):
         warmup_steps: int = 0,
         error_feedback: bool = True,
     ) -> None:
+        super().__init__(error_feedback)
         if threshold not in onebit.THRESHOLDS:
             allowed = ", ".join(onebit.THRESHOLDS)
             raise ValueError(f"exchange.threshold={threshold}: allowed are {allowed}")
@@ -68,23 +68,19 @@ class OneBit(Exchange):
         ):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"exchange.{key}={value}: must be an integer of at least {least}")
-        if not isinstance(error_feedback, bool):
-            raise ValueError(f"exchange.error_feedback={error_feedback}: must be true or false")
         self.threshold = threshold
         self.granularity = granularity
         self.block_size = block_size
         self.min_columns = min_columns
         self.warmup_steps = warmup_steps
-        self.error_feedback = error_feedback
-        self.residual: dict[str, Tensor] = {}  # [rows, columns] by parameter
+        # Residuals are [rows, columns] by parameter.
         self.stripe_residual: dict[str, Tensor] = {}  # [rows of this rank's stripe, columns]
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
-        if bucket.step < self.warmup_steps:
-            self._average_exactly(bucket, [slice(0, bucket.flat.numel())], comm)
-            return
-        matrices = self.matrices(bucket)
-        self._average_exactly(bucket, _gaps(matrices, bucket.flat.numel()), comm)
+        matrices = self.matrices(bucket) if bucket.step >= self.warmup_steps else []
+        quantised = [slice(matrix.start, matrix.stop) for matrix in matrices]
+        exact = average_exactly(bucket, gaps(quantised, len(bucket.flat)), comm)
+        bucket.finite = exact.isfinite().all()
         if matrices:
             self._average_quantised(bucket, matrices, comm)
 
@@ -102,15 +98,6 @@ class OneBit(Exchange):
             if rows:
                 found.append(Matrix(name, start, rows, columns))
         return found
-
-    def _average_exactly(self, bucket: Bucket, parts: list[slice], comm: Comm) -> None:
-        small = torch.cat([bucket.flat[:0], *(bucket.flat[part] for part in parts)])
-        if len(small):
-            comm.all_reduce(small)
-        small.div_(comm.size)
-        bucket.finite = small.isfinite().all()
-        for part, mean in zip(parts, small.split([p.stop - p.start for p in parts]), strict=True):
-            bucket.flat[part] = mean
 
     def _average_quantised(self, bucket: Bucket, matrices: list[Matrix], comm: Comm) -> None:
         flat, size = bucket.flat, comm.size
@@ -179,32 +166,21 @@ class OneBit(Exchange):
                 rows[matrix.stripe(comm.rank, comm.size)] += self.stripe_residual.pop(matrix.name)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residual": dict(self.residual), "stripe_residual": dict(self.stripe_residual)}
+        return super().state_dict() | {"stripe_residual": dict(self.stripe_residual)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.residual = {name: value.clone() for name, value in state["residual"].items()}
+        super().load_state_dict(state)
         self.stripe_residual = {n: value.clone() for n, value in state["stripe_residual"].items()}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Spread the residuals of `states` over `size` ranks so that their sums stay the same.
-
-        Each new rank takes an equal share of the summed residuals, and the rows of its new stripe.
-        """
-        residual, stripe_residual = {}, {}
-        for name in states[0]["residual"]:
-            total = torch.stack([state["residual"][name].double() for state in states]).sum(dim=0)
-            residual[name] = (total / size).float()
+        """Residuals as in ErrorFeedback; of the stripes' each rank takes its new rows."""
+        stripe_residual = {}
+        for name in states[0]["stripe_residual"]:
             rows = torch.cat([state["stripe_residual"][name] for state in states])
             new = Matrix(name, 0, *rows.shape)
             stripe_residual[name] = rows[new.stripe(rank, size)].clone()
-        return {"residual": residual, "stripe_residual": stripe_residual}
+        return super().redistribute(states, rank, size) | {"stripe_residual": stripe_residual}
 
 
 def height(rows: slice) -> int:
     return rows.stop - rows.start
-
-
-def _gaps(matrices: list[Matrix], num_values: int) -> list[slice]:
-    starts = [0, *(matrix.stop for matrix in matrices)]
-    stops = [*(matrix.start for matrix in matrices), num_values]
-    return [slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b]
