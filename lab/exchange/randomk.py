@@ -28,7 +28,7 @@ class RandomK(Sparse):
         ValueError: an argument out of range.
     """
 
-    def __init__(self, ratio: float = 0.01, error_feedback: bool = True, seed: int = 0) -> None:
+    def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(ratio, error_feedback)
         if not isinstance(seed, int):
             raise ValueError(f"exchange.seed={seed}: must be an integer")

@@ -27,7 +27,7 @@ class ErrorFeedback(Exchange):
 
     exact = False
 
-    def __init__(self, error_feedback: bool = True) -> None:
+    def __init__(self, error_feedback: bool) -> None:
         if not isinstance(error_feedback, bool):
             raise ValueError(f"exchange.error_feedback={error_feedback}: must be true or false")
         self.error_feedback = error_feedback

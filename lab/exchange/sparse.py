@@ -23,7 +23,7 @@ class Sparse(ErrorFeedback):
         ValueError: an argument out of range.
     """
 
-    def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
+    def __init__(self, ratio: float, error_feedback: bool) -> None:
         super().__init__(error_feedback)
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")

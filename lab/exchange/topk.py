@@ -17,7 +17,13 @@ class TopK(Sparse):
     Deep Gradient Compression (Lin et al. 2018) without its momentum correction and warm-up. Each
     rank chooses its own values, so all receive all: a rank sends 8k(N-1) bytes, an int32 index and
     a float32 value each, and adds in rank order.
+
+    Args:
+        ratio, error_feedback: see Sparse.
     """
+
+    def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
+        super().__init__(ratio, error_feedback)
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         indices, values = self.take(bucket)

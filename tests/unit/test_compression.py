@@ -295,7 +295,7 @@ def test_a_loaded_state_goes_on_in_the_same_bits(name: str) -> None:
         (Int8(), lambda n, size: 2 * (n + 8 * n / 1024) * (size - 1) / size),
         (SignSGD(), lambda n, size: (n / 8 + 4) * (size - 1)),
         (TopK(), lambda n, size: 8 * 0.01 * n * (size - 1)),
-        (RandomK(), lambda n, size: 8 * 0.01 * n * (size - 1) / size),
+        (RandomK(), lambda n, size: 8 * 0.3 * n * (size - 1) / size),
         (PowerSGD(), lambda n, size: 8 * 2 * (256 + n / 256) * (size - 1) / size),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exchange) else "",
