@@ -15,9 +15,10 @@ from lab.exchange.sparse import Sparse
 class RandomK(Sparse):
     """The same random values on all ranks, and error feedback (Stich et al. 2018, Algorithm 1).
 
-    One value is drawn from each of k equal ranges of a tensor: without replacement, every value as
-    probable as any other, in k operations where a permutation takes n. What is drawn depends on
-    seed, step and the parameter's name alone, so that ranks agree and a resumed run draws the same.
+    One value is drawn from each of k equal ranges of a tensor: without replacement, in k operations
+    where a permutation takes n, and every value as probable as any other where k divides n. What is
+    drawn depends on seed, step and the parameter's name alone, so that ranks agree and a resumed
+    run draws the same.
     A rank sends 8(k+1)(N-1)/N bytes: one value says whether all gradients were finite.
 
     Args:
