@@ -28,7 +28,7 @@ class Traffic:
 
 
 class Comm(ABC):
-    """Collectives over `size` ranks, on contiguous tensors. Those that return None block.
+    """Collectives over `size` ranks, on contiguous tensors. All but isend_irecv block the stream.
 
     `traffic` counts this rank's payload. For send and recv that is what was passed in. A library
     collective chooses its own path, so it is booked as the bandwidth-optimal algorithm's bytes:
@@ -86,18 +86,14 @@ class Comm(ABC):
         """Fill `tensor` with what rank `source` sends."""
         self.isend_irecv([], [(tensor, source)]).wait()
 
-    def send_recv(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
-        """Send and receive at once, as each step of a ring does; neither waits for the other."""
-        self.isend_irecv([(outgoing, to)], [(incoming, source)]).wait()
-
     def isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         """Begin to send and to receive all of these at once; `wait` for them before the next use.
 
         Transfers from one rank to another arrive in the order in which they were begun. Several
         batches may be under way, and must be waited for in their order. Within a batch no transfer
         waits for another, but a batch may wait for the one before it: NCCL runs a rank's batches
-        one by one on a stream. So batches must be such that this cannot end in a circle, as when
-        every rank's t-th batch sends just what other ranks' t-th batches receive.
+        one by one on a stream. So batches must be such that this cannot end in a circle. It is
+        enough that every rank's t-th batch sends just what other ranks' t-th batches receive.
         """
         for tensor, _ in sends:
             self._count(tensor.nbytes, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Transfer
+from lab.distributed.comm import Comm, Handle, Transfer
 
 TIMEOUT_S = 30.0  # a rank that waits longer for its peers has lost them
 
@@ -63,7 +63,7 @@ class ThreadComm(Comm):
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._everyones(tensor)[source])
 
-    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Expected:
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         for tensor, to in sends:
             self.meeting.mail[self.rank, to].put(tensor.clone())
         mail = self.meeting.mail

@@ -60,7 +60,7 @@ class Buffers:
         self._room = torch.empty(0)
 
     def take(self, chunk: Tensor, *counts: int) -> Tensor:
-        """Uninitialised [*counts, chunk.numel()], like `chunk`; what was taken before is void."""
+        """Uninitialised [*counts, chunk.numel()], float32; what was taken before is void."""
         num_values = math.prod(counts) * chunk.numel()
         if self._room.numel() < num_values or self._room.device != chunk.device:
             self._room = chunk.new_empty(num_values)

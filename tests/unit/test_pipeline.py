@@ -6,14 +6,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Transfer
-from lab.distributed.thread_comm import Expected, ThreadComm, run_ranks
+from lab.distributed.comm import Comm, Handle, Transfer
+from lab.distributed.thread_comm import ThreadComm, run_ranks
 from lab.exchange.bucket import MB, Bucket
 from lab.exchange.exchange import Exchange
 from lab.exchange.ring import Ring
@@ -34,11 +33,13 @@ EXCHANGES += [
 class LateBatch:
     """Transfers that begin when they are waited for."""
 
-    def __init__(self, begin: Callable[[], Expected]) -> None:
+    def __init__(self, begin: Callable[[], Handle], places: list[range]) -> None:
         self.begin = begin
+        self.places = places  # in memory, to be filled
 
     def wait(self) -> None:
         self.begin().wait()
+        self.places.clear()
 
 
 class LateComm(ThreadComm):
@@ -47,12 +48,26 @@ class LateComm(ThreadComm):
     def __init__(self, comm: ThreadComm) -> None:
         super().__init__(comm.rank, comm.size, comm.meeting)
         self.batches: list[Batch] = []
+        self.under_way: list[LateBatch] = []
 
-    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Any:
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> LateBatch:
         self.batches.append((Counter(to for _, to in sends), Counter(by for _, by in receives)))
+        taken = [place for batch in self.under_way for place in batch.places]
+        for tensor, _ in [*sends, *receives]:
+            assert not any(overlap(in_memory(tensor), place) for place in taken)
         for tensor, _ in receives:
             tensor.fill_(torch.nan)
-        return LateBatch(partial(super()._isend_irecv, sends, receives))
+        begin = partial(super()._isend_irecv, sends, receives)
+        self.under_way.append(LateBatch(begin, [in_memory(tensor) for tensor, _ in receives]))
+        return self.under_way[-1]
+
+
+def in_memory(tensor: Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def average_late(exchange: Callable[[], Exchange], size: int) -> list[tuple[Tensor, list[Batch]]]:
