@@ -18,8 +18,9 @@ SCALINGS = ("strong", "weak")
 CONTEXT = ("model", "data", "precision", "device", "machine")
 IDENTITY = ("strategy", "world_size", "batch_size", "per_rank_batch_size", "scaling")
 STRATEGIES = (
-    *("none", "allreduce", "tree", "ring", "star", "overlap", "layerwise"),
-    *("bf16", "onebit", "fc1x1", "fc1x1_onebit", "local_sgd", "diloco", "ddp"),
+    *("none", "allreduce", "tree", "tree_pipelined", "tree_double", "ring", "star"),
+    *("overlap", "layerwise", "bf16", "fp16", "int8", "onebit", "signsgd_ef", "topk", "randomk"),
+    *("powersgd", "auto", "fc1x1", "fc1x1_onebit", "local_sgd", "diloco", "ddp", "horovod"),
 )
 
 

@@ -21,7 +21,7 @@ from lab.analysis.speedup import CEILING, Row
 
 # Okabe and Ito, "Color Universal Design", 2008; without its yellow, which is lost on white.
 BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
-VERMILLION, PURPLE, SKY = "#D55E00", "#CC79A7", "#56B4E9"
+VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
 COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
 LEGEND_ROOM = 2.0  # inches beside the axes that every figure is made with
 GREY, HATCH = "#767676", "////"
@@ -57,12 +57,21 @@ KNOWN = {
     "none": Look(BLACK, "-", "o"),
     "allreduce": Look(BLUE, "-", "s"),
     "tree": Look(GREEN, "-", "^"),
+    "tree_pipelined": Look(GREEN, ":", "^"),
+    "tree_double": Look(GREEN, "-.", "v"),
     "ring": Look(SKY, "-", "D"),
     "star": Look(SKY, "--", "v"),
     "overlap": Look(ORANGE, "-", "P"),
     "layerwise": Look(ORANGE, "--", "<"),
     "bf16": Look(BLUE, "--", "X"),
+    "fp16": Look(BLUE, ":", "x"),
+    "int8": Look(BLUE, "-.", "8"),
     "onebit": Look(VERMILLION, "-", "*"),
+    "signsgd_ef": Look(VERMILLION, "--", "+"),
+    "topk": Look(BROWN, "-", "p"),
+    "randomk": Look(BROWN, "--", "h"),
+    "powersgd": Look(PURPLE, "-.", "D"),
+    "auto": Look(BLACK, "--", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),
     "fc1x1_onebit": Look(PURPLE, "--", "h"),
     "local_sgd": Look(SKY, ":", ">"),
