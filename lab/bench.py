@@ -1,82 +1,97 @@
-"""Paired benchmarks of strategies: `torchrun -m lab.bench step strategy=overlap,ddp`."""
+"""Benchmarks: `python -m lab.bench step strategy=overlap,ddp`."""
 
 from __future__ import annotations
 
-import json
+import importlib
+import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
+from lab.benchmarks.request import BENCHES, OWN, Request, read
+from lab.benchmarks.start import REFUSED, RanksFailed, answer, ask_ranks, is_rank, was_asked
 from lab.cli import answer_help, report_error
-from lab.config import ConfigError, check_batch, load, parse_overrides
-from lab.distributed.launcher import is_first_rank, world_size
+from lab.config import ConfigError
+from lab.distributed.launcher import is_first_rank
 
-PURPOSE = (
-    "step: step times of two strategies, strategy=A,B, as the ratio A/B with its interval.\n"
-    "recording: what the lab's own book-keeping adds to a step."
-)
+PURPOSE = """\
+collective: all-reduces by size, exchange=A,B,..., with nccl-tests' columns.
+codec: encode and decode, against torch.add on the same tensors.
+step: step times of strategy=A,B,... in turns, as ratios to the last.
+memory: peak memory of strategy=A,B,... beside theory.
+recording: what the lab's own book-keeping adds to a step.
+
+What is compared is the one setting with a list, or sets of settings: a='...' b='...'."""
 EXAMPLES = (
-    "torchrun --nproc-per-node 2 -m lab.bench step strategy=overlap,ddp model=mlp "
-    "'model.hidden=[4096,4096]' steps=60",
+    "python -m lab.bench collective 'sizes=[4kb,1mb,64mb]' exchange=ring,tree world_size=4",
+    "python -m lab.bench codec num_values=25_000_000 threads=2 out=codec.json",
+    "python -m lab.bench step strategy=none,onebit,ddp model=mlp 'model.hidden=[4096,4096]' "
+    "steps=60",
+    "python -m lab.bench step a='strategy=overlap bucket_mb=4' b='strategy=ddp' steps=60",
+    "python -m lab.bench memory strategy=overlap,onebit model=mlp 'model.hidden=[4096,4096]'",
     "torchrun --nproc-per-node 2 -m lab.bench step strategy=onebit,bf16 model=alexnet_small",
-    "python -m lab.bench recording steps=2000",
 )
-OWN = {"out": ("null", "a JSON file for the result")}
+
+
+class WrongResult(RuntimeError):
+    """What was timed does not do what it should."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run one benchmark on all ranks; rank 0 prints the result, and writes it to `out=FILE`."""
-    if answer_help("lab.bench step|recording", PURPOSE, EXAMPLES, arguments, OWN):
+    """Run one benchmark; print its table, and write the result and a figure to `out=FILE.json`.
+
+    Returns:
+        0; 1 if a rank failed, or what was timed is wrong; 2 for a wrong setting; 130 after Ctrl-C.
+    """
+    if answer_help(f"lab.bench {'|'.join(BENCHES)}", PURPOSE, EXAMPLES, arguments, OWN):
         return 0
     try:
-        bench, *settings = arguments or [""]
-        out = [text[4:] for text in settings if text.startswith("out=")]
-        settings = [text for text in settings if not text.startswith("out=")]
-        result = _run(bench, _runs_of(bench, settings))
+        request = read(arguments)
+        result = _measure(request)
+        return _present(request, result) if result else 0
     except ConfigError as error:
+        if was_asked():
+            answer({REFUSED: str(error)})
+            return 0
         if is_first_rank():
             report_error("lab.bench", error)
         return 2
-    if result:
-        text = json.dumps({**result, "settings": settings}, indent=2)
-        print(text)
-        if out:
-            Path(out[-1]).write_text(text + "\n")
-    return 0
+    except (RanksFailed, WrongResult) as error:
+        report_error("lab.bench", error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
-def _runs_of(bench: str, settings: list[str]) -> list[list[str]]:
-    """The command lines of the runs that a benchmark needs."""
-    if bench == "recording":
-        return [[*settings, "strategy=none"]]
-    if bench != "step":
-        raise ConfigError(f"{bench or '(nothing)'}: the first word must be step or recording")
-    for override in parse_overrides(settings):
-        if override.key_or_group == "strategy" and override.is_choice_sweep():
-            names = list(map(str, override.sweep_string_iterator()))
-            others = [text for text in settings if text != override.input_line]
-            if len(names) == 2:
-                return [[*others, f"strategy={name}"] for name in names]
-    raise ConfigError("strategy: a comparison needs two, as in strategy=overlap,ddp")
-
-
-def _run(bench: str, runs: list[list[str]]) -> dict[str, Any] | None:
-    """The result, on rank 0."""
-    configs = [load(arguments) for arguments in runs]
-    for config in configs:
-        check_batch(config, world_size())
-
+def _measure(request: Request) -> dict[str, Any] | None:
+    """The result, on rank 0, or where the ranks were started from."""
     # Only now is torch imported: help and wrong settings have been answered without it.
-    from lab.assemble import join
-    from lab.benchmarks import compare_steps, time_recording
-    from lab.distributed import world
+    benchmark = importlib.import_module(f"lab.benchmarks.{request.bench}")
+    if is_rank():
+        return benchmark.measure(request)
+    if BENCHES[request.bench].apart:
+        return benchmark.combine([ask_ranks(request, each) for each in request.variants])
+    if request.own.get("world_size", 1) == 1:
+        return benchmark.measure(request)
+    return ask_ranks(request)
 
-    worlds = [join(config) for config in configs]
-    try:
-        result = (compare_steps if bench == "step" else time_recording)(configs, worlds)
-        return result if worlds[0].rank == 0 else None
-    finally:
-        world.stop()
+
+def _present(request: Request, result: dict[str, Any]) -> int:
+    if was_asked():
+        answer(result)
+        return 0
+    from lab.analysis import bench
+    from lab.record.files import write_json
+
+    command = shlex.join(["python", "-m", "lab.bench", *request.arguments])
+    result = {"bench": request.bench, "command": command, **result}
+    print(bench.table(result))
+    if request.own["out"]:
+        write_json(request.own["out"], result)
+        print(f"wrote {request.own['out']} and {bench.draw(request.own['out'])}")
+    num_wrong = sum(row.get("wrong", 0) for row in result["rows"])
+    if num_wrong:
+        raise WrongResult(f"{num_wrong} values are wrong, see the table")
+    return 0
 
 
 if __name__ == "__main__":

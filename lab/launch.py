@@ -31,25 +31,26 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, A
     """
     directory = make_directory(root, cell)
     log = directory / "output.log"
+    train = ["-m", "lab.train", *settings_of(root, cell)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(root, cell),
+            [*starter(cell.world_size, cell.over_horovod), *train],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
             pass_fds=[lock],
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         try:
             process.wait(timeout_s)
             failure = "failed", last_error(log) or f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            _stop(process)
+            stop(process)
             failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
         except KeyboardInterrupt:
-            _stop(process)
+            stop(process)
             raise
     return record_of(directory, cell, *failure)
 
@@ -68,28 +69,29 @@ def settings_of(root: Path, cell: Cell) -> list[str]:
     return [*cell.arguments, *place, f"repeat={cell.repeat}"]
 
 
-def _command(root: Path, cell: Cell) -> list[str]:
-    train = ["-m", "lab.train", *settings_of(root, cell)]
-    if cell.over_horovod:
+def starter(world_size: int, over_horovod: bool) -> list[str]:
+    """What starts `-m MODULE SETTINGS`, put after it, as ranks on this host."""
+    if over_horovod:
         horovodrun = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
-        return [*horovodrun, "-np", str(cell.world_size), sys.executable, *train]
+        return [*horovodrun, "-np", str(world_size), sys.executable]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, f"--nproc-per-node={cell.world_size}", *train]
+    return [*torchrun, f"--nproc-per-node={world_size}"]
 
 
-def _end_with_parent() -> None:
-    """Have Linux end the launcher, and so its ranks, when the sweep is killed."""
+def end_with_parent() -> None:
+    """Have Linux end the launcher, and so its ranks, when what started it is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+def stop(launcher: subprocess.Popen[bytes]) -> None:
+    """End a launcher, which ends its ranks."""
+    launcher.terminate()
     try:
-        process.wait(STOP_S)
+        launcher.wait(STOP_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        launcher.kill()
+        launcher.wait()
 
 
 def record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def emulated_handle(sheet: Sheet, bars: bool) -> list[Artist]:
 def finish(
     figure: Figure, sheet: Sheet, title: str, handles: list[Artist], sample: str, notes: str = ""
 ) -> Figure:
-    """Give a figure its title, its legend outside the axes and its footer.
+    """Give a study's figure its title, its legend outside the axes and its footer.
 
     Args:
         figure: with everything drawn; made wider for a legend of long names.
@@ -195,6 +195,13 @@ def finish(
         sample: how many runs stand behind a point, and what the error bars are.
         notes: what else a reader must know.
     """
+    how = "; ".join(sheet.emulated())
+    footer = [f"{_context(sheet)} · {sample}", notes, f"emulated: {how}" if how else ""]
+    return frame(figure, title, handles, footer)
+
+
+def frame(figure: Figure, title: str, handles: list[Artist], footer: list[str]) -> Figure:
+    """What is around the axes of every figure: see `finish`. `footer`: paragraphs, maybe empty."""
     longest = max(len(line) for h in handles for line in str(h.get_label()).splitlines())
     legend = 0.7 + 0.065 * longest  # inches: a line, and letters of 8 pt
     width = figure.get_figwidth() + max(0.0, legend - LEGEND_ROOM)
@@ -202,9 +209,7 @@ def finish(
     title = textwrap.fill(title, int((width - legend) * 11))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
-    how = "; ".join(sheet.emulated())
-    paragraphs = [f"{_context(sheet)} · {sample}", notes, f"emulated: {how}" if how else ""]
-    wrapped = [textwrap.fill(text, int(width * 17)) for text in paragraphs if text]
+    wrapped = [textwrap.fill(text, int(width * 17)) for text in footer if text]
     figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize=7, color="#444444")
     return figure
 

@@ -10,6 +10,11 @@ def world_size() -> int:
     return int(os.environ.get("HOROVOD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
+def was_launched() -> bool:
+    """Whether a launcher has started this process as a rank."""
+    return "HOROVOD_RANK" in os.environ or "RANK" in os.environ
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0, before any rank has met another."""
     return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"

@@ -1,0 +1,17 @@
+"""What book-keeping costs: one number, so there is no figure of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """A header and one line."""
+    row = result["rows"][0]
+    cost = [f"{1e6 * row['seconds_per_step']:.2f}", f"{100 * row['share_of_a_50_ms_step']:.4f}"]
+    return [["steps", "us per step", "% of a 50 ms step"], [str(row["num_steps"]), *cost]]
+
+
+def notes(_result: dict[str, Any]) -> list[str]:
+    """How to read it."""
+    return ["steps without work: marks of the clock, losses, progress and the watch's lock"]

@@ -1,0 +1,53 @@
+"""Words and marks that the tables and figures of all benchmarks share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lab.analysis.bootstrap import Interval
+
+Named = dict[str, float | None]  # an interval as JSON holds it: median, low, high
+
+
+def aligned(table: list[list[str]]) -> list[str]:
+    """A header and its lines with the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]
+
+
+def ranged(value: Named | None, scale: float = 1.0) -> str:
+    """The text 1.02 [0.99, 1.05], or what is known of it."""
+    known = as_interval(value).scaled(scale)
+    if math.isnan(known.mid):
+        return "-"
+    ends = "" if math.isnan(known.lo) else f" [{known.lo:.3g}, {known.hi:.3g}]"
+    return f"{known.mid:.3g}{ends}"
+
+
+def as_interval(value: Named | None) -> Interval:
+    """NaN where nothing is known."""
+    known = value or {}
+    low, middle, high = (known.get(key) for key in ("low", "median", "high"))
+    return Interval(*(math.nan if x is None else x for x in (low, middle, high)))
+
+
+def machine(result: dict[str, Any]) -> str:
+    """On what a result was measured, in a line."""
+    where = result["environment"]
+    device = ", ".join(sorted(set(where["gpus"]))) or f"{where['cpu']}, {where['num_cores']} cores"
+    ranks = (
+        f"{result['world_size']} ranks over {result['backend']} · " if "backend" in result else ""
+    )
+    return f"{ranks}{device} · torch {where['torch']}"
+
+
+def emulated(result: dict[str, Any]) -> str:
+    """The footer's paragraph on emulation; empty without any."""
+    return "" if result["emulation"] == "none" else f"emulated: {result['emulation']}"

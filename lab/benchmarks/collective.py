@@ -1,0 +1,202 @@
+"""All-reduces by size: the library's and the lab's, with nccl-tests' columns.
+
+algbw = size / time and busbw = algbw * 2(N-1)/N (nccl-tests, doc/PERFORMANCE.md). Beside them: the
+ratio to the library's time, and the share that each algorithm reaches of its own bound: what its
+busiest rank sends, at the rate that a plain send and recv of as many bytes has in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lab.assemble import join
+from lab.benchmarks import turns
+from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.config import ConfigError, build
+from lab.distributed import world as worlds
+from lab.distributed.comm import Comm
+from lab.distributed.world import World
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.bucket import Bucket
+from lab.exchange.exchange import Exchange
+from lab.report import surroundings
+
+LIBRARY, SEND_RECV = "allreduce", "sendrecv"
+NUM_CALLS = 20  # timed together, as nccl-tests does; fewer where they move more than
+CALLS_BYTES = 2**22
+VALUES = 11  # whole numbers below it, of which every sum and mean is exact even in bfloat16
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What replaces a rank's tensor, float32 [num_values], by `expected` of all ranks' tensors."""
+
+    name: str
+    run: Callable[[Tensor, Comm], None]
+    expected: Callable[[list[Tensor], int], Tensor]
+
+
+def measure(request: Request) -> dict[str, Any] | None:
+    """The result, on rank 0.
+
+    Raises:
+        ConfigError: an exchange that is no all-reduce, or that cannot run over this Comm.
+    """
+    configs = [variant.config for variant in request.variants]
+    world = join(configs[0])
+    try:
+        exchanges = {v.label: build(v.config.exchange) for v in request.variants}
+        contestants = make_contestants(exchanges, world.comm)
+        sizes, num_rounds = request.own["sizes"], request.own["rounds"]
+        rows = [
+            row
+            for size in turns.progress(sizes, world.rank)
+            for row in measure_size(size, contestants, world, num_rounds)
+        ]
+        result = {
+            "rows": rows,
+            "num_rounds": num_rounds,
+            "world_size": world.size,
+            "backend": world.comm.backend,
+            **surroundings(world),
+        }
+        return result if world.rank == 0 else None
+    finally:
+        worlds.stop()
+
+
+def make_contestants(exchanges: dict[str, Exchange], comm: Comm) -> list[Contestant]:
+    """The library's all-reduce first, then the others, and a plain send and recv.
+
+    Raises:
+        ConfigError: an exchange that is no all-reduce, or that cannot run over `comm`.
+    """
+    for label, exchange in exchanges.items():
+        if not (exchange.exact or isinstance(exchange, AllReduce)):
+            raise ConfigError(f"exchange={label}: no all-reduce: it does not deliver the mean")
+        if exchange.needs_send_recv and comm.no_send_recv:
+            raise ConfigError(f"exchange={label}: sends from rank to rank; {comm.no_send_recv}")
+    contestants = [
+        Contestant(label, _averaging(exchange), _mean)
+        for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
+    ]
+    if not comm.no_send_recv and comm.size > 1:
+        contestants.append(Contestant(SEND_RECV, _send_recv, _first_ranks))
+    return contestants
+
+
+def measure_size(
+    size: int,
+    contestants: list[Contestant],
+    world: World,
+    num_rounds: int,
+) -> list[dict[str, Any]]:
+    """A row for each contestant at tensors of `size` bytes; all ranks call it together."""
+    flat = torch.empty(size // VALUE_BYTES, device=world.device)
+    before = [count_wrong(each, flat, world.rank, world.comm) for each in contestants]  # warms up
+    sent = [_busiest_bytes(each, flat, world) for each in contestants]
+    num_calls = max(1, min(NUM_CALLS, CALLS_BYTES // size))
+    own_s = np.empty((len(contestants), num_rounds))
+    for number in range(num_rounds):
+        for index in turns.order(len(contestants), number):
+            own_s[index, number] = _call_seconds(contestants[index], flat, num_calls, world)
+    after = [count_wrong(each, flat, world.rank, world.comm) for each in contestants]
+    wrong = world.gather(torch.tensor([before, after])).sum(dim=(0, 1)).tolist()
+    seconds = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()  # of the slowest rank
+    times = {each.name: taken for each, taken in zip(contestants, seconds, strict=True)}
+    return [
+        _row(each.name, size, times, num_wrong, busiest, world.size)
+        for each, num_wrong, busiest in zip(contestants, wrong, sent, strict=True)
+    ]
+
+
+def count_wrong(contestant: Contestant, flat: Tensor, rank: int, comm: Comm) -> int:
+    """Values of this rank that are not what they must be after one call on fresh ones.
+
+    Values are whole numbers times the number of ranks, drawn for each rank: whatever the order in
+    which they are summed, and in bfloat16 as well, the mean is exact.
+    """
+    everyones = [_values(flat, each, comm.size) for each in range(comm.size)]
+    flat.copy_(everyones[rank])
+    contestant.run(flat, comm)
+    return int((flat != contestant.expected(everyones, rank)).sum())
+
+
+def _values(flat: Tensor, rank: int, size: int) -> Tensor:
+    generator = torch.Generator(flat.device).manual_seed(rank)
+    drawn = torch.randint(0, VALUES, flat.shape, generator=generator, device=flat.device)
+    return drawn.float() * size
+
+
+def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
+    def run(flat: Tensor, comm: Comm) -> None:
+        exchange.average(Bucket({"tensor": flat.shape}, flat), comm)
+
+    return run
+
+
+def _mean(everyones: list[Tensor], _rank: int) -> Tensor:
+    return torch.stack(everyones).mean(dim=0)
+
+
+def _send_recv(flat: Tensor, comm: Comm) -> None:
+    if comm.rank == 0:
+        comm.send(flat, 1)
+    elif comm.rank == 1:
+        comm.recv(flat, 0)
+
+
+def _first_ranks(everyones: list[Tensor], rank: int) -> Tensor:
+    return everyones[0 if rank == 1 else rank]
+
+
+def _busiest_bytes(contestant: Contestant, flat: Tensor, world: World) -> int:
+    before = world.comm.traffic.payload_bytes
+    contestant.run(flat, world.comm)
+    return int(world.gather(torch.tensor(world.comm.traffic.payload_bytes - before)).max())
+
+
+def _call_seconds(contestant: Contestant, flat: Tensor, num_calls: int, world: World) -> float:
+    turns.synchronize(world.device)
+    world.barrier()
+    began = time.perf_counter()
+    for _ in range(num_calls):
+        contestant.run(flat, world.comm)
+    turns.synchronize(world.device)
+    return (time.perf_counter() - began) / num_calls
+
+
+def _row(
+    name: str,
+    size: int,
+    times: dict[str, np.ndarray],
+    num_wrong: int,
+    busiest_bytes: int,
+    world_size: int,
+) -> dict[str, Any]:
+    own, plain = times[name], times.get(SEND_RECV)
+    share = busiest_bytes / size  # of the tensor, that the busiest rank sends
+    algbw = size / float(np.median(own)) / 1e9
+    factor = 1.0 if name == SEND_RECV else 2 * (world_size - 1) / world_size
+    return {
+        "algorithm": name,
+        "size_bytes": size,
+        "count": size // VALUE_BYTES,
+        "type": "float",
+        "time_s": turns.middle(own),
+        "algbw_gb_per_s": algbw,
+        "busbw_gb_per_s": algbw * factor,
+        "wrong": num_wrong,
+        "busiest_rank_bytes": busiest_bytes,
+        "ratio_to_library": turns.ratio(own, times[LIBRARY]),
+        "of_bound": None
+        if plain is None
+        else turns.interval(lambda sent, took: share * sent / took, plain, own),
+    }

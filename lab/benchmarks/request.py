@@ -1,0 +1,238 @@
+"""What a command line of lab.bench asks for. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lab.config import ConfigError, Override, check_batch, load, parse_overrides
+from lab.distributed.launcher import was_launched, world_size
+
+UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
+VALUE_BYTES = 4  # everything here is float32
+OWN = {
+    "out": ("null", "FILE.json for the result; its figure goes beside it"),
+    "world_size": ("2", "ranks to start, where no launcher has (recording: 1)"),
+    "rounds": ("20", "collective, codec: how often everything takes its turn"),
+    "sizes": ("[4kb,64kb,1mb,16mb,64mb]", "collective: of the tensor"),
+    "codec": ("null", "codec: a list of those to measure; null: all"),
+    "num_values": ("25_000_000", "codec: float32 values"),
+    "columns": ("4096", "codec: values that share two reconstruction values"),
+    "threads": ("2", "codec: of each operation, on CPUs"),
+}
+LETTERED = re.compile(r"[a-z]=")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What one benchmark takes.
+
+    Attributes:
+        own: which of OWN, beside out.
+        group: what it compares, unless another setting has the list.
+        default: names in that group, if none is given.
+        num_variants: how many it needs at least.
+        only: settings of a run that mean something to it; empty: all of them.
+        apart: each of what it compares has fresh ranks of its own.
+    """
+
+    own: tuple[str, ...]
+    group: str = "strategy"
+    default: str = ""
+    num_variants: int = 1
+    only: tuple[str, ...] = ()
+    apart: bool = False
+
+
+BENCHES = {
+    "collective": Bench(
+        ("sizes", "rounds", "world_size"),
+        group="exchange",
+        default="allreduce,ring,tree",
+        only=("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
+    ),
+    "codec": Bench(
+        ("codec", "num_values", "columns", "threads", "rounds"), default="none", only=("device",)
+    ),
+    "step": Bench(("world_size",), num_variants=2),
+    "memory": Bench(("world_size",), default="allreduce,overlap,onebit,ddp", apart=True),
+    "recording": Bench(("world_size",), default="none"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the things that are compared.
+
+    Attributes:
+        label: "overlap" for strategy=overlap, else what sets its run apart, as it was written.
+        arguments: all settings of its run.
+    """
+
+    label: str
+    arguments: tuple[str, ...]
+    config: DictConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """A benchmark, what it compares, and its own settings, parsed."""
+
+    bench: str
+    variants: list[Variant]
+    own: dict[str, Any]
+    arguments: list[str]
+
+    @property
+    def over_horovod(self) -> bool:
+        """Whether horovodrun alone can start its ranks."""
+        return any("horovod" in variant.config.comm["_target_"] for variant in self.variants)
+
+
+def read(arguments: list[str]) -> Request:
+    """What the words after `lab.bench` say.
+
+    Raises:
+        ConfigError: they name no benchmark, or any setting is wrong.
+    """
+    name, *settings = arguments or [""]
+    if name not in BENCHES:
+        raise ConfigError(f"{name or '(nothing)'}: the first word must be {', '.join(BENCHES)}")
+    texts = {key: OWN[key][0] for key in ("out", *BENCHES[name].own)}
+    if was_launched():
+        texts |= {"world_size": str(world_size())}
+    elif name == "recording":
+        texts |= {"world_size": "1"}
+    others = []
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        if key in texts:
+            texts[key] = text
+        else:
+            others.append(setting)
+    if was_launched() and texts["world_size"] != str(world_size()):
+        raise ConfigError(
+            f"world_size={texts['world_size']}: a launcher has started {world_size()} ranks"
+        )
+    own = {key: PARSERS.get(key, whole_number)(key, text) for key, text in texts.items()}
+    variants = _variants(name, others)
+    for variant in () if BENCHES[name].only else variants:
+        check_batch(variant.config, own["world_size"])
+    return Request(name, variants, own, arguments)
+
+
+def whole_number(key: str, text: str) -> int:
+    """An integer of at least 1; digits may be grouped, as in 25_000_000.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not re.fullmatch(r"\d+(_\d+)*", text) or int(text) < 1:
+        raise ConfigError(f"{key}={text}: must be an integer of at least 1")
+    return int(text)
+
+
+def sizes_in_bytes(key: str, text: str) -> list[int]:
+    """`[4kb,1mb]` in bytes, in the order given; units are powers of 1024.
+
+    Raises:
+        ConfigError: one of them is no whole number of float32 values.
+    """
+    found = []
+    for word in text.strip("[]").split(","):
+        match = re.fullmatch(r"(\d+)(b|kb|mb|gb)", word.strip().lower())
+        size = int(match[1]) * UNITS[match[2]] if match else 0
+        if size == 0 or size % VALUE_BYTES:
+            raise ConfigError(
+                f"{key}={text}: {word.strip()!r} is no size; allowed are whole float32 values in "
+                "b, kb, mb or gb, as in [4kb,64kb,1mb]"
+            )
+        found.append(size)
+    return found
+
+
+def _names(_key: str, text: str) -> list[str] | None:
+    return None if text == "null" else text.strip("[]").split(",")
+
+
+def _json_file(key: str, text: str) -> Path | None:
+    path = Path(text).absolute()
+    if text == "null":
+        return None
+    if path.suffix != ".json" or not path.parent.is_dir():
+        raise ConfigError(f"{key}={text}: must name a file FILE.json in a folder that is there")
+    return path
+
+
+PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "sizes": sizes_in_bytes,
+    "codec": _names,
+    "out": _json_file,
+}
+
+
+def _variants(name: str, settings: list[str]) -> list[Variant]:
+    _refuse_what_means_nothing(name, settings)
+    common, sets = _compared(name, settings)
+    if len(sets) < BENCHES[name].num_variants:
+        raise ConfigError(
+            "strategy: a comparison needs two, as in strategy=overlap,ddp or "
+            "a='strategy=overlap bucket_mb=4' b='strategy=ddp'"
+        )
+    made = [Variant(_label(each), (*common, *each), load([*common, *each])) for each in sets]
+    labels = [variant.label for variant in made]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"{', '.join(labels)}: the same is listed twice")
+    return made
+
+
+def _compared(name: str, settings: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Settings that all runs share, and those that set each apart."""
+    lettered = [text for text in settings if LETTERED.match(text)]
+    common = [text for text in settings if not LETTERED.match(text)]
+    overrides = parse_overrides(common)
+    lists = [one for one in overrides if one.is_choice_sweep()]
+    if len(lists) + bool(lettered) > 1:
+        given = " ".join([*(str(one.input_line) for one in lists), *lettered])
+        raise ConfigError(f"{given}: one list at a time; for more: a='...' b='...'")
+    if lettered:
+        return common, [_set(text) for text in lettered]
+    group, default = BENCHES[name].group, BENCHES[name].default
+    chosen = lists or [one for one in overrides if one.key_or_group == group]
+    if not chosen and default:
+        chosen = parse_overrides([f"{group}={default}"])
+    if not chosen:
+        return common, [[]]
+    common = [text for text in common if text != chosen[-1].input_line]
+    return common, [[f"{chosen[-1].get_key_element()}={value}"] for value in _values(chosen[-1])]
+
+
+def _values(override: Override) -> list[str]:
+    if override.is_choice_sweep():
+        return list(map(str, override.sweep_string_iterator()))
+    return [str(override.value())]
+
+
+def _label(settings: list[str]) -> str:
+    key, _, value = settings[0].partition("=") if len(settings) == 1 else ("", "", "")
+    return value if key in ("strategy", "exchange") else " ".join(settings)
+
+
+def _refuse_what_means_nothing(name: str, settings: list[str]) -> None:
+    only = BENCHES[name].only
+    given = [part for text in settings for part in _set(text)]
+    for setting in given if only else ():
+        if re.split(r"[.=]", setting)[0] not in only:
+            allowed = ", ".join((*BENCHES[name].own, "out", *only))
+            raise ConfigError(f"{setting}: means nothing to {name}; allowed are {allowed}")
+
+
+def _set(text: str) -> list[str]:
+    """The settings in `a='...'`, or the one that `text` is."""
+    return shlex.split(text[2:]) if LETTERED.match(text) else [text]

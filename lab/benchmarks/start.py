@@ -1,0 +1,74 @@
+"""Start the ranks of a benchmark, and take their answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.request import Request, Variant
+from lab.config import ConfigError
+from lab.distributed.launcher import was_launched
+from lab.launch import end_with_parent, starter, stop
+from lab.record.files import write_json
+
+ANSWER = "LAB_BENCH_ANSWER"  # names the file that rank 0 answers in
+REFUSED = "refused"
+
+
+class RanksFailed(RuntimeError):
+    """The ranks ended without an answer; what they printed says why."""
+
+
+def was_asked() -> bool:
+    """Whether this process is a rank that another lab.bench has started."""
+    return ANSWER in os.environ
+
+
+def is_rank() -> bool:
+    """Whether this process is one of the ranks, started from here or by the user's launcher."""
+    return was_asked() or was_launched()
+
+
+def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
+    """What fresh ranks, under a torchrun or horovodrun of their own, measure for a request.
+
+    Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, as in a sweep.
+
+    Args:
+        alone: the only one of the request's variants that these ranks are for; None: all.
+
+    Raises:
+        ConfigError: the ranks refused a setting.
+        RanksFailed: a rank failed.
+    """
+    arguments = [request.bench, *alone.arguments] if alone else request.arguments
+    launcher = starter(request.own["world_size"], request.over_horovod)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        process = subprocess.Popen(
+            [*launcher, "-m", "lab.bench", *arguments],
+            stdin=subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1", **os.environ, ANSWER: str(answer)},
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            stop(process)
+            raise
+        if process.returncode or not answer.exists():
+            raise RanksFailed(f"the ranks ended with exit code {process.returncode}, see above")
+        result: dict[str, Any] = json.loads(answer.read_text())
+    if REFUSED in result:
+        raise ConfigError(result[REFUSED])
+    return result
+
+
+def answer(result: dict[str, Any]) -> None:
+    """Hand a result, or a refusal, to the process that started the ranks."""
+    write_json(Path(os.environ[ANSWER]), result)

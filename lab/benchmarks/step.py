@@ -1,0 +1,109 @@
+"""Step times of two settings or more, a step of each in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from lab.assemble import Assembly, assemble, join
+from lab.benchmarks import turns
+from lab.benchmarks.request import Request
+from lab.distributed import world as worlds
+from lab.distributed.watch import Watch
+from lab.distributed.world import World
+from lab.report import surroundings
+
+NEVER_S = 1e9  # no exchange of a benchmark is watched: the process group's timeout ends a hang
+CEILING, REFERENCE = "none", "ddp"
+
+
+def measure(request: Request) -> dict[str, Any] | None:
+    """The result, on rank 0.
+
+    Raises:
+        ConfigError: a setting that proves wrong with data, devices and ranks at hand.
+    """
+    configs = [variant.config for variant in request.variants]
+    try:
+        joined = [join(config) for config in configs]  # maybe over other ways to communicate
+        world = joined[0]
+        with ExitStack() as stack:
+            parts = [
+                stack.enter_context(assembled(*each)) for each in zip(configs, joined, strict=True)
+            ]
+            step_s = _in_turns(parts, world)
+        warmup = max(config.warmup_steps for config in configs)
+        times = {
+            variant.label: seconds[warmup:]
+            for variant, seconds in zip(request.variants, step_s, strict=True)
+        }
+        rows = compare(times)
+        for row, part in zip(rows, parts, strict=True):
+            row["num_parameters"] = part.sizes["num_parameters"]
+        result = {
+            "rows": rows,
+            "num_pairs": step_s.shape[1] - warmup,
+            "world_size": world.size,
+            "backend": world.comm.backend,
+            **surroundings(world),
+        }
+        return result if world.rank == 0 else None
+    finally:
+        worlds.stop()
+
+
+def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """A row for each label, with its ratio to the last, and what its exchange exposes.
+
+    Args:
+        times: seconds of the timed steps by label; the same positions ran one after the other.
+            Exposed exchange is a step's time less that of "none", where that is among them, and is
+            compared with that of "ddp".
+    """
+    *_, last = times
+    return [
+        {
+            "name": label,
+            "step_s": turns.middle(own),
+            "ratio": None if label == last else turns.ratio(own, times[last]),
+            **_exposed(label, times),
+        }
+        for label, own in times.items()
+    ]
+
+
+def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
+    if CEILING not in times or label == CEILING:
+        return {"exposed_exchange_s": None, "exposed_to_ddp": None}
+    own, ceiling = times[label], times[CEILING]
+    exposed = turns.interval(lambda a, c: a - c, own, ceiling)
+    if REFERENCE not in times or label == REFERENCE:
+        return {"exposed_exchange_s": exposed, "exposed_to_ddp": None}
+    to_ddp = turns.interval(lambda a, c, d: (a - c) / (d - c), own, ceiling, times[REFERENCE])
+    return {"exposed_exchange_s": exposed, "exposed_to_ddp": to_ddp}
+
+
+def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
+    """Seconds of the slowest rank, [parts, steps]."""
+    loops = [part.trainer.steps() for part in parts]
+    for step in turns.progress(range(parts[0].trainer.total_steps), world.rank):
+        for index in turns.order(len(loops), step):
+            world.barrier()
+            next(loops[index])
+    own = np.stack([part.trainer.clock.step_seconds() for part in parts])
+    return world.gather(torch.from_numpy(own)).amax(dim=0).numpy()
+
+
+@contextmanager
+def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
+    """Everything that trains, for as long as it is measured."""
+    watch = Watch(world.store, world.rank, world.size, NEVER_S, lambda _: None)
+    part = assemble(config, world, watch)
+    yield part
+    watch.close()
+    part.worker.close()
