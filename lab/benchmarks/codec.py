@@ -1,0 +1,243 @@
+"""Encode and decode rates, as ratios to a memory-bound operation on the same tensors.
+
+That is torch.add(a, b, out=c) on a CPU and a device copy on a GPU, timed right before or after each
+operation it is compared with. All tensors are written before anything is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lab.benchmarks import turns
+from lab.benchmarks.baselines import DeepSpeedLike, GraceLike
+from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.codec import native, onebit, reference
+from lab.config import ConfigError
+from lab.distributed.world import check_gpus
+from lab.measure.environment import environment, git_commit, num_cores
+
+BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # of one operation: a slow one takes part in fewer rounds
+TOLERANCE = 1e-6  # relative: a few roundings of float32
+
+
+class Codec(Protocol):
+    """What is measured: keeps its message between encode and decode, allocated beforehand or not.
+
+    Attributes:
+        payload_bytes: what of a message travels.
+    """
+
+    payload_bytes: int
+
+    def encode(self, gradient: Tensor, residual: Tensor) -> None:
+        """Encode gradient + residual, float32 [rows, columns]; the residual becomes what is lost."""
+
+    def decode(self, out: Tensor) -> None:
+        """Add what was encoded to `out`."""
+
+
+class RowCodec:
+    """The lab's 1-bit codec, by one of its implementations."""
+
+    def __init__(
+        self, twin: Any, threshold: str, rows: int, columns: int, device: torch.device
+    ) -> None:
+        self.twin, self.threshold = twin, threshold
+        self.scales = torch.zeros(rows, 2, device=device)
+        self.bits = torch.zeros(rows, onebit.bit_bytes(columns), dtype=torch.uint8, device=device)
+        self.payload_bytes = self.scales.nbytes + self.bits.nbytes
+
+    def encode(self, gradient: Tensor, residual: Tensor) -> None:
+        self.twin.encode(gradient, residual, self.threshold, self.scales, self.bits)
+
+    def decode(self, out: Tensor) -> None:
+        self.twin.decode(self.scales, self.bits, out, add=True)
+
+
+# A codec is measured by adding a line. Each is made for rows, columns and a device.
+CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
+    "onebit": partial(RowCodec, onebit, "zero"),
+    "onebit_mean": partial(RowCodec, onebit, "mean"),
+    "onebit_reference": partial(RowCodec, reference, "zero"),
+    "grace_like": GraceLike,
+    "deepspeed_like": DeepSpeedLike,
+}
+
+
+@dataclass
+class Operation:
+    """One thing that is timed, and its times beside those of the memory-bound reference."""
+
+    codec: str
+    name: str
+    run: Callable[[], None]
+    moved_bytes: int
+    own_s: list[float] = field(default_factory=list)
+    reference_s: list[float] = field(default_factory=list)
+
+    def wants_turn(self) -> bool:
+        return len(self.own_s) < FEWEST_ROUNDS or sum(self.own_s) < BUDGET_S
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """The result.
+
+    Raises:
+        ConfigError: an unknown codec, fewer values than columns, or a GPU that is not there.
+    """
+    own, wanted = request.own, request.variants[0].config.device
+    names = own["codec"] or list(CODECS)
+    for name in names:
+        if name not in CODECS:
+            raise ConfigError(f"codec={name}: allowed are {', '.join(CODECS)}")
+    rows = own["num_values"] // own["columns"]
+    if rows == 0:
+        raise ConfigError(
+            f"num_values={own['num_values']}: must be at least columns={own['columns']}"
+        )
+    try:
+        device = torch.device("cuda" if check_gpus(wanted, 1) else "cpu")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    torch.set_num_threads(own["threads"])
+    return {
+        **_measure_all(names, (rows, own["columns"]), device, own["rounds"]),
+        "shape": [rows, own["columns"]],
+        "num_values": rows * own["columns"],
+        "device": device.type,
+        "kernels": kernels(device),
+        "emulation": _emulation(own["threads"], device),
+        "environment": environment(1),
+        "git_commit": git_commit(),
+    }
+
+
+def _measure_all(
+    names: list[str], shape: tuple[int, int], device: torch.device, num_rounds: int
+) -> dict[str, Any]:
+    gradient, residual = torch.randn(shape, device=device), torch.randn(shape, device=device)
+    out = torch.ones(shape, device=device)
+    codecs = {name: CODECS[name](shape[0], shape[1], device) for name in names}
+    wrong = {name: count_wrong(codec, gradient, residual) for name, codec in codecs.items()}
+    operations = []
+    for name, codec in codecs.items():
+        moved = VALUE_BYTES * gradient.numel()  # once through memory: what no codec can avoid
+        encode = partial(codec.encode, gradient, residual)
+        operations += [
+            Operation(name, "encode", encode, 3 * moved + codec.payload_bytes),
+            Operation(name, "decode", partial(codec.decode, out), 2 * moved + codec.payload_bytes),
+        ]
+    against, reference_bytes, run = _reference(gradient, residual, out)
+    for number in turns.progress(range(num_rounds), 0):
+        for index in turns.order(len(operations), number):
+            if operations[index].wants_turn():
+                _take_turn(operations[index], run, device, reference_first=number % 2 == 0)
+    reference_s = [seconds for each in operations for seconds in each.reference_s]
+    return {
+        "rows": [
+            _row(each, reference_bytes, codecs[each.codec].payload_bytes, gradient.numel())
+            | {"wrong": wrong[each.codec]}
+            for each in operations
+        ],
+        "reference": {"name": against, **_rate(reference_s, reference_bytes)},
+    }
+
+
+def count_wrong(codec: Codec, gradient: Tensor, residual: Tensor) -> int:
+    """Values that are not what they must be after one encode and decode.
+
+    For every codec, what is decoded plus the new residual is gradient plus old residual. Of the
+    lab's, each bit must also be the reference's, and scales and residuals equal to TOLERANCE.
+    """
+    rows, columns = gradient.shape
+    left, decoded = residual.clone(), torch.zeros_like(gradient)
+    codec.encode(gradient, left)
+    codec.decode(decoded)
+    true = gradient + residual
+    num_wrong = _count_far(decoded + left, true, true.abs() + decoded.abs())
+    if isinstance(codec, RowCodec):
+        twin = RowCodec(reference, codec.threshold, rows, columns, gradient.device)
+        expected = residual.clone()
+        twin.encode(gradient, expected)
+        differing = codec.bits ^ twin.bits
+        num_wrong += sum(int((differing >> bit & 1).sum()) for bit in range(8))
+        num_wrong += _count_far(codec.scales, twin.scales, twin.scales.abs())
+        num_wrong += _count_far(left, expected, true.abs() + decoded.abs())
+    return num_wrong
+
+
+def _count_far(values: Tensor, expected: Tensor, size: Tensor) -> int:
+    return int(((values - expected).abs() > TOLERANCE * size).sum())
+
+
+def _reference(a: Tensor, b: Tensor, c: Tensor) -> tuple[str, int, Callable[[], object]]:
+    """The memory-bound operation: its name, the bytes it moves, and itself."""
+    if a.device.type == "cuda":
+        return "c.copy_(a)", 2 * a.nbytes, partial(c.copy_, a)
+    return "torch.add(a, b, out=c)", 3 * a.nbytes, partial(torch.add, a, b, out=c)
+
+
+def _take_turn(
+    operation: Operation, run: Callable[[], object], device: torch.device, reference_first: bool
+) -> None:
+    pair = [(operation.reference_s, run), (operation.own_s, operation.run)]
+    for seconds, call in pair if reference_first else reversed(pair):
+        turns.synchronize(device)
+        began = time.perf_counter()
+        call()
+        turns.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+
+
+def _row(
+    operation: Operation, reference_bytes: int, payload_bytes: int, num_values: int
+) -> dict[str, Any]:
+    own, other = operation.own_s, operation.reference_s
+    share = operation.moved_bytes / reference_bytes
+    return {
+        "codec": operation.codec,
+        "operation": operation.name,
+        **_rate(own, operation.moved_bytes),
+        "ratio": turns.ratio(own, other),
+        "of_bandwidth": turns.interval(lambda took, memory: share * memory / took, own, other),
+        "bits_per_value": 8 * payload_bytes / num_values,
+    }
+
+
+def _rate(seconds: list[float], moved_bytes: int) -> dict[str, Any]:
+    middle = turns.middle(seconds)
+    return {
+        "num_rounds": len(seconds),
+        "time_s": middle,
+        "bytes": moved_bytes,
+        "gb_per_s": moved_bytes / middle["median"] / 1e9,
+    }
+
+
+def _emulation(threads: int, device: torch.device) -> str:
+    cores = num_cores()
+    if device.type == "cuda" or threads <= cores:
+        return "none"
+    return f"{threads} threads share {cores} CPU cores"
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """What "onebit" runs on: the level of its C++ kernels, and the compiler that built them."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    level = torch.backends.cpu.get_cpu_capability()
+    if native.build(level) is None:
+        return {"level": "plain torch", "compiler": None}
+    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return {"level": level, "compiler": said.stdout.partition("\n")[0]}
