@@ -59,6 +59,7 @@ def main(arguments: list[str]) -> int:
         report_error("lab.bench", error)
         return 1
     except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
         return 130
 
 

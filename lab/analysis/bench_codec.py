@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from lab.analysis import style
-from lab.analysis.bench_text import as_interval, emulated, machine, ranged
+from lab.analysis.bench_text import about, as_interval, machine, ranged
 
 COLOURS = {"encode": style.BLUE, "decode": style.ORANGE}
 TEXTS = {"encode": "encode, with residual", "decode": "decode and add"}
@@ -38,22 +39,24 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """A bar for each operation of each codec: its time over that of the memory-bound one."""
+    """A mark for each operation of each codec: its time over that of the memory-bound one."""
     names = list(dict.fromkeys(row["codec"] for row in result["rows"]))
     drawn, axes = style.canvas(1, 1, 8.5, 0.55 * len(names) + 1.6)
     panel = axes[0][0]
-    hatch = None if result["emulation"] == "none" else style.HATCH
+    hollow = result["emulation"] != "none"
     for row in result["rows"]:
-        place = names.index(row["codec"]) + (0.2 if row["operation"] == "decode" else -0.2)
-        value = as_interval(row["ratio"])
-        colour = COLOURS[row["operation"]]
-        panel.barh(place, value.mid, 0.36, color=colour, edgecolor="black", lw=0.4, hatch=hatch)
-        panel.errorbar(value.mid, place, xerr=style.whiskers([value]), color="black", capsize=2)
-        end = value.mid if value.hi != value.hi else value.hi
-        panel.text(end * 1.08, place, f"{value.mid:.3g}", va="center", fontsize=8)
+        place = names.index(row["codec"]) + (0.17 if row["operation"] == "decode" else -0.17)
+        value, colour = as_interval(row["ratio"]), COLOURS[row["operation"]]
+        panel.plot([1, value.mid], [place, place], color=colour, linewidth=4, alpha=0.3)
+        mark = {"color": colour, "markerfacecolor": "white" if hollow else colour}
+        error = style.whiskers([value])
+        panel.errorbar(value.mid, place, xerr=error, marker="o", ms=5, capsize=3, **mark)
+        end = (value.mid if math.isnan(value.hi) else value.hi, place)
+        text = f"{value.mid:.3g}"
+        panel.annotate(text, end, (6, 0), textcoords="offset points", va="center", size=8)
     panel.set_xscale("log")
     low, high = panel.get_xlim()
-    panel.set_xlim(min(low, 0.8), 2 * high)
+    panel.set_xlim(min(low, 0.5), 2 * high)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.axvline(1, color="black", linewidth=1)
     panel.grid(axis="x", linewidth=0.4)
@@ -61,14 +64,14 @@ def figure(result: dict[str, Any]) -> Figure:
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.set_xlabel(f"time / time of {result['reference']['name']}")
     handles: list[Artist] = [
-        Patch(facecolor=colour, edgecolor="black", label=TEXTS[name])
+        Line2D([], [], color=colour, marker="o", label=TEXTS[name])
         for name, colour in COLOURS.items()
     ]
     counts = sorted({row["num_rounds"] for row in result["rows"]})
     rounds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
     sample = f"medians of {rounds} interleaved rounds, 95 % bootstrap intervals"
     title = f"Codecs on {result['num_values'] / 1e6:.3g} M values, against memory"
-    footer = [f"{machine(result)} · {_engine(result)} · {sample}", emulated(result)]
+    footer = [f"{machine(result)} · {_engine(result)} · {sample}", *about(result)]
     return style.frame(drawn, title, handles, footer)
 
 

@@ -8,9 +8,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
 
 from lab.analysis import style
-from lab.analysis.bench_text import as_interval, emulated, machine, ranged
+from lab.analysis.bench_text import about, as_interval, machine, ranged
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
@@ -55,13 +56,16 @@ def figure(result: dict[str, Any]) -> Figure:
                 _with_intervals(panel, xs, [row[key] for row in own], line)
     for panel in axes[0]:
         _size_axis(panel, sorted({row["size_bytes"] for row in rows}))
-    axes[0][0].set(yscale="log", ylabel="bus bandwidth (GB/s)")
-    axes[0][1].set(yscale="log", ylabel="time / the library's all-reduce (below 1: faster)")
+    for panel in axes[0][:2]:
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes[0][0].set(ylabel="bus bandwidth (GB/s)")
+    axes[0][1].set(ylabel="time / the library's all-reduce (below 1: faster)")
     axes[0][2].set(ylabel="share of its bound (1: at the link's rate)", ylim=(0, None))
     handles: list[Artist] = [_handle(name, looks[name]) for name in names]
     sample = f"medians of {result['num_rounds']} interleaved rounds, 95 % bootstrap intervals"
     title = f"All-reduce of float32 on {result['world_size']} ranks, by size"
-    return style.frame(drawn, title, handles, [f"{machine(result)} · {sample}", emulated(result)])
+    return style.frame(drawn, title, handles, [f"{machine(result)} · {sample}", *about(result)])
 
 
 def _line(row: dict[str, Any]) -> list[str]:

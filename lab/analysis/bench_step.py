@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lab.analysis import style
-from lab.analysis.bench_text import as_interval, emulated, machine, ranged
+from lab.analysis.bench_text import about, as_interval, machine, ranged
 from lab.analysis.bootstrap import Interval
 
 
@@ -68,7 +68,7 @@ def figure(result: dict[str, Any]) -> Figure:
     ]
     title = f"Step times on {result['world_size']} ranks, taken in turns"
     sample = f"medians of {result['num_pairs']} rounds"
-    return style.frame(drawn, title, handles, [f"{machine(result)} · {sample}", emulated(result)])
+    return style.frame(drawn, title, handles, [f"{machine(result)} · {sample}", *about(result)])
 
 
 def _around(step_s: dict[str, float]) -> Interval:

@@ -48,6 +48,7 @@ def machine(result: dict[str, Any]) -> str:
     return f"{ranks}{device} · torch {where['torch']}"
 
 
-def emulated(result: dict[str, Any]) -> str:
-    """The footer's paragraph on emulation; empty without any."""
-    return "" if result["emulation"] == "none" else f"emulated: {result['emulation']}"
+def about(result: dict[str, Any]) -> list[str]:
+    """The footer's last paragraphs: the command, and how ranks were emulated, if they were."""
+    how = result["emulation"]
+    return [result["command"], "" if how == "none" else f"emulated: {how}"]

@@ -40,7 +40,7 @@ class Codec(Protocol):
     payload_bytes: int
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        """Encode gradient + residual, float32 [rows, columns]; the residual becomes what is lost."""
+        """Encode gradient + residual, float32 [rows, columns]; residual becomes what is lost."""
 
     def decode(self, out: Tensor) -> None:
         """Add what was encoded to `out`."""

@@ -80,7 +80,10 @@ def make_contestants(exchanges: dict[str, Exchange], comm: Comm) -> list[Contest
     """
     for label, exchange in exchanges.items():
         if not (exchange.exact or isinstance(exchange, AllReduce)):
-            raise ConfigError(f"exchange={label}: no all-reduce: it does not deliver the mean")
+            raise ConfigError(
+                f"exchange={label}: is no all-reduce, which delivers the mean; allowed are those "
+                "that do, as ring, tree and bf16"
+            )
         if exchange.needs_send_recv and comm.no_send_recv:
             raise ConfigError(f"exchange={label}: sends from rank to rank; {comm.no_send_recv}")
     contestants = [

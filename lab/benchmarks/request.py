@@ -185,6 +185,8 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
             "strategy: a comparison needs two, as in strategy=overlap,ddp or "
             "a='strategy=overlap bucket_mb=4' b='strategy=ddp'"
         )
+    if BENCHES[name].apart and not was_launched() and ["strategy=none"] not in sets:
+        sets = [["strategy=none"], *sets]  # what the others are compared with
     made = [Variant(_label(each), (*common, *each), load([*common, *each])) for each in sets]
     labels = [variant.label for variant in made]
     if len(set(labels)) < len(labels):

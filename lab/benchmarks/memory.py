@@ -1,0 +1,187 @@
+"""Peak memory of a steady step by strategy, each in ranks of its own, beside what theory says.
+
+The peak is of resident memory on CPUs, by Linux's own mark (VmHWM, which writing 5 to clear_refs
+sets back), and of allocated memory on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.assemble import Assembly, join
+from lab.benchmarks import turns
+from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.benchmarks.step import CEILING, assembled
+from lab.config import ConfigError
+from lab.distributed import world as worlds
+from lab.distributed.world import World
+from lab.exchange.gradsync import GradSync
+from lab.exchange.tree import parent_and_children
+from lab.report import surroundings
+
+NUM_STEPS = 7  # after the warm-up
+CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What theory is a function of: numbers of float32 values, and the rank among N.
+
+    Attributes:
+        n: of the whole model.
+        gathered: of buckets of several parameters, whose gradients are copied into a buffer.
+        largest: of the largest bucket.
+        wire_bytes: of a value as an all-reduce sends it.
+    """
+
+    n: int
+    gathered: int
+    largest: int
+    wire_bytes: int
+    rank: int
+    N: int
+
+
+# Bytes beside weights, gradients and momentum, by class of what exchanges; a new one is a line.
+# Gradients that were gathered leave their first place free, so what an exchange needs for a moment
+# adds to the peak only where it is more than they were.
+THEORY: dict[str, Callable[[Sizes], float]] = {
+    "NoExchange": lambda s: _peak(s, 0),
+    "AllReduce": lambda s: _peak(s, s.wire_bytes * s.largest if s.wire_bytes < VALUE_BYTES else 0),
+    "Ring": lambda s: _peak(s, 4 * s.largest / s.N),
+    "Star": lambda s: _peak(s, 0 if s.rank else 4 * s.largest),
+    "Tree": lambda s: _peak(s, 4 * s.largest if parent_and_children(s.rank, s.N)[1] else 0),
+    # Messages: what goes out, comes in, is answered, and all answers. Both residuals stay.
+    "OneBit": lambda s: _peak(s, s.largest / 8 * (3 + 1 / s.N)) + 4 * s.n * (1 + 1 / s.N),
+    "DDPSync": lambda s: 4 * s.n,  # its buckets, to which gradients are copied, and back
+}
+
+
+def _peak(sizes: Sizes, scratch_bytes: float) -> float:
+    return max(4 * sizes.gathered, scratch_bytes)
+
+
+def measure(request: Request) -> dict[str, Any] | None:
+    """Peaks of the one strategy that these ranks are for, on rank 0.
+
+    Raises:
+        ConfigError: several strategies, or peaks that cannot be read here.
+    """
+    if len(request.variants) > 1:
+        raise ConfigError(
+            "memory: each strategy needs fresh ranks; run python -m lab.bench memory world_size=N"
+        )
+    config = request.variants[0].config
+    try:
+        world = join(config)
+        _check_readable(world.device)
+        with assembled(config, world) as part:
+            peaks = _peaks(part, config.warmup_steps, world)
+            theory = theory_bytes(part.trainer.sync, world)
+        everyones = world.gather(torch.tensor([theory], dtype=torch.float64))[:, 0].tolist()
+        row = {
+            "name": request.variants[0].label,
+            "peak_bytes": [turns.middle(own) for own in peaks.numpy()],
+            "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
+            "num_steps": peaks.shape[1],
+            **part.sizes,
+        }
+        result = {"rows": [row], "backend": world.comm.backend, **surroundings(world)}
+        return {**result, "world_size": world.size} if world.rank == 0 else None
+    finally:
+        worlds.stop()
+
+
+def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of those of all strategies: what each adds to `none`, measured and in theory."""
+    rows = [result["rows"][0] for result in results]
+    (ceiling,) = (row for row in rows if row["name"] == CEILING)
+    return {**results[0], "rows": [row | _compare(row, ceiling) for row in rows]}
+
+
+def _compare(row: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
+    """Of the rank with the highest peak; what the model itself needs is measured by `none`."""
+    peaks = [peak["median"] for peak in row["peak_bytes"]]
+    rank = int(np.argmax(peaks))
+    base = ceiling["peak_bytes"][rank]["median"] - ceiling["extra_theory_bytes"][rank]
+    extra = row["extra_theory_bytes"][rank]
+    return {
+        "rank": rank,
+        "total_bytes": peaks[rank],
+        "extra_bytes": peaks[rank] - base,
+        "theory_bytes": None if extra is None else base + extra,
+        "of_theory": None if extra is None else peaks[rank] / (base + extra),
+    }
+
+
+def theory_bytes(sync: Any, world: World) -> float:
+    """What this rank needs beside weights, gradients and momentum; NaN where nobody has said."""
+    buckets = [bucket.parameters.values() for bucket in sync.buckets] if _own(sync) else []
+    counts = [sum(p.numel() for p in parameters) for parameters in buckets]
+    dtype: torch.dtype = getattr(sync.exchange, "dtype", torch.float32)
+    sizes = Sizes(
+        n=sum(p.numel() for p in sync.module.parameters() if p.requires_grad),
+        gathered=sum(n for n, of in zip(counts, buckets, strict=True) if len(of) > 1),
+        largest=max(counts, default=0),
+        wire_bytes=dtype.itemsize,
+        rank=world.rank,
+        N=world.size,
+    )
+    formula = THEORY.get(type(sync.exchange if _own(sync) else sync).__name__)
+    return formula(sizes) if formula else float("nan")
+
+
+def _own(sync: Any) -> bool:
+    return isinstance(sync, GradSync)
+
+
+def _peaks(part: Assembly, warmup_steps: int, world: World) -> torch.Tensor:
+    """Bytes at the peak of each step after the warm-up: [ranks, steps]."""
+    loop = part.trainer.steps()
+    for _ in islice(loop, warmup_steps):
+        pass
+    own = []
+    for _ in range(NUM_STEPS):
+        world.barrier()
+        reset_peak(world.device)
+        if next(loop, None) is None:
+            raise ConfigError("steps: too few: none is left after warmup_steps")
+        own.append(peak_bytes(world.device))
+    return world.gather(torch.tensor(own))
+
+
+def _check_readable(device: torch.device) -> None:
+    try:
+        reset_peak(device)
+    except OSError as error:
+        raise ConfigError(
+            f"device={device.type}: peaks of resident memory are read from {CLEAR} and {STATUS}, "
+            f"as Linux has them: {error.strerror}; device=cuda needs neither"
+        ) from None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak start again at what is in use now.
+
+    Raises:
+        OSError: this system has no such mark.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        CLEAR.write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The highest use since `reset_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    lines = STATUS.read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
