@@ -48,7 +48,7 @@ def figure(result: dict[str, Any]) -> Figure:
         place = names.index(row["codec"]) + (0.17 if row["operation"] == "decode" else -0.17)
         value, colour = as_interval(row["ratio"]), COLOURS[row["operation"]]
         panel.plot([1, value.mid], [place, place], color=colour, linewidth=4, alpha=0.3)
-        mark = {"color": colour, "markerfacecolor": "white" if hollow else colour}
+        mark: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if hollow else colour}
         error = style.whiskers([value])
         panel.errorbar(value.mid, place, xerr=error, marker="o", ms=5, capsize=3, **mark)
         end = (value.mid if math.isnan(value.hi) else value.hi, place)
