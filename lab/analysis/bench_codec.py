@@ -47,13 +47,21 @@ def figure(result: dict[str, Any]) -> Figure:
     for row in result["rows"]:
         place = names.index(row["codec"]) + (0.17 if row["operation"] == "decode" else -0.17)
         value, colour = as_interval(row["ratio"]), COLOURS[row["operation"]]
-        panel.plot([1, value.mid], [place, place], color=colour, linewidth=4, alpha=0.3)
+        panel.plot(
+            [1, value.mid], [place, place], color=colour, lw=4, alpha=0.3, solid_capstyle="butt"
+        )
         mark: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if hollow else colour}
         error = style.whiskers([value])
         panel.errorbar(value.mid, place, xerr=error, marker="o", ms=5, capsize=3, **mark)
-        end = (value.mid if math.isnan(value.hi) else value.hi, place)
-        text = f"{value.mid:.3g}"
-        panel.annotate(text, end, (6, 0), textcoords="offset points", va="center", size=8)
+        end = max(1, value.mid if math.isnan(value.hi) else value.hi)
+        panel.annotate(
+            f"{value.mid:.3g}",
+            (end, place),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            size=8,
+        )
     panel.set_xscale("log")
     low, high = panel.get_xlim()
     panel.set_xlim(min(low, 0.5), 2 * high)

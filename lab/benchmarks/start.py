@@ -12,7 +12,6 @@ from typing import Any
 from lab.benchmarks.request import Request, Variant
 from lab.config import ConfigError
 from lab.distributed.launcher import was_launched
-from lab.launch import end_with_parent, starter, stop
 from lab.record.files import write_json
 
 ANSWER = "LAB_BENCH_ANSWER"  # names the file that rank 0 answers in
@@ -45,6 +44,8 @@ def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
         ConfigError: the ranks refused a setting.
         RanksFailed: a rank failed.
     """
+    from lab.launch import end_with_parent, starter, stop  # it imports torch
+
     arguments = [request.bench, *alone.arguments] if alone else request.arguments
     launcher = starter(request.own["world_size"], request.over_horovod)
     with tempfile.TemporaryDirectory() as folder:

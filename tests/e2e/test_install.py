@@ -82,6 +82,7 @@ def test_bench_pairs_two_strategies(command: Callable[..., Finished], tmp_path: 
     done = command(*launcher, "step", "strategy=overlap,ddp", "out=ratio.json", *small)
     assert done.code == 0, done.err
     assert '"num_pairs": 3' in (tmp_path / "ratio.json").read_text()
+    assert (tmp_path / "ratio.png").is_file() and "ratio to ddp" in done.out
     wrong = command("lab.bench", "step", "strategy=overlap")
     assert wrong.code == 2
     assert "a comparison needs two" in wrong.err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab import study
+from lab.benchmarks import request
 from lab.config import load
 from tests.conftest import ROOT
 
@@ -49,9 +50,13 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize("line", commands())
 def test_settings_in_documents_are_accepted(line: str) -> None:
-    given = [each for each in settings(line) if not each.startswith("out=")]
-    if "lab.sweep" in line or "lab.bench" in line:
+    given = settings(line)
+    if "lab.sweep" in line:
         assert study.read(given).cells
+    elif "lab.bench" in line:
+        name = shlex.split(line.partition("lab.bench")[2])[0]
+        others = [each for each in given if not each.startswith("out=")]
+        assert request.read([name, *others]).variants
     else:
         load(given)
 

@@ -53,7 +53,7 @@ def test_rooms_import_only_what_lies_below_them(room: str) -> None:
 
 def test_nothing_imports_the_commands() -> None:
     for path in LAB.rglob("*.py"):
-        assert not imports(path) & {"lab.train", "lab.sweep", "lab.plot"}, path
+        assert not imports(path) & {"lab.train", "lab.sweep", "lab.plot", "lab.bench"}, path
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
@@ -66,7 +66,9 @@ def test_optional_and_central_libraries_have_one_place(library: str) -> None:
     assert places == ONLY_IN[library]
 
 
-@pytest.mark.parametrize("module", ["lab.config", "lab.cli", "lab.train", "lab.study", "lab.plot"])
+@pytest.mark.parametrize(
+    "module", ["lab.config", "lab.cli", "lab.train", "lab.study", "lab.plot", "lab.bench"]
+)
 def test_help_and_settings_need_no_torch(module: str) -> None:
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

@@ -1,0 +1,77 @@
+"""lab.bench as users start it: its own ranks, its files, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lab import bench
+from tests.conftest import ROOT, wait_for
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_collective_starts_its_ranks_and_leaves_json_and_figure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["sizes=[4kb,64kb]", "exchange=tree", "world_size=2", "rounds=3", "device=cpu"]
+    assert bench.main(["collective", *settings, "out=all.json"]) == 0
+    result = json.loads((tmp_path / "all.json").read_text())
+    rows = [(row["size_bytes"], row["algorithm"]) for row in result["rows"]]
+    algorithms = ("allreduce", "tree", "sendrecv")
+    assert rows == [(size, name) for size in (4096, 65536) for name in algorithms]
+    assert result["world_size"] == 2 and result["command"].endswith("out=all.json")
+    tree = result["rows"][4]
+    assert tree["wrong"] == 0 and tree["busiest_rank_bytes"] == 65536
+    assert tree["busbw_gb_per_s"] == pytest.approx(tree["algbw_gb_per_s"])  # at 2 ranks
+    assert (tmp_path / "all.png").is_file()
+    assert "#wrong" in capfd.readouterr().out
+
+
+def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["collective", "exchange=onebit", "sizes=[4kb]", "device=cpu"]) == 2
+    assert capfd.readouterr().err.startswith("lab.bench: error: exchange=onebit: is no all-reduce")
+
+
+def test_codec_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["num_values=100000", "columns=1000", "threads=1", "rounds=3", "device=cpu"]
+    assert bench.main(["codec", *settings, "codec=onebit,grace_like", "out=codec.json"]) == 0
+    result = json.loads((tmp_path / "codec.json").read_text())
+    assert [row["codec"] for row in result["rows"]] == ["onebit"] * 2 + ["grace_like"] * 2
+    assert result["shape"] == [100, 1000] and all(row["wrong"] == 0 for row in result["rows"])
+    assert "torch.add(a, b, out=c)" in capsys.readouterr().out
+
+
+def test_memory_is_measured_in_fresh_ranks(tmp_path: Path) -> None:
+    settings = ["strategy=none", "world_size=1", "batch_size=8", "data.size=16", "device=cpu"]
+    assert bench.main(["memory", *settings, "out=memory.json"]) == 0
+    (none,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert none["of_theory"] == 1.0 and none["num_steps"] == 7
+    assert none["extra_theory_bytes"] == [none["gradient_bytes"]]  # one bucket holds them all
+    assert none["total_bytes"] > 1e8
+
+
+def test_after_ctrl_c_no_rank_is_left() -> None:
+    line = [sys.executable, "-m", "lab.bench", "collective", "sizes=[1mb]", "rounds=100000"]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    parent = psutil.Process(process.pid)
+
+    def ranks() -> list[psutil.Process]:
+        return [each for each in parent.children(recursive=True) if "RANK" in each.environ()]
+
+    wait_for(lambda: len(ranks()) == 2)
+    left = ranks()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and error.endswith("stopped\n")
+    assert not psutil.wait_procs(left, timeout=5)[1]
