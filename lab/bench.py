@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from lab.benchmarks.request import BENCHES, OWN, Request, read
@@ -70,10 +71,16 @@ def _measure(request: Request) -> dict[str, Any] | None:
     if is_rank():
         return benchmark.measure(request)
     if BENCHES[request.bench].apart:
-        return benchmark.combine([ask_ranks(request, each) for each in request.variants])
+        return benchmark.combine(list(_one_by_one(request)))
     if request.own.get("world_size", 1) == 1:
         return benchmark.measure(request)
     return ask_ranks(request)
+
+
+def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
+    for number, variant in enumerate(request.variants, start=1):
+        print(f"[{number}/{len(request.variants)}] {variant.label}", file=sys.stderr)
+        yield ask_ranks(request, variant)
 
 
 def _present(request: Request, result: dict[str, Any]) -> int:
