@@ -84,7 +84,8 @@ def measure(request: Request) -> dict[str, Any] | None:
         _check_readable(world.device)
         with assembled(config, world) as part:
             peaks = _peaks(part, config.warmup_steps, world)
-            theory = theory_bytes(part.trainer.sync, world)
+            hook = config.sync.get("hook", "none")
+            theory = theory_bytes(part.trainer.sync, hook, world)
         everyones = world.gather(torch.tensor([theory], dtype=torch.float64))[:, 0].tolist()
         row = {
             "name": request.variants[0].label,
@@ -121,9 +122,15 @@ def _compare(row: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def theory_bytes(sync: Any, world: World) -> float:
-    """What this rank needs beside weights, gradients and momentum; NaN where nobody has said."""
-    buckets = [bucket.parameters.values() for bucket in sync.buckets] if _own(sync) else []
+def theory_bytes(sync: Any, hook: str, world: World) -> float:
+    """What this rank needs beside weights, gradients and momentum; NaN where nobody has said.
+
+    Args:
+        sync: GradSync, or an outside reference.
+        hook: DDP's communication hook, "none" for all others.
+    """
+    own = isinstance(sync, GradSync)
+    buckets = [bucket.parameters.values() for bucket in sync.buckets] if own else []
     counts = [sum(p.numel() for p in parameters) for parameters in buckets]
     dtype: torch.dtype = getattr(sync.exchange, "dtype", torch.float32)
     sizes = Sizes(
@@ -134,12 +141,9 @@ def theory_bytes(sync: Any, world: World) -> float:
         rank=world.rank,
         N=world.size,
     )
-    formula = THEORY.get(type(sync.exchange if _own(sync) else sync).__name__)
+    name = type(sync.exchange if own else sync).__name__
+    formula = THEORY.get(name if hook == "none" else f"{name} {hook}")
     return formula(sizes) if formula else float("nan")
-
-
-def _own(sync: Any) -> bool:
-    return isinstance(sync, GradSync)
 
 
 def _peaks(part: Assembly, warmup_steps: int, world: World) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Variant:
     """One of the things that are compared.
 
     Attributes:
-        label: "overlap" for strategy=overlap, else what sets its run apart, as it was written.
+        label: what sets its run apart, without the group's name: "overlap bucket_mb=4".
         arguments: all settings of its run.
     """
 
@@ -187,7 +187,7 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
         )
     if BENCHES[name].apart and not was_launched() and ["strategy=none"] not in sets:
         sets = [["strategy=none"], *sets]  # what the others are compared with
-    made = [Variant(_label(each), (*common, *each), load([*common, *each])) for each in sets]
+    made = [Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets]
     labels = [variant.label for variant in made]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"{', '.join(labels)}: the same is listed twice")
@@ -221,9 +221,8 @@ def _values(override: Override) -> list[str]:
     return [str(override.value())]
 
 
-def _label(settings: list[str]) -> str:
-    key, _, value = settings[0].partition("=") if len(settings) == 1 else ("", "", "")
-    return value if key in ("strategy", "exchange") else " ".join(settings)
+def _label(name: str, settings: list[str]) -> str:
+    return " ".join(settings).removeprefix(f"{BENCHES[name].group}=")
 
 
 def _refuse_what_means_nothing(name: str, settings: list[str]) -> None:
