@@ -47,10 +47,11 @@ def measure(request: Request) -> dict[str, Any] | None:
     """The result, on rank 0.
 
     Raises:
-        ConfigError: an exchange that is no all-reduce, or that cannot run over this Comm.
+        ConfigError: a single rank, or an exchange that is no all-reduce or cannot run over this Comm.
     """
-    configs = [variant.config for variant in request.variants]
-    world = join(configs[0])
+    if request.own["world_size"] == 1:
+        raise ConfigError("world_size=1: nothing is exchanged; must be at least 2")
+    world = join(request.variants[0].config)
     try:
         exchanges = {v.label: build(v.config.exchange) for v in request.variants}
         contestants = make_contestants(exchanges, world.comm)
@@ -90,7 +91,7 @@ def make_contestants(exchanges: dict[str, Exchange], comm: Comm) -> list[Contest
         Contestant(label, _averaging(exchange), _mean)
         for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
     ]
-    if not comm.no_send_recv and comm.size > 1:
+    if not comm.no_send_recv:
         contestants.append(Contestant(SEND_RECV, _send_recv, _first_ranks))
     return contestants
 

@@ -64,6 +64,7 @@ def test_sizes_are_read_in_units_of_1024() -> None:
         (["step", "strategy=tree,ddp", "out=absent/a.json"], "out=absent/a.json: must name a file"),
         (["collective", "sizes=[4kb,6b]"], "'6b' is no size; allowed are whole float32 values"),
         (["collective", "batch_size=8"], "batch_size=8: means nothing to collective; allowed are"),
+        (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
         (["codec", "num_values=1e6"], "num_values=1e6: must be an integer of at least 1"),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
         (["codec", "codec=zip", "num_values=4096"], "codec=zip: allowed are onebit"),
@@ -149,16 +150,32 @@ def test_eager_baselines_quantise_as_their_formulas_say() -> None:
         torch.testing.assert_close(out, scale * torch.tensor([values]).float())
 
 
-def test_a_flipped_bit_and_a_lost_residual_are_counted() -> None:
-    class Broken(codec.RowCodec):
-        def encode(self, gradient: Tensor, residual: Tensor) -> None:
-            super().encode(gradient, residual)
-            self.bits[0, 0] ^= 1
-            residual[1, 1] += 1
+class Broken(codec.RowCodec):
+    """The first bit is flipped, and one residual is off."""
 
-    made = Broken(codec.reference, "zero", 2, 64, CPU)
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        super().__init__(codec.reference, "zero", rows, columns, device)
+
+    def encode(self, gradient: Tensor, residual: Tensor) -> None:
+        super().encode(gradient, residual)
+        self.bits[0, 0] ^= 1
+        residual[1, 1] += 1
+
+
+def test_a_flipped_bit_and_a_lost_residual_are_counted() -> None:
     # What is decoded of the first value, its bit, and the second residual, found twice.
-    assert codec.count_wrong(made, torch.randn(2, 64), torch.zeros(2, 64)) == 4
+    assert codec.count_wrong(Broken(2, 64, CPU), torch.randn(2, 64), torch.zeros(2, 64)) == 4
+
+
+def test_a_wrong_result_is_shown_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(codec.CODECS, "onebit", Broken)
+    settings = ["codec=onebit", "num_values=128", "columns=64", "threads=1", "device=cpu"]
+    assert bench.main(["codec", *settings, "rounds=1"]) == 1
+    shown = capsys.readouterr()
+    assert "#wrong" in shown.out
+    assert "lab.bench: error: what was timed gives wrong values" in shown.err
 
 
 def test_ratios_are_to_the_last_and_exposed_exchange_is_beyond_none() -> None:
