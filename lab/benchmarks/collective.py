@@ -47,7 +47,7 @@ def measure(request: Request) -> dict[str, Any] | None:
     """The result, on rank 0.
 
     Raises:
-        ConfigError: a single rank, or an exchange that is no all-reduce or cannot run over this Comm.
+        ConfigError: a single rank, or an exchange that is no all-reduce or cannot run here.
     """
     if request.own["world_size"] == 1:
         raise ConfigError("world_size=1: nothing is exchanged; must be at least 2")
