@@ -17,13 +17,16 @@ import torch
 
 from lab.assemble import Assembly, join
 from lab.benchmarks import turns
-from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING, assembled
 from lab.config import ConfigError
 from lab.distributed import world as worlds
 from lab.distributed.world import World
+from lab.exchange.bucket import MB
 from lab.exchange.gradsync import GradSync
-from lab.exchange.tree import parent_and_children
+from lab.exchange.pipeline import LAG
+from lab.exchange.tree import binomial_node
+from lab.exchange.tree_double import in_order_node
 from lab.report import surroundings
 
 NUM_STEPS = 7  # after the warm-up
@@ -38,34 +41,53 @@ class Sizes:
         n: of the whole model.
         gathered: of buckets of several parameters, whose gradients are copied into a buffer.
         largest: of the largest bucket.
-        wire_bytes: of a value as an all-reduce sends it.
     """
 
     n: int
     gathered: int
     largest: int
-    wire_bytes: int
     rank: int
     N: int
 
 
 # Bytes beside weights, gradients and momentum, by class of what exchanges; a new one is a line.
-# Gradients that were gathered leave their first place free, so what an exchange needs for a moment
-# adds to the peak only where it is more than they were.
-THEORY: dict[str, Callable[[Sizes], float]] = {
-    "NoExchange": lambda s: _peak(s, 0),
-    "AllReduce": lambda s: _peak(s, s.wire_bytes * s.largest if s.wire_bytes < VALUE_BYTES else 0),
-    "Ring": lambda s: _peak(s, 4 * s.largest / s.N),
-    "Star": lambda s: _peak(s, 0 if s.rank else 4 * s.largest),
-    "Tree": lambda s: _peak(s, 4 * s.largest if parent_and_children(s.rank, s.N)[1] else 0),
-    # Messages: what goes out, comes in, is answered, and all answers. Both residuals stay.
-    "OneBit": lambda s: _peak(s, s.largest / 8 * (3 + 1 / s.N)) + 4 * s.n * (1 + 1 / s.N),
-    "DDPSync": lambda s: 4 * s.n,  # its buckets, to which gradients are copied, and back
+THEORY: dict[str, Callable[[Sizes, Any], float]] = {
+    "NoExchange": lambda s, e: _peak(s),
+    "AllReduce": lambda s, e: _peak(s, e.dtype.itemsize * s.largest if not e.exact else 0),
+    "Star": lambda s, e: _peak(s, 0 if s.rank else 4 * s.largest),
+    "Tree": lambda s, e: _of_tree(s, e, len(binomial_node(s.rank, s.N).children)),
+    "DoubleTree": lambda s, e: _peak(
+        s, kept=sum(_chunks(s.largest / 2, e, _children(s, tree)) for tree in (0, 1))
+    ),
+    "Ring": lambda s, e: _peak(s, kept=_chunks(s.largest / s.N, e)),
+    # Messages: what goes out, comes in, is answered, and all answers.
+    "OneBit": lambda s, e: _peak(s, s.largest / 8 * (3 + 1 / s.N), kept=4 * s.n * (1 + 1 / s.N)),
+    "Int8": lambda s, e: _peak(s, s.largest * (2 + 1 / s.N) + 4 * s.largest / s.N),
+    **dict.fromkeys(
+        ("SignSGD", "TopK", "RandomK", "PowerSGD"), lambda s, e: _peak(s, kept=4 * s.n)
+    ),
+    "DDPSync": lambda s, e: 4 * s.n,  # its buckets, to which gradients are copied, and back
 }
 
 
-def _peak(sizes: Sizes, scratch_bytes: float) -> float:
-    return max(4 * sizes.gathered, scratch_bytes)
+def _peak(sizes: Sizes, scratch: float = 0, kept: float = 0) -> float:
+    """Gathered gradients leave their first place free: scratch adds what it needs beyond that."""
+    return max(4 * sizes.gathered, scratch) + kept
+
+
+def _chunks(num_values: float, exchange: Any, num_children: int = 1) -> float:
+    limit = exchange.chunk_mb * MB if exchange.chunk_mb else float("inf")
+    return LAG * num_children * min(4 * num_values, limit)
+
+
+def _of_tree(sizes: Sizes, tree: Any, num_children: int) -> float:
+    if tree.chunk_mb is None:
+        return _peak(sizes, 4 * sizes.largest if num_children else 0)
+    return _peak(sizes, kept=_chunks(sizes.largest, tree, num_children))
+
+
+def _children(sizes: Sizes, tree: int) -> int:
+    return len(in_order_node(sizes.rank, sizes.N, tree).children)
 
 
 def measure(request: Request) -> dict[str, Any] | None:
@@ -129,21 +151,19 @@ def theory_bytes(sync: Any, hook: str, world: World) -> float:
         sync: GradSync, or an outside reference.
         hook: DDP's communication hook, "none" for all others.
     """
-    own = isinstance(sync, GradSync)
+    own = type(sync) is GradSync
     buckets = [bucket.parameters.values() for bucket in sync.buckets] if own else []
     counts = [sum(p.numel() for p in parameters) for parameters in buckets]
-    dtype: torch.dtype = getattr(sync.exchange, "dtype", torch.float32)
     sizes = Sizes(
         n=sum(p.numel() for p in sync.module.parameters() if p.requires_grad),
         gathered=sum(n for n, of in zip(counts, buckets, strict=True) if len(of) > 1),
         largest=max(counts, default=0),
-        wire_bytes=dtype.itemsize,
         rank=world.rank,
         N=world.size,
     )
     name = type(sync.exchange if own else sync).__name__
     formula = THEORY.get(name if hook == "none" else f"{name} {hook}")
-    return formula(sizes) if formula else float("nan")
+    return formula(sizes, sync.exchange) if formula else float("nan")
 
 
 def _peaks(part: Assembly, warmup_steps: int, world: World) -> torch.Tensor:

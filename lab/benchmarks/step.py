@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.distributed.watch import Watch
 from lab.distributed.world import World
+from lab.measure.statistics import round_means
 from lab.report import surroundings
 
 NEVER_S = 1e9  # no exchange of a benchmark is watched: the process group's timeout ends a hang
@@ -23,7 +25,7 @@ CEILING, REFERENCE = "none", "ddp"
 
 
 def measure(request: Request) -> dict[str, Any] | None:
-    """The result, on rank 0.
+    """The result, on rank 0. Where a strategy exchanges every so many steps, rounds are as long.
 
     Raises:
         ConfigError: a setting that proves wrong with data, devices and ranks at hand.
@@ -38,16 +40,18 @@ def measure(request: Request) -> dict[str, Any] | None:
             ]
             step_s = _in_turns(parts, world)
         warmup = max(config.warmup_steps for config in configs)
+        every = math.lcm(*(part.trainer.sync.every for part in parts))
         times = {
-            variant.label: seconds[warmup:]
-            for variant, seconds in zip(request.variants, step_s, strict=True)
+            variant.label: round_means(own[:, warmup:], warmup, every).max(axis=0)
+            for variant, own in zip(request.variants, step_s, strict=True)
         }
         rows = compare(times)
         for row, part in zip(rows, parts, strict=True):
             row["num_parameters"] = part.sizes["num_parameters"]
         result = {
             "rows": rows,
-            "num_pairs": step_s.shape[1] - warmup,
+            "num_pairs": len(times[request.variants[0].label]),
+            "steps_per_round": every,
             "world_size": world.size,
             "backend": world.comm.backend,
             **surroundings(world),
@@ -61,7 +65,7 @@ def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """A row for each label, with its ratio to the last, and what its exchange exposes.
 
     Args:
-        times: seconds of the timed steps by label; the same positions ran one after the other.
+        times: seconds by label of the timed rounds; the same positions ran one after the other.
             Exposed exchange is a step's time less that of "none", where that is among them, and is
             compared with that of "ddp".
     """
@@ -89,14 +93,14 @@ def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
-    """Seconds of the slowest rank, [parts, steps]."""
+    """Seconds of each, [parts, ranks, steps]."""
     loops = [part.trainer.steps() for part in parts]
     for step in turns.progress(range(parts[0].trainer.total_steps), world.rank):
         for index in turns.order(len(loops), step):
             world.barrier()
             next(loops[index])
     own = np.stack([part.trainer.clock.step_seconds() for part in parts])
-    return world.gather(torch.from_numpy(own)).amax(dim=0).numpy()
+    return world.gather(torch.from_numpy(own)).transpose(0, 1).numpy()
 
 
 @contextmanager

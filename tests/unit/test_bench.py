@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +101,9 @@ class Forgetful(Exchange):
         bucket.flat.div_(comm.size)
 
 
-def wrong_by_rank(size: int, exchanges: dict[str, Exchange]) -> list[dict[str, int]]:
+def wrong_by_rank(size: int, make: dict[str, Callable[[], Exchange]]) -> list[dict[str, int]]:
     def rank_main(comm: Comm) -> dict[str, int]:
+        exchanges = {name: made() for name, made in make.items()}  # each rank has its own
         flat = torch.empty(1000)
         return {
             each.name: collective.count_wrong(each, flat, comm.rank, comm)
@@ -112,14 +115,15 @@ def wrong_by_rank(size: int, exchanges: dict[str, Exchange]) -> list[dict[str, i
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_reduces_of_the_lab_are_exact_on_whole_numbers(size: int) -> None:
-    names = ("ring", "tree", "star", "bf16")
-    exchanges = {name: build(load([f"exchange={name}"]).exchange) for name in names}
+    names = ("ring", "tree", "tree_pipelined", "tree_double", "star", "bf16", "fp16")
+    nodes = {name: load([f"exchange={name}"]).exchange for name in names}
     nothing = dict.fromkeys(("allreduce", *names, "sendrecv"), 0)
-    assert wrong_by_rank(size, exchanges) == [nothing] * size
+    make = {name: partial(build, node) for name, node in nodes.items()}
+    assert wrong_by_rank(size, make) == [nothing] * size
 
 
 def test_one_wrong_value_is_counted_on_every_rank() -> None:
-    assert [each["broken"] for each in wrong_by_rank(3, {"broken": Forgetful()})] == [1, 1, 1]
+    assert [each["broken"] for each in wrong_by_rank(3, {"broken": Forgetful})] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["none", "onebit"])
@@ -205,9 +209,19 @@ def test_peak_sees_what_was_freed_before_it_is_read() -> None:
 
 
 def test_theory_counts_buffers_scratch_and_residuals() -> None:
-    sizes = memory.Sizes(n=1000, gathered=400, largest=800, wire_bytes=4, rank=0, N=2)
-    expected = {"AllReduce": 1600, "Tree": 3200, "Ring": 1600, "DDPSync": 4000, "OneBit": 7600}
-    assert {name: memory.THEORY[name](sizes) for name in expected} == expected
+    sizes = memory.Sizes(n=1000, gathered=400, largest=800, rank=0, N=2)
+    expected = {
+        "allreduce": 1600,  # gathered
+        "bf16": 1600,  # 800 values of 2 bytes fit where gradients were
+        "tree": 3200,  # one bucket
+        "tree_pipelined": 1600 + 3 * 3200,  # three chunks as large as the bucket
+        "ring": 1600 + 3 * 1600,
+        "onebit": 1600 + 6000,
+        "topk": 1600 + 4000,
+    }
+    for name, extra in expected.items():
+        exchange = build(load([f"exchange={name}"]).exchange)
+        assert memory.THEORY[type(exchange).__name__](sizes, exchange) == extra, name
 
 
 def memory_answer(name: str, peak: float, theory: float | None) -> dict[str, Any]:
