@@ -25,10 +25,11 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """What the columns mean."""
+    every = result["steps_per_round"]
+    round_ = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
     return [
         f"medians of {result['num_pairs']} rounds on {result['world_size']} ranks "
-        f"({result['backend']}), a step of each in every round; a step lasts as long as on its "
-        "slowest rank",
+        f"({result['backend']}), {round_}; a step lasts as long as on its slowest rank",
         "[95 % intervals] draw whole rounds; exposed exchange: step - step of none, same run",
     ]
 
