@@ -219,7 +219,7 @@ class Trainer:
                 with clock.phase("forward"), self._autocast():
                     loss = self.criterion(sync.module(self._layout(images)), labels) / parts
                 with clock.phase("backward"):  # overlapped exchanges start in here
-                    (loss * sync.loss_scale).backward()
+                    (loss * sync.loss_factor).backward()
             total += loss.detach()
         with clock.phase("exchange"):  # what backward could not hide
             finite = sync.finish()

@@ -23,6 +23,8 @@ class AllReduce(Exchange):
         ValueError: another dtype.
     """
 
+    takes_divided = True
+
     def __init__(self, dtype: str = "float32") -> None:
         if dtype not in DTYPES:
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
@@ -32,7 +34,9 @@ class AllReduce(Exchange):
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.size == 1:
             return
-        wire = bucket.flat.div_(comm.size).to(self.dtype)
+        if not bucket.divided:
+            bucket.flat.div_(comm.size)
+        wire = bucket.flat.to(self.dtype)
         comm.all_reduce(wire)
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)

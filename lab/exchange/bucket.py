@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 MB = 2**20
 FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
+LARGE_BYTES = 4 * MB  # from here on a copy into a bucket costs more than a message of its own
 
 
 @dataclass
@@ -22,12 +23,14 @@ class Bucket:
         flat: float32 [num_values], this rank's gradient before `average`, the mean after it; each
             parameter's values in the order in which they lie in memory.
         step: the optimizer step this exchange belongs to, counted from 0.
+        divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
         finite: 0-dim bool tensor, set by an exchange that looked; None if nobody looked.
     """
 
     shapes: dict[str, torch.Size]
     flat: Tensor
     step: int = 0
+    divided: bool = False
     finite: Tensor | None = None
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
@@ -55,7 +58,7 @@ class GradBucket:
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
 
-    def pack(self, step: int) -> Bucket:
+    def pack(self, step: int, divided: bool = False) -> Bucket:
         """This step's bucket. A parameter that backward did not reach counts as zeros."""
         parameters = list(self.parameters.values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -65,7 +68,7 @@ class GradBucket:
             flat, gradients = self._gather(parameters, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        return Bucket(self.shapes, flat, step)
+        return Bucket(self.shapes, flat, step, divided)
 
     def _gather(
         self, parameters: list[nn.Parameter], gradients: list[Tensor]
@@ -90,8 +93,8 @@ def plan(
 
     Args:
         model: parameters shared between modules are taken once.
-        bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter above
-            it has a bucket to itself. None: one bucket for all. 0: one for each module.
+        bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter as
+            large, or LARGE_BYTES, has a bucket to itself. None: one for all. 0: one a module.
         order: names of the parameters as their gradients arrive. None: the reverse of
             registration, as if what was registered last had its gradient first.
     """
@@ -123,7 +126,7 @@ def _by_size(named: Named, capacity: float) -> list[Named]:
     current: Named = []
     room = min(capacity, FIRST_BUCKET_BYTES)
     for name, parameter in named:
-        if parameter.nbytes >= capacity:
+        if parameter.nbytes >= min(capacity, LARGE_BYTES):
             groups.append([(name, parameter)])
             continue
         if current and sum(p.nbytes for _, p in current) + parameter.nbytes > room:

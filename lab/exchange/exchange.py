@@ -20,6 +20,7 @@ class Exchange(ABC):
     exact = True  # delivers the mean to rounding, which the tests then hold it to
     keeps_replicas_equal = True
     needs_send_recv = False  # of a Comm; not every one has them
+    takes_divided = False  # buckets of gradients that the loss has divided by N: saves a pass
 
     @abstractmethod
     def average(self, bucket: Bucket, comm: Comm) -> None:

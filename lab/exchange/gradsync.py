@@ -25,7 +25,7 @@ class GradSync(Sync):
 
         for each micro-batch:
             with sync.micro_batch(last=...):
-                sync.module(images) ... loss.backward()
+                sync.module(images) ... (loss * sync.loss_factor).backward()
         finite = sync.finish()
 
     With `overlap`, gradient hooks count down each bucket during the last backward and hand full
@@ -69,7 +69,7 @@ class GradSync(Sync):
         self.worker = worker
         self.overlap = overlap
         self.step = 0
-        self.loss_scale = 1.0
+        self.divides_loss = exchange.takes_divided
         self.order: list[str] | None = None
         self._plan = partial(plan, model, bucket_mb)
         self._device = next(model.parameters()).device
@@ -77,6 +77,11 @@ class GradSync(Sync):
         self._armed = False
         self._hooks: list[RemovableHandle] = []
         self._use(self._plan())
+
+    @property
+    def loss_factor(self) -> float:
+        """1/N where that spares the exchange a pass over all gradients, times the loss scale."""
+        return self.loss_scale / (self.comm.size if self.divides_loss else 1)
 
     @property
     def keeps_replicas_equal(self) -> bool:
@@ -166,7 +171,7 @@ class GradSync(Sync):
         return [names[index] for index in order.tolist()]
 
     def _submit_next(self) -> None:
-        bucket = self.buckets[len(self._exchanged)].pack(self.step)
+        bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
         self.worker.submit(label, partial(self._average, bucket))

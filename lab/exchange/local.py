@@ -63,6 +63,7 @@ class LocalSync(GradSync):
             name = type(exchange).__name__
             raise ValueError(f"exchange={name}: leaves the ranks apart; take one that averages")
         super().__init__(model, module, exchange, comm, worker, bucket_mb=bucket_mb)
+        self.divides_loss = False  # ranks take steps with their own gradients
         self.every = every
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.outer = torch.optim.SGD(

@@ -42,7 +42,6 @@ class OutsideSync(Sync):
         self.exchange = exchange
         self.comm = comm
         self.step = 0
-        self.loss_scale = 1.0
         self._wire_bytes = wire_bytes
 
     def __enter__(self) -> Self:

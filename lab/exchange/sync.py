@@ -11,10 +11,17 @@ class Sync:
     Attributes:
         every: steps from one exchange to the next.
         own_replicas: between exchanges each rank has weights and momentum of its own.
+        loss_scale: of fp16; gradients are divided by it before they are exchanged.
     """
 
     every = 1
     own_replicas = False
+    loss_scale = 1.0
+
+    @property
+    def loss_factor(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return self.loss_scale
 
     def after_update(self, last: bool) -> bool:
         """What is to be exchanged once the optimizer has updated the weights.

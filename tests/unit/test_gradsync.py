@@ -59,7 +59,8 @@ def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[s
     """One optimizer step's gradients; each batch is a micro-batch."""
     for number, (x, options) in enumerate(batches, start=1):
         with sync.micro_batch(last=number == len(batches)):
-            (sync.module(x, **options).square().mean() / len(batches)).backward()
+            loss = sync.module(x, **options).square().mean() / len(batches)
+            (loss * sync.loss_factor).backward()
     assert sync.finish()
     return {n: p.grad.clone() for n, p in sync.module.named_parameters() if p.grad is not None}
 

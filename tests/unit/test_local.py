@@ -46,7 +46,7 @@ def train(sync: GradSync, batches: Tensor, num_steps: int) -> None:
     optimizer = torch.optim.SGD(sync.module.parameters(), lr=0.1, weight_decay=0.01)
     for step in range(sync.step, num_steps):
         with sync.micro_batch(last=True):
-            sync.module(batches[step]).square().mean().backward()
+            (sync.module(batches[step]).square().mean() * sync.loss_factor).backward()
         assert sync.finish()
         optimizer.step()
         optimizer.zero_grad()
