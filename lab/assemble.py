@@ -17,6 +17,7 @@ from lab.distributed import world as worlds
 from lab.distributed.watch import Watch
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
+from lab.exchange.exchange import Exchange
 from lab.trainer import Progress, Trainer
 
 DEFAULT_EPOCHS = 30
@@ -71,13 +72,15 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
     batch_size = global_batch_size(config, world.size)
     total = total_steps(config, data.num_train, batch_size)
     optim = build(config.optim, batch_size=batch_size, total_steps=total)
-    worker = make_worker(config.overlap, world.device, world.comm.backend)
+    exchange: Exchange = build(config.exchange)
+    asynchronous = exchange.asynchronous(world.comm)
+    worker = make_worker(config.overlap, world.device, world.comm.backend, asynchronous)
     watch.worker = worker
     sync = build(
         config.sync,
         model=model,
         module=torch.compile(model) if config.compile else model,
-        exchange=build(config.exchange),
+        exchange=exchange,
         comm=world.comm,
         worker=worker,
         overlap=config.overlap,

@@ -19,6 +19,14 @@ class Handle(Protocol):
         """Return when the caller may use what was received, and write to what was sent."""
 
 
+class Collective(Handle, Protocol):
+    """A collective under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done. May be asked from any thread."""
+        ...
+
+
 @dataclass
 class Traffic:
     """What one rank handed to the network: bytes of payload, and messages."""
@@ -39,10 +47,12 @@ class Comm(ABC):
     Attributes:
         backend: what carries the tensors, as a record names it.
         no_send_recv: why send and recv cannot be used, where they cannot.
+        asynchronous: iall_reduce returns before it is done, and runs on the library's own threads.
     """
 
     backend: str
     no_send_recv: str | None = None
+    asynchronous = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -54,6 +64,11 @@ class Comm(ABC):
         if self.size > 1:
             self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
             self._all_reduce(tensor)
+
+    def iall_reduce(self, tensor: Tensor) -> Collective:
+        """Begin to replace `tensor` by its sum over two ranks or more, where `asynchronous`."""
+        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
+        return self._iall_reduce(tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """Fill `output` [size, ...] with every rank's `tensor` [...], in rank order."""
@@ -111,6 +126,9 @@ class Comm(ABC):
     def _all_to_all(self, output: Tensor, tensor: Tensor) -> None: ...
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
+
+    def _iall_reduce(self, tensor: Tensor) -> Collective:
+        raise NotImplementedError
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Transfer
+from lab.distributed.comm import Collective, Comm, Transfer
 from lab.distributed.place import Place
 
 # torch 2.13 renamed the one that older releases, down to our oldest, know by another name.
@@ -36,11 +36,17 @@ class TorchComm(Comm):
         super().__init__(group.rank(), group.size())
         self.group = group
         self.backend = dist.get_backend(group)
+        self.asynchronous = self.backend == "gloo" and device.type == "cpu"
         if self.backend == "gloo" and device.type == "cuda":
             self.no_send_recv = "Gloo has none for tensors on GPUs; use backend=nccl"
 
     def _all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+    def _iall_reduce(self, tensor: Tensor) -> Collective:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None  # which only ranks outside of the group get
+        return work
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
         all_gather_flat(output.view(-1), tensor.view(-1), group=self.group)

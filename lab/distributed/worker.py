@@ -1,4 +1,7 @@
-"""Where exchanges run: in line, on a thread, or on a side stream. Always first in, first out."""
+"""Where exchanges run: in line, on a thread, the library's threads, or a side stream.
+
+Always first in, first out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-Job = Callable[[], None]
+from lab.distributed.comm import Collective
+
+Job = Callable[[], Collective | None]  # what it began, if that is not yet done
 Event = torch.cuda.Event | torch.Event
 
 
@@ -41,12 +46,43 @@ class InlineWorker(Worker):
 
     def submit(self, label: str, job: Job) -> None:
         self._current = label, time.monotonic()
-        job()
+        if (collective := job()) is not None:
+            collective.wait()
         self._current = None
 
     def oldest(self) -> tuple[str, float] | None:
         current = self._current
         return current and (current[0], time.monotonic() - current[1])
+
+
+class LibraryWorker(Worker):
+    """Begins each job where it is submitted; the library goes on with it on threads of its own.
+
+    For jobs that do nothing else: a thread of ours between the library's and the caller would have
+    to be woken twice for each.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[str, float, Collective]] = deque()
+        self._inline = InlineWorker()
+
+    def submit(self, label: str, job: Job) -> None:
+        def begin() -> None:
+            if (collective := job()) is not None:
+                self._under_way.append((label, time.monotonic(), collective))
+
+        self._inline.submit(label, begin)
+
+    def oldest(self) -> tuple[str, float] | None:
+        for label, since, collective in tuple(self._under_way):
+            if not collective.is_completed():
+                return label, time.monotonic() - since
+        return self._inline.oldest()
+
+    def wait(self) -> None:
+        while self._under_way:
+            self._under_way[0][2].wait()
+            self._under_way.popleft()
 
 
 class ThreadWorker(Worker):
@@ -104,7 +140,8 @@ class ThreadWorker(Worker):
 def _after(ready: Event, job: Job) -> Job:
     def run() -> None:
         ready.synchronize()
-        job()
+        if (collective := job()) is not None:
+            collective.wait()
         torch.cuda.current_stream().synchronize()
 
     return run
@@ -139,11 +176,16 @@ class StreamWorker(Worker):
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-def make_worker(overlap: bool, device: torch.device, backend: str) -> Worker:
+def make_worker(overlap: bool, device: torch.device, backend: str, asynchronous: bool) -> Worker:
     """The worker that lets exchanges over `backend` overlap backward, or the one that does not.
 
     NCCL never blocks the host, so it always has the stream: only the moment of submission differs.
+
+    Args:
+        asynchronous: jobs return at once what they began.
     """
     if backend == "nccl":
         return StreamWorker(device)
-    return ThreadWorker(device) if overlap else InlineWorker()
+    if not overlap:
+        return InlineWorker()
+    return LibraryWorker() if asynchronous else ThreadWorker(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
 
@@ -40,3 +40,13 @@ class AllReduce(Exchange):
         comm.all_reduce(wire)
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)
+
+    def asynchronous(self, comm: Comm) -> bool:
+        return self.exact and comm.asynchronous
+
+    def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
+        if comm.size == 1 or not self.asynchronous(comm):
+            return self.average(bucket, comm)
+        if not bucket.divided:
+            bucket.flat.div_(comm.size)
+        return comm.iall_reduce(bucket.flat)

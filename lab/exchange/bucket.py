@@ -122,11 +122,14 @@ def _by_module(named: Named) -> list[Named]:
 
 
 def _by_size(named: Named, capacity: float) -> list[Named]:
+    large = min(capacity, LARGE_BYTES)
     groups: list[Named] = []
     current: Named = []
-    room = min(capacity, FIRST_BUCKET_BYTES)
+    # So little that the rest of backward could not hide a message of its own stays together.
+    little = sum(p.nbytes for _, p in named if p.nbytes < large) <= large
+    room = large if little else min(capacity, FIRST_BUCKET_BYTES)
     for name, parameter in named:
-        if parameter.nbytes >= min(capacity, LARGE_BYTES):
+        if parameter.nbytes >= large:
             groups.append([(name, parameter)])
             continue
         if current and sum(p.nbytes for _, p in current) + parameter.nbytes > room:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
 
 
@@ -25,6 +25,14 @@ class Exchange(ABC):
     @abstractmethod
     def average(self, bucket: Bucket, comm: Comm) -> None:
         """Replace `bucket.flat` by its mean over the ranks of `comm`. Called by all of them."""
+
+    def asynchronous(self, comm: Comm) -> bool:
+        """Whether `start` returns at once, and what it began runs on the library's own threads."""
+        return False
+
+    def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
+        """As `average`, or begin it and return what to wait for."""
+        return self.average(bucket, comm)
 
     def pay_back(self, bucket: Bucket, comm: Comm) -> None:
         """Add to `bucket.flat` all that this rank still owes to it, and forget it."""

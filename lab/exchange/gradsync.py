@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.worker import Worker
 from lab.exchange.bucket import Bucket, GradBucket, plan
 from lab.exchange.exchange import Exchange
@@ -174,9 +174,9 @@ class GradSync(Sync):
         bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
-        self.worker.submit(label, partial(self._average, bucket))
+        self.worker.submit(label, partial(self._start, bucket))
 
-    def _average(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket) -> Collective | None:
         if self.loss_scale != 1.0:
             bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
-        self.exchange.average(bucket, self.comm)
+        return self.exchange.start(bucket, self.comm)

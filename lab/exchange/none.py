@@ -16,3 +16,6 @@ class NoExchange(Exchange):
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         """Move nothing."""
+
+    def asynchronous(self, comm: Comm) -> bool:
+        return True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
+from lab.distributed.worker import InlineWorker, LibraryWorker, ThreadWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import Bucket, GradBucket, plan
 from lab.exchange.gradsync import GradSync
@@ -173,6 +173,43 @@ def test_overlap_starts_exchanges_inside_backward() -> None:
     assert run_ranks(1, rank_main) == [1]  # "out"; the next in order, "never", has no gradient
 
 
+class Later:
+    """A collective that ends when it is waited for."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(self.name)
+
+    def is_completed(self) -> bool:
+        return self.name in self.log
+
+
+def test_what_the_library_does_by_itself_is_waited_for_in_order() -> None:
+    log: list[str] = []
+    worker = LibraryWorker()
+    for name in ("a", "b"):
+        worker.submit(name, lambda name=name: Later(log, name))
+    assert log == []
+    assert worker.oldest() is not None and worker.oldest()[0] == "a"  # type: ignore[index]
+    log.append("a")
+    assert worker.oldest()[0] == "b"  # type: ignore[index]
+    worker.wait()
+    assert log == ["a", "a", "b"]
+    assert worker.oldest() is None
+
+
+def test_other_workers_end_a_job_with_what_it_began() -> None:
+    log: list[str] = []
+    threads = ThreadWorker(CPU)
+    for worker in (InlineWorker(), threads):
+        worker.submit("a", lambda: Later(log, "a"))
+        worker.wait()
+    threads.close()
+    assert log == ["a", "a"]
+
+
 def test_hooks_are_gone_on_exit() -> None:
     def rank_main(comm: Comm) -> list[str]:
         sync, exchange = make(comm, overlap=True)
@@ -231,7 +268,15 @@ def test_plan_by_bucket_size() -> None:
     # each bucket takes its turn when its last gradient is due.
     small = ["2.bias", "2.weight", "1.bias", "0.bias"]
     assert sizes_of(plan(model, 1)) == [["1.weight"], small, ["0.weight"]]
-    assert [len(group) for group in sizes_of(plan(model, 25))] == [3, 3]
+
+
+def test_little_stays_together_and_large_parameters_travel_alone() -> None:
+    layers = [nn.Linear(600, 600) for _ in range(4)]  # of 1.37 MB
+    assert [len(group) for group in sizes_of(plan(nn.Sequential(*layers[:2]), 25))] == [4]
+    model = nn.Sequential(nn.Linear(1100, 1100), *layers, nn.Linear(10, 10))  # the first: 4.6 MB
+    last = ["5.bias", "5.weight", "4.bias"]  # and what does not fit into the first megabyte:
+    between = [n for i in (4, 3, 2, 1, 0) for n in (f"{i}.bias", f"{i}.weight")][1:-1]
+    assert sizes_of(plan(model, 25)) == [last, between, ["0.weight"]]
 
 
 def test_a_bucket_of_one_is_exchanged_where_autograd_left_it() -> None:
