@@ -28,9 +28,11 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._encode, self._decode = library.onebit_encode, library.onebit_decode
+        self._reduce = library.onebit_reduce
         self._encode.argtypes = [address] * 4 + [number] * 4
         self._decode.argtypes = [address] * 3 + [number] * 4
-        self._encode.restype = self._decode.restype = None
+        self._reduce.argtypes = [address] * 2 + [number] * 2 + [address] * 3 + [number] * 4
+        self._encode.restype = self._decode.restype = self._reduce.restype = None
 
     def encode(
         self,
@@ -57,6 +59,30 @@ class Kernels:
             out.data_ptr(),
             *out.shape,
             add,
+            torch.get_num_threads(),
+        )
+
+    def reduce(
+        self,
+        scales: Tensor,
+        bits: Tensor,
+        columns: int,
+        residual: Tensor | None,
+        threshold: str,
+        out_scales: Tensor,
+        out_bits: Tensor,
+    ) -> None:
+        self._reduce(
+            scales.data_ptr(),
+            bits.data_ptr(),
+            len(bits),
+            bits.stride(0),
+            None if residual is None else residual.data_ptr(),
+            out_scales.data_ptr(),
+            out_bits.data_ptr(),
+            len(out_scales),
+            columns,
+            threshold == "mean",
             torch.get_num_threads(),
         )
 

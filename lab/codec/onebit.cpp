@@ -20,6 +20,8 @@ struct Lanes {
   static Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static Lanes all(float x) { return {_mm512_set1_ps(x)}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void stream(float* p) const { _mm512_stream_ps(p, v); }
+  static void fence() { _mm_sfence(); }
   Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
   Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
   Lanes magnitude() const { return {_mm512_abs_ps(v)}; }
@@ -47,6 +49,8 @@ struct Lanes {
   static Lanes load(const float* p) { return {_mm256_loadu_ps(p)}; }
   static Lanes all(float x) { return {_mm256_set1_ps(x)}; }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void stream(float* p) const { _mm256_stream_ps(p, v); }
+  static void fence() { _mm_sfence(); }
   Lanes operator+(Lanes o) const { return {_mm256_add_ps(v, o.v)}; }
   Lanes operator-(Lanes o) const { return {_mm256_sub_ps(v, o.v)}; }
   Lanes magnitude() const { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)}; }
@@ -88,6 +92,8 @@ struct Lanes {
   }
   static Lanes all(float x) { return {Floats{} + x, Floats{} + x}; }
   void store(float* p) const { std::memcpy(p, this, sizeof *this); }
+  void stream(float* p) const { store(p); }
+  static void fence() {}
   Lanes operator+(Lanes o) const { return {low + o.low, high + o.high}; }
   Lanes operator-(Lanes o) const { return {low - o.low, high - o.high}; }
   Lanes magnitude() const { return {low < 0 ? -low : low, high < 0 ? -high : high}; }
@@ -213,6 +219,42 @@ inline void keep_loss(const Row& row, const float* scales, const uint8_t* bits) 
   });
 }
 
+// The row's bits, scales and new residual.
+inline void encode(const Row& row, float* scales, uint8_t* bits, bool split_at_mean) {
+  (split_at_mean ? mean_and_deviation : means_of_sides)(row, scales, bits);
+  if (row.residual) keep_loss(row, scales, bits);
+}
+
+// Calls f(first, count, value) for the groups of a row that was encoded.
+template <class F>
+inline void decoded(const float* scales, const uint8_t* bits, int64_t columns, F f) {
+  const Lanes zero = Lanes::all(scales[0]), one = Lanes::all(scales[1]);
+  groups(columns, [=](int64_t i, int64_t count) {
+    f(i, count, Lanes::choose(get(bits, i, count), zero, one));
+  });
+}
+
+inline void add(const float* scales, const uint8_t* bits, float* out, int64_t columns) {
+  decoded(scales, bits, columns, [=](int64_t i, int64_t count, Lanes value) {
+    store(load(out + i, count) + value, out + i, count);
+  });
+}
+
+inline void replace(const float* scales, const uint8_t* bits, float* out, int64_t columns) {
+  decoded(scales, bits, columns,
+          [=](int64_t i, int64_t count, Lanes value) { store(value, out + i, count); });
+}
+
+// As replace, past the cache: what is written is not read from memory before.
+inline void replace_far(const float* scales, const uint8_t* bits, float* out, int64_t columns) {
+  if (reinterpret_cast<uintptr_t>(out) % sizeof(Lanes)) return replace(scales, bits, out, columns);
+  decoded(scales, bits, columns, [=](int64_t i, int64_t count, Lanes value) {
+    if (count == W) return value.stream(out + i);
+    store(value, out + i, count);
+  });
+  Lanes::fence();
+}
+
 // Calls f(row) for all rows, on up to `threads` threads.
 template <class F>
 void each_row(int64_t rows, int64_t columns, int64_t threads, F f) {
@@ -237,24 +279,33 @@ void onebit_encode(const float* gradient, float* residual, float* scales, uint8_
                    int64_t rows, int64_t columns, int64_t split_at_mean, int64_t threads) {
   each_row(rows, columns, threads, [=](int64_t r) {
     const Row row{gradient + r * columns, residual ? residual + r * columns : nullptr, columns};
-    float* own_scales = scales + 2 * r;
-    uint8_t* own_bits = bits + r * ((columns + 7) / 8);
-    (split_at_mean ? mean_and_deviation : means_of_sides)(row, own_scales, own_bits);
-    if (residual) keep_loss(row, own_scales, own_bits);
+    encode(row, scales + 2 * r, bits + r * ((columns + 7) / 8), split_at_mean);
   });
 }
 
 // out: [rows, columns], replaced or added to.
 void onebit_decode(const float* scales, const uint8_t* bits, float* out, int64_t rows,
-                   int64_t columns, int64_t add, int64_t threads) {
+                   int64_t columns, int64_t accumulate, int64_t threads) {
   each_row(rows, columns, threads, [=](int64_t r) {
-    const Lanes zero = Lanes::all(scales[2 * r]), one = Lanes::all(scales[2 * r + 1]);
-    const uint8_t* own_bits = bits + r * ((columns + 7) / 8);
-    float* own_out = out + r * columns;
-    groups(columns, [=](int64_t i, int64_t count) {
-      const Lanes value = Lanes::choose(get(own_bits, i, count), zero, one);
-      store(add ? load(own_out + i, count) + value : value, own_out + i, count);
-    });
+    (accumulate ? add : replace_far)(scales + 2 * r, bits + r * ((columns + 7) / 8),
+                                     out + r * columns, columns);
+  });
+}
+
+// Encodes the sum, in rank order, of what `ranks` ranks have encoded; rank r's scales and bits lie
+// r * stride bytes after the first's. A row's sum is never written to memory.
+void onebit_reduce(const float* scales, const uint8_t* bits, int64_t ranks, int64_t stride,
+                   float* residual, float* out_scales, uint8_t* out_bits, int64_t rows,
+                   int64_t columns, int64_t split_at_mean, int64_t threads) {
+  const int64_t width = (columns + 7) / 8;
+  each_row(rows, columns, threads, [=](int64_t r) {
+    thread_local std::vector<float> sum;
+    sum.resize(columns);
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      (rank ? add : replace)(scales + rank * stride / 4 + 2 * r, bits + rank * stride + r * width,
+                             sum.data(), columns);
+    const Row row{sum.data(), residual ? residual + r * columns : nullptr, columns};
+    encode(row, out_scales + 2 * r, out_bits + r * width, split_at_mean);
   });
 }
 }

@@ -51,6 +51,34 @@ def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None
     _twin(scales, bits, out).decode(scales, bits, out, add)
 
 
+def reduce(
+    scales: Tensor,
+    bits: Tensor,
+    total: Tensor,
+    residual: Tensor | None,
+    threshold: str,
+    out_scales: Tensor,
+    out_bits: Tensor,
+) -> None:
+    """Encode the sum, in rank order, of what several ranks have encoded.
+
+    Args:
+        scales, bits: as in `encode`, of each rank: [ranks, rows, ...], with as many bytes from one
+            rank's to the next one's.
+        total: float32 [rows, columns], memory that the sum may be written to.
+        residual, threshold: as in `encode`.
+        out_scales, out_bits: receive what stands for the sum.
+    """
+    twin = _twin(*scales, *bits, total if residual is None else residual, out_scales, out_bits)
+    if isinstance(twin, native.Kernels):
+        columns = total.shape[1]
+        twin.reduce(scales, bits, columns, residual, threshold, out_scales, out_bits)
+        return
+    for rank, (of_scales, of_bits) in enumerate(zip(scales, bits, strict=True)):
+        twin.decode(of_scales, of_bits, total, add=rank > 0)
+    twin.encode(total, residual, threshold, out_scales, out_bits)
+
+
 def _twin(*tensors: Tensor) -> native.Kernels | ModuleType:
     """The fastest of the three that can work on `tensors`."""
     if not all(tensor.is_contiguous() for tensor in tensors):

@@ -10,6 +10,7 @@ from torch import Tensor
 from lab.codec import onebit
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
+from lab.exchange.buffers import Buffers
 from lab.exchange.exact import average_exactly, gaps
 from lab.exchange.residual import ErrorFeedback
 from lab.exchange.stripes import Matrix, Message
@@ -75,6 +76,7 @@ class OneBit(ErrorFeedback):
         self.warmup_steps = warmup_steps
         # Residuals are [rows, columns] by parameter.
         self.stripe_residual: dict[str, Tensor] = {}  # [rows of this rank's stripe, columns]
+        self._buffers = {role: Buffers() for role in ("outgoing", "received", "reply", "answer")}
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         matrices = self.matrices(bucket) if bucket.step >= self.warmup_steps else []
@@ -101,16 +103,21 @@ class OneBit(ErrorFeedback):
 
     def _average_quantised(self, bucket: Bucket, matrices: list[Matrix], comm: Comm) -> None:
         flat, size = bucket.flat, comm.size
-        outgoing = Message(matrices, size, size, flat.device)
+        wire = torch.empty(0, dtype=torch.uint8, device=flat.device)
+
+        def message(role: str, lines: int) -> Message:
+            return Message(matrices, size, lines, wire, self._buffers[role])
+
+        outgoing = message("outgoing", size)
         for index, matrix in enumerate(matrices):
             self._encode_gradient(index, matrix, flat, outgoing)
-        received = Message(matrices, size, size, flat.device)
+        received = message("received", size)
         comm.all_to_all(received.bytes, outgoing.bytes)
 
-        reply = Message(matrices, size, 1, flat.device)
+        reply = message("reply", 1)
         for index, matrix in enumerate(matrices):
             self._encode_sum(index, matrix, flat, received, reply, comm)
-        answer = Message(matrices, size, size, flat.device)
+        answer = message("answer", size)
         comm.all_gather(answer.bytes, reply.bytes)
 
         assert bucket.finite is not None
@@ -146,10 +153,13 @@ class OneBit(ErrorFeedback):
         rows = matrix.stripe(comm.rank, comm.size)
         # The gradient has been encoded: its place is free for the sum.
         total = matrix.of(flat)[rows]
-        for rank in range(comm.size):
-            onebit.decode(*received.parts(index, rank, height(rows)), total, add=rank > 0)
-        residual = self._kept(self.stripe_residual, matrix.name, total)
-        onebit.encode(total, residual, self.threshold, *reply.parts(index, 0, height(rows)))
+        onebit.reduce(
+            *received.all_parts(index, height(rows)),
+            total,
+            self._kept(self.stripe_residual, matrix.name, total),
+            self.threshold,
+            *reply.parts(index, 0, height(rows)),
+        )
 
     def _kept(self, residuals: dict[str, Tensor], name: str, like: Tensor) -> Tensor | None:
         if not self.error_feedback:

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Handle, Transfer
@@ -51,17 +50,3 @@ def check_chunk_mb(chunk_mb: float | None) -> None:
     """
     if chunk_mb is not None and not (isinstance(chunk_mb, int | float) and chunk_mb > 0):
         raise ValueError(f"exchange.chunk_mb={chunk_mb}: must be a number above 0, or null")
-
-
-class Buffers:
-    """Room for chunks that arrive, kept from one call to the next: fresh pages cost time."""
-
-    def __init__(self) -> None:
-        self._room = torch.empty(0)
-
-    def take(self, chunk: Tensor, *counts: int) -> Tensor:
-        """Uninitialised [*counts, chunk.numel()], float32; what was taken before is void."""
-        num_values = math.prod(counts) * chunk.numel()
-        if self._room.numel() < num_values or self._room.device != chunk.device:
-            self._room = chunk.new_empty(num_values)
-        return self._room[:num_values].view(*counts, chunk.numel())

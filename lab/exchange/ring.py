@@ -9,6 +9,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
+from lab.exchange.buffers import Buffers
 from lab.exchange.exchange import Exchange
 from lab.exchange.pipeline import LAG, Tick
 
@@ -32,7 +33,7 @@ class Ring(Exchange):
     def __init__(self, chunk_mb: float | None = 4) -> None:
         pipeline.check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
-        self._buffers = pipeline.Buffers()
+        self._buffers = Buffers()
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.size > 1:
@@ -42,7 +43,7 @@ class Ring(Exchange):
         parts = flat.tensor_split(size)
         num_pieces = pipeline.num_chunks(parts[0], self.chunk_mb)
         pieces = [part.tensor_split(num_pieces) for part in parts]
-        arrived = self._buffers.take(pieces[0][0], LAG)
+        arrived = self._buffers.take(flat, LAG, pieces[0][0].numel())
         after, before = (rank + 1) % size, (rank - 1) % size
         step_ticks = max(num_pieces, LAG)  # what arrives in one step leaves in the next
         for time in range(2 * (size - 1) * step_ticks):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import onebit
+from lab.exchange.buffers import Buffers
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,17 @@ class Message:
 
     A line holds the scales of all matrices first and their bits after them. Short stripes are
     padded with zeros, so that all lines are equally long.
+
+    Args:
+        size: number of ranks, among which rows are dealt out.
+        lines: of how many ranks this is the message.
+        like: uint8 tensor on the device.
+        buffers: hold the bytes until the next message is made with them.
     """
 
-    def __init__(self, matrices: list[Matrix], size: int, lines: int, device: torch.device) -> None:
+    def __init__(
+        self, matrices: list[Matrix], size: int, lines: int, like: Tensor, buffers: Buffers
+    ) -> None:
         self.heights = [matrix.stripe_rows(size) for matrix in matrices]
         self.columns = [matrix.columns for matrix in matrices]
         self.scale_bytes = onebit.SCALE_BYTES * sum(self.heights)
@@ -55,7 +64,7 @@ class Message:
         ]
         width = self.scale_bytes + sum(bit_bytes)
         # Lines of whole float32 words keep every line's scales aligned.
-        self.bytes = torch.zeros(lines, -(-width // 4) * 4, dtype=torch.uint8, device=device)
+        self.bytes = buffers.take(like, lines, -(-width // 4) * 4).zero_()
         self._scales = self.scales().split(self.heights, dim=1)
         self._bits = self.bytes[:, self.scale_bytes : width].split(bit_bytes, dim=1)
 
@@ -64,12 +73,17 @@ class Message:
         words = self.bytes.view(torch.float32)[:, : self.scale_bytes // 4]
         return words.unflatten(1, (-1, 2))
 
+    def all_parts(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
+        """`parts` of all lines: float32 [lines, rows, 2] and uint8 [lines, rows, bit_bytes]."""
+        width = onebit.bit_bytes(self.columns[index])
+        bits = self._bits[index][:, : rows * width].unflatten(1, (rows, width))
+        return self._scales[index][:, :rows], bits
+
     def parts(self, index: int, line: int, rows: int) -> tuple[Tensor, Tensor]:
         """Scales and bits of the first `rows` rows of matrix `index` in `line`, to fill or read.
 
         Returns:
             float32 [rows, 2] and uint8 [rows, bit_bytes], sharing memory with `bytes`.
         """
-        width = onebit.bit_bytes(self.columns[index])
-        bits = self._bits[index][line, : rows * width].view(rows, width)
-        return self._scales[index][line, :rows], bits
+        scales, bits = self.all_parts(index, rows)
+        return scales[line], bits[line]

@@ -11,6 +11,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
+from lab.exchange.buffers import Buffers
 from lab.exchange.exchange import Exchange
 from lab.exchange.pipeline import LAG, Tick
 
@@ -59,7 +60,7 @@ class Tree(Exchange):
     def __init__(self, chunk_mb: float | None = None) -> None:
         pipeline.check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
-        self._buffers = pipeline.Buffers()
+        self._buffers = Buffers()
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         node = binomial_node(comm.rank, comm.size)
@@ -86,7 +87,7 @@ def store_and_forward(flat: Tensor, node: Node, comm: Comm) -> None:
 
 
 def up_and_down(
-    chunks: tuple[Tensor, ...], node: Node, size: int, buffers: pipeline.Buffers
+    chunks: tuple[Tensor, ...], node: Node, size: int, buffers: Buffers
 ) -> Iterator[Tick]:
     """One rank's ticks in summing `chunks` up a tree of `size` ranks and sending the means down.
 
@@ -95,7 +96,7 @@ def up_and_down(
     """
     parent, children, depth = node
     height = size.bit_length() - 1
-    arrived = buffers.take(chunks[0], LAG, len(children))
+    arrived = buffers.take(chunks[0], LAG, len(children), chunks[0].numel())
 
     def chunks_at(tick: int) -> tuple[Tensor, ...]:
         return chunks[tick : tick + 1] if tick >= 0 else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
+from lab.exchange.buffers import Buffers
 from lab.exchange.exchange import Exchange
 from lab.exchange.tree import Node, up_and_down
 
@@ -29,7 +30,7 @@ class DoubleTree(Exchange):
     def __init__(self, chunk_mb: float | None = 4) -> None:
         pipeline.check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
-        self._buffers = pipeline.Buffers(), pipeline.Buffers()  # a tree each; a leaf's stay empty
+        self._buffers = Buffers(), Buffers()  # a tree each; a leaf's stay empty
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.size == 1:

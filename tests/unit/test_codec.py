@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from lab.codec import native, onebit, reference
+from lab.exchange.buffers import Buffers
+from lab.exchange.stripes import Matrix, Message
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
+BYTE = torch.empty(0, dtype=torch.uint8)
 HERE = torch.backends.cpu.get_cpu_capability()
 
 
@@ -180,6 +183,32 @@ def test_twins_repeat_the_reference(twin: Any, threshold: str, feedback: bool, k
         reference.decode(theirs.scales, theirs.bits, expected, True)
         assert close(decoded, expected)
         assert close(decode(twin, theirs, columns), decode(reference, theirs, columns))
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("threshold", onebit.THRESHOLDS)
+@pytest.mark.parametrize("level", LEVELS[: LEVELS.index(HERE) + 1])
+def test_a_fused_sum_is_decoding_adding_and_encoding(
+    level: str, threshold: str, feedback: bool
+) -> None:
+    kernels = native.build(level)
+    assert kernels is not None
+    for rows, columns in ((1, 1), (2, 33), (3, 2050)):
+        sent = [encode(reference, torch.randn(rows, columns), threshold) for _ in range(3)]
+        message_of_rows = Message([Matrix("w", 0, rows, columns)], 1, 3, BYTE, Buffers())
+        scales, bits = message_of_rows.all_parts(0, rows)
+        width = onebit.bit_bytes(columns)
+        for rank, message in enumerate(sent):
+            scales[rank], bits[rank] = message.scales, message.bits
+        total = torch.stack([decode(reference, message, columns) for message in sent])
+        residual = torch.randn(rows, columns) if feedback else None
+        expected = encode(reference, total[0] + total[1] + total[2], threshold, residual)
+        ours = Encoded(torch.empty(rows, 2), torch.empty(rows, width, dtype=torch.uint8), residual)
+        kernels.reduce(scales, bits, columns, residual, threshold, ours.scales, ours.bits)
+        assert torch.equal(ours.bits, expected.bits)
+        assert close(ours.scales, expected.scales)
+        if residual is not None and expected.residual is not None:
+            assert close(residual, expected.residual)
 
 
 def test_threads_change_nothing() -> None:
