@@ -32,7 +32,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"medians of {result['num_rounds']} rounds on {result['world_size']} ranks "
         f"({result['backend']}); a call takes as long as on its slowest rank",
         "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: of times, with 95 % intervals",
-        "of bound: what the busiest rank sends, at the rate of sendrecv of that size, / time",
+        "of bound: what the busiest rank sends and receives, at the rate of sendrecv, / time",
     ]
 
 

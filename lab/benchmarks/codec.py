@@ -6,8 +6,6 @@ operation it is compared with. All tensors are written before anything is timed.
 
 from __future__ import annotations
 
-import os
-import shlex
 import subprocess
 import time
 from collections.abc import Callable
@@ -238,6 +236,7 @@ def kernels(device: torch.device) -> dict[str, Any]:
     level = torch.backends.cpu.get_cpu_capability()
     if native.build(level) is None:
         return {"level": "plain torch", "compiler": None}
-    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        [*native.compiler(), "--version"], capture_output=True, text=True, check=False
+    )
     return {"level": level, "compiler": said.stdout.partition("\n")[0]}

@@ -2,7 +2,8 @@
 
 algbw = size / time and busbw = algbw * 2(N-1)/N (nccl-tests, doc/PERFORMANCE.md). Beside them: the
 ratio to the library's time, and the share that each algorithm reaches of its own bound: what its
-busiest rank sends, at the rate that a plain send and recv of as many bytes has in the same run.
+busiest rank sends and receives, as much of the one as of the other, at the rate that a plain send
+and recv has in the same run while all ranks are in pairs and one of each sends to the other.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def make_contestants(exchanges: dict[str, Exchange], comm: Comm) -> list[Contest
         for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
     ]
     if not comm.no_send_recv:
-        contestants.append(Contestant(SEND_RECV, _send_recv, _first_ranks))
+        contestants.append(Contestant(SEND_RECV, _send_recv, _of_sender))
     return contestants
 
 
@@ -151,14 +152,16 @@ def _mean(everyones: list[Tensor], _rank: int) -> Tensor:
 
 
 def _send_recv(flat: Tensor, comm: Comm) -> None:
-    if comm.rank == 0:
-        comm.send(flat, 1)
-    elif comm.rank == 1:
-        comm.recv(flat, 0)
+    partner = comm.rank ^ 1
+    if partner < comm.size:  # the last of an odd number of ranks has none
+        if comm.rank < partner:
+            comm.send(flat, partner)
+        else:
+            comm.recv(flat, partner)
 
 
-def _first_ranks(everyones: list[Tensor], rank: int) -> Tensor:
-    return everyones[0 if rank == 1 else rank]
+def _of_sender(everyones: list[Tensor], rank: int) -> Tensor:
+    return everyones[rank & ~1]
 
 
 def _busiest_bytes(contestant: Contestant, flat: Tensor, world: World) -> int:
@@ -186,7 +189,8 @@ def _row(
     world_size: int,
 ) -> dict[str, Any]:
     own, plain = times[name], times.get(SEND_RECV)
-    share = busiest_bytes / size  # of the tensor, that the busiest rank sends
+    # Of the tensor: what the busiest rank sends and receives, or in a pair one of the two.
+    share = (1 if name == SEND_RECV else 2) * busiest_bytes / size
     algbw = size / float(np.median(own)) / 1e9
     factor = 1.0 if name == SEND_RECV else 2 * (world_size - 1) / world_size
     return {

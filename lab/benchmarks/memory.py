@@ -22,6 +22,7 @@ from lab.benchmarks.step import CEILING, assembled
 from lab.config import ConfigError
 from lab.distributed import world as worlds
 from lab.distributed.world import World
+from lab.exchange.auto import Auto
 from lab.exchange.bucket import MB
 from lab.exchange.gradsync import GradSync
 from lab.exchange.pipeline import LAG
@@ -50,7 +51,8 @@ class Sizes:
     N: int
 
 
-# Bytes beside weights, gradients and momentum, by class of what exchanges; a new one is a line.
+# Bytes beside weights, gradients and momentum, by class of what exchanges, which is the second
+# argument; a new one is a line.
 THEORY: dict[str, Callable[[Sizes, Any], float]] = {
     "NoExchange": lambda s, e: _peak(s),
     "AllReduce": lambda s, e: _peak(s, e.dtype.itemsize * s.largest if not e.exact else 0),
@@ -61,11 +63,14 @@ THEORY: dict[str, Callable[[Sizes, Any], float]] = {
     ),
     "Ring": lambda s, e: _peak(s, kept=_chunks(s.largest / s.N, e)),
     # Messages: what goes out, comes in, is answered, and all answers.
-    "OneBit": lambda s, e: _peak(s, s.largest / 8 * (3 + 1 / s.N), kept=4 * s.n * (1 + 1 / s.N)),
+    "OneBit": lambda s, e: _peak(s, kept=4 * s.n * (1 + 1 / s.N) + s.largest / 8 * (3 + 1 / s.N)),
+    "Auto": lambda s, e: _of_chosen(s, e),
     "Int8": lambda s, e: _peak(s, s.largest * (2 + 1 / s.N) + 4 * s.largest / s.N),
     **dict.fromkeys(
         ("SignSGD", "TopK", "RandomK", "PowerSGD"), lambda s, e: _peak(s, kept=4 * s.n)
     ),
+    # The anchor, and the outer momentum.
+    "LocalSync": lambda s, sync: _peak(s) + 4 * s.n * (1 + (sync.outer.defaults["momentum"] > 0)),
     "DDPSync": lambda s, e: 4 * s.n,  # its buckets, to which gradients are copied, and back
 }
 
@@ -78,6 +83,12 @@ def _peak(sizes: Sizes, scratch: float = 0, kept: float = 0) -> float:
 def _chunks(num_values: float, exchange: Any, num_children: int = 1) -> float:
     limit = exchange.chunk_mb * MB if exchange.chunk_mb else float("inf")
     return LAG * num_children * min(4 * num_values, limit)
+
+
+def _of_chosen(sizes: Sizes, auto: Auto) -> float:
+    chosen = {choice["chosen"] for choice in auto.choices()}
+    ways = [way for way in (auto.compressed, auto.plain) if type(way).__name__ in chosen]
+    return max((THEORY[type(way).__name__](sizes, way) for way in ways), default=float("nan"))
 
 
 def _of_tree(sizes: Sizes, tree: Any, num_children: int) -> float:
@@ -152,7 +163,8 @@ def theory_bytes(sync: Any, hook: str, world: World) -> float:
         hook: DDP's communication hook, "none" for all others.
     """
     own = type(sync) is GradSync
-    buckets = [bucket.parameters.values() for bucket in sync.buckets] if own else []
+    planned = sync.buckets if isinstance(sync, GradSync) else []
+    buckets = [bucket.parameters.values() for bucket in planned]
     counts = [sum(p.numel() for p in parameters) for parameters in buckets]
     sizes = Sizes(
         n=sum(p.numel() for p in sync.module.parameters() if p.requires_grad),
@@ -163,7 +175,7 @@ def theory_bytes(sync: Any, hook: str, world: World) -> float:
     )
     name = type(sync.exchange if own else sync).__name__
     formula = THEORY.get(name if hook == "none" else f"{name} {hook}")
-    return formula(sizes, sync.exchange) if formula else float("nan")
+    return formula(sizes, sync.exchange if own else sync) if formula else float("nan")
 
 
 def _peaks(part: Assembly, warmup_steps: int, world: World) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Bench:
         num_variants: how many it needs at least.
         only: settings of a run that mean something to it; empty: all of them.
         apart: each of what it compares has fresh ranks of its own.
+        environment: variables that its ranks get.
     """
 
     own: tuple[str, ...]
@@ -48,6 +49,7 @@ class Bench:
     num_variants: int = 1
     only: tuple[str, ...] = ()
     apart: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 BENCHES = {
@@ -61,7 +63,13 @@ BENCHES = {
         ("codec", "num_values", "columns", "threads", "rounds"), default="none", only=("device",)
     ),
     "step": Bench(("world_size",), num_variants=2),
-    "memory": Bench(("world_size",), default="allreduce,overlap,onebit,ddp", apart=True),
+    "memory": Bench(
+        ("world_size",),
+        default="allreduce,overlap,onebit,ddp",
+        apart=True,
+        # glibc then gives freed blocks back at once: what is resident is what is in use.
+        environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
+    ),
     "recording": Bench(("world_size",), default="none"),
 }
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.request import Request, Variant
+from lab.benchmarks.request import BENCHES, Request, Variant
 from lab.config import ConfigError
 from lab.distributed.launcher import was_launched
 from lab.record.files import write_json
@@ -47,13 +47,14 @@ def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
     from lab.launch import end_with_parent, starter, stop  # it imports torch
 
     arguments = [request.bench, *alone.arguments] if alone else request.arguments
+    defaults = {"OMP_NUM_THREADS": "1", **dict(BENCHES[request.bench].environment)}
     launcher = starter(request.own["world_size"], request.over_horovod)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         process = subprocess.Popen(
             [*launcher, "-m", "lab.bench", *arguments],
             stdin=subprocess.DEVNULL,
-            env={"OMP_NUM_THREADS": "1", **os.environ, ANSWER: str(answer)},
+            env={**defaults, **os.environ, ANSWER: str(answer)},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )

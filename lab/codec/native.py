@@ -96,9 +96,8 @@ def build(level: str) -> Kernels | None:
             what every processor can run.
     """
     options = (*OPTIONS, *LEVELS.get(level, ()))
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
     try:
-        return Kernels(ctypes.CDLL(str(_built(compiler, options))))
+        return Kernels(ctypes.CDLL(str(_built(compiler(), options))))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(
@@ -109,16 +108,21 @@ def build(level: str) -> Kernels | None:
         return None
 
 
-def _built(compiler: list[str], options: tuple[str, ...]) -> Path:
+def compiler() -> list[str]:
+    """The command of the C++ compiler: CXX, c++ or g++."""
+    return shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
+
+
+def _built(command: list[str], options: tuple[str, ...]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaling-lab"
-    recipe = repr((compiler, options)).encode() + SOURCE.read_bytes()
+    recipe = repr((command, options)).encode() + SOURCE.read_bytes()
     library = cache / f"onebit-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
         # Ranks that start together each build it, and the last one's stays: all are the same.
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             fresh = Path(folder) / library.name
-            line = [*compiler, *options, str(SOURCE), "-o", str(fresh)]
+            line = [*command, *options, str(SOURCE), "-o", str(fresh)]
             subprocess.run(line, check=True, capture_output=True, text=True)
             fresh.replace(library)
     return library
