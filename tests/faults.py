@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import Bucket
 from lab.exchange.onebit import OneBit
@@ -17,7 +17,14 @@ from lab.exchange.onebit import OneBit
 FAULT_STEP = 3
 
 
-class RaisesOnRank1(AllReduce):
+class Blocking(AllReduce):
+    """All-reduce that is done when `average` returns, so that this is where it can go wrong."""
+
+    def asynchronous(self, comm: Comm) -> bool:
+        return False
+
+
+class RaisesOnRank1(Blocking):
     """Raises on rank 1 while the other ranks wait for it."""
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
@@ -29,10 +36,10 @@ class RaisesOnRank1(AllReduce):
 class HangsOnRank1(AllReduce):
     """Rank 1 never enters the collective that the other ranks wait in."""
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             time.sleep(3600)
-        super().average(bucket, comm)
+        return super().start(bucket, comm)
 
 
 class OneBitNanOnRank1(OneBit):
@@ -56,7 +63,7 @@ class OneBitKilled(OneBit):
         super().average(bucket, comm)
 
 
-class NanOnRank1(AllReduce):
+class NanOnRank1(Blocking):
     """Rank 1's gradient is not a number."""
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
@@ -65,7 +72,7 @@ class NanOnRank1(AllReduce):
         super().average(bucket, comm)
 
 
-class DriftsOnRank1(AllReduce):
+class DriftsOnRank1(Blocking):
     """Rank 1 ends up with another mean than the others."""
 
     def average(self, bucket: Bucket, comm: Comm) -> None:

@@ -32,7 +32,7 @@ from lab.report import surroundings
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 NUM_CALLS = 20  # timed together, as nccl-tests does; fewer where they move more than
 CALLS_BYTES = 2**22
-VALUES = 11  # whole numbers below it, of which every sum and mean is exact even in bfloat16
+LARGEST_SUM = 256  # whole numbers up to it are exact even in bfloat16
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def make_contestants(exchanges: dict[str, Exchange], comm: Comm) -> list[Contest
         if exchange.needs_send_recv and comm.no_send_recv:
             raise ConfigError(f"exchange={label}: sends from rank to rank; {comm.no_send_recv}")
     contestants = [
-        Contestant(label, _averaging(exchange), _mean)
+        Contestant(label, _averaging(exchange), _sum if exchange.takes_divided else _mean)
         for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
     ]
     if not comm.no_send_recv:
@@ -136,19 +136,24 @@ def count_wrong(contestant: Contestant, flat: Tensor, rank: int, comm: Comm) -> 
 
 def _values(flat: Tensor, rank: int, size: int) -> Tensor:
     generator = torch.Generator(flat.device).manual_seed(rank)
-    drawn = torch.randint(0, VALUES, flat.shape, generator=generator, device=flat.device)
+    below = min(11, LARGEST_SUM // size + 1)
+    drawn = torch.randint(0, below, flat.shape, generator=generator, device=flat.device)
     return drawn.float() * size
 
 
 def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
     def run(flat: Tensor, comm: Comm) -> None:
-        exchange.average(Bucket({"tensor": flat.shape}, flat), comm)
+        exchange.average(Bucket({"tensor": flat.shape}, flat, divided=exchange.takes_divided), comm)
 
     return run
 
 
 def _mean(everyones: list[Tensor], _rank: int) -> Tensor:
     return torch.stack(everyones).mean(dim=0)
+
+
+def _sum(everyones: list[Tensor], _rank: int) -> Tensor:
+    return torch.stack(everyones).sum(dim=0)
 
 
 def _send_recv(flat: Tensor, comm: Comm) -> None:

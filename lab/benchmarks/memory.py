@@ -54,6 +54,7 @@ class Sizes:
 # Bytes beside weights, gradients and momentum, by class of what exchanges, which is the second
 # argument; a new one is a line.
 THEORY: dict[str, Callable[[Sizes, Any], float]] = {
+    "NoSync": lambda s, e: 0,
     "NoExchange": lambda s, e: _peak(s),
     "AllReduce": lambda s, e: _peak(s, e.dtype.itemsize * s.largest if not e.exact else 0),
     "Star": lambda s, e: _peak(s, 0 if s.rank else 4 * s.largest),

@@ -4,12 +4,10 @@ One program works on one row. Its second pass finds the row in the GPU's cache; 
 the host, and no temporary is as large as the gradient.
 """
 
-# Triton takes plain values where its kernels say constexpr.
+# Triton reads annotations as code, and takes plain values where its kernels say constexpr.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -20,7 +18,7 @@ BYTES = 256  # of bits in one tile: 2048 values
 
 
 @triton.jit
-def _values(gradient: Any, residual: Any, at: Any, there: Any, FEEDBACK: tl.constexpr) -> Any:
+def _values(gradient, residual, at, there, FEEDBACK: tl.constexpr):
     values = tl.load(gradient + at, mask=there, other=0.0)
     if FEEDBACK:
         values += tl.load(residual + at, mask=there, other=0.0)
@@ -28,7 +26,7 @@ def _values(gradient: Any, residual: Any, at: Any, there: Any, FEEDBACK: tl.cons
 
 
 @triton.jit
-def _tile(start: Any, columns: Any, BYTES: tl.constexpr) -> Any:
+def _tile(start, columns, BYTES: tl.constexpr):
     """Columns of a tile, one line for each byte of bits, and which of them exist."""
     at = start + tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :]
     return at, at < columns
@@ -36,13 +34,13 @@ def _tile(start: Any, columns: Any, BYTES: tl.constexpr) -> Any:
 
 @triton.jit
 def _sides(
-    gradient: Any,
-    residual: Any,
-    row: Any,
-    columns: Any,
+    gradient,
+    residual,
+    row,
+    columns,
     FEEDBACK: tl.constexpr,
     BYTES: tl.constexpr,
-) -> Any:
+):
     """Means of a row's negative and of its other values. An empty side's is 0."""
     lower = tl.zeros((BYTES, 8), tl.float64)
     upper = tl.zeros((BYTES, 8), tl.float64)
@@ -62,13 +60,13 @@ def _sides(
 
 @triton.jit
 def _mean(
-    gradient: Any,
-    residual: Any,
-    row: Any,
-    columns: Any,
+    gradient,
+    residual,
+    row,
+    columns,
     FEEDBACK: tl.constexpr,
     BYTES: tl.constexpr,
-) -> Any:
+):
     total = tl.zeros((BYTES, 8), tl.float64)
     for start in range(0, columns, BYTES * 8):
         at, there = _tile(start, columns, BYTES)
@@ -79,14 +77,14 @@ def _mean(
 
 @triton.jit
 def _deviation(
-    gradient: Any,
-    residual: Any,
-    row: Any,
-    columns: Any,
-    mean: Any,
+    gradient,
+    residual,
+    row,
+    columns,
+    mean,
     FEEDBACK: tl.constexpr,
     BYTES: tl.constexpr,
-) -> Any:
+):
     total = tl.zeros((BYTES, 8), tl.float64)
     for start in range(0, columns, BYTES * 8):
         at, there = _tile(start, columns, BYTES)
@@ -95,17 +93,18 @@ def _deviation(
     return (tl.sum(tl.sum(total, 1), 0) / columns.to(tl.float64)).to(tl.float32)
 
 
-@triton.jit
+# A number that happens to be 1 would otherwise become a constant, which is no tensor.
+@triton.jit(do_not_specialize=["columns"])
 def _encode(
-    gradient: Any,
-    residual: Any,
-    scales: Any,
-    bits: Any,
-    columns: Any,
+    gradient,
+    residual,
+    scales,
+    bits,
+    columns,
     SPLIT_AT_MEAN: tl.constexpr,
     FEEDBACK: tl.constexpr,
     BYTES: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     if SPLIT_AT_MEAN:
         split = _mean(gradient, residual, row, columns, FEEDBACK, BYTES)
@@ -129,10 +128,8 @@ def _encode(
             tl.store(residual + row * columns + at, lost, mask=there)
 
 
-@triton.jit
-def _decode(
-    scales: Any, bits: Any, out: Any, columns: Any, ADD: tl.constexpr, BYTES: tl.constexpr
-) -> None:
+@triton.jit(do_not_specialize=["columns"])
+def _decode(scales, bits, out, columns, ADD: tl.constexpr, BYTES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BYTES * 8
     at, there = _tile(start, columns, BYTES)

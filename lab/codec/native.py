@@ -98,10 +98,10 @@ def build(level: str) -> Kernels | None:
     options = (*OPTIONS, *LEVELS.get(level, ()))
     try:
         return Kernels(ctypes.CDLL(str(_built(compiler(), options))))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"1-bit codec: no C++ compiler that works ({said.strip().splitlines()[0]}); "
+            f"1-bit codec: its C++ cannot be built ({said.strip().splitlines()[0]}); "
             "plain torch is used, which is many times slower",
             stacklevel=1,
         )

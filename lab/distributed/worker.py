@@ -63,25 +63,28 @@ class LibraryWorker(Worker):
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[str, float, Collective]] = deque()
+        self._under_way: deque[tuple[str, Collective]] = deque()
         self._inline = InlineWorker()
+        self._head: tuple[Collective | None, float] = None, 0.0  # and since when it is the head
 
     def submit(self, label: str, job: Job) -> None:
         def begin() -> None:
             if (collective := job()) is not None:
-                self._under_way.append((label, time.monotonic(), collective))
+                self._under_way.append((label, collective))
 
         self._inline.submit(label, begin)
 
     def oldest(self) -> tuple[str, float] | None:
-        for label, since, collective in tuple(self._under_way):
+        for label, collective in tuple(self._under_way):
             if not collective.is_completed():
-                return label, time.monotonic() - since
+                if self._head[0] is not collective:
+                    self._head = collective, time.monotonic()
+                return label, time.monotonic() - self._head[1]
         return self._inline.oldest()
 
     def wait(self) -> None:
         while self._under_way:
-            self._under_way[0][2].wait()
+            self._under_way[0][1].wait()
             self._under_way.popleft()
 
 

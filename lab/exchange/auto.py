@@ -10,6 +10,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
+from lab.exchange.residual import ErrorFeedback
 from lab.measure.clock import Mark, mark, seconds
 
 
@@ -31,7 +32,7 @@ class Auto(Exchange):
         trials: timed steps for each of the two.
 
     Raises:
-        ValueError: fewer than one trial.
+        ValueError: fewer than one trial, or an exchange that cannot have its place.
     """
 
     exact = False
@@ -39,6 +40,12 @@ class Auto(Exchange):
     def __init__(self, compressed: Exchange, plain: Exchange, trials: int) -> None:
         if not isinstance(trials, int) or trials < 1:
             raise ValueError(f"exchange.trials={trials}: must be an integer of at least 1")
+        if isinstance(plain, ErrorFeedback):
+            name = type(plain).__name__
+            raise ValueError(f"exchange.plain={name}: keeps residuals; make it exchange.compressed")
+        for key, way in (("compressed", compressed), ("plain", plain)):
+            if not way.keeps_replicas_equal:
+                raise ValueError(f"exchange.{key}={type(way).__name__}: leaves the ranks apart")
         self.compressed, self.plain, self.trials = compressed, plain, trials
         self.needs_send_recv = compressed.needs_send_recv or plain.needs_send_recv
         # By the name of a bucket's first parameter: medians of both ways, seconds, float64 [2].

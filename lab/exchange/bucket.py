@@ -48,12 +48,17 @@ class Bucket:
 class GradBucket:
     """Parameters of one bucket, and the way of their gradients into a Bucket and back.
 
-    The gradient of a bucket with one parameter is exchanged where autograd left it. Several are
-    gathered into a buffer, and each `.grad` becomes a view of it, so that nothing is copied back.
+    Gradients are gathered into a buffer, and each `.grad` becomes a view of it, so that nothing is
+    copied back.
+
+    Args:
+        in_place: the one parameter's gradient is exchanged where autograd left it. Nothing else may
+            share its memory, as gradients of parameters that are merely viewed and added do.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], in_place: bool = False) -> None:
         self.parameters = parameters
+        self.in_place = in_place
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
@@ -62,7 +67,7 @@ class GradBucket:
         """This step's bucket. A parameter that backward did not reach counts as zeros."""
         parameters = list(self.parameters.values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        if len(parameters) == 1 and gradients[0].stride() == parameters[0].stride():
+        if self.in_place and gradients[0].stride() == parameters[0].stride():
             flat = gradients[0].as_strided((gradients[0].numel(),), (1,))
         else:
             flat, gradients = self._gather(parameters, gradients)
@@ -94,7 +99,8 @@ def plan(
     Args:
         model: parameters shared between modules are taken once.
         bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter as
-            large, or LARGE_BYTES, has a bucket to itself. None: one for all. 0: one a module.
+            large, or LARGE_BYTES, has a bucket to itself, and if the others are less than that they
+            are one bucket. None: one for all. 0: one a module.
         order: names of the parameters as their gradients arrive. None: the reverse of
             registration, as if what was registered last had its gradient first.
     """
@@ -108,10 +114,18 @@ def plan(
         groups = _by_module(named)
     else:
         groups = _by_size(named, bucket_mb * MB)
-    return [GradBucket(dict(group)) for group in groups]
+    fresh = _with_fresh_gradients(model)
+    return [GradBucket(dict(g), len(g) == 1 and g[0][0] in fresh) for g in groups]
 
 
 Named = list[tuple[str, nn.Parameter]]
+
+
+def _with_fresh_gradients(model: nn.Module) -> set[str]:
+    """Names of parameters whose gradients backward computes into memory of their own."""
+    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    weights = {id(m.weight) for m in model.modules() if isinstance(m, layers)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
 
 
 def _by_module(named: Named) -> list[Named]:

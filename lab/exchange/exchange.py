@@ -31,7 +31,7 @@ class Exchange(ABC):
         return False
 
     def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
-        """As `average`, or begin it and return what to wait for."""
+        """As `average`, or, where `asynchronous`, begin it and return what to wait for."""
         return self.average(bucket, comm)
 
     def pay_back(self, bucket: Bucket, comm: Comm) -> None:

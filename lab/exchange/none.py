@@ -1,8 +1,17 @@
 """No exchange: the ceiling that every strategy is measured against."""
 
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import nn
+
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
+from lab.exchange.sync import Sync
 
 
 class NoExchange(Exchange):
@@ -18,4 +27,40 @@ class NoExchange(Exchange):
         """Move nothing."""
 
     def asynchronous(self, comm: Comm) -> bool:
+        return True
+
+
+class NoSync(Sync):
+    """What GradSync is to the trainer, without buckets and hooks: not even a copy is made.
+
+    (`strategy=overlap exchange=none` has them, and shows what they cost.)
+
+    Raises:
+        ValueError: an exchange, which would be ignored.
+    """
+
+    keeps_replicas_equal = False
+
+    def __init__(self, module: nn.Module, exchange: Exchange, comm: Comm, **_: Any) -> None:
+        if not isinstance(exchange, NoExchange):
+            name = type(exchange).__name__
+            raise ValueError(f"exchange={name}: strategy=none has none; take strategy=allreduce")
+        self.module, self.exchange, self.comm = module, exchange, comm
+        self.step = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Forward and backward of one micro-batch."""
+        return nullcontext()
+
+    def finish(self) -> bool:
+        """Unscale."""
+        if self.loss_scale != 1.0:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_div_(gradients, self.loss_scale)
+        self.step += 1
         return True

@@ -24,7 +24,7 @@ QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("strategy=teleport", r"strategy=teleport: allowed are allreduce, bf16, .*tree"),
+        ("strategy=teleport", r"strategy=teleport: allowed are allreduce, auto, .*tree"),
         ("batchsize=3", r"batchsize=3: no such setting; did you mean batch_size\?"),
         ("batch_size=many", r"batch_size=many: Value 'many' .* could not be converted to Integer"),
         ("exchange.treshold=mean", r"exchange.treshold=mean: no such setting"),

@@ -13,6 +13,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.auto import Auto
 from lab.exchange.bucket import Bucket
+from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 
 SHAPES = {"w": torch.Size((8, 80)), "bias": torch.Size((8,))}
@@ -98,3 +99,9 @@ def test_another_number_of_ranks_decides_anew() -> None:
 def test_wrong_arguments_name_the_setting() -> None:
     with pytest.raises(ValueError, match=r"exchange\.trials=0: must be an integer of at least 1"):
         Auto(OneBit(), AllReduce(), trials=0)
+    with pytest.raises(ValueError, match=r"exchange\.plain=OneBit: keeps residuals"):
+        Auto(OneBit(), OneBit(), trials=1)
+    with pytest.raises(
+        ValueError, match=r"exchange\.compressed=NoExchange: leaves the ranks apart"
+    ):
+        Auto(NoExchange(), AllReduce(), trials=1)

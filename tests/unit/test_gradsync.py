@@ -279,11 +279,36 @@ def test_little_stays_together_and_large_parameters_travel_alone() -> None:
     assert sizes_of(plan(model, 25)) == [last, between, ["0.weight"]]
 
 
-def test_a_bucket_of_one_is_exchanged_where_autograd_left_it() -> None:
-    weight = nn.Parameter(torch.randn(3, 4))
-    weight.grad = torch.randn(3, 4)
-    bucket = GradBucket({"w": weight}).pack(0)
-    assert bucket.flat.data_ptr() == weight.grad.data_ptr()
+def test_the_gradient_of_a_layer_is_exchanged_where_autograd_left_it() -> None:
+    layer = nn.Linear(4, 3, bias=False)
+    layer.weight.grad = torch.randn(3, 4)
+    (bucket,) = plan(layer, 0)
+    assert bucket.pack(0).flat.data_ptr() == layer.weight.grad.data_ptr()
+
+
+class Aliased(nn.Module):
+    """Two large parameters whose gradients are views of the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(1100, 1000)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a.view(-1) + self.b.view(-1)) * x).sum()
+
+
+def test_gradients_that_share_memory_are_averaged_once() -> None:
+    def rank_main(comm: Comm) -> list[float]:
+        net = Aliased()
+        with GradSync(
+            net, net, AllReduce(), comm, InlineWorker(), overlap=True, bucket_mb=25
+        ) as sync:
+            with sync.micro_batch(last=True):
+                (net(torch.tensor(1.0 + comm.rank)) * sync.loss_factor).backward()
+            sync.finish()
+        return [float(p.grad.mean()) for p in net.parameters() if p.grad is not None]
+
+    assert run_ranks(2, rank_main) == [[1.5, 1.5]] * 2
 
 
 @pytest.mark.parametrize("channels_last_gradient", [True, False])
