@@ -59,6 +59,7 @@ def figure(result: dict[str, Any]) -> Figure:
     for panel in axes[0][:2]:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes[0][1].yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.1g}"))
     axes[0][0].set(ylabel="bus bandwidth (GB/s)")
     axes[0][1].set(ylabel="time / the library's all-reduce (below 1: faster)")
     axes[0][2].set(ylabel="share of its bound (1: at the link's rate)", ylim=(0, None))
@@ -96,7 +97,7 @@ def _with_intervals(
 
 def _size_axis(panel: Axes, sizes: list[int]) -> None:
     panel.set_xscale("log", base=2)
-    panel.set_xticks(sizes, [size_name(size) for size in sizes])
+    panel.set_xticks(sizes, [size_name(size).replace(" ", "\n") for size in sizes])
     panel.minorticks_off()
     panel.set_xlabel("tensor")
     panel.grid(linewidth=0.4)
