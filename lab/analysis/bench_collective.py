@@ -8,7 +8,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from lab.analysis import style
 from lab.analysis.bench_text import about, as_interval, machine, ranged
@@ -59,7 +59,8 @@ def figure(result: dict[str, Any]) -> Figure:
     for panel in axes[0][:2]:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes[0][1].yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.1g}"))
+    axes[0][1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes[0][1].yaxis.set_minor_formatter(NullFormatter())
     axes[0][0].set(ylabel="bus bandwidth (GB/s)")
     axes[0][1].set(ylabel="time / the library's all-reduce (below 1: faster)")
     axes[0][2].set(ylabel="share of its bound (1: at the link's rate)", ylim=(0, None))
