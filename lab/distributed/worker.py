@@ -63,28 +63,31 @@ class LibraryWorker(Worker):
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[str, Collective]] = deque()
+        self._under_way: deque[tuple[int, str, Collective]] = deque()
         self._inline = InlineWorker()
-        self._head: tuple[Collective | None, float] = None, 0.0  # and since when it is the head
+        self._count = 0
+        # By number: a collective that is kept keeps its tensor.
+        self._head: tuple[int, float] = 0, 0.0  # the first under way, and since when it is
 
     def submit(self, label: str, job: Job) -> None:
         def begin() -> None:
             if (collective := job()) is not None:
-                self._under_way.append((label, collective))
+                self._count += 1
+                self._under_way.append((self._count, label, collective))
 
         self._inline.submit(label, begin)
 
     def oldest(self) -> tuple[str, float] | None:
-        for label, collective in tuple(self._under_way):
+        for number, label, collective in tuple(self._under_way):
             if not collective.is_completed():
-                if self._head[0] is not collective:
-                    self._head = collective, time.monotonic()
+                if self._head[0] != number:
+                    self._head = number, time.monotonic()
                 return label, time.monotonic() - self._head[1]
         return self._inline.oldest()
 
     def wait(self) -> None:
         while self._under_way:
-            self._under_way[0][1].wait()
+            self._under_way[0][2].wait()
             self._under_way.popleft()
 
 
