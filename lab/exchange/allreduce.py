@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
@@ -34,9 +35,7 @@ class AllReduce(Exchange):
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.size == 1:
             return
-        if not bucket.divided:
-            bucket.flat.div_(comm.size)
-        wire = bucket.flat.to(self.dtype)
+        wire = _share(bucket, comm).to(self.dtype)
         comm.all_reduce(wire)
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)
@@ -47,6 +46,9 @@ class AllReduce(Exchange):
     def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
         if comm.size == 1 or not self.asynchronous(comm):
             return self.average(bucket, comm)
-        if not bucket.divided:
-            bucket.flat.div_(comm.size)
-        return comm.iall_reduce(bucket.flat)
+        return comm.iall_reduce(_share(bucket, comm))
+
+
+def _share(bucket: Bucket, comm: Comm) -> Tensor:
+    """This rank's part of the mean, in the bucket itself."""
+    return bucket.flat if bucket.divided else bucket.flat.div_(comm.size)

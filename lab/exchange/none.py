@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any
 
-import torch
 from torch import nn
 
 from lab.distributed.comm import Comm
@@ -48,19 +47,12 @@ class NoSync(Sync):
         self.module, self.exchange, self.comm = module, exchange, comm
         self.step = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Forward and backward of one micro-batch."""
         return nullcontext()
 
     def finish(self) -> bool:
-        """Unscale."""
-        if self.loss_scale != 1.0:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_div_(gradients, self.loss_scale)
+        """Leave each rank its own gradient."""
+        self.unscale()
         self.step += 1
         return True

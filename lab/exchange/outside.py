@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-import torch
 from torch import nn
 
 from lab.distributed.comm import Comm
@@ -44,18 +41,12 @@ class OutsideSync(Sync):
         self.step = 0
         self._wire_bytes = wire_bytes
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
     def finish(self) -> bool:
         """Once the library is done: unscale, and book what it sent."""
-        if self.loss_scale != 1.0:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_div_(gradients, self.loss_scale)
-        steps, size = 2 * (self.comm.size - 1), self.comm.size
-        self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
-        self.comm.traffic.num_messages += steps
+        self.unscale()
+        if self._wire_bytes:
+            steps, size = 2 * (self.comm.size - 1), self.comm.size
+            self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
+            self.comm.traffic.num_messages += steps
         self.step += 1
         return True

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
+
+import torch
+from torch import nn
 
 
 class Sync:
     """The face of a sync that exchanges gradients in every step, which leaves nothing to do here.
 
     Attributes:
+        module: what runs forward.
         every: steps from one exchange to the next.
         own_replicas: between exchanges each rank has weights and momentum of its own.
         loss_scale: of fp16; gradients are divided by it before they are exchanged.
     """
 
+    module: nn.Module
     every = 1
     own_replicas = False
     loss_scale = 1.0
@@ -22,6 +27,17 @@ class Sync:
     def loss_factor(self) -> float:
         """What the loss is multiplied by before backward."""
         return self.loss_scale
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def unscale(self) -> None:
+        """Take the loss scale off all gradients at once, where no bucket does."""
+        if self.loss_scale != 1.0:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_div_(gradients, self.loss_scale)
 
     def after_update(self, last: bool) -> bool:
         """What is to be exchanged once the optimizer has updated the weights.

@@ -92,3 +92,4 @@ def test_hooks_of_ddp_train_and_their_bytes_are_booked(
     assert (record["replica_hash"] is None) == (hook == "noop")
     payload, _ = record["payload_bytes_per_step"]
     assert least <= payload / record["gradient_bytes"] <= most
+    assert (record["messages_per_step"][0] == 0) == (hook == "noop")
