@@ -72,7 +72,7 @@ class Run:
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             self.directory.discard_if_empty()
-            self.directory.release()
+            self.close()  # a thread in the library when Python ends would abort the process
             raise
         except (Exception, KeyboardInterrupt) as error:
             self._end_process(self.watch.publish(report.classify(error, self.world.rank)))
@@ -103,7 +103,7 @@ class Run:
         checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
 
     def close(self) -> None:
-        """Stop the threads beside this rank."""
+        """Stop the threads beside this rank, and let go of the directory."""
         self.directory.release()
         self.watch.close()
         if self.parts:
