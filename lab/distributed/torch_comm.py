@@ -30,11 +30,17 @@ class TorchComm(Comm):
 
     Under NCCL every call returns once the current stream waits for it; under Gloo, once it is
     complete.
+
+    Args:
+        downward: one more group of the same ranks, for what they send to lower ones under Gloo.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, downward: dist.ProcessGroup, device: torch.device
+    ) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group
+        self._downward = downward
         self.backend = dist.get_backend(group)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
         if self.backend == "gloo" and device.type == "cuda":
@@ -60,9 +66,19 @@ class TorchComm(Comm):
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
             return Works(self._in_one_group(sends, receives))
-        works = [dist.irecv(tensor, group=self.group, group_src=peer) for tensor, peer in receives]
-        works += [dist.isend(tensor, group=self.group, group_dst=peer) for tensor, peer in sends]
+        works = [
+            dist.irecv(tensor, group=self._connections(peer, self.rank), group_src=peer)
+            for tensor, peer in receives
+        ]
+        works += [
+            dist.isend(tensor, group=self._connections(self.rank, peer), group_dst=peer)
+            for tensor, peer in sends
+        ]
         return Works(filter(None, works))  # None is what ranks outside of the group get
+
+    def _connections(self, source: int, to: int) -> dist.ProcessGroup:
+        """A pair's two directions have a connection each: Gloo locks one as it reads or writes."""
+        return self.group if source < to else self._downward
 
     def _in_one_group(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer]
@@ -119,5 +135,7 @@ def connect(
             device_id=bound,
         )
         group = dist.group.WORLD
+    downward = dist.new_group(backend="gloo", timeout=limit) if backend == "gloo" else group
     assert isinstance(group, dist.ProcessGroup)
-    return TorchComm(group, device)
+    assert isinstance(downward, dist.ProcessGroup)
+    return TorchComm(group, downward, device)

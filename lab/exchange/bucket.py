@@ -40,6 +40,11 @@ class Bucket:
             yield name, start, start + math.prod(shape)
             start += math.prod(shape)
 
+    def divide_sum(self, total: Tensor, size: int) -> None:
+        """Turn `total`, values of this bucket summed over `size` ranks, into their mean."""
+        if not self.divided:
+            total.div_(size)
+
     def __str__(self) -> str:
         first, *rest = self.shapes
         return f"{first} and {len(rest)} more" if rest else first

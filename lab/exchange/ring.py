@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
@@ -29,6 +27,7 @@ class Ring(Exchange):
     """
 
     needs_send_recv = True
+    takes_divided = True
 
     def __init__(self, chunk_mb: float | None = 4) -> None:
         pipeline.check_chunk_mb(chunk_mb)
@@ -37,13 +36,13 @@ class Ring(Exchange):
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.size > 1:
-            pipeline.run(comm, self._ticks(bucket.flat, comm.rank, comm.size))
+            pipeline.run(comm, self._ticks(bucket, comm.rank, comm.size))
 
-    def _ticks(self, flat: Tensor, rank: int, size: int) -> Iterator[Tick]:
-        parts = flat.tensor_split(size)
+    def _ticks(self, bucket: Bucket, rank: int, size: int) -> Iterator[Tick]:
+        parts = bucket.flat.tensor_split(size)
         num_pieces = pipeline.num_chunks(parts[0], self.chunk_mb)
         pieces = [part.tensor_split(num_pieces) for part in parts]
-        arrived = self._buffers.take(flat, LAG, pieces[0][0].numel())
+        arrived = self._buffers.take(bucket.flat, LAG, pieces[0][0].numel())
         after, before = (rank + 1) % size, (rank - 1) % size
         step_ticks = max(num_pieces, LAG)  # what arrives in one step leaves in the next
         for time in range(2 * (size - 1) * step_ticks):
@@ -52,7 +51,7 @@ class Ring(Exchange):
                 own = pieces[(rank - step - 2) % size][index]
                 own += arrived[time % LAG, : own.numel()]
                 if step == size - 2:
-                    own.div_(size)
+                    bucket.divide_sum(own, size)
             step, index = divmod(time, step_ticks)
             if index >= num_pieces:
                 yield [], []

@@ -17,6 +17,7 @@ class Star(Exchange):
     """
 
     needs_send_recv = True
+    takes_divided = True
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.rank:
@@ -27,6 +28,6 @@ class Star(Exchange):
         for source in range(1, comm.size):
             comm.recv(received, source)
             bucket.flat += received
-        bucket.flat.div_(comm.size)
+        bucket.divide_sum(bucket.flat, comm.size)
         for to in range(1, comm.size):
             comm.send(bucket.flat, to)

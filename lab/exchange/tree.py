@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class Tree(Exchange):
     """
 
     needs_send_recv = True
+    takes_divided = True
 
     def __init__(self, chunk_mb: float | None = None) -> None:
         pipeline.check_chunk_mb(chunk_mb)
@@ -65,20 +67,22 @@ class Tree(Exchange):
     def average(self, bucket: Bucket, comm: Comm) -> None:
         node = binomial_node(comm.rank, comm.size)
         if self.chunk_mb is None or comm.size == 1:
-            store_and_forward(bucket.flat, node, comm)
+            store_and_forward(bucket, node, comm)
             return
+        divide = partial(bucket.divide_sum, size=comm.size)
         chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, self.chunk_mb))
-        pipeline.run(comm, up_and_down(chunks, node, comm.size, self._buffers))
+        pipeline.run(comm, up_and_down(chunks, node, comm.size, divide, self._buffers))
 
 
-def store_and_forward(flat: Tensor, node: Node, comm: Comm) -> None:
+def store_and_forward(bucket: Bucket, node: Node, comm: Comm) -> None:
     """Receive all from all children, send all to the parent; and back."""
+    flat = bucket.flat
     received = torch.empty_like(flat) if node.children else flat
     for child in node.children:
         comm.recv(received, child)
         flat += received
     if node.parent is None:
-        flat.div_(comm.size)
+        bucket.divide_sum(flat, comm.size)
     else:
         comm.send(flat, node.parent)
         comm.recv(flat, node.parent)
@@ -87,12 +91,16 @@ def store_and_forward(flat: Tensor, node: Node, comm: Comm) -> None:
 
 
 def up_and_down(
-    chunks: tuple[Tensor, ...], node: Node, size: int, buffers: Buffers
+    chunks: tuple[Tensor, ...],
+    node: Node,
+    size: int,
+    divide: Callable[[Tensor], None],
+    buffers: Buffers,
 ) -> Iterator[Tick]:
     """One rank's ticks in summing `chunks` up a tree of `size` ranks and sending the means down.
 
     In a tree of height h, ranks at depth d send chunk k up at tick k + LAG*(h-d), and down at tick
-    k + LAG*(h+d). The tree must be no higher than log2(size).
+    k + LAG*(h+d). The tree must be no higher than log2(size). The root calls `divide` on sums.
     """
     parent, children, depth = node
     height = size.bit_length() - 1
@@ -107,7 +115,7 @@ def up_and_down(
             for received in arrived[time % LAG]:
                 chunk += received[: chunk.numel()]
             if parent is None:
-                chunk.div_(size)
+                divide(chunk)
             else:
                 sends.append((chunk, parent))
         for chunk in chunks_at(time - LAG * (height + depth)):

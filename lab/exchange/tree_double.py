@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
@@ -26,6 +28,7 @@ class DoubleTree(Exchange):
     """
 
     needs_send_recv = True
+    takes_divided = True
 
     def __init__(self, chunk_mb: float | None = 4) -> None:
         pipeline.check_chunk_mb(chunk_mb)
@@ -42,6 +45,7 @@ class DoubleTree(Exchange):
                 half.tensor_split(num_chunks),
                 in_order_node(comm.rank, comm.size, tree),
                 comm.size,
+                partial(bucket.divide_sum, size=comm.size),
                 self._buffers[tree],
             )
             for tree, half in enumerate(halves)
