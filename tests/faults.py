@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,6 +24,14 @@ class Blocking(AllReduce):
     def asynchronous(self, comm: Comm) -> bool:
         return False
 
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+        self.average(bucket, comm)
+        yield from ()
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        for collective in super().stages(bucket, comm):
+            collective.wait()
+
 
 class RaisesOnRank1(Blocking):
     """Raises on rank 1 while the other ranks wait for it."""
@@ -36,31 +45,31 @@ class RaisesOnRank1(Blocking):
 class HangsOnRank1(AllReduce):
     """Rank 1 never enters the collective that the other ranks wait in."""
 
-    def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             time.sleep(3600)
-        return super().start(bucket, comm)
+        return super().stages(bucket, comm)
 
 
 class OneBitNanOnRank1(OneBit):
     """Rank 1's gradient is not a number, on its way into 1-bit SGD."""
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             bucket.flat[0] = torch.nan
-        super().average(bucket, comm)
+        return super().stages(bucket, comm)
 
 
 class OneBitKilled(OneBit):
     """SIGKILL for one rank, in the middle of one exchange: LAB_TEST_KILL=RANK:STEP. Once."""
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         rank, step = map(int, os.environ["LAB_TEST_KILL"].split(":"))
         killed = Path("killed")
         if (comm.rank, bucket.step) == (rank, step) and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        super().average(bucket, comm)
+        return super().stages(bucket, comm)
 
 
 class NanOnRank1(Blocking):

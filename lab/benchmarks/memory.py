@@ -56,7 +56,7 @@ class Sizes:
 THEORY: dict[str, Callable[[Sizes, Any], float]] = {
     "NoSync": lambda s, e: 0,
     "NoExchange": lambda s, e: _peak(s),
-    "AllReduce": lambda s, e: _peak(s, e.dtype.itemsize * s.largest if not e.exact else 0),
+    "AllReduce": lambda s, e: _peak(s, e.dtype.itemsize * s.n if not e.exact else 0),
     "Star": lambda s, e: _peak(s, 0 if s.rank else 4 * s.largest),
     "Tree": lambda s, e: _of_tree(s, e, len(binomial_node(s.rank, s.N).children)),
     "DoubleTree": lambda s, e: _peak(
@@ -64,9 +64,9 @@ THEORY: dict[str, Callable[[Sizes, Any], float]] = {
     ),
     "Ring": lambda s, e: _peak(s, kept=_chunks(s.largest / s.N, e)),
     # Messages: what goes out, comes in, is answered, and all answers.
-    "OneBit": lambda s, e: _peak(s, kept=4 * s.n * (1 + 1 / s.N) + s.largest / 8 * (3 + 1 / s.N)),
+    "OneBit": lambda s, e: _peak(s, kept=4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N)),
     "Auto": lambda s, e: _of_chosen(s, e),
-    "Int8": lambda s, e: _peak(s, s.largest * (2 + 1 / s.N) + 4 * s.largest / s.N),
+    "Int8": lambda s, e: _peak(s, s.n * (2 + 1 / s.N) + 4 * s.largest / s.N),
     **dict.fromkeys(
         ("SignSGD", "TopK", "RandomK", "PowerSGD"), lambda s, e: _peak(s, kept=4 * s.n)
     ),

@@ -27,6 +27,16 @@ class Collective(Handle, Protocol):
         ...
 
 
+class Done:
+    """A collective that was done when the call returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
 @dataclass
 class Traffic:
     """What one rank handed to the network: bytes of payload, and messages."""
@@ -36,7 +46,12 @@ class Traffic:
 
 
 class Comm(ABC):
-    """Collectives over `size` ranks, on contiguous tensors. All but isend_irecv block the stream.
+    """Collectives over `size` ranks, on contiguous tensors.
+
+    Those whose names begin with i return what to wait for, before its tensors are used again; the
+    others block the stream. Ranks must begin all collectives in the same order, but for one liberty
+    where `asynchronous`: an iall_gather has connections of its own, so that it may be begun before
+    or after an iall_reduce or iall_to_all that it has no part in.
 
     `traffic` counts this rank's payload. For send and recv that is what was passed in. A library
     collective chooses its own path, so it is booked as the bandwidth-optimal algorithm's bytes:
@@ -47,7 +62,7 @@ class Comm(ABC):
     Attributes:
         backend: what carries the tensors, as a record names it.
         no_send_recv: why send and recv cannot be used, where they cannot.
-        asynchronous: iall_reduce returns before it is done, and runs on the library's own threads.
+        asynchronous: what names with an i begin runs on the library's own threads.
     """
 
     backend: str
@@ -61,37 +76,50 @@ class Comm(ABC):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
-        if self.size > 1:
-            self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
-            self._all_reduce(tensor)
-
-    def iall_reduce(self, tensor: Tensor) -> Collective:
-        """Begin to replace `tensor` by its sum over two ranks or more, where `asynchronous`."""
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
-        return self._iall_reduce(tensor)
+        self.iall_reduce(tensor).wait()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """Fill `output` [size, ...] with every rank's `tensor` [...], in rank order."""
-        if self.size == 1:
-            output.view_as(tensor).copy_(tensor)
-            return
-        self._count((self.size - 1) * tensor.nbytes, self.size - 1)
-        self._all_gather(output, tensor)
+        self.iall_gather(output, tensor).wait()
 
     def all_to_all(self, output: Tensor, tensor: Tensor) -> None:
         """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
-        if self.size == 1:
-            output.copy_(tensor)
-            return
-        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
-        self._all_to_all(output, tensor)
+        self.iall_to_all(output, tensor).wait()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace `tensor` by rank `source`'s. Used at start-up, so booked as one copy sent."""
-        if self.size > 1:
-            if self.rank == source:
-                self._count(tensor.nbytes, 1)
-            self._broadcast(tensor, source)
+        self.ibroadcast(tensor, source).wait()
+
+    def iall_reduce(self, tensor: Tensor) -> Collective:
+        """Begin an all_reduce."""
+        if self.size == 1:
+            return Done()
+        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
+        return self._iall_reduce(tensor)
+
+    def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
+        """Begin an all_gather."""
+        if self.size == 1:
+            output.view_as(tensor).copy_(tensor)
+            return Done()
+        self._count((self.size - 1) * tensor.nbytes, self.size - 1)
+        return self._iall_gather(output, tensor)
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
+        """Begin an all_to_all."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return Done()
+        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
+        return self._iall_to_all(output, tensor)
+
+    def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
+        """Begin a broadcast."""
+        if self.size == 1:
+            return Done()
+        if self.rank == source:
+            self._count(tensor.nbytes, 1)
+        return self._ibroadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send `tensor` to rank `to`, which must call recv."""
@@ -119,16 +147,13 @@ class Comm(ABC):
         self.traffic.num_messages += num_messages
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor) -> None: ...
+    def _iall_reduce(self, tensor: Tensor) -> Collective: ...
     @abstractmethod
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> None: ...
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective: ...
     @abstractmethod
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None: ...
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective: ...
     @abstractmethod
-    def _broadcast(self, tensor: Tensor, source: int) -> None: ...
-
-    def _iall_reduce(self, tensor: Tensor) -> Collective:
-        raise NotImplementedError
+    def _ibroadcast(self, tensor: Tensor, source: int) -> Collective: ...
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Done
 from lab.distributed.place import Place
 
 ADDRESS_BYTES = 256
@@ -48,22 +48,26 @@ class HorovodComm(Comm):
         super().__init__(rank, size)
         self._hvd = horovod()
 
-    def _all_reduce(self, tensor: Tensor) -> None:
+    def _iall_reduce(self, tensor: Tensor) -> Done:
         hvd = self._hvd
         name = _name("all_reduce", tensor)
         hvd.synchronize(hvd.allreduce_async_(tensor, name=name, op=hvd.Sum))
+        return Done()
 
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Done:
         # One row a rank: Horovod concatenates along the first dimension.
         gathered = self._hvd.allgather(tensor.view(1, -1), name=_name("all_gather", tensor))
         output.copy_(gathered.view_as(output))
+        return Done()
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Done:
         output.copy_(self._hvd.alltoall(tensor, name=_name("all_to_all", tensor)).view_as(output))
+        return Done()
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
+    def _ibroadcast(self, tensor: Tensor, source: int) -> Done:
         flat = tensor.as_strided((tensor.numel(),), (1,))  # channels_last it would refuse
         self._hvd.broadcast_(flat, source, name=_name("broadcast", tensor))
+        return Done()
 
 
 def connect(place: Place, device: torch.device, backend: str, limit: timedelta) -> HorovodComm:

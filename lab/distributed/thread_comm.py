@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Handle, Transfer
+from lab.distributed.comm import Comm, Done, Handle, Transfer
 
 TIMEOUT_S = 30.0  # a rank that waits longer for its peers has lost them
 
@@ -48,20 +48,24 @@ class ThreadComm(Comm):
         self.meeting.barrier.wait()
         return tensors
 
-    def _all_reduce(self, tensor: Tensor) -> None:
+    def _iall_reduce(self, tensor: Tensor) -> Done:
         first, *others = self._everyones(tensor)
         tensor.copy_(first)
         for other in others:
             tensor += other
+        return Done()
 
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Done:
         output.copy_(torch.stack(self._everyones(tensor)).view_as(output))
+        return Done()
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Done:
         output.copy_(torch.stack([sent[self.rank] for sent in self._everyones(tensor)]))
+        return Done()
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
+    def _ibroadcast(self, tensor: Tensor, source: int) -> Done:
         tensor.copy_(self._everyones(tensor)[source])
+        return Done()
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         for tensor, to in sends:

@@ -32,36 +32,33 @@ class TorchComm(Comm):
     complete.
 
     Args:
-        downward: one more group of the same ranks, for what they send to lower ones under Gloo.
+        second: one more group of the same ranks under Gloo, for all_gather and for what is sent to
+            lower ranks; under NCCL the same as `group`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, downward: dist.ProcessGroup, device: torch.device
+        self, group: dist.ProcessGroup, second: dist.ProcessGroup, device: torch.device
     ) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group
-        self._downward = downward
+        self._second = second
         self.backend = dist.get_backend(group)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
         if self.backend == "gloo" and device.type == "cuda":
             self.no_send_recv = "Gloo has none for tensors on GPUs; use backend=nccl"
 
-    def _all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.group)
-
     def _iall_reduce(self, tensor: Tensor) -> Collective:
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        assert work is not None  # which only ranks outside of the group get
-        return work
+        return _begun(dist.all_reduce(tensor, group=self.group, async_op=True))
 
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        all_gather_flat(output.view(-1), tensor.view(-1), group=self.group)
+    def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
+        flat = output.view(-1), tensor.view(-1)
+        return _begun(all_gather_flat(*flat, group=self._second, async_op=True))
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
-        dist.all_to_all_single(output, tensor, group=self.group)
+    def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
+        return _begun(dist.all_to_all_single(output, tensor, group=self.group, async_op=True))
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, group=self.group, group_src=source)
+    def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
+        return _begun(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
@@ -78,7 +75,7 @@ class TorchComm(Comm):
 
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
         """A pair's two directions have a connection each: Gloo locks one as it reads or writes."""
-        return self.group if source < to else self._downward
+        return self.group if source < to else self._second
 
     def _in_one_group(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer]
@@ -135,7 +132,12 @@ def connect(
             device_id=bound,
         )
         group = dist.group.WORLD
-    downward = dist.new_group(backend="gloo", timeout=limit) if backend == "gloo" else group
+    second = dist.new_group(backend="gloo", timeout=limit) if backend == "gloo" else group
     assert isinstance(group, dist.ProcessGroup)
-    assert isinstance(downward, dist.ProcessGroup)
-    return TorchComm(group, downward, device)
+    assert isinstance(second, dist.ProcessGroup)
+    return TorchComm(group, second, device)
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # which only ranks outside of the group get
+    return work

@@ -1,4 +1,4 @@
-"""Where exchanges run: in line, on a thread, the library's threads, or a side stream.
+"""Where exchanges run: in line, between other work, on a thread, or on a side stream.
 
 Always first in, first out.
 """
@@ -10,13 +10,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from lab.distributed.comm import Collective
 
-Job = Callable[[], Collective | None]  # what it began, if that is not yet done
+Job = Callable[[], Iterator[Collective]]  # yields what it has begun, to go on when that is done
 Event = torch.cuda.Event | torch.Event
 
 
@@ -30,6 +31,9 @@ class Worker(ABC):
     @abstractmethod
     def oldest(self) -> tuple[str, float] | None:
         """The job under way: its label, and for how many seconds. May be asked from any thread."""
+
+    def advance(self) -> None:
+        """Go on with what need not wait. Called often, by the thread that submits."""
 
     def wait(self) -> None:
         """Return when the caller may use what the jobs produced; raise the first job's error."""
@@ -46,7 +50,7 @@ class InlineWorker(Worker):
 
     def submit(self, label: str, job: Job) -> None:
         self._current = label, time.monotonic()
-        if (collective := job()) is not None:
+        for collective in job():
             collective.wait()
         self._current = None
 
@@ -55,40 +59,75 @@ class InlineWorker(Worker):
         return current and (current[0], time.monotonic() - current[1])
 
 
-class LibraryWorker(Worker):
-    """Begins each job where it is submitted; the library goes on with it on threads of its own.
+@dataclass
+class _UnderWay:
+    """A job that has begun a collective.
 
-    For jobs that do nothing else: a thread of ours between the library's and the caller would have
-    to be woken twice for each.
+    Attributes:
+        waits_for: that collective.
+        number: of all waits of this worker, in the order in which they began.
+    """
+
+    label: str
+    stages: Iterator[Collective]
+    waits_for: Collective
+    number: int
+
+
+class TurnsWorker(Worker):
+    """Runs jobs in turns on the thread that submits them, while a library's threads communicate.
+
+    A job goes on at the next call once what it waits for is done. No job overtakes an earlier one,
+    so ranks begin the same stage of all jobs in the same order, whatever their timing. A thread of
+    ours would have to be woken for each stage, and would compete with backward for the processor.
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[int, str, Collective]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._inline = InlineWorker()
         self._count = 0
         # By number: a collective that is kept keeps its tensor.
-        self._head: tuple[int, float] = 0, 0.0  # the first under way, and since when it is
+        self._head: tuple[int, float] = 0, 0.0  # the first wait under way, and since when it is
 
     def submit(self, label: str, job: Job) -> None:
-        def begin() -> None:
-            if (collective := job()) is not None:
+        self.advance()
+
+        def begin() -> Iterator[Collective]:
+            stages = job()
+            if (first := next(stages, None)) is not None:
                 self._count += 1
-                self._under_way.append((self._count, label, collective))
+                self._under_way.append(_UnderWay(label, stages, first, self._count))
+            yield from ()
 
         self._inline.submit(label, begin)
 
+    def advance(self) -> None:
+        for job in tuple(self._under_way):
+            if not job.waits_for.is_completed():
+                return
+            self._go_on(job)
+
     def oldest(self) -> tuple[str, float] | None:
-        for number, label, collective in tuple(self._under_way):
-            if not collective.is_completed():
+        for job in tuple(self._under_way):
+            number = job.number
+            if not job.waits_for.is_completed():
                 if self._head[0] != number:
                     self._head = number, time.monotonic()
-                return label, time.monotonic() - self._head[1]
+                return job.label, time.monotonic() - self._head[1]
         return self._inline.oldest()
 
     def wait(self) -> None:
         while self._under_way:
-            self._under_way[0][2].wait()
-            self._under_way.popleft()
+            for job in tuple(self._under_way):
+                self._go_on(job)
+
+    def _go_on(self, job: _UnderWay) -> None:
+        job.waits_for.wait()
+        if (following := next(job.stages, None)) is None:
+            self._under_way.remove(job)
+            return
+        self._count += 1
+        job.waits_for, job.number = following, self._count
 
 
 class ThreadWorker(Worker):
@@ -144,10 +183,9 @@ class ThreadWorker(Worker):
 
 
 def _after(ready: Event, job: Job) -> Job:
-    def run() -> None:
+    def run() -> Iterator[Collective]:
         ready.synchronize()
-        if (collective := job()) is not None:
-            collective.wait()
+        yield from job()
         torch.cuda.current_stream().synchronize()
 
     return run
@@ -165,7 +203,8 @@ class StreamWorker(Worker):
     def submit(self, label: str, job: Job) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            job()
+            for collective in job():
+                collective.wait()
             if not self._queued:
                 self._head_since = time.monotonic()
             self._queued.append((label, self._stream.record_event()))
@@ -188,10 +227,10 @@ def make_worker(overlap: bool, device: torch.device, backend: str, asynchronous:
     NCCL never blocks the host, so it always has the stream: only the moment of submission differs.
 
     Args:
-        asynchronous: jobs return at once what they began.
+        asynchronous: jobs leave all waiting to the worker.
     """
     if backend == "nccl":
         return StreamWorker(device)
     if not overlap:
         return InlineWorker()
-    return LibraryWorker() if asynchronous else ThreadWorker(device)
+    return TurnsWorker() if asynchronous else ThreadWorker(device)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Exchange
+from lab.exchange.exchange import Staged
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class AllReduce(Exchange):
+class AllReduce(Staged):
     """Sum over the ranks by the library, on the wire as `dtype`, then divide by their number.
 
     Args:
@@ -32,23 +33,11 @@ class AllReduce(Exchange):
         self.dtype = DTYPES[dtype]
         self.exact = self.dtype == torch.float32
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         if comm.size == 1:
             return
-        wire = _share(bucket, comm).to(self.dtype)
-        comm.all_reduce(wire)
+        bucket.divide(bucket.flat, comm.size)
+        wire = bucket.flat.to(self.dtype)
+        yield comm.iall_reduce(wire)
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)
-
-    def asynchronous(self, comm: Comm) -> bool:
-        return self.exact and comm.asynchronous
-
-    def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
-        if comm.size == 1 or not self.asynchronous(comm):
-            return self.average(bucket, comm)
-        return comm.iall_reduce(_share(bucket, comm))
-
-
-def _share(bucket: Bucket, comm: Comm) -> Tensor:
-    """This rank's part of the mean, in the bucket itself."""
-    return bucket.flat if bucket.divided else bucket.flat.div_(comm.size)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from lab.exchange.buffers import Buffers
 
 MB = 2**20
 FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
@@ -25,6 +28,7 @@ class Bucket:
         step: the optimizer step this exchange belongs to, counted from 0.
         divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
         finite: 0-dim bool tensor, set by an exchange that looked; None if nobody looked.
+        buffers: by name, memory that an exchange keeps for this bucket from step to step.
     """
 
     shapes: dict[str, torch.Size]
@@ -32,6 +36,7 @@ class Bucket:
     step: int = 0
     divided: bool = False
     finite: Tensor | None = None
+    buffers: dict[str, Buffers] = field(default_factory=lambda: defaultdict(Buffers))
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Each parameter's name and the range of `flat` it occupies."""
@@ -40,7 +45,7 @@ class Bucket:
             yield name, start, start + math.prod(shape)
             start += math.prod(shape)
 
-    def divide_sum(self, total: Tensor, size: int) -> None:
+    def divide(self, total: Tensor, size: int) -> None:
         """Turn `total`, values of this bucket summed over `size` ranks, into their mean."""
         if not self.divided:
             total.div_(size)
@@ -65,6 +70,7 @@ class GradBucket:
         self.parameters = parameters
         self.in_place = in_place
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._buffers = defaultdict[str, Buffers](Buffers)
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
 
@@ -78,7 +84,7 @@ class GradBucket:
             flat, gradients = self._gather(parameters, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        return Bucket(self.shapes, flat, step, divided)
+        return Bucket(self.shapes, flat, step, divided, buffers=self._buffers)
 
     def _gather(
         self, parameters: list[nn.Parameter], gradients: list[Tensor]

@@ -7,23 +7,41 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Done
 from lab.exchange.bucket import Bucket
 
 
-def average_exactly(bucket: Bucket, parts: list[slice], comm: Comm) -> Tensor:
-    """Replace `parts` of `bucket.flat` by their mean over the ranks, in one all-reduce.
+class ExactMeans:
+    """`parts` of a bucket on their way to their mean over the ranks, in one all-reduce.
 
-    Returns:
-        float32 [values of all parts]: the means, one part after the other.
+    Attributes:
+        collective: the all-reduce, which has begun.
     """
-    pieces = [bucket.flat[part] for part in parts]
-    means = torch.cat([bucket.flat[:0], *pieces])
-    if len(means):
-        comm.all_reduce(means)
-        means.div_(comm.size)
-        torch._foreach_copy_(pieces, list(means.split([len(piece) for piece in pieces])))
-    return means
+
+    def __init__(self, bucket: Bucket, parts: list[slice], comm: Comm) -> None:
+        self._pieces = [bucket.flat[part] for part in parts]
+        self._sums = torch.cat([bucket.flat[:0], *self._pieces])
+        self._size = comm.size
+        self.collective = comm.iall_reduce(self._sums) if len(self._sums) else Done()
+
+    def put_back(self) -> Tensor:
+        """When `collective` is done: replace the parts of the bucket by their means.
+
+        Returns:
+            float32 [values of all parts]: the means, one part after the other.
+        """
+        means = self._sums.div_(self._size)
+        if len(means):
+            sizes = [len(piece) for piece in self._pieces]
+            torch._foreach_copy_(self._pieces, list(means.split(sizes)))
+        return means
+
+
+def average_exactly(bucket: Bucket, parts: list[slice], comm: Comm) -> None:
+    """Replace `parts` of `bucket.flat` by their mean over the ranks."""
+    means = ExactMeans(bucket, parts, comm)
+    means.collective.wait()
+    means.put_back()
 
 
 def gaps(covered: Iterable[slice], num_values: int) -> list[slice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 from lab.distributed.comm import Collective, Comm
@@ -12,9 +13,10 @@ from lab.exchange.bucket import Bucket
 class Exchange(ABC):
     """Turns each rank's gradient into their mean. One object serves all buckets of a rank.
 
-    `average` is plain synchronous code. It may run inside backward, on a side stream or a worker
-    thread: where it runs is not its concern. A gradient that is not finite must reach every rank
-    as one that is not finite. What it does to this object's state is the trainer's to undo.
+    `average` is plain synchronous code, or made of `stages` (see Staged). It may run inside
+    backward, on a side stream or a worker thread: where it runs is not its concern. A gradient that
+    is not finite must reach every rank as one that is not finite. What it does to this object's
+    state is the trainer's to undo.
     """
 
     exact = True  # delivers the mean to rounding, which the tests then hold it to
@@ -27,12 +29,13 @@ class Exchange(ABC):
         """Replace `bucket.flat` by its mean over the ranks of `comm`. Called by all of them."""
 
     def asynchronous(self, comm: Comm) -> bool:
-        """Whether `start` returns at once, and what it began runs on the library's own threads."""
+        """Whether `stages` leave all waiting to their caller."""
         return False
 
-    def start(self, bucket: Bucket, comm: Comm) -> Collective | None:
-        """As `average`, or, where `asynchronous`, begin it and return what to wait for."""
-        return self.average(bucket, comm)
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+        """As `average`: yields what it has begun, and goes on once that is done."""
+        self.average(bucket, comm)
+        yield from ()
 
     def pay_back(self, bucket: Bucket, comm: Comm) -> None:
         """Add to `bucket.flat` all that this rank still owes to it, and forget it."""
@@ -51,3 +54,21 @@ class Exchange(ABC):
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """This rank's state among `size` ranks, made of the states of another number of ranks."""
         return {}
+
+
+class Staged(Exchange):
+    """An exchange that is written as stages, so that others may go on while one waits.
+
+    Ranks may be at different stages of different buckets: each stage must begin its collectives
+    over other connections than the stages before (see Comm), or be the last that begins any.
+    """
+
+    def asynchronous(self, comm: Comm) -> bool:
+        return comm.asynchronous
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        for collective in self.stages(bucket, comm):
+            collective.wait()
+
+    @abstractmethod
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]: ...

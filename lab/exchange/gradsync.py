@@ -152,6 +152,7 @@ class GradSync(Sync):
             return
         if self.order is None:
             self._arrived.append(name)
+        self.worker.advance()
         self._missing[self._bucket_of[name]] -= 1
         while (
             self.overlap
@@ -165,7 +166,7 @@ class GradSync(Sync):
         position = {name: index for index, name in enumerate(self._bucket_of)}
         arrived = dict.fromkeys([*self._arrived, *position])
         order = torch.tensor([position[name] for name in arrived], device=self._device)
-        self.worker.submit("order of buckets", partial(self.comm.broadcast, order, 0))
+        self.worker.submit("order of buckets", lambda: iter([self.comm.ibroadcast(order, 0)]))
         self.worker.wait()
         names = list(position)
         return [names[index] for index in order.tolist()]
@@ -174,9 +175,9 @@ class GradSync(Sync):
         bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
-        self.worker.submit(label, partial(self._start, bucket))
+        self.worker.submit(label, partial(self._stages, bucket))
 
-    def _start(self, bucket: Bucket) -> Collective | None:
+    def _stages(self, bucket: Bucket) -> Iterator[Collective]:
         if self.loss_scale != 1.0:
             bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
-        return self.exchange.start(bucket, self.comm)
+        yield from self.exchange.stages(bucket, self.comm)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.horovod_comm import HorovodComm, horovod
 from lab.distributed.worker import Worker
 from lab.exchange.exchange import Exchange
@@ -76,6 +77,10 @@ class HorovodSync(OutsideSync):
 
     def finish(self) -> bool:
         """Wait for Horovod, where the watch can see it wait."""
-        self._worker.submit("gradients, HorovodSync", self._optimizer.synchronize)
+        self._worker.submit("gradients, HorovodSync", self._synchronize)
         self._worker.wait()
         return super().finish()
+
+    def _synchronize(self) -> Iterator[Collective]:
+        self._optimizer.synchronize()
+        yield from ()  # it has waited itself

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from lab.codec import minmax
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Exchange
+from lab.exchange.exchange import Staged
 
 
-class Int8(Exchange):
+class Int8(Staged):
     """Two-stage 8-bit averaging (ByteGrad of Bagua: Gan et al., VLDB 2022).
 
     1. Each rank encodes its bucket, block by block; the r-th part of the blocks goes to rank r.
@@ -37,7 +39,7 @@ class Int8(Exchange):
             raise ValueError(f"exchange.block_size={block_size}: must be a multiple of 4 above 0")
         self.block_size = block_size
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         flat, size = bucket.flat, comm.size
         if not len(flat):
             return
@@ -48,7 +50,7 @@ class Int8(Exchange):
         outgoing = torch.zeros(shape, dtype=torch.uint8, device=flat.device)
         minmax.encode(flat, outgoing.flatten(0, 1))
         received = torch.empty_like(outgoing)
-        comm.all_to_all(received, outgoing)
+        yield comm.iall_to_all(received, outgoing)
 
         # The gradient has been encoded: its place is free for this rank's part of the mean.
         part_values = part_blocks * self.block_size
@@ -60,5 +62,5 @@ class Int8(Exchange):
             mean += other
         reply = torch.zeros_like(outgoing[0])
         minmax.encode(mean.div_(size), reply)
-        comm.all_gather(received, reply)
+        yield comm.iall_gather(received, reply)
         minmax.decode(received.flatten(0, 1), flat)

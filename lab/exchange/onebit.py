@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.codec import onebit
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
-from lab.exchange.buffers import Buffers
-from lab.exchange.exact import average_exactly, gaps
+from lab.exchange.exact import ExactMeans, gaps
+from lab.exchange.exchange import Staged
 from lab.exchange.residual import ErrorFeedback
 from lab.exchange.stripes import Matrix, Message
 
 GRANULARITIES = ("column", "block")
 
 
-class OneBit(ErrorFeedback):
+class OneBit(Staged, ErrorFeedback):
     """Two-stage 1-bit SGD with error feedback (Seide et al. 2014, section 3; CNTK's 1BitSGD).
 
     1. Each rank adds its residual to its gradient, quantises all rows, and keeps what the
@@ -30,7 +31,7 @@ class OneBit(ErrorFeedback):
     So delivered sums + residuals = true sums at any time, and a rank sends n/4*(N-1)/N bytes, plus
     8 bytes of scales for each row. A non-finite gradient makes scales non-finite; they travel to
     all ranks, which mark the bucket. Beside the residuals (n values, and n/N for the stripe) a rank
-    needs memory for four messages of n/8 bytes: sums are taken in the bucket itself.
+    needs memory for four messages of n/8 bytes or less: sums are taken in the bucket itself.
 
     Args:
         threshold: "zero" or "mean", see lab.codec.onebit.
@@ -76,15 +77,32 @@ class OneBit(ErrorFeedback):
         self.warmup_steps = warmup_steps
         # Residuals are [rows, columns] by parameter.
         self.stripe_residual: dict[str, Tensor] = {}  # [rows of this rank's stripe, columns]
-        self._buffers = {role: Buffers() for role in ("outgoing", "received", "reply", "answer")}
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         matrices = self.matrices(bucket) if bucket.step >= self.warmup_steps else []
         quantised = [slice(matrix.start, matrix.stop) for matrix in matrices]
-        exact = average_exactly(bucket, gaps(quantised, len(bucket.flat)), comm)
-        bucket.finite = exact.isfinite().all()
-        if matrices:
-            self._average_quantised(bucket, matrices, comm)
+        exact = ExactMeans(bucket, gaps(quantised, len(bucket.flat)), comm)
+        if not matrices:
+            yield exact.collective
+            bucket.finite = exact.put_back().isfinite().all()
+            return
+
+        def message(role: str, lines: int) -> Message:
+            like = bucket.flat.new_empty(0, dtype=torch.uint8)
+            return Message(matrices, comm.size, lines, like, bucket.buffers[role])
+
+        outgoing, received = message("outgoing", comm.size), message("received", comm.size)
+        self._encode_gradients(matrices, bucket.flat, outgoing)
+        arriving = comm.iall_to_all(received.bytes, outgoing.bytes)
+        yield exact.collective
+        finite = exact.put_back().isfinite().all()
+        yield arriving
+        reply, answer = message("reply", 1), message("answer", comm.size)
+        self._encode_sums(matrices, bucket.flat, received, reply, comm)
+        yield comm.iall_gather(answer.bytes, reply.bytes)
+        bucket.finite = finite & answer.scales().isfinite().all()
+        answer.scales().div_(comm.size)
+        _decode(matrices, answer, bucket.flat)
 
     def matrices(self, bucket: Bucket) -> list[Matrix]:
         """The parts of `bucket` that are quantised; the rest travels exactly."""
@@ -101,65 +119,33 @@ class OneBit(ErrorFeedback):
                 found.append(Matrix(name, start, rows, columns))
         return found
 
-    def _average_quantised(self, bucket: Bucket, matrices: list[Matrix], comm: Comm) -> None:
-        flat, size = bucket.flat, comm.size
-        wire = torch.empty(0, dtype=torch.uint8, device=flat.device)
-
-        def message(role: str, lines: int) -> Message:
-            return Message(matrices, size, lines, wire, self._buffers[role])
-
-        outgoing = message("outgoing", size)
+    def _encode_gradients(self, matrices: list[Matrix], flat: Tensor, outgoing: Message) -> None:
         for index, matrix in enumerate(matrices):
-            self._encode_gradient(index, matrix, flat, outgoing)
-        received = message("received", size)
-        comm.all_to_all(received.bytes, outgoing.bytes)
-
-        reply = message("reply", 1)
-        for index, matrix in enumerate(matrices):
-            self._encode_sum(index, matrix, flat, received, reply, comm)
-        answer = message("answer", size)
-        comm.all_gather(answer.bytes, reply.bytes)
-
-        assert bucket.finite is not None
-        bucket.finite = bucket.finite & answer.scales().isfinite().all()
-        answer.scales().div_(size)
-        for index, matrix in enumerate(matrices):
-            values = matrix.of(flat)
+            values, size = matrix.of(flat), len(outgoing.bytes)
+            residual = self._kept(self.residual, matrix.name, values)
             for rank in range(size):
                 rows = matrix.stripe(rank, size)
-                onebit.decode(*answer.parts(index, rank, height(rows)), values[rows])
+                onebit.encode(
+                    values[rows],
+                    None if residual is None else residual[rows],
+                    self.threshold,
+                    *outgoing.parts(index, rank, height(rows)),
+                )
 
-    def _encode_gradient(self, index: int, matrix: Matrix, flat: Tensor, outgoing: Message) -> None:
-        values, size = matrix.of(flat), len(outgoing.bytes)
-        residual = self._kept(self.residual, matrix.name, values)
-        for rank in range(size):
-            rows = matrix.stripe(rank, size)
-            onebit.encode(
-                values[rows],
-                None if residual is None else residual[rows],
-                self.threshold,
-                *outgoing.parts(index, rank, height(rows)),
-            )
-
-    def _encode_sum(
-        self,
-        index: int,
-        matrix: Matrix,
-        flat: Tensor,
-        received: Message,
-        reply: Message,
-        comm: Comm,
+    def _encode_sums(
+        self, matrices: list[Matrix], flat: Tensor, received: Message, reply: Message, comm: Comm
     ) -> None:
-        rows = matrix.stripe(comm.rank, comm.size)
-        # The gradient has been encoded: its place is free for the sum.
-        total = matrix.of(flat)[rows]
-        onebit.reduce(
-            *received.all_parts(index, height(rows)),
-            total,
-            self._kept(self.stripe_residual, matrix.name, total),
-            self.threshold,
-            *reply.parts(index, 0, height(rows)),
-        )
+        for index, matrix in enumerate(matrices):
+            rows = matrix.stripe(comm.rank, comm.size)
+            # The gradient has been encoded: its place is free for the sum.
+            total = matrix.of(flat)[rows]
+            onebit.reduce(
+                *received.all_parts(index, height(rows)),
+                total,
+                self._kept(self.stripe_residual, matrix.name, total),
+                self.threshold,
+                *reply.parts(index, 0, height(rows)),
+            )
 
     def _kept(self, residuals: dict[str, Tensor], name: str, like: Tensor) -> Tensor | None:
         if not self.error_feedback:
@@ -194,3 +180,12 @@ class OneBit(ErrorFeedback):
 
 def height(rows: slice) -> int:
     return rows.stop - rows.start
+
+
+def _decode(matrices: list[Matrix], answer: Message, flat: Tensor) -> None:
+    size = len(answer.bytes)
+    for index, matrix in enumerate(matrices):
+        values = matrix.of(flat)
+        for rank in range(size):
+            rows = matrix.stripe(rank, size)
+            onebit.decode(*answer.parts(index, rank, height(rows)), values[rows])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.sparse import Sparse
 
@@ -35,12 +36,12 @@ class RandomK(Sparse):
             raise ValueError(f"exchange.seed={seed}: must be an integer")
         self.seed = seed
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         # 0, or NaN where a value is not finite, which the values drawn need not show.
         probe = bucket.flat.sum(dim=0, keepdim=True).mul_(0)
         indices, values = self.take(bucket)
         message = torch.cat([values, probe])
-        comm.all_reduce(message)
+        yield comm.iall_reduce(message)
         bucket.finite = message[-1].isfinite()
         bucket.flat.index_copy_(0, indices, message[:-1].div_(comm.size))
 

@@ -51,7 +51,7 @@ class Ring(Exchange):
                 own = pieces[(rank - step - 2) % size][index]
                 own += arrived[time % LAG, : own.numel()]
                 if step == size - 2:
-                    bucket.divide_sum(own, size)
+                    bucket.divide(own, size)
             step, index = divmod(time, step_ticks)
             if index >= num_pieces:
                 yield [], []

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lab.codec import sign
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
-from lab.exchange.exact import average_exactly, gaps
+from lab.exchange.exact import ExactMeans, gaps
+from lab.exchange.exchange import Staged
 from lab.exchange.residual import ErrorFeedback
 
 
-class SignSGD(ErrorFeedback):
+class SignSGD(Staged, ErrorFeedback):
     """Scaled sign with error feedback (Karimireddy et al. 2019, Algorithm 1), layer by layer.
 
     With p = gradient + residual of one tensor of d values, a rank sends sign(p) and |p|_1 / d and
@@ -34,16 +37,20 @@ class SignSGD(ErrorFeedback):
             raise ValueError(f"exchange.min_values={min_values}: must be an integer of at least 1")
         self.min_values = min_values
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         spans = {n: slice(a, b) for n, a, b in bucket.spans() if b - a >= self.min_values}
-        average_exactly(bucket, gaps(spans.values(), len(bucket.flat)), comm)
+        exact = ExactMeans(bucket, gaps(spans.values(), len(bucket.flat)), comm)
         if not spans:
+            yield exact.collective
+            exact.put_back()
             return
         gradients = {name: bucket.flat[span] for name, span in spans.items()}
         message = _message([self._encode(name, part) for name, part in gradients.items()])
         received = message.new_empty(comm.size, len(message))
-        comm.all_gather(received, message)
-
+        arriving = comm.iall_gather(received, message)
+        yield exact.collective
+        exact.put_back()
+        yield arriving
         scale_bytes = 4 * len(spans)
         magnitudes = received[:, :scale_bytes].view(torch.float32) / comm.size
         start = scale_bytes

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lab.exchange.bucket import Bucket
+from lab.exchange.exchange import Staged
 from lab.exchange.residual import ErrorFeedback
 
 
-class Sparse(ErrorFeedback):
+class Sparse(Staged, ErrorFeedback):
     """Sends k = ceil(ratio * n) of the n values of each parameter, and keeps the others.
 
     Args:

@@ -28,6 +28,6 @@ class Star(Exchange):
         for source in range(1, comm.size):
             comm.recv(received, source)
             bucket.flat += received
-        bucket.divide_sum(bucket.flat, comm.size)
+        bucket.divide(bucket.flat, comm.size)
         for to in range(1, comm.size):
             comm.send(bucket.flat, to)

@@ -64,7 +64,9 @@ class Message:
         ]
         width = self.scale_bytes + sum(bit_bytes)
         # Lines of whole float32 words keep every line's scales aligned.
-        self.bytes = buffers.take(like, lines, -(-width // 4) * 4).zero_()
+        self.bytes = buffers.take(like, lines, -(-width // 4) * 4)
+        if any(matrix.rows % size for matrix in matrices):
+            self.bytes.zero_()
         self._scales = self.scales().split(self.heights, dim=1)
         self._bits = self.bytes[:, self.scale_bytes : width].split(bit_bytes, dim=1)
 

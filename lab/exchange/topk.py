@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from lab.codec import topk
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.sparse import Sparse
 
@@ -25,11 +27,11 @@ class TopK(Sparse):
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
         super().__init__(ratio, error_feedback)
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         indices, values = self.take(bucket)
         message = torch.cat([indices.int(), values.view(torch.int32)])
         received = message.new_empty(comm.size, 2, len(values))
-        comm.all_gather(received, message)
+        yield comm.iall_gather(received, message)
         # No rank sends an index twice, so that each addition has one order on a GPU too.
         for places, theirs in received:
             bucket.flat.index_add_(0, places, theirs.view(torch.float32), alpha=1 / comm.size)

@@ -69,7 +69,7 @@ class Tree(Exchange):
         if self.chunk_mb is None or comm.size == 1:
             store_and_forward(bucket, node, comm)
             return
-        divide = partial(bucket.divide_sum, size=comm.size)
+        divide = partial(bucket.divide, size=comm.size)
         chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, self.chunk_mb))
         pipeline.run(comm, up_and_down(chunks, node, comm.size, divide, self._buffers))
 
@@ -82,7 +82,7 @@ def store_and_forward(bucket: Bucket, node: Node, comm: Comm) -> None:
         comm.recv(received, child)
         flat += received
     if node.parent is None:
-        bucket.divide_sum(flat, comm.size)
+        bucket.divide(flat, comm.size)
     else:
         comm.send(flat, node.parent)
         comm.recv(flat, node.parent)

@@ -45,7 +45,7 @@ class DoubleTree(Exchange):
                 half.tensor_split(num_chunks),
                 in_order_node(comm.rank, comm.size, tree),
                 comm.size,
-                partial(bucket.divide_sum, size=comm.size),
+                partial(bucket.divide, size=comm.size),
                 self._buffers[tree],
             )
             for tree, half in enumerate(halves)

@@ -212,11 +212,11 @@ def test_theory_counts_buffers_scratch_and_residuals() -> None:
     sizes = memory.Sizes(n=1000, gathered=400, largest=800, rank=0, N=2)
     expected = {
         "allreduce": 1600,  # gathered
-        "bf16": 1600,  # 800 values of 2 bytes fit where gradients were
+        "bf16": 2000,  # all values as 2 bytes each, buckets under way
         "tree": 3200,  # one bucket
         "tree_pipelined": 1600 + 3 * 3200,  # three chunks as large as the bucket
         "ring": 1600 + 3 * 1600,
-        "onebit": 1600 + 6000 + 350,  # both residuals, and 3.5 messages of 800 bits
+        "onebit": 1600 + 6000 + 437.5,  # both residuals, and 3.5 messages of 1000 bits
         "topk": 1600 + 4000,
     }
     for name, extra in expected.items():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.distributed.worker import InlineWorker, LibraryWorker, ThreadWorker, Worker
+from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import Bucket, GradBucket, plan
 from lab.exchange.gradsync import GradSync
@@ -41,9 +41,9 @@ class Recording(AllReduce):
         super().__init__()
         self.seen: list[str] = []
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         self.seen.append(next(iter(bucket.shapes)))
-        super().average(bucket, comm)
+        return super().stages(bucket, comm)
 
 
 def make(comm: Comm, overlap: bool, bucket_mb: float | None = 0) -> tuple[GradSync, Recording]:
@@ -188,9 +188,9 @@ class Later:
 
 def test_what_the_library_does_by_itself_is_waited_for_in_order() -> None:
     log: list[str] = []
-    worker = LibraryWorker()
+    worker = TurnsWorker()
     for name in ("a", "b"):
-        worker.submit(name, lambda name=name: Later(log, name))
+        worker.submit(name, lambda name=name: iter([Later(log, name)]))
     assert log == []
     assert worker.oldest() is not None and worker.oldest()[0] == "a"  # type: ignore[index]
     log.append("a")
@@ -200,11 +200,40 @@ def test_what_the_library_does_by_itself_is_waited_for_in_order() -> None:
     assert worker.oldest() is None
 
 
+def test_a_job_goes_on_when_it_can_and_never_overtakes() -> None:
+    log: list[str] = []
+    done: set[str] = set()
+
+    class Ready(Later):
+        def is_completed(self) -> bool:
+            return self.name in done
+
+    def job(name: str) -> Iterator[Collective]:
+        for stage in "12":
+            log.append(f"begin {name}{stage}")
+            yield Ready(log, name + stage)
+        log.append(f"end {name}")
+
+    worker = TurnsWorker()
+    worker.submit("a", lambda: job("a"))
+    worker.submit("b", lambda: job("b"))
+    assert log == ["begin a1", "begin b1"]
+    done.add("b1")
+    worker.advance()
+    assert log[2:] == []  # b could go on, but a cannot
+    done.add("a1")
+    worker.advance()
+    assert log[2:] == ["a1", "begin a2", "b1", "begin b2"]
+    worker.wait()
+    assert log[6:] == ["a2", "end a", "b2", "end b"]
+    assert worker.oldest() is None
+
+
 def test_other_workers_end_a_job_with_what_it_began() -> None:
     log: list[str] = []
     threads = ThreadWorker(CPU)
     for worker in (InlineWorker(), threads):
-        worker.submit("a", lambda: Later(log, "a"))
+        worker.submit("a", lambda: iter([Later(log, "a")]))
         worker.wait()
     threads.close()
     assert log == ["a", "a"]
@@ -226,7 +255,7 @@ def test_hooks_are_gone_on_exit() -> None:
 
 def test_error_of_an_exchange_reaches_finish() -> None:
     class Broken(AllReduce):
-        def average(self, bucket: Bucket, comm: Comm) -> None:
+        def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
             raise ConnectionError("peer is gone")
 
     def rank_main(comm: Comm) -> None:

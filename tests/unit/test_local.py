@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Collective, Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
@@ -173,8 +174,8 @@ def test_mean_of_states_keeps_types_and_memory_order() -> None:
 
 def test_what_an_exchange_finds_not_finite_is_reported_and_left() -> None:
     class Looking(AllReduce):
-        def average(self, bucket: Bucket, comm: Comm) -> None:
-            super().average(bucket, comm)
+        def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+            yield from super().stages(bucket, comm)
             bucket.finite = bucket.flat.isfinite().all()
 
     models = networks(2)
