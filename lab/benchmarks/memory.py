@@ -67,9 +67,10 @@ THEORY: dict[str, Callable[[Sizes, Any], float]] = {
     "OneBit": lambda s, e: _peak(s, kept=4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N)),
     "Auto": lambda s, e: _of_chosen(s, e),
     "Int8": lambda s, e: _peak(s, s.n * (2 + 1 / s.N) + 4 * s.largest / s.N),
-    **dict.fromkeys(
-        ("SignSGD", "TopK", "RandomK", "PowerSGD"), lambda s, e: _peak(s, kept=4 * s.n)
-    ),
+    **dict.fromkeys(("SignSGD", "PowerSGD"), lambda s, e: _peak(s, kept=4 * s.n)),
+    # Of each value that is sent: int64 index; int32 index and value, one's own and everyone's.
+    "TopK": lambda s, e: _peak(s, kept=4 * s.n + e.ratio * s.n * (8 + 8 + 8 * s.N)),
+    "RandomK": lambda s, e: _peak(s, kept=4 * s.n + e.ratio * s.n * (8 + 4)),
     # The anchor, and the outer momentum.
     "LocalSync": lambda s, sync: _peak(s) + 4 * s.n * (1 + (sync.outer.defaults["momentum"] > 0)),
     "DDPSync": lambda s, e: 4 * s.n,  # its buckets, to which gradients are copied, and back

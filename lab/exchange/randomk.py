@@ -20,7 +20,8 @@ class RandomK(Sparse):
     where a permutation takes n, and every value as probable as any other where k divides n. What is
     drawn depends on seed, step and the parameter's name alone, so that ranks agree and a resumed
     run draws the same.
-    A rank sends 8(k+1)(N-1)/N bytes: one value says whether all gradients were finite.
+    A rank sends 8(k+1)(N-1)/N bytes: one value says whether all gradients were finite. Meanwhile it
+    holds the 8k bytes of where they belong.
 
     Args:
         ratio, error_feedback: see Sparse.
@@ -41,6 +42,7 @@ class RandomK(Sparse):
         probe = bucket.flat.sum(dim=0, keepdim=True).mul_(0)
         indices, values = self.take(bucket)
         message = torch.cat([values, probe])
+        del values  # memory that would lie idle while the message travels
         yield comm.iall_reduce(message)
         bucket.finite = message[-1].isfinite()
         bucket.flat.index_copy_(0, indices, message[:-1].div_(comm.size))
