@@ -1,0 +1,84 @@
+"""Quantities that claims are about, each defined once for measured and for predicted figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+
+class Missing(LookupError):
+    """These facts do not tell."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell of a study; batch_size is global."""
+
+    strategy: str = "none"
+    world_size: int = 1
+    batch_size: int = 256
+
+
+class Facts(Protocol):
+    """What a study has measured, or a model predicts. Methods raise Missing where they cannot."""
+
+    def step_s(self, at: Point) -> float:
+        """Seconds of a step."""
+        ...
+
+    def payload_bytes(self, at: Point) -> float:
+        """What the busiest rank sends in a step."""
+        ...
+
+    def gradient_bytes(self) -> float:
+        """Of the whole model as published, before any scaling of bytes or change of layers."""
+        ...
+
+    def fc_share(self) -> float:
+        """Of its parameters, those in fully connected layers."""
+        ...
+
+    def conv2_operations(self, batch_size: int) -> float:
+        """Multiplications and additions of its second convolution's forward pass."""
+        ...
+
+
+def speedup(facts: Facts, at: Point) -> float:
+    """Over one rank, which exchanges nothing, at the same global batch."""
+    return facts.step_s(Point(batch_size=at.batch_size)) / facts.step_s(at)
+
+
+def gain_over_tree(facts: Facts, at: Point) -> float:
+    """The blocking tree's step time in units of this one's."""
+    return facts.step_s(replace(at, strategy="tree")) / facts.step_s(at)
+
+
+def transfer_s(facts: Facts, at: Point) -> float:
+    """Of all gradients from one rank to another: half of what the tree adds on two ranks."""
+    pair = replace(at, strategy="tree", world_size=2)
+    return (facts.step_s(pair) - facts.step_s(replace(pair, strategy="none"))) / 2
+
+
+def transfers(facts: Facts, at: Point) -> float:
+    """What a blocking strategy adds to a step, in units of one transfer of all gradients."""
+    added = facts.step_s(at) - facts.step_s(replace(at, strategy="none"))
+    return added / transfer_s(facts, at)
+
+
+def byte_share(facts: Facts, at: Point) -> float:
+    """Bytes on the wire in units of the all-reduce's."""
+    return facts.payload_bytes(at) / facts.payload_bytes(replace(at, strategy="allreduce"))
+
+
+QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
+    "step_s": lambda facts, at: facts.step_s(at),
+    "speedup": speedup,
+    "gain_over_tree": gain_over_tree,
+    "transfer_s": transfer_s,
+    "transfers": transfers,
+    "byte_share": byte_share,
+    "gradient_bytes": lambda facts, at: facts.gradient_bytes(),
+    "fc_share": lambda facts, at: facts.fc_share(),
+    "conv2_operations": lambda facts, at: facts.conv2_operations(at.batch_size),
+}

@@ -1,0 +1,93 @@
+"""Claims: quantities from step times and bytes, checks, and files that say what is wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from omegaconf import OmegaConf
+
+from lab.analysis.claims import Check, Claim, Paper
+from lab.analysis.quantities import Missing, Point
+from lab.config import conf_dir
+
+
+class Table:
+    """Step times in milliseconds by (strategy, ranks), at any batch."""
+
+    STEP_MS = {("none", 1): 200, ("none", 2): 100, ("none", 4): 50, ("tree", 2): 190}
+    STEP_MS |= {("tree", 4): 230, ("overlap", 4): 100}
+    PAYLOAD = {"allreduce": 320.0, "onebit": 10.0}
+
+    def step_s(self, at: Point) -> float:
+        try:
+            return self.STEP_MS[at.strategy, at.world_size] / 1000
+        except KeyError:
+            raise Missing from None
+
+    def payload_bytes(self, at: Point) -> float:
+        return self.PAYLOAD[at.strategy]
+
+    def gradient_bytes(self) -> float:
+        return 250e6
+
+    def fc_share(self) -> float:
+        return 0.95
+
+    def conv2_operations(self, batch_size: int) -> float:
+        raise Missing
+
+
+@pytest.mark.parametrize(
+    ("quantity", "at", "value"),
+    [
+        ("step_s", Point("tree", 4), 0.23),
+        ("speedup", Point("tree", 4), 200 / 230),
+        ("gain_over_tree", Point("overlap", 4), 2.3),
+        ("transfer_s", Point("tree", 4), 0.045),
+        ("transfers", Point("tree", 4), 4.0),
+        ("byte_share", Point("onebit", 4), 1 / 32),
+        ("speedup", Point("onebit", 4), None),
+        ("conv2_operations", Point(), None),
+    ],
+)
+def test_quantities(quantity: str, at: Point, value: float | None) -> None:
+    found = Claim("says", "slide", quantity, Check(at_least=0), at).value(Table())
+    assert found == (value if value is None else pytest.approx(value))
+
+
+@pytest.mark.parametrize(
+    ("check", "holds", "fails"),
+    [
+        (Check(about=4, within=0.1), 4.4, 4.41),
+        (Check(at_least=1.1), 1.1, 1.0),
+        (Check(at_most=1), 1.0, 1.01),
+    ],
+)
+def test_checks(check: Check, holds: float, fails: float) -> None:
+    assert check.verdict(holds) == "holds"
+    assert check.verdict(fails) == "fails"
+    assert check.verdict(None) == check.verdict(math.nan) == "unknown"
+
+
+@pytest.mark.parametrize("path", (conf_dir() / "claims").glob("*.yaml"), ids=lambda path: path.stem)
+def test_every_file_of_claims_can_be_read(path: object) -> None:
+    paper = Paper.parse(OmegaConf.to_container(OmegaConf.load(str(path))))  # type: ignore[arg-type]
+    assert len(paper.claims) >= 4
+    for claim in paper.claims:
+        if claim.published is not None:  # a paper does not contradict itself
+            assert claim.check.verdict(claim.published) == "holds", claim.says
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"quantity": "luck"}, "'s': quantity=luck: allowed are step_s, speedup"),
+        ({"check": {"about": 1}}, "'s': must give about and within, or at_least, or at_most"),
+        ({"at": {"ranks": 4}}, "'s': .*ranks"),
+    ],
+)
+def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
+    right = {"says": "s", "source": "1", "quantity": "speedup", "check": {"at_least": 1}}
+    with pytest.raises(ValueError, match=message):
+        Paper.parse({"claims": [right | entry]})
