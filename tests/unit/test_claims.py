@@ -70,7 +70,9 @@ def test_checks(check: Check, holds: float, fails: float) -> None:
     assert check.verdict(None) == check.verdict(math.nan) == "unknown"
 
 
-@pytest.mark.parametrize("path", (conf_dir() / "claims").glob("*.yaml"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((conf_dir() / "claims").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_file_of_claims_can_be_read(path: object) -> None:
     paper = Paper.parse(OmegaConf.to_container(OmegaConf.load(str(path))))  # type: ignore[arg-type]
     assert len(paper.claims) >= 4
