@@ -120,7 +120,9 @@ def plan(
     groups = group([(name, p.nbytes) for name, p in named], bucket_mb)
     parameters = dict(named)
     return [
-        GradBucket({name: parameters[name] for name in names}, len(names) == 1 and names[0] in fresh)
+        GradBucket(
+            {name: parameters[name] for name in names}, len(names) == 1 and names[0] in fresh
+        )
         for names in groups
     ]
 
