@@ -118,11 +118,9 @@ def plan(
         named.sort(key=lambda pair: position[pair[0]])
     fresh = _with_fresh_gradients(model)
     groups = group([(name, p.nbytes) for name, p in named], bucket_mb)
-    parameters = dict(named)
+    own = dict(named)
     return [
-        GradBucket(
-            {name: parameters[name] for name in names}, len(names) == 1 and names[0] in fresh
-        )
+        GradBucket({name: own[name] for name in names}, len(names) == 1 and names[0] in fresh)
         for names in groups
     ]
 

@@ -16,8 +16,8 @@ class Link:
     Attributes:
         alpha_s: seconds that a message takes whatever its size, at both ends and on the way.
         beta_bytes_per_s: each way; both ways at once are assumed to have it each.
-        num_links: how many of them a rank (within a node) or a node (between nodes) has. Collectives
-            of NCCL use all, a send one.
+        num_links: how many of them a rank (within a node) or a node (between nodes) has.
+            Collectives of NCCL use all, a send one.
     """
 
     alpha_s: float
@@ -36,12 +36,12 @@ class Hardware:
     Attributes:
         name: as in conf/hardware.
         source: where the figures come from.
-        library: whose all-reduce it is, and how exchanges overlap: gloo (on the thread that computes,
-            or one beside it) or nccl (on a stream).
+        library: whose all-reduce it is, and how exchanges overlap: gloo (on the thread that
+            computes, or one beside it) or nccl (on a stream).
         ranks_per_node: how many ranks `intra` joins.
         intra, inter: links within a node and between nodes; None where there are none.
         codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
-        contention: compute takes 1 + contention times as long while an exchange is under way beside it.
+        contention: compute takes 1 + contention times as long while an exchange is under way.
         overhead_s: of a step, beside forward, backward and exchange.
         num_cores: shared by all ranks, where they are emulated on one machine: codecs and overhead
             take as many times longer as there are ranks to a core. None: every rank has its own.

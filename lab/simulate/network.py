@@ -54,7 +54,10 @@ class Network:
         return self.tree(chunk) + (chunks - 1) * at_root
 
     def tree_double(self, num_bytes: float, chunk_bytes: float) -> float:
-        """Two trees with half each: the busiest rank sends (log2 N + 1) / 2 times all, at most 2."""
+        """Two trees with half each, in chunks.
+
+        The busiest rank sends (log2 N + 1) / 2 times all bytes, at most twice.
+        """
         chunks = max(1, math.ceil(num_bytes / 2 / chunk_bytes))
         chunk = num_bytes / 2 / chunks
         busiest = min(2.0, (log2(self.size) + 1) / 2)

@@ -96,12 +96,12 @@ def predict(
     """The step of a strategy on `world_size` ranks.
 
     Args:
-        batch: of all ranks; if `weak`, of each.
+        batch: of all ranks, among which it is divided; if `weak`, of each.
 
     Raises:
         ValueError: the hardware has fewer ranks.
     """
-    own = batch if weak else batch / world_size
+    own = batch if weak else batch // world_size
     step = simulate(profile, hardware, strategy, world_size, own)
     ceiling = simulate(profile, hardware, CEILING, world_size, own)
     alone = simulate(profile, hardware, CEILING, 1, batch)
@@ -111,7 +111,7 @@ def predict(
 
 
 def simulate(
-    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int, batch: float
+    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int, batch: int
 ) -> Step:
     """One step on `world_size` ranks of `batch` images each. ValueError as in `predict`."""
     network = Network(hardware, world_size)
