@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lab.exchange.grouping import group
-from lab.measure.profile import VALUE_BYTES, Profile
+from lab.measure.profile import VALUE_BYTES, Profile, shapes
 from lab.measure.spans import Span
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.exchanges import Stage, model_of, stages_of
@@ -63,10 +64,12 @@ class Step:
 
     Attributes:
         step_s: its time.
+        payload_bytes: what the busiest rank sends.
         spans: of rank 0: forward, backward, exchange and codec.
     """
 
     step_s: float
+    payload_bytes: float
     spans: tuple[Span, ...]
 
 
@@ -120,27 +123,32 @@ def simulate(
         for layer in profile.layers
     ]
     in_turns = hardware.library == "gloo" and model_of(strategy.exchange).staged
-    rank = run(
-        layers,
-        exchanges(profile, strategy, network),
-        Turns() if in_turns and strategy.overlap else Beside(),
-        strategy.overlap,
-        hardware.contention,
-    )
+    planned = exchanges(profile, strategy, network)
+    schedule = Turns() if in_turns and strategy.overlap else Beside()
+    rank = run(layers, planned, schedule, strategy.overlap, hardware.contention)
     overhead_s = hardware.overhead_s * hardware.host_factor(world_size)
-    return Step(rank.now_s + overhead_s, tuple(rank.spans))
+    payload_bytes = sum(stage.payload_bytes for each in planned for stage in each.stages)
+    return Step(rank.now_s + overhead_s, payload_bytes, tuple(rank.spans))
 
 
 def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:
-    """The buckets of a profile's gradients with what each costs; each layer is one parameter."""
-    values = {f"{layer.name}.weight": profile.values(layer) for layer in profile.layers}
-    place = {name: index for index, name in enumerate(values)}
-    arriving = [(name, VALUE_BYTES * values[name]) for name in reversed(values) if values[name]]
+    """The buckets of a profile's gradients, with what each costs."""
+    places = {layer.name: place for place, layer in enumerate(profile.layers)}
+    own = {
+        f"{layer.name}.{kind}": shape
+        for layer in profile.layers
+        for kind, shape in shapes(profile.values(layer)).items()
+    }
+    arriving = [(name, VALUE_BYTES * math.prod(own[name])) for name in reversed(own)]
     found = []
     for names in group(arriving, strategy.bucket_mb):
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        own = tuple(values[name] for name in names)
-        stages = stages_of(own, strategy.exchange, network)
-        shares = [Stage(stage.row, stage.seconds / strategy.every) for stage in stages]
-        found.append(Exchange(label, min(place[name] for name in names), shares))
+        last = min(places[name.rpartition(".")[0]] for name in names)
+        stages = stages_of([own[name] for name in names], strategy.exchange, network)
+        found.append(Exchange(label, last, [_share(stage, strategy.every) for stage in stages]))
     return found
+
+
+def _share(stage: Stage, every: int) -> Stage:
+    """What a step carries of an exchange that follows every so many steps."""
+    return Stage(stage.row, stage.seconds / every, stage.payload_bytes / every)
