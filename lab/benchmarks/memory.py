@@ -23,8 +23,8 @@ from lab.config import ConfigError
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.exchange.auto import Auto
-from lab.exchange.bucket import MB
 from lab.exchange.gradsync import GradSync
+from lab.exchange.grouping import MB
 from lab.exchange.pipeline import LAG
 from lab.exchange.tree import binomial_node
 from lab.exchange.tree_double import in_order_node

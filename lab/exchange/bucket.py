@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.exchange.buffers import Buffers
-
-MB = 2**20
-FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
-LARGE_BYTES = 4 * MB  # from here on a copy into a bucket costs more than a message of its own
+from lab.exchange.grouping import group
 
 
 @dataclass
@@ -110,8 +107,8 @@ def plan(
     Args:
         model: parameters shared between modules are taken once.
         bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter as
-            large, or LARGE_BYTES, has a bucket to itself, and if the others are less than that they
-            are one bucket. None: one for all. 0: one a module.
+            large, or grouping.LARGE_BYTES, has a bucket to itself, and if the others are less than
+            that they are one bucket. None: one for all. 0: one a module.
         order: names of the parameters as their gradients arrive. None: the reverse of
             registration, as if what was registered last had its gradient first.
     """
@@ -119,17 +116,13 @@ def plan(
     if order is not None:
         position = {name: index for index, name in enumerate(order)}
         named.sort(key=lambda pair: position[pair[0]])
-    if bucket_mb is None:
-        groups = [named] if named else []
-    elif bucket_mb == 0:
-        groups = _by_module(named)
-    else:
-        groups = _by_size(named, bucket_mb * MB)
     fresh = _with_fresh_gradients(model)
-    return [GradBucket(dict(g), len(g) == 1 and g[0][0] in fresh) for g in groups]
-
-
-Named = list[tuple[str, nn.Parameter]]
+    groups = group([(name, p.nbytes) for name, p in named], bucket_mb)
+    own = dict(named)
+    return [
+        GradBucket({name: own[name] for name in names}, len(names) == 1 and names[0] in fresh)
+        for names in groups
+    ]
 
 
 def _with_fresh_gradients(model: nn.Module) -> set[str]:
@@ -137,32 +130,3 @@ def _with_fresh_gradients(model: nn.Module) -> set[str]:
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     weights = {id(m.weight) for m in model.modules() if isinstance(m, layers)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
-
-
-def _by_module(named: Named) -> list[Named]:
-    modules: dict[str, Named] = {}
-    for name, parameter in named:
-        modules.setdefault(name.rpartition(".")[0], []).append((name, parameter))
-    return list(modules.values())
-
-
-def _by_size(named: Named, capacity: float) -> list[Named]:
-    large = min(capacity, LARGE_BYTES)
-    groups: list[Named] = []
-    current: Named = []
-    # So little that the rest of backward could not hide a message of its own stays together.
-    little = sum(p.nbytes for _, p in named if p.nbytes < large) <= large
-    room = large if little else min(capacity, FIRST_BUCKET_BYTES)
-    for name, parameter in named:
-        if parameter.nbytes >= large:
-            groups.append([(name, parameter)])
-            continue
-        if current and sum(p.nbytes for _, p in current) + parameter.nbytes > room:
-            groups.append(current)
-            current, room = [], capacity
-        current.append((name, parameter))
-    if current:
-        groups.append(current)
-    # A bucket is ready with its last gradient, so that one decides its place in the queue.
-    ready_at = {name: position for position, (name, _) in enumerate(named)}
-    return sorted(groups, key=lambda group: ready_at[group[-1][0]])

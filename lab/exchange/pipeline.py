@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Handle, Transfer
-from lab.exchange.bucket import MB
+from lab.exchange.grouping import MB
 
 LAG = 3  # what arrives at one tick may leave at the third one after it
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VALUE_BYTES = 4  # gradients are float32
+COLUMNS = range(1024, 2049)
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,16 @@ class Profile:
         ):
             allowed = "above 0" if above is not None else "at least 0 (and its fixed part no more)"
             raise ValueError(f"profile={self.name}: {key}={value}: must be {allowed}")
+
+
+def shapes(values: int) -> dict[str, tuple[int, ...]]:
+    """Parameters that stand for a layer of so many values, by name; a profile knows no shapes.
+
+    A weight [rows, columns], with of 1024 to 2048 columns the number that leaves the fewest values
+    over: as in an FC layer, whose rows 1-bit SGD quantises. Those left over are a bias. A layer of
+    fewer than 1024 values is a bias alone.
+    """
+    columns = min(COLUMNS, key=lambda columns: values % columns)
+    rows, rest = divmod(values, columns)
+    weight = {"weight": (rows, columns)} if rows else {}
+    return weight | ({"bias": (rest,)} if rest else {})

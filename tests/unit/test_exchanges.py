@@ -14,8 +14,9 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import MB, Bucket
+from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
+from lab.exchange.grouping import MB
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 from lab.exchange.ring import Ring

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm, Handle, Transfer
 from lab.distributed.thread_comm import ThreadComm, run_ranks
-from lab.exchange.bucket import MB, Bucket
+from lab.exchange.bucket import Bucket
 from lab.exchange.exchange import Exchange
+from lab.exchange.grouping import MB
 from lab.exchange.ring import Ring
 from lab.exchange.star import Star
 from lab.exchange.tree import Tree

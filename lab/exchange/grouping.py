@@ -1,0 +1,61 @@
+"""Which gradients travel together: the rules, of names and sizes alone, without torch.
+
+What predicts and what trains both group by them, so that their buckets cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MB = 2**20
+FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
+LARGE_BYTES = 4 * MB  # from here on a copy into a bucket costs more than a message of its own
+
+Sized = tuple[str, int]  # a parameter's name and the bytes of its gradient
+
+
+def group(parameters: Sequence[Sized], bucket_mb: float | None) -> list[list[str]]:
+    """Names of the parameters of each bucket, in the order in which backward fills them.
+
+    Args:
+        parameters: in the order in which their gradients arrive.
+        bucket_mb: see lab.exchange.bucket.plan.
+    """
+    if not parameters:
+        return []
+    if bucket_mb is None:
+        return [[name for name, _ in parameters]]
+    if bucket_mb == 0:
+        return _by_module(parameters)
+    return _by_size(parameters, bucket_mb * MB)
+
+
+def _by_module(parameters: Sequence[Sized]) -> list[list[str]]:
+    modules: dict[str, list[str]] = {}
+    for name, _ in parameters:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(modules.values())
+
+
+def _by_size(parameters: Sequence[Sized], capacity: float) -> list[list[str]]:
+    large = min(capacity, LARGE_BYTES)
+    groups: list[list[str]] = []
+    current: list[str] = []
+    held = 0  # bytes in current
+    # So little that the rest of backward could not hide a message of its own stays together.
+    little = sum(size for _, size in parameters if size < large) <= large
+    room = large if little else min(capacity, FIRST_BUCKET_BYTES)
+    for name, size in parameters:
+        if size >= large:
+            groups.append([name])
+            continue
+        if current and held + size > room:
+            groups.append(current)
+            current, held, room = [], 0, capacity
+        current.append(name)
+        held += size
+    if current:
+        groups.append(current)
+    # A bucket is ready with its last gradient, so that one decides its place in the queue.
+    ready_at = {name: position for position, (name, _) in enumerate(parameters)}
+    return sorted(groups, key=lambda names: ready_at[names[-1]])

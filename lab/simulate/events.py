@@ -1,0 +1,166 @@
+"""One rank's step as events: forward, backward layer by layer, and exchanges that share it.
+
+All ranks are alike, so one stands for them; what others do is in what collectives cost. There are
+as many events as layers and stages of buckets, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lab.measure.spans import Span
+from lab.simulate.exchanges import Stage
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A layer's seconds."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A bucket's stages, to begin once `layer` (by its place in forward) has its gradient."""
+
+    name: str
+    layer: int
+    stages: Sequence[Stage]
+
+
+@dataclass
+class Rank:
+    """The clock of the thread that computes, and what has been done.
+
+    Attributes:
+        contention: see Hardware.
+        now_s: the time on that thread.
+        busy_until_s: when what runs beside it (links, a thread or stream of exchanges) is free.
+    """
+
+    contention: float
+    now_s: float = 0.0
+    busy_until_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+    def compute(self, row: str, name: str, seconds: float) -> None:
+        """Work on the computing thread, slower while an exchange is under way beside it."""
+        busy_s = max(0.0, self.busy_until_s - self.now_s)
+        delay_s = min(self.contention * seconds, busy_s * self.contention / (1 + self.contention))
+        end_s = self.now_s + seconds + delay_s
+        self._note(row, name, self.now_s, end_s)
+        self.now_s = end_s
+
+    def beside(self, stage: Stage, name: str, earliest_s: float) -> float:
+        """Work beside it, first in first out; returns when it ends."""
+        start_s = max(earliest_s, self.busy_until_s)
+        self.busy_until_s = start_s + stage.seconds
+        self._note(stage.row, name, start_s, self.busy_until_s)
+        return self.busy_until_s
+
+    def wait_until(self, end_s: float) -> None:
+        self.now_s = max(self.now_s, end_s)
+
+    def _note(self, row: str, name: str, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self.spans.append(Span(0, row, name, start_s, end_s))
+
+
+class Schedule(ABC):
+    """Where exchanges run: what a worker of lab.distributed.worker is to the trainer."""
+
+    @abstractmethod
+    def submit(self, exchange: Exchange, rank: Rank) -> None:
+        """A bucket is full; those before it have been submitted."""
+
+    def advance(self, rank: Rank) -> None:
+        """A gradient has arrived."""
+
+    def finish(self, rank: Rank) -> None:
+        """Backward is over: wait for all."""
+        rank.wait_until(rank.busy_until_s)
+
+
+class Beside(Schedule):
+    """A thread, or a stream: stage after stage, beside backward (ThreadWorker, StreamWorker)."""
+
+    def submit(self, exchange: Exchange, rank: Rank) -> None:
+        for stage in exchange.stages:
+            rank.beside(stage, exchange.name, rank.now_s)
+
+
+@dataclass
+class _UnderWay:
+    exchange: Exchange
+    stages: Iterator[Stage]
+    done_s: float = 0.0  # when the collective that it waits for is
+
+
+class Turns(Schedule):
+    """On the thread of backward, while the library's own threads communicate (TurnsWorker).
+
+    Codecs hold backward up, and a stage begins no sooner than the next gradient's hook.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[_UnderWay] = deque()
+
+    def submit(self, exchange: Exchange, rank: Rank) -> None:
+        job = _UnderWay(exchange, iter(exchange.stages))
+        self._under_way.append(job)
+        self._go_on(job, rank)
+
+    def advance(self, rank: Rank) -> None:
+        for job in tuple(self._under_way):
+            if job.done_s > rank.now_s:
+                return
+            self._go_on(job, rank)
+
+    def finish(self, rank: Rank) -> None:
+        while self._under_way:
+            for job in tuple(self._under_way):
+                rank.wait_until(job.done_s)
+                self._go_on(job, rank)
+
+    def _go_on(self, job: _UnderWay, rank: Rank) -> None:
+        """Encode or decode until the next collective is under way, or nothing is left."""
+        for stage in job.stages:
+            if stage.row == "exchange":
+                job.done_s = rank.beside(stage, job.exchange.name, rank.now_s)
+                return
+            rank.compute(stage.row, job.exchange.name, stage.seconds)
+        self._under_way.remove(job)
+
+
+def run(
+    layers: Sequence[Compute],
+    exchanges: Sequence[Exchange],
+    schedule: Schedule,
+    overlap: bool,
+    contention: float,
+) -> Rank:
+    """Forward, backward and all exchanges.
+
+    Args:
+        layers: in the order of forward.
+        exchanges: in the order of buckets.
+        schedule: of exchanges that overlap; they otherwise follow backward one after the other.
+    """
+    rank = Rank(contention)
+    waiting = deque(exchanges)
+    for layer in layers:
+        rank.compute("forward", layer.name, layer.forward_s)
+    for place, layer in reversed(list(enumerate(layers))):
+        rank.compute("backward", layer.name, layer.backward_s)
+        schedule.advance(rank)
+        while overlap and waiting and waiting[0].layer >= place:
+            schedule.submit(waiting.popleft(), rank)
+    for exchange in waiting:
+        schedule.submit(exchange, rank)
+    schedule.finish(rank)
+    return rank

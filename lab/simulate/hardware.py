@@ -1,0 +1,96 @@
+"""What a cluster can do, in the few numbers that the cost model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LIBRARIES = ("gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins ranks of a node, or nodes: a message of b bytes takes alpha_s + b / beta.
+
+    Attributes:
+        alpha_s: seconds that a message takes whatever its size, at both ends and on the way.
+        beta_bytes_per_s: each way; both ways at once are assumed to have it each.
+        num_links: how many of them a rank (within a node) or a node (between nodes) has.
+            Collectives of NCCL use all, a send one.
+    """
+
+    alpha_s: float
+    beta_bytes_per_s: float
+    num_links: int = 1
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one message over one link."""
+        return self.alpha_s + num_bytes / self.beta_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Nodes of several ranks, joined by a fabric.
+
+    Attributes:
+        name: as in conf/hardware.
+        source: where the figures come from.
+        library: whose all-reduce it is, and how exchanges overlap: gloo (on the thread that
+            computes, or one beside it) or nccl (on a stream).
+        ranks_per_node: how many ranks `intra` joins.
+        intra, inter: links within a node and between nodes; None where there are none.
+        codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
+        contention: compute takes 1 + contention times as long while an exchange is under way.
+        overhead_s: of a step, beside forward, backward and exchange.
+        num_cores: shared by all ranks, where they are emulated on one machine: codecs and overhead
+            take as many times longer as there are ranks to a core. None: every rank has its own.
+    """
+
+    name: str
+    source: str
+    library: str
+    ranks_per_node: int
+    intra: Link | None
+    inter: Link | None
+    codec_bytes_per_s: float
+    contention: float = 0.0
+    overhead_s: float = 0.0
+    num_cores: int | None = None
+
+    @classmethod
+    def parse(cls, node: Mapping[str, Any]) -> Hardware:
+        """The hardware that a file of conf/hardware describes.
+
+        Raises:
+            ValueError: a value that is missing, unknown or out of range.
+        """
+        name = f"hardware={node.get('name')}"
+        try:
+            links = {way: node[way] and Link(**node[way]) for way in ("intra", "inter")}
+            hardware = cls(**{**node, **links})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from None
+        if hardware.library not in LIBRARIES:
+            allowed = ", ".join(LIBRARIES)
+            raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
+        for way, link in links.items():
+            for key, least in (("alpha_s", 0), ("beta_bytes_per_s", 1), ("num_links", 1)):
+                _check(f"{name}: {way}.{key}", getattr(link, key) if link else least, least)
+        for key, least in (("ranks_per_node", 1), ("codec_bytes_per_s", 1)):
+            _check(f"{name}: {key}", getattr(hardware, key), least)
+        for key in ("contention", "overhead_s"):
+            _check(f"{name}: {key}", getattr(hardware, key), 0)
+        _check(f"{name}: num_cores", hardware.num_cores or 1, 1)
+        if hardware.ranks_per_node > 1 and hardware.intra is None:
+            raise ValueError(f"{name}: intra=null: must join the {hardware.ranks_per_node} ranks")
+        return hardware
+
+    def host_factor(self, num_ranks: int) -> float:
+        """How many times longer the host's own work takes where cores are shared."""
+        return max(1.0, num_ranks / self.num_cores) if self.num_cores else 1.0
+
+
+def _check(key: str, value: object, least: float) -> None:
+    if not isinstance(value, int | float) or not least <= value < float("inf"):
+        raise ValueError(f"{key}={value}: must be a number of at least {least}")

@@ -1,0 +1,138 @@
+"""What collectives cost, in messages and bytes on the critical path.
+
+Every rank is alike, so the critical path of one stands for all, and 4096 ranks cost no more to
+reckon than two. Trees and rings are those of lab/exchange; where ranks of a node are next to each
+other, a tree's first hops stay within it, and a ring waits for its slowest link.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lab.simulate.hardware import Hardware, Link
+
+NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a collective: its time, and what the busiest rank sends, as Comm's traffic counts it."""
+
+    seconds: float = 0.0
+    payload_bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.payload_bytes + other.payload_bytes)
+
+
+class Network:
+    """`size` ranks on `hardware`, and what it costs them to exchange so many bytes.
+
+    Raises:
+        ValueError: the hardware has fewer ranks.
+    """
+
+    def __init__(self, hardware: Hardware, size: int) -> None:
+        self.size = size
+        self.hardware = hardware
+        self.local = min(size, hardware.ranks_per_node)  # ranks on a node
+        self.num_nodes = -(-size // hardware.ranks_per_node)
+        if self.num_nodes > 1 and hardware.inter is None:
+            raise ValueError(
+                f"world_size={size}: hardware={hardware.name} has {hardware.ranks_per_node} ranks"
+            )
+        self.intra = (hardware.intra if self.local > 1 else None) or NOWHERE
+        self.inter = (hardware.inter if self.num_nodes > 1 else None) or NOWHERE
+        self.slowest = self.inter if self.num_nodes > 1 else self.intra  # what a ring waits for
+
+    def tree(self, num_bytes: float) -> Cost:
+        """Store and forward: 2 ceil(log2 N) transfers (Kim et al. 2017, slide 25)."""
+        return self.tree_pipelined(num_bytes, math.inf)
+
+    def tree_pipelined(self, num_bytes: float, chunk_bytes: float) -> Cost:
+        """The tree in chunks: the first goes all the way, the others follow at the root's rate.
+
+        The root moves each chunk once for each of its children, both ways at the same time.
+        """
+        chunks = max(1, math.ceil(num_bytes / chunk_bytes))
+        chunk = num_bytes / chunks
+        at_root = max(hops * link.seconds(chunk) for hops, link in self._hops())
+        seconds = self._up_and_down(chunk) + (chunks - 1) * at_root
+        return Cost(seconds, log2(self.size) * num_bytes)
+
+    def tree_double(self, num_bytes: float, chunk_bytes: float) -> Cost:
+        """Two trees with half each, in chunks.
+
+        The busiest rank sends (log2 N + 1) / 2 times all bytes, at most twice.
+        """
+        if self.size == 1:
+            return Cost()
+        chunks = max(1, math.ceil(num_bytes / 2 / chunk_bytes))
+        chunk = num_bytes / 2 / chunks
+        busiest = min(2.0, (log2(self.size) + 1) / 2)
+        following = (chunks - 1) * 2 * busiest * self.slowest.seconds(chunk)
+        return Cost(self._up_and_down(chunk) + following, busiest * num_bytes)
+
+    def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
+        """2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
+        part, steps = num_bytes / self.size, 2 * (self.size - 1)
+        pieces = max(1, math.ceil(part / chunk_bytes))
+        return Cost(steps * pieces * self.slowest.seconds(part / pieces), steps * part)
+
+    def star(self, num_bytes: float) -> Cost:
+        """All to one rank and back, one after the other."""
+        within, beyond = self.local - 1, self.size - self.local
+        each_way = within * self.intra.seconds(num_bytes) + beyond * self.inter.seconds(num_bytes)
+        return Cost(2 * each_way, (self.size - 1) * num_bytes)
+
+    def all_reduce(self, num_bytes: float) -> Cost:
+        """The library's: Gloo's ring; NCCL's ring or tree, whichever is faster, between the nodes,
+        after a reduction within each and before a broadcast there. None of nothing.
+        """
+        if not num_bytes:
+            return Cost()
+        ring = self.ring(num_bytes)
+        if self.hardware.library == "gloo":
+            return ring
+        if self.num_nodes == 1:
+            return Cost(_best_s(self.intra, self.size, num_bytes), ring.payload_bytes)
+        within_s = (self.local - 1) * self.intra.alpha_s + num_bytes / _rate(self.intra)
+        seconds = 2 * within_s + _best_s(self.inter, self.num_nodes, num_bytes)
+        return Cost(seconds, ring.payload_bytes)
+
+    def all_gather(self, num_bytes: float) -> Cost:
+        """Around a ring; `num_bytes` of each rank."""
+        steps = self.size - 1
+        return Cost(steps * self.slowest.seconds(num_bytes), steps * num_bytes)
+
+    def all_to_all(self, num_bytes: float) -> Cost:
+        """`num_bytes` from each rank to each other; a node's links are shared by its ranks."""
+        within, beyond = self.local - 1, self.size - self.local
+        sharing = max(1.0, self.local / self.inter.num_links)
+        outside = beyond * self.inter.seconds(sharing * num_bytes)
+        seconds = within * self.intra.seconds(num_bytes) + outside
+        return Cost(seconds, (self.size - 1) * num_bytes)
+
+    def _up_and_down(self, num_bytes: float) -> float:
+        return 2 * sum(hops * link.seconds(num_bytes) for hops, link in self._hops())
+
+    def _hops(self) -> tuple[tuple[int, Link], ...]:
+        """The levels of a binomial tree over the links of each kind."""
+        return (log2(self.local), self.intra), (log2(self.num_nodes), self.inter)
+
+
+def log2(size: int) -> int:
+    """The logarithm to base 2, rounded up."""
+    return (size - 1).bit_length()
+
+
+def _best_s(link: Link, size: int, num_bytes: float) -> float:
+    """NCCL's choice: a ring, or two binary trees that move all bytes twice in log2 N hops."""
+    ring = 2 * (size - 1) * (link.alpha_s + num_bytes / size / _rate(link))
+    tree = 2 * (log2(size) * link.alpha_s + num_bytes / _rate(link))
+    return min(ring, tree) if size > 1 else 0.0
+
+
+def _rate(link: Link) -> float:
+    return link.beta_bytes_per_s * link.num_links

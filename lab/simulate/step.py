@@ -1,0 +1,154 @@
+"""Predictions: a profile, a strategy and hardware become the time of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lab.exchange.grouping import group
+from lab.measure.profile import VALUE_BYTES, Profile, shapes
+from lab.measure.spans import Span
+from lab.simulate.events import Beside, Compute, Exchange, Turns, run
+from lab.simulate.exchanges import Stage, model_of, stages_of
+from lab.simulate.hardware import Hardware
+from lab.simulate.network import Network
+
+NONE = {"_target_": "lab.exchange.none.NoExchange"}
+SYNCS = ("NoSync", "GradSync", "LocalSync")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How gradients are exchanged.
+
+    Attributes:
+        exchange: `_target_` and its arguments, as configured.
+        every: steps from one exchange to the next.
+    """
+
+    exchange: Mapping[str, Any]
+    overlap: bool = False
+    bucket_mb: float | None = None
+    every: int = 1
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Strategy:
+        """The strategy of a run's composed settings.
+
+        Raises:
+            ValueError: it is one that has no cost model.
+        """
+        sync = settings["sync"]["_target_"].rpartition(".")[2]
+        name = f"strategy={settings['strategy']}"
+        if sync not in SYNCS:
+            raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
+        if settings["accumulate"] != 1:
+            raise ValueError(f"accumulate={settings['accumulate']}: must be 1 for a prediction")
+        model_of(settings["exchange"])
+        return cls(
+            exchange=settings["exchange"],
+            overlap=settings["overlap"],
+            bucket_mb=settings["bucket_mb"],
+            every=settings["sync"].get("every", 1),
+        )
+
+
+CEILING = Strategy(NONE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of every rank, of which rank 0 stands for all.
+
+    Attributes:
+        step_s: its time.
+        payload_bytes: what the busiest rank sends.
+        spans: of rank 0: forward, backward, exchange and codec.
+    """
+
+    step_s: float
+    payload_bytes: float
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step, and what it amounts to.
+
+    Attributes:
+        exposed_s: what it takes longer than without any exchange, on as many ranks.
+        speedup: over one rank without any exchange; of weak scaling if `weak`.
+    """
+
+    step: Step
+    exposed_s: float
+    speedup: float
+    efficiency: float
+
+
+def predict(
+    profile: Profile,
+    hardware: Hardware,
+    strategy: Strategy,
+    world_size: int,
+    batch: int,
+    weak: bool = False,
+) -> Prediction:
+    """The step of a strategy on `world_size` ranks.
+
+    Args:
+        batch: of all ranks, among which it is divided; if `weak`, of each.
+
+    Raises:
+        ValueError: the hardware has fewer ranks.
+    """
+    own = batch if weak else batch // world_size
+    step = simulate(profile, hardware, strategy, world_size, own)
+    ceiling = simulate(profile, hardware, CEILING, world_size, own)
+    alone = simulate(profile, hardware, CEILING, 1, batch)
+    speedup = (world_size if weak else 1) * alone.step_s / step.step_s
+    exposed_s = step.step_s - ceiling.step_s
+    return Prediction(step, exposed_s, speedup, speedup / world_size)
+
+
+def simulate(
+    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int, batch: int
+) -> Step:
+    """One step on `world_size` ranks of `batch` images each. ValueError as in `predict`."""
+    network = Network(hardware, world_size)
+    layers = [
+        Compute(layer.name, profile.forward_s(layer, batch), profile.backward_s(layer, batch))
+        for layer in profile.layers
+    ]
+    in_turns = hardware.library == "gloo" and model_of(strategy.exchange).staged
+    planned = exchanges(profile, strategy, network)
+    schedule = Turns() if in_turns and strategy.overlap else Beside()
+    rank = run(layers, planned, schedule, strategy.overlap, hardware.contention)
+    overhead_s = hardware.overhead_s * hardware.host_factor(world_size)
+    payload_bytes = sum(stage.payload_bytes for each in planned for stage in each.stages)
+    return Step(rank.now_s + overhead_s, payload_bytes, tuple(rank.spans))
+
+
+def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:
+    """The buckets of a profile's gradients, with what each costs."""
+    places = {layer.name: place for place, layer in enumerate(profile.layers)}
+    own = {
+        f"{layer.name}.{kind}": shape
+        for layer in profile.layers
+        for kind, shape in shapes(profile.values(layer)).items()
+    }
+    arriving = [(name, VALUE_BYTES * math.prod(own[name])) for name in reversed(own)]
+    found = []
+    for names in group(arriving, strategy.bucket_mb):
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        last = min(places[name.rpartition(".")[0]] for name in names)
+        stages = stages_of([own[name] for name in names], strategy.exchange, network)
+        found.append(Exchange(label, last, [_share(stage, strategy.every) for stage in stages]))
+    return found
+
+
+def _share(stage: Stage, every: int) -> Stage:
+    """What a step carries of an exchange that follows every so many steps."""
+    return Stage(stage.row, stage.seconds / every, stage.payload_bytes / every)
