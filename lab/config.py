@@ -121,6 +121,19 @@ def choices_of(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
+def read_file(group: str, name: str) -> dict[str, Any]:
+    """What conf/<group>/<name>.yaml holds.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if name not in choices_of(group):
+        raise ConfigError(f"{group}={name}: allowed are {', '.join(choices_of(group))}")
+    content = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
 def parse_overrides(arguments: list[str]) -> list[Override]:
     """`key=value` arguments in Hydra's grammar.
 

@@ -6,9 +6,16 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from lab.config import ConfigError, check_batch, conf_dir, load, parse_overrides
+from lab.config import (
+    ConfigError,
+    check_batch,
+    choices_of,
+    load,
+    parse_overrides,
+    read_file,
+)
 from lab.naming import run_name, variant
 
 SWEEP_SETTINGS = {
@@ -127,12 +134,9 @@ def _lists(arguments: list[str]) -> dict[str, list[str]]:
 
 
 def _study_file(name: str) -> dict[str, list[str]]:
-    path = conf_dir() / "study" / f"{name}.yaml"
-    if not path.is_file():
+    if name not in choices_of("study"):
         return {}
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(content, dict)
-    return _lists([f"{key}={value}" for key, value in content.items()])
+    return _lists([f"{key}={value}" for key, value in read_file("study", name).items()])
 
 
 def _only(lists: dict[str, list[str]], key: str, default: str) -> str:

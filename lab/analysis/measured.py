@@ -1,0 +1,50 @@
+"""Facts of a study that was run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+from lab.analysis.quantities import Missing, Point
+from lab.analysis.records import Cell, Study
+
+
+class Measured:
+    """What the finished throughput runs of `study` tell; of several repeats, the median."""
+
+    def __init__(self, study: Study) -> None:
+        self._cells: dict[Point, list[Cell]] = {}
+        for cell in study.cells:
+            if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
+                at = Point(cell.strategy, cell.world_size, cell.batch)
+                self._cells.setdefault(at, []).append(cell)
+
+    def step_s(self, at: Point) -> float:
+        """Seconds of a step: the median over steps of the slowest rank."""
+        return self._median(at, lambda cell: cell.step_s)
+
+    def payload_bytes(self, at: Point) -> float:
+        """What the busiest rank handed to the network in a step."""
+        return self._median(at, lambda cell: max(cell.payload_bytes, default=math.nan))
+
+    def gradient_bytes(self) -> float:
+        """A study of scaled or replayed layers does not tell."""
+        raise Missing
+
+    fc_share = gradient_bytes
+
+    def conv2_operations(self, batch_size: int) -> float:
+        """Nor does it count operations."""
+        raise Missing
+
+    def emulations(self) -> list[str]:
+        """In which ways these runs are not what they stand for."""
+        return sorted({c.emulation for cells in self._cells.values() for c in cells} - {""})
+
+    def _median(self, at: Point, value: Callable[[Cell], float]) -> float:
+        found = [value(cell) for cell in self._cells.get(at, ())]
+        finite = [one for one in found if math.isfinite(one)]
+        if not finite:
+            raise Missing
+        return statistics.median(finite)
