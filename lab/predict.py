@@ -16,6 +16,7 @@ from lab.cli import answer_help, report_error
 from lab.config import ConfigError, choices_of, conf_dir, parse_overrides
 from lab.measure.profile import Profile
 from lab.naming import AXES
+from lab.record.files import write_json
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Prediction, Strategy, predict
 from lab.study import SWEEP_SETTINGS, Cell, read
@@ -66,7 +67,11 @@ def main(arguments: list[str]) -> int:
     result = {"command": shlex.join(["python", "-m", "lab.predict", *arguments]), **result}
     print(predictions.table(result))
     if request.out:
-        print("wrote " + " and ".join(map(str, predictions.write(result, request.out))))
+        picture = request.out.with_suffix(".png")
+        predictions.draw(result, picture)
+        if request.out != picture:
+            write_json(request.out, result)
+        print(f"wrote {' and '.join(map(str, dict.fromkeys((request.out, picture))))}")
     return 0
 
 

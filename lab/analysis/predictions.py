@@ -1,4 +1,4 @@
-"""What lab.predict says, as a table for a terminal, as JSON and as a figure."""
+"""What lab.predict says, as a table for a terminal and as a figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from matplotlib.lines import Line2D
 
 from lab.analysis import style
 from lab.analysis.bench_text import aligned
-from lab.record.files import write_json
 
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "efficiency"]
@@ -39,15 +38,10 @@ def notes(result: Row) -> list[str]:
     return [about, _fitted(result), _held_out(result["rows"])]
 
 
-def write(result: Row, out: Path) -> list[Path]:
-    """Write the result to `out` (.json, with its figure beside it) or its figure alone (.png)."""
-    target = out.with_suffix(".png")
+def draw(result: Row, target: Path) -> None:
+    """Draw the result into a PNG."""
     with matplotlib.rc_context(style.RC):
         figure(result).savefig(target, dpi=150, bbox_inches="tight")
-    if out == target:
-        return [target]
-    write_json(out, result)
-    return [out, target]
 
 
 def figure(result: Row) -> Figure:
@@ -67,7 +61,7 @@ def figure(result: Row) -> Figure:
     axes[0][0].set_ylabel("speedup")
     handles = [_handle(name, look) for name, look in looks.items()]
     if any("measured_s" in row for row in rows):
-        measured = Line2D([], [], color=style.GREY, marker="o", linestyle="", label="measured")
+        measured = Line2D([], [], color=style.GREY, marker="o", linestyle="", label="measured step")
         handles.append(measured)
     title = f"Predicted speedup over none at 1 rank, {rows[0]['scaling']} scaling"
     return style.frame(drawn, title, [*handles], notes(result))
@@ -86,7 +80,7 @@ def _draw(panel: Axes, rows: list[Row], look: style.Look) -> None:
 
 
 def _measured_speedup(row: Row) -> float:
-    """Of the measured step, over the predicted one of one rank."""
+    """Of the measured step, over the predicted one of a single rank."""
     return row["speedup"] * row["step_s"] / row["measured_s"]
 
 
