@@ -124,7 +124,7 @@ def predicted(request: Request) -> dict[str, Any]:
             found = predict(request.profile, hardware, strategy, *where)
             own = _row(cell, _series(cell, request.cells), found)
             rows.append(own | (score.of(strategy, *where, found.step.step_s) if score else {}))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     return {
         "rows": rows,

@@ -298,6 +298,8 @@ def test_predictions_beside_a_study(
         (["profile=vgg"], "profile=vgg: allowed are alexnet_titanx"),
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
+        (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
+        (["hardware.intra.beta_bytes_per_s=fast"], "intra.beta_bytes_per_s=fast: must be a number"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
         (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
