@@ -75,13 +75,15 @@ class Hardware:
             allowed = ", ".join(LIBRARIES)
             raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
         for way, link in links.items():
-            for key, least in (("alpha_s", 0), ("beta_bytes_per_s", 1), ("num_links", 1)):
-                _check(f"{name}: {way}.{key}", getattr(link, key) if link else least, least)
-        for key, least in (("ranks_per_node", 1), ("codec_bytes_per_s", 1)):
+            if link:
+                _check(f"{name}: {way}.alpha_s", link.alpha_s, 0)
+                _check(f"{name}: {way}.beta_bytes_per_s", link.beta_bytes_per_s, 1)
+                _check_count(f"{name}: {way}.num_links", link.num_links)
+        for key, least in (("codec_bytes_per_s", 1), ("contention", 0), ("overhead_s", 0)):
             _check(f"{name}: {key}", getattr(hardware, key), least)
-        for key in ("contention", "overhead_s"):
-            _check(f"{name}: {key}", getattr(hardware, key), 0)
-        _check(f"{name}: num_cores", hardware.num_cores or 1, 1)
+        _check_count(f"{name}: ranks_per_node", hardware.ranks_per_node)
+        if hardware.num_cores is not None:
+            _check_count(f"{name}: num_cores", hardware.num_cores)
         if hardware.ranks_per_node > 1 and hardware.intra is None:
             raise ValueError(f"{name}: intra=null: must join the {hardware.ranks_per_node} ranks")
         return hardware
@@ -94,3 +96,8 @@ class Hardware:
 def _check(key: str, value: object, least: float) -> None:
     if not isinstance(value, int | float) or not least <= value < float("inf"):
         raise ValueError(f"{key}={value}: must be a number of at least {least}")
+
+
+def _check_count(key: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value}: must be an integer of at least 1")

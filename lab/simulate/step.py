@@ -44,6 +44,8 @@ class Strategy:
         name = f"strategy={settings['strategy']}"
         if sync not in SYNCS:
             raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
+        if settings["transform"]:
+            raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
         if settings["accumulate"] != 1:
             raise ValueError(f"accumulate={settings['accumulate']}: must be 1 for a prediction")
         model_of(settings["exchange"])

@@ -1,0 +1,200 @@
+"""Step times on hardware that one does not have: `python -m lab.predict strategy=tree,overlap`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lab.cli import answer_help, report_error
+from lab.config import ConfigError, choices_of, conf_dir, parse_overrides
+from lab.measure.profile import Profile
+from lab.naming import AXES
+from lab.record.files import write_json
+from lab.simulate.hardware import Hardware
+from lab.simulate.step import Prediction, Strategy, predict
+from lab.study import SWEEP_SETTINGS, Cell, read
+
+PURPOSE = """\
+Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
+hardware.KEY=... and profile.KEY=... change a figure of theirs."""
+EXAMPLES = (
+    "python -m lab.predict strategy=none,tree,overlap,onebit world_size=1,2,4 batch_size=128,256",
+    "python -m lab.predict hardware=h200_nvlink_400g scaling=weak world_size=8,64,512,4096",
+    "python -m lab.predict strategy=allreduce,onebit world_size=2,4 hardware=eth10g "
+    "hardware.inter.beta_bytes_per_s=1e9 out=slow.json",
+    "python -m lab.predict study=mine hardware=emulated_1gbit fit=runs/mine",
+)
+OWN = {
+    "hardware": ("titanx_x4", "a file of conf/hardware"),
+    "profile": ("alexnet_titanx", "a file of conf/profile: what the model's layers cost"),
+    "fit": ("null", "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others"),
+    "out": ("null", "FILE.json for the result, and its figure beside it; or FILE.png alone"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for."""
+
+    cells: list[Cell]
+    profile: Profile
+    hardware: Hardware
+    fit: Path | None
+    out: Path | None
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table of predictions; write them to `out=`. The exit code is 2 for bad input."""
+    help_settings = OWN | {key: SWEEP_SETTINGS[key] for key in ("world_size",)}
+    if answer_help("lab.predict", PURPOSE, EXAMPLES, arguments, help_settings):
+        return 0
+    try:
+        request = read_request(arguments)
+        result = predicted(request)
+    except ConfigError as error:
+        report_error("lab.predict", error)
+        return 2
+    # Here, not above: a wrong setting is answered before pandas and matplotlib load.
+    from lab.analysis import predictions
+
+    result = {"command": shlex.join(["python", "-m", "lab.predict", *arguments]), **result}
+    print(predictions.table(result))
+    if request.out:
+        picture = request.out.with_suffix(".png")
+        predictions.draw(result, picture)
+        if request.out != picture:
+            write_json(request.out, result)
+        print(f"wrote {' and '.join(map(str, dict.fromkeys((request.out, picture))))}")
+    return 0
+
+
+def read_request(arguments: list[str]) -> Request:
+    """The cells, the profile and the hardware that a command line names.
+
+    Raises:
+        ConfigError: any of its settings is wrong.
+    """
+    own, others = dict[str, list[str]](), list[str]()
+    for override in parse_overrides(arguments):
+        key = override.get_key_element()
+        line = str(override.input_line)
+        if key.split(".")[0] not in OWN:
+            others.append(line)
+        elif override.is_sweep_override():
+            raise ConfigError(f"{line}: takes one value")
+        else:
+            own.setdefault(key.split(".")[0], []).append(line)
+    files = {key: _file(key, own.get(key, [])) for key in ("hardware", "profile")}
+    paths = {key: _path(own.get(key, [])) for key in ("fit", "out")}
+    _check_out(paths["out"])
+    cells = [cell for cell in read(others).cells if cell.repeat == 0]
+    try:
+        profile, hardware = Profile.parse(files["profile"]), Hardware.parse(files["hardware"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Request(cells, profile, hardware, paths["fit"], paths["out"])
+
+
+def predicted(request: Request) -> dict[str, Any]:
+    """The result: a row for each cell, and the hardware that they are of.
+
+    Raises:
+        ConfigError: a strategy has no cost model, the hardware has too few ranks, or the study to
+            fit to cannot be read or does not fit.
+    """
+    try:
+        strategies = [Strategy.of(_plain(cell.config)) for cell in request.cells]
+        hardware, score = request.hardware, None
+        if request.fit:
+            from lab.simulate.score import Score  # which takes pandas
+
+            score = Score(request.fit, request.profile, request.hardware)
+            hardware = score.hardware
+        rows = []
+        for cell, strategy in zip(request.cells, strategies, strict=True):
+            weak = cell.config.scaling == "weak"
+            where = cell.world_size, cell.config.batch_size, weak
+            found = predict(request.profile, hardware, strategy, *where)
+            own = _row(cell, _series(cell, request.cells), found)
+            rows.append(own | (score.of(strategy, *where, found.step.step_s) if score else {}))
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    return {
+        "rows": rows,
+        "profile": request.profile.name,
+        "gradient_bytes": request.profile.gradient_bytes,
+        "hardware": asdict(hardware),
+        "fit": str(request.fit) if request.fit else None,
+    }
+
+
+def _row(cell: Cell, series: str, found: Prediction) -> dict[str, Any]:
+    return {
+        "series": series,
+        "strategy": cell.strategy,
+        "world_size": cell.world_size,
+        "batch_size": cell.config.batch_size,
+        "scaling": cell.config.scaling,
+        "step_s": found.step.step_s,
+        "exposed_s": found.exposed_s,
+        "speedup": found.speedup,
+        "efficiency": found.efficiency,
+        "payload_bytes": found.step.payload_bytes,
+        "evidence": "extrapolated",
+    }
+
+
+def _series(cell: Cell, cells: list[Cell]) -> str:
+    """The strategy, and those of its settings in which cells differ."""
+    varying = [
+        f"{key}={value}"
+        for key, value in cell.variant.items()
+        if key not in AXES and any(other.variant.get(key) != value for other in cells)
+    ]
+    return " ".join([cell.strategy, *varying])
+
+
+def _file(group: str, lines: list[str]) -> Mapping[str, Any]:
+    """What conf/<group>/<choice>.yaml holds, with `group.key=value` in place of its figures.
+
+    Raises:
+        ConfigError: there is no such file, or a value cannot be read.
+    """
+    chosen = [line.partition("=")[2] for line in lines if line.startswith(f"{group}=")]
+    choice = chosen[-1] if chosen else OWN[group][0]
+    if choice not in choices_of(group):
+        raise ConfigError(f"{group}={choice}: allowed are {', '.join(choices_of(group))}")
+    changed = [line.removeprefix(f"{group}.") for line in lines if line.startswith(f"{group}.")]
+    try:
+        node = OmegaConf.load(conf_dir() / group / f"{choice}.yaml")
+        merged = OmegaConf.merge(node, OmegaConf.from_dotlist(changed))
+    except (OmegaConfBaseException, TypeError) as error:
+        raise ConfigError(f"{' '.join(lines)}: {str(error).splitlines()[0]}") from None
+    return _plain(merged)
+
+
+def _path(lines: list[str]) -> Path | None:
+    text = lines[-1].partition("=")[2] if lines else "null"
+    return None if text == "null" else Path(text)
+
+
+def _check_out(out: Path | None) -> None:
+    if out and (out.suffix not in (".json", ".png") or not out.parent.is_dir()):
+        raise ConfigError(f"out={out}: must name FILE.json or FILE.png in a folder that is there")
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    plain = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

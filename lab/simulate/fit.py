@@ -1,0 +1,98 @@
+"""Hardware fitted to what a study measured on one and two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lab.measure.profile import Profile
+from lab.simulate.hardware import Hardware
+from lab.simulate.step import Strategy, simulate
+
+LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
+PRIOR = 1e-3  # pulls what the cells do not tell towards the preset
+MAX_ITERATIONS = 50
+# Where the search starts if the preset has nothing of it: it goes by factors.
+START = {"alpha_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
+LINK = ("alpha_s", "beta_bytes_per_s")
+NAMES = (*LINK, "codec_bytes_per_s", "contention", "overhead_s")
+Residuals = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A cell that was measured; `batch` is that of one rank."""
+
+    strategy: Strategy
+    world_size: int
+    batch: int
+    step_s: float
+
+
+def fit(profile: Profile, preset: Hardware, cells: Sequence[Observation]) -> Hardware:
+    """The hardware with which predictions come nearest to cells of at most two ranks.
+
+    Least squares of the logarithm of predicted / measured, by Levenberg and Marquardt's method,
+    over the logarithms of NAMES; the link is the one that joins two ranks.
+
+    Raises:
+        ValueError: there is no cell of two ranks.
+    """
+    used = [cell for cell in cells if cell.world_size <= LARGEST_FITTED]
+    if not any(cell.world_size == LARGEST_FITTED for cell in used):
+        raise ValueError("no finished throughput run of two ranks that this model could predict")
+    measured = np.log([cell.step_s for cell in used])
+    start = np.log([get(preset, name) or START[name] for name in NAMES])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        hardware = _with(preset, np.exp(x))
+        predicted = [
+            simulate(profile, hardware, cell.strategy, cell.world_size, cell.batch).step_s
+            for cell in used
+        ]
+        return np.concatenate([np.log(predicted) - measured, PRIOR * (x - start)])
+
+    return _with(preset, np.exp(_least_squares(residuals, start)))
+
+
+def get(hardware: Hardware, name: str) -> float:
+    """The value of one of NAMES."""
+    return getattr(getattr(hardware, _pair(hardware)) if name in LINK else hardware, name)
+
+
+def _with(hardware: Hardware, values: np.ndarray) -> Hardware:
+    given = dict(zip(NAMES, map(float, values), strict=True))
+    pair = _pair(hardware)
+    link = replace(getattr(hardware, pair), **{name: given.pop(name) for name in LINK})
+    return replace(hardware, **{pair: link}, **given)
+
+
+def _pair(hardware: Hardware) -> str:
+    """The link between the first two ranks."""
+    return "intra" if hardware.ranks_per_node > 1 else "inter"
+
+
+def _least_squares(residuals: Residuals, x: np.ndarray) -> np.ndarray:
+    """The x at which the sum of squares is least, near the one given."""
+    damping, now = 1e-2, residuals(x)
+    for _ in range(MAX_ITERATIONS):
+        jacobian = _jacobian(residuals, x, now)
+        normal = jacobian.T @ jacobian
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -jacobian.T @ now)
+        step = np.clip(step, -1, 1)
+        trial = residuals(x + step)
+        if trial @ trial < now @ now:
+            x, now, damping = x + step, trial, damping / 3
+        else:
+            damping *= 4
+        if np.abs(step).max() < 1e-6:
+            break
+    return x
+
+
+def _jacobian(residuals: Residuals, x: np.ndarray, now: np.ndarray) -> np.ndarray:
+    width = 1e-4
+    columns = [(residuals(x + width * unit) - now) / width for unit in np.eye(len(x))]
+    return np.stack(columns, axis=1)
