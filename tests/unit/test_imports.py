@@ -15,7 +15,7 @@ LAB = Path(__file__).resolve().parents[2] / "lab"
 MAY_IMPORT = {
     "codec": set(),
     "measure": set(),
-    "model": set(),
+    "model": {"measure"},
     "data": set(),
     "distributed": set(),
     "transform": {"model"},
