@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from lab.config import FIELDS, GROUPS, ConfigError, choices_of, load
 
@@ -53,7 +54,7 @@ def _settings_of_choices(arguments: list[str]) -> list[str]:
     return lines
 
 
-def _is_data(value: object) -> bool:
+def _is_data(value: Any) -> bool:
     """Whether it is what a profile holds, rather than a setting."""
     listed = isinstance(value, Sequence) and not isinstance(value, str)
     return isinstance(value, Mapping) or (listed and any(isinstance(v, Mapping) for v in value))

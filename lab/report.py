@@ -55,8 +55,8 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
 
 def emulation(world: World, *configs: DictConfig) -> str:
     """ "none", or in which ways the ranks that run `configs` are not what they stand for."""
-    models = [config.model for config in configs]
-    profiles = {model.profile.get("name"): None for model in models if "profile" in model}
+    replays = [config for config in configs if "profile" in config.model]
+    profiles = dict.fromkeys(config.profile.get("name") for config in replays)
     reasons = [f"compute replayed from profile {name}" for name in profiles]
     return "; ".join([*_shared(world), *reasons]) or "none"
 

@@ -57,8 +57,8 @@ class Profile:
         Raises:
             ValueError: a value that is missing, unknown or out of range.
         """
-        profile = _make(cls, node, f"profile={node.get('name')}")
-        where = f"profile={profile.name}"
+        where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
+        profile = _make(cls, node, where)
         if not isinstance(profile.layers, Sequence) or isinstance(profile.layers, str):
             raise ValueError(f"{where}: layers={profile.layers}: must be a list")
         layers = tuple(
@@ -119,7 +119,7 @@ def _make(kind: type[T], node: Any, where: str) -> T:
     """A dataclass with the attributes that `node` gives it, which are exactly those it has."""
     required = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(node, Mapping):
-        raise ValueError(f"{where}={node}: must have the keys {', '.join(required)}")
+        raise ValueError(f"{where}: must have the keys {', '.join(required)}")
     for key in node:
         if key not in required:
             raise ValueError(f"{where}: {key}: no such key; allowed are {', '.join(required)}")

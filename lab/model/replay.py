@@ -49,10 +49,11 @@ class Pace:
     @contextmanager
     def work(self, seconds: float) -> Iterator[None]:
         """One piece. What is done within it counts towards its time."""
-        held_up = self._now() - self._woke
-        end = self._end + (held_up if held_up > SLACK_S else 0) + seconds
+        now = self._now()
+        held_up = now - self._woke
+        begin = self._end + (held_up if held_up > SLACK_S else 0)
         yield
-        self._end = max(end, self._now())
+        self._end = begin + max(seconds, self._now() - now)
         while (left := self._end - self._now()) > 0:
             self._sleep(left)
         self._woke = self._now()
