@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,12 @@ class Profile:
         _check_profile(where, profile, layers)
         return replace(profile, layers=layers)
 
+    def to_yaml(self) -> str:
+        """What `parse` reads, as the text of a file."""
+        head = f"name: {self.name}\nsource: {json.dumps(self.source)}\n"
+        head += f"reference_batch: {self.reference_batch}\nbytes_scale: {self.bytes_scale}\n"
+        return head + "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
+
     def scaled(self, bytes_scale: float = 1.0, time_scale: float = 1.0) -> Profile:
         """The same model with more or fewer values, or on a slower or faster device.
 
@@ -111,6 +118,12 @@ class Profile:
         return (fixed_ms + (whole_ms - fixed_ms) * batch / self.reference_batch) / 1000
 
 
+def _flow(layer: Layer) -> str:
+    times = (f"{key}: {getattr(layer, key):.4f}" for key in (*TIMES, *FIXED_TIMES))
+    name = json.dumps(layer.name)  # quoted: a layer may be called 1, or on
+    return f"{{name: {name}, parameters: {layer.parameters}, {', '.join(times)}}}"
+
+
 TIMES = ("forward_ms", "backward_ms")
 FIXED_TIMES = tuple(f"fixed_{key}" for key in TIMES)
 
@@ -137,7 +150,7 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
     if not _is_whole(batch) or batch < 1:
         raise ValueError(f"{where}: reference_batch={batch}: must be an integer of at least 1")
     for index, layer in enumerate(layers):
-        if not re.fullmatch(r"\w+", str(layer.name)):
+        if not isinstance(layer.name, str) or not re.fullmatch(r"\w+", layer.name):
             raise ValueError(
                 f"{where}: layers[{index}].name={layer.name}: allowed are letters, digits and _"
             )

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "record": {"measure"},
     "analysis": set(),
 }
+COMMANDS = {"lab.train", "lab.sweep", "lab.plot", "lab.bench", "lab.profile_layers"}
 ONLY_IN = {
     "triton": {"lab/codec/gpu.py"},
     "wandb": {"lab/record/wandb.py"},
@@ -53,7 +54,7 @@ def test_rooms_import_only_what_lies_below_them(room: str) -> None:
 
 def test_nothing_imports_the_commands() -> None:
     for path in LAB.rglob("*.py"):
-        assert not imports(path) & {"lab.train", "lab.sweep", "lab.plot", "lab.bench"}, path
+        assert not imports(path) & COMMANDS, path
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
@@ -67,7 +68,11 @@ def test_optional_and_central_libraries_have_one_place(library: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["lab.config", "lab.cli", "lab.train", "lab.study", "lab.plot", "lab.bench"]
+    "module",
+    [
+        *("lab.config", "lab.cli", "lab.train", "lab.study", "lab.plot", "lab.bench"),
+        "lab.profile_layers",
+    ],
 )
 def test_help_and_settings_need_no_torch(module: str) -> None:
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"

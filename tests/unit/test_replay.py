@@ -27,14 +27,15 @@ OVERSLEPT_S = 0.005
 class Time:
     """Seconds that pass in sleep alone, which always comes back too late."""
 
-    def __init__(self) -> None:
+    def __init__(self, overslept_s: float = OVERSLEPT_S) -> None:
         self.now_s = 100.0
+        self.overslept_s = overslept_s
 
     def now(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
-        self.now_s += seconds + OVERSLEPT_S
+        self.now_s += seconds + self.overslept_s
 
 
 @pytest.fixture
