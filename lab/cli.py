@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from lab.config import FIELDS, GROUPS, ConfigError, choices_of, load
 
@@ -47,10 +48,16 @@ def _settings_of_choices(arguments: list[str]) -> list[str]:
     lines = []
     for group in (*GROUPS[1:], "sync"):
         for key, value in config[group].items():
-            if not str(key).startswith("_"):
+            if not str(key).startswith("_") and not _is_data(value):
                 text = json.dumps(value) if value in (None, True, False) else value
                 lines.append(f"{group}.{key}={text}")
     return lines
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is what a profile holds, rather than a setting."""
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, Mapping) or (listed and any(isinstance(v, Mapping) for v in value))
 
 
 def report_error(command: str, error: Exception) -> None:

@@ -23,7 +23,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-GROUPS = ("strategy", "exchange", "transform", "model", "data", "optim", "comm", "recorder")
+GROUPS = (
+    *("strategy", "exchange", "transform"),
+    *("model", "profile", "data", "optim", "comm", "recorder"),
+)
 
 
 class ConfigError(ValueError):
@@ -60,6 +63,7 @@ class Settings:
     exchange: dict[str, Any] = setting({}, "what moves, and along which path (a group)")
     transform: dict[str, Any] = setting({}, "which model is made of the model (a group)")
     model: dict[str, Any] = setting({}, "what is trained (a group)")
+    profile: dict[str, Any] = setting({}, "what the layers of model=replay cost (a group)")
     data: dict[str, Any] = setting({}, "on what (a group)")
     optim: dict[str, Any] = setting({}, "SGD and its schedule (a group)")
     comm: dict[str, Any] = setting({}, "over what ranks talk (a group)")

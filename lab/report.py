@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 
 from lab.distributed.replicas import replica_hash
 from lab.distributed.watch import Failure
@@ -43,24 +44,31 @@ NOTHING_MEASURED: dict[str, Any] = {
 }
 
 
-def surroundings(world: World) -> dict[str, Any]:
-    """Machine, software, and whether ranks had devices of their own."""
+def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
+    """Machine, software, and whether ranks had devices of their own. `configs`: what was run."""
     return {
-        "emulation": emulation(world),
+        "emulation": emulation(world, *configs),
         "environment": environment(world.num_hosts),
         "git_commit": git_commit(),
     }
 
 
-def emulation(world: World) -> str:
-    """ "none", or in which way this run's ranks are not what they stand for."""
+def emulation(world: World, *configs: DictConfig) -> str:
+    """ "none", or in which ways the ranks that run `configs` are not what they stand for."""
+    replays = [config for config in configs if "profile" in config.model]
+    profiles = dict.fromkeys(config.profile.get("name") for config in replays)
+    reasons = [f"compute replayed from profile {name}" for name in profiles]
+    return "; ".join([*_shared(world), *reasons]) or "none"
+
+
+def _shared(world: World) -> list[str]:
     num_local = world.place.local_size
     if world.device.type == "cuda" and num_local > torch.cuda.device_count():
-        return f"{num_local} ranks share {torch.cuda.device_count()} GPUs"
+        return [f"{num_local} ranks share {torch.cuda.device_count()} GPUs"]
     wanted = num_local * torch.get_num_threads()
     if world.device.type == "cpu" and wanted > num_cores():
-        return f"{wanted} threads of {num_local} ranks share {num_cores()} CPU cores"
-    return "none"
+        return [f"{wanted} threads of {num_local} ranks share {num_cores()} CPU cores"]
+    return []
 
 
 def measurements(

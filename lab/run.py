@@ -236,7 +236,7 @@ class Run:
             "backend": world.comm.backend,
             "started_at": datetime.now(UTC).isoformat(),
             **report.NOTHING_MEASURED,
-            **report.surroundings(world),
+            **report.surroundings(world, config),
         }
 
 

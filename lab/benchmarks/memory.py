@@ -129,7 +129,7 @@ def measure(request: Request) -> dict[str, Any] | None:
             "num_steps": peaks.shape[1],
             **part.sizes,
         }
-        result = {"rows": [row], "backend": world.comm.backend, **surroundings(world)}
+        result = {"rows": [row], "backend": world.comm.backend, **surroundings(world, config)}
         return {**result, "world_size": world.size} if world.rank == 0 else None
     finally:
         worlds.stop()

@@ -54,7 +54,7 @@ def measure(request: Request) -> dict[str, Any] | None:
             "steps_per_round": every,
             "world_size": world.size,
             "backend": world.comm.backend,
-            **surroundings(world),
+            **surroundings(world, *configs),
         }
         return result if world.rank == 0 else None
     finally:

@@ -38,6 +38,15 @@ def environment(num_hosts: int) -> dict[str, Any]:
     }
 
 
+def device_and_torch(device: torch.device) -> str:
+    """What this process computes on, and with, in a few words."""
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"{cpu_model()} ({torch.get_num_threads()} threads)"
+    return f"{where}, torch {torch.__version__}"
+
+
 def git_commit() -> dict[str, Any]:
     """Commit of the checkout this package lies in, and whether it was changed; nulls elsewhere."""
     root = Path(__file__).resolve().parents[2]

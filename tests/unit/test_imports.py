@@ -15,7 +15,7 @@ LAB = Path(__file__).resolve().parents[2] / "lab"
 MAY_IMPORT = {
     "codec": set(),
     "measure": set(),
-    "model": set(),
+    "model": {"measure"},
     "data": set(),
     "distributed": set(),
     "transform": {"model"},
@@ -24,7 +24,10 @@ MAY_IMPORT = {
     "analysis": set(),
     "simulate": {"exchange", "measure", "analysis"},
 }
-COMMANDS = {"lab.train", "lab.sweep", "lab.plot", "lab.bench", "lab.predict"}
+COMMANDS = {
+    *("lab.train", "lab.sweep", "lab.plot", "lab.bench", "lab.predict", "lab.verify"),
+    "lab.profile_layers",
+}
 ONLY_IN = {
     "triton": {"lab/codec/gpu.py"},
     "wandb": {"lab/record/wandb.py"},

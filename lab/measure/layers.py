@@ -1,0 +1,145 @@
+"""Times of a model's layers, taken by hooks while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lab.measure.clock import Mark, mark, seconds
+from lab.measure.profile import Layer
+
+
+@dataclass
+class Pass:
+    """Marks of one forward and backward.
+
+    Attributes:
+        forward: each layer with its beginning, in the order in which they came.
+        middle: where the model's forward ended.
+        backward: each layer with the moment when one of its gradients was there.
+    """
+
+    begin: Mark
+    forward: list[tuple[str, Mark]] = field(default_factory=list)
+    middle: Mark | None = None
+    backward: list[tuple[str, Mark]] = field(default_factory=list)
+
+
+class LayerClock:
+    """Times each layer, that is each module with parameters of its own, from pass to pass.
+
+    What lies between two layers belongs to one of them, so that all times add up to the whole pass:
+    in forward a layer lasts until the next one begins (activations and pooling after it are its
+    own), in backward from the last gradient of the layer above to its own (the loss is the last
+    layer's).
+
+    A context manager: hooks live between `__enter__` and `__exit__`.
+
+    Args:
+        model: on its device.
+        device: where marks are set, see lab.measure.clock.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._modules = {
+            name.replace(".", "_") or "model": module
+            for name, module in model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        }
+        self._passes: list[Pass] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._begin),
+            self._model.register_forward_hook(self._turn),
+        ]
+        owners: dict[nn.Parameter, str] = {}
+        for name, module in self._modules.items():
+            self._hooks.append(module.register_forward_pre_hook(self._note("forward", name)))
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(parameter, name)  # shared ones are the first layer's
+        for parameter, name in owners.items():
+            note = self._note("backward", name)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+        self.parameters = {
+            name: sum(p.numel() for p, owner in owners.items() if owner == name)
+            for name in self._modules
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def layers(self, warmup: int) -> list[Layer]:
+        """Medians over the passes but the first `warmup`, in the order of forward."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        order = dict.fromkeys([*(name for name, _ in self._passes[0].forward), *self.parameters])
+        position = {name: index for index, name in enumerate(order)}
+        passes = [_milliseconds(one, position) for one in self._passes[warmup:]]
+        forward_ms, backward_ms = np.median(np.array(passes), axis=0)
+        return [
+            Layer(name, self.parameters[name], float(forward_ms[i]), float(backward_ms[i]))
+            for name, i in position.items()
+        ]
+
+    def _begin(self, *_: Any) -> None:
+        self._passes.append(Pass(mark(self._device)))
+
+    def _turn(self, *_: Any) -> None:
+        self._passes[-1].middle = mark(self._device)
+
+    def _note(self, way: str, name: str) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            getattr(self._passes[-1], way).append((name, mark(self._device)))
+
+        return note
+
+
+def _milliseconds(one: Pass, position: dict[str, int]) -> np.ndarray:
+    """Forward and backward of each layer in one pass: float64 [2, layers]."""
+    assert one.middle is not None
+    times = np.zeros((2, len(position)))
+    _, *later = [moment for _, moment in one.forward]
+    begins, ends = [one.begin, *later], [*later, one.middle]
+    for (name, _), begin, end in zip(one.forward, begins, ends, strict=True):
+        times[0, position[name]] += 1000 * seconds(begin, end)
+    before = one.middle
+    for name, moment in one.backward:
+        times[1, position[name]] += 1000 * seconds(before, moment)
+        before = moment
+    return times
+
+
+def with_fixed_parts(whole: list[Layer], fewer: list[Layer], ratio: float) -> list[Layer]:
+    """`whole` with the part of each time that the batch does not change.
+
+    It is the line through both times, at no images. Noise may bend it, but not below 0 or above
+    the whole.
+
+    Args:
+        whole: at the batch of reference.
+        fewer: the same layers at a batch that is `ratio` times smaller.
+    """
+
+    def fixed(at_whole: float, at_fewer: float) -> float:
+        return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
+
+    return [
+        replace(
+            layer,
+            fixed_forward_ms=fixed(layer.forward_ms, less.forward_ms),
+            fixed_backward_ms=fixed(layer.backward_ms, less.backward_ms),
+        )
+        for layer, less in zip(whole, fewer, strict=True)
+    ]

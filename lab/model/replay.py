@@ -1,0 +1,155 @@
+"""Replay: a model that takes the time and has the gradients that a profile says.
+
+It waits where another computes, so that any number of ranks fit on a few cores; exchanges, hooks
+and network are those of any other model. What it computes is of no use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.measure.profile import Layer, Profile, require_positive, shapes
+
+SLACK_S = 0.002
+
+
+class Pace:
+    """Takes as long as work would, one piece after the other.
+
+    A piece begins where the last one ended, however late `sleep` came back (0.1 ms, on a busy core
+    some ms: over the waits of a step that would add up). If the host was held up between the two by
+    more than SLACK_S, by an exchange in a gradient's hook, say, it begins as much later. Less than
+    that, hooks and autograd themselves, a GPU hides behind the work in its queue.
+
+    Args:
+        now: a clock in seconds.
+        sleep: returns after so many seconds, or later.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._now, self._sleep = now, sleep
+        self.restart()
+
+    def restart(self) -> None:
+        """The next piece begins now."""
+        self._end = self._woke = self._now()
+
+    @contextmanager
+    def work(self, seconds: float) -> Iterator[None]:
+        """One piece. What is done within it counts towards its time."""
+        now = self._now()
+        held_up = now - self._woke
+        begin = self._end + (held_up if held_up > SLACK_S else 0)
+        yield
+        self._end = begin + max(seconds, self._now() - now)
+        while (left := self._end - self._now()) > 0:
+            self._sleep(left)
+        self._woke = self._now()
+
+
+class Replay(nn.Module):
+    """Layers that wait: images [batch, C, H, W] -> logits [batch, num_classes], all zeros.
+
+    In training, each layer's forward and backward take the profile's time for the batch that comes,
+    and a layer's gradients appear when its backward ends, before that of the layer below begins. In
+    evaluation nothing waits.
+
+    Args:
+        image_shape: of no consequence.
+        num_classes: width of the logits.
+        profile: what a file of conf/profile holds.
+        bytes_scale: gradients are so many times as large as the profile says.
+        time_scale: layers take so many times as long.
+        pace: how they wait.
+
+    Raises:
+        ValueError: a value of the profile or a scale is out of range, or no gradient is left.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_shape: Sequence[int],
+        num_classes: int,
+        profile: Mapping[str, Any],
+        bytes_scale: float = 1.0,
+        time_scale: float = 1.0,
+        pace: Pace | None = None,
+    ) -> None:
+        super().__init__()
+        require_positive("model.bytes_scale", bytes_scale)
+        require_positive("model.time_scale", time_scale)
+        scaled = Profile.parse(profile).scaled(bytes_scale, time_scale)
+        if not scaled.gradient_bytes:
+            raise ValueError(f"model.bytes_scale={bytes_scale}: leaves no layer a single value")
+        self.num_classes = num_classes
+        self.pace = pace or Pace()
+        named = ((each.name, ReplayedLayer(each, scaled, self.pace)) for each in scaled.layers)
+        self.layers = nn.Sequential(OrderedDict(named))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, num_classes] of images [batch, C, H, W]."""
+        logits = images.new_zeros(len(images), self.num_classes)
+        if not self.training:
+            return logits
+        if images.is_cuda:  # the host waits, so it must not run ahead of exchange and update
+            torch.cuda.current_stream(images.device).synchronize()
+        self.pace.restart()
+        return self.layers(logits.requires_grad_())  # layers without parameters too have a backward
+
+
+class ReplayedLayer(nn.Module):
+    """One layer of a profile, with parameters of the shapes that stand for it."""
+
+    def __init__(self, layer: Layer, profile: Profile, pace: Pace) -> None:
+        super().__init__()
+        self.layer, self.profile, self.pace = layer, profile, pace
+        for name, shape in shapes(profile.values(layer)).items():
+            self.register_parameter(name, nn.Parameter(0.01 * torch.randn(shape)))
+
+    def forward(self, activations: Tensor) -> Tensor:
+        """The activations [batch, num_classes] as they are, after the layer's time."""
+        return _Wait.apply(activations, self, *self.parameters())  # type: ignore[return-value]
+
+    def forward_s(self, batch: int) -> float:
+        """Seconds that `batch` images take forward."""
+        return self.profile.forward_s(self.layer, batch)
+
+    def backward_s(self, batch: int) -> float:
+        """Seconds that `batch` images take backward."""
+        return self.profile.backward_s(self.layer, batch)
+
+
+class _Wait(torch.autograd.Function):
+    """Activations pass through it, gradients of activations too.
+
+    A parameter's gradient is its value times one number, that of the first class, so it differs
+    between ranks, takes no memory but its own, and is as the loss's factors (1/N, 1/micro-batches,
+    loss scale) want it. Autograd runs the nodes that accumulate gradients before all others that
+    are ready, so a layer's hooks run before the backward of the layer below.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, layer: ReplayedLayer, *parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(*parameters)
+        with layer.pace.work(layer.forward_s(len(activations))):
+            return activations.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients  # of the activations
+        with ctx.layer.pace.work(ctx.layer.backward_s(len(gradient))):
+            factor = gradient[:, 0].sum()
+            return gradient, None, *(parameter * factor for parameter in ctx.saved_tensors)
