@@ -23,7 +23,17 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-GROUPS = ("strategy", "exchange", "transform", "model", "data", "optim", "comm", "recorder", "cluster")
+GROUPS = (
+    "strategy",
+    "exchange",
+    "transform",
+    "model",
+    "data",
+    "optim",
+    "comm",
+    "recorder",
+    "cluster",
+)
 
 
 class ConfigError(ValueError):

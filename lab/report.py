@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab.cluster.settings import EMULATION
 from lab.distributed.replicas import replica_hash
 from lab.distributed.watch import Failure
 from lab.distributed.world import World
@@ -53,14 +55,21 @@ def surroundings(world: World) -> dict[str, Any]:
 
 
 def emulation(world: World) -> str:
-    """ "none", or in which way this run's ranks are not what they stand for."""
-    num_local = world.place.local_size
-    if world.device.type == "cuda" and num_local > torch.cuda.device_count():
-        return f"{num_local} ranks share {torch.cuda.device_count()} GPUs"
-    wanted = num_local * torch.get_num_threads()
+    """ "none", or in which ways this run's ranks are not what they stand for."""
+    hosts = os.environ.get(EMULATION)
+    return "; ".join(filter(None, (hosts, _sharing(world, bool(hosts))))) or "none"
+
+
+def _sharing(world: World, one_machine: bool) -> str | None:
+    """What the ranks of this host, or of all hosts if they are `one_machine`, have to share."""
+    num_ranks = world.size if one_machine else world.place.local_size
+    num_gpus = torch.cuda.device_count()
+    if world.device.type == "cuda" and num_ranks > num_gpus:
+        return f"{num_ranks} ranks share {num_gpus} GPUs"
+    wanted = num_ranks * torch.get_num_threads()
     if world.device.type == "cpu" and wanted > num_cores():
-        return f"{wanted} threads of {num_local} ranks share {num_cores()} CPU cores"
-    return "none"
+        return f"{wanted} threads of {num_ranks} ranks share {num_cores()} CPU cores"
+    return None
 
 
 def measurements(

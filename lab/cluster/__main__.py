@@ -1,12 +1,12 @@
-"""Emulated clusters: `python -m lab.cluster run hosts=4 rate=1gbit -- -m lab.train strategy=tree`."""
+"""Emulated clusters: `python -m lab.cluster run hosts=4 -- -m lab.train strategy=tree`."""
 
 from __future__ import annotations
 
 import sys
 
+from lab.cli import report_error
 from lab.cluster import sandbox
 from lab.cluster.settings import Cluster, cluster_of
-from lab.cli import report_error
 from lab.config import ConfigError, conf_dir, load
 
 USAGE = """\

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from lab.cluster.settings import Change, Cluster, bits_per_s
 
@@ -29,8 +30,8 @@ def on_host(host: int, *command: str) -> list[str]:
 
 def build(cluster: Cluster) -> Iterator[list[str]]:
     """What makes the network, in a network and a mount namespace of its own."""
-    yield ["mkdir", "-p", "/run/netns"]
-    yield ["mount", "-t", "tmpfs", "netns", "/run/netns"]
+    yield ["mount", "-t", "tmpfs", "run", "/run"]  # where ip keeps namespaces, and users may not
+    yield ["mkdir", "/run/netns"]
     yield ["ip", "link", "set", "lo", "up"]
     yield ["ip", "link", "add", "switch", "type", "bridge"]
     yield ["ip", "address", "add", f"{SWITCH}/24", "dev", "switch"]
@@ -74,6 +75,14 @@ def change(what: Change) -> Iterator[list[str]]:
         yield ["ip", "link", "set", f"link{what.host}", what.to]
     else:
         yield from limit(what.host, what.to)
+
+
+def name_hosts(cluster: Cluster) -> None:
+    """Let addresses have names in here, which torchrun asks for."""
+    names = [f"{address(host)} h{host}" for host in range(cluster.num_hosts)]
+    own = Path("/run/hosts")
+    own.write_text("\n".join([Path("/etc/hosts").read_text(), f"{SWITCH} switch", *names, ""]))
+    subprocess.run(["mount", "--bind", str(own), "/etc/hosts"], check=True)
 
 
 def execute(commands: Iterator[list[str]]) -> None:

@@ -103,24 +103,19 @@ def cluster_of(config: DictConfig, world_size: int | None = None) -> Cluster | N
         world_size: ranks of the run; None: as many as the hosts have.
 
     Raises:
-        ConfigError: a wrong setting, or hosts that do not fit the number of ranks.
+        ConfigError: a wrong setting, or hosts that do not fit the number of ranks; or a launcher
+            has started this rank on the network that is there.
     """
     if "_target_" not in config.cluster:
         return None
-    return build(config.cluster, world_size=world_size)
-
-
-def check_start(config: DictConfig) -> None:
-    """Refuse to train on the network that is there where another one was asked for.
-
-    Raises:
-        ConfigError: a launcher has started this rank, and not on an emulated cluster.
-    """
-    if "_target_" in config.cluster and was_launched() and EMULATION not in os.environ:
+    if "horovod" in config.comm["_target_"]:
+        raise ConfigError("comm=horovod: horovodrun starts its ranks, cluster=emulated torchrun")
+    if was_launched() and EMULATION not in os.environ:
         raise ConfigError(
             "cluster=emulated: starts its ranks itself; leave the launcher out, as in "
             "python -m lab.train cluster=emulated cluster.hosts=4"
         )
+    return build(config.cluster, world_size=world_size)
 
 
 def emulated(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from lab.cluster.check import check
-from lab.cluster.network import address, build, change, execute, on_host
+from lab.cluster.network import address, build, change, execute, name_hosts, on_host
 from lab.cluster.sandbox import AWAITED, FORWARDED, exit_code
 from lab.cluster.settings import EMULATION, Change, Cluster
 
@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
     """Run one task; the exit code is that of h0's torchrun, or the check's verdict."""
     cluster = Cluster.from_json(arguments[0])
     execute(build(cluster))
+    name_hosts(cluster)
     if arguments[1] == "check":
         return check(cluster)
     hosts = start(cluster, arguments[2:])
