@@ -182,7 +182,7 @@ def summary(record: dict[str, Any], path: Path) -> str:
     saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
     lines.append(f"payload         {sent / 1e6:.3f} MB per step and rank{saving}")
     if record["emulation"] != "none":
-        lines.append(f"emulated        {record['emulation']}: times say little about real ranks")
+        lines.append(f"emulated        {record['emulation']}")
     if record["status"] == "interrupted":
         lines.append("continue        the same command with resume=auto")
     return "\n".join([*lines, f"record          {path / 'record.json'}"])

@@ -78,10 +78,12 @@ def change(what: Change) -> Iterator[list[str]]:
 
 
 def name_hosts(cluster: Cluster) -> None:
-    """Let addresses have names in here, which torchrun asks for."""
-    names = [f"{address(host)} h{host}" for host in range(cluster.num_hosts)]
+    """Let addresses have names in here, for which torchrun's store asks, in IPv6's form too."""
+    lines = [Path("/etc/hosts").read_text()]
+    for host in range(cluster.num_hosts):
+        lines += [f"{address(host)} h{host}", f"::ffff:{address(host)} h{host}"]
     own = Path("/run/hosts")
-    own.write_text("\n".join([Path("/etc/hosts").read_text(), f"{SWITCH} switch", *names, ""]))
+    own.write_text("\n".join([*lines, ""]))
     subprocess.run(["mount", "--bind", str(own), "/etc/hosts"], check=True)
 
 

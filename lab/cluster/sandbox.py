@@ -14,7 +14,7 @@ import sys
 from lab.cluster.settings import Cluster
 from lab.config import ConfigError
 
-FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+FORWARDED = {signal.SIGINT, signal.SIGTERM}
 AWAITED = FORWARDED | {signal.SIGCHLD}
 AS_ROOT = ["unshare", "--user", "--map-root-user"]
 ISOLATED = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--pid", "--mount"]
