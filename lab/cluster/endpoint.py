@@ -10,7 +10,7 @@ import sys
 import time
 
 PORT = 29500
-SKIPPED_S, COUNTED_S = 0.1, 0.5  # of a stream: until TCP is at full speed, and after
+SKIPPED_S, COUNTED_S = 0.2, 1.0  # of a stream: until TCP is at full speed, and after
 NUM_PINGS = 200
 
 

@@ -71,10 +71,10 @@ def impair(cluster: Cluster, host: int) -> list[str]:
 
 def change(what: Change) -> Iterator[list[str]]:
     """What changes a host's link while it is in use."""
-    if what.to in ("down", "up"):
-        yield ["ip", "link", "set", f"link{what.host}", what.to]
-    else:
+    if what.sets_rate:
         yield from limit(what.host, what.to)
+    else:
+        yield ["ip", "link", "set", f"link{what.host}", what.to]
 
 
 def name_hosts(cluster: Cluster) -> None:

@@ -33,6 +33,10 @@ class Change:
     host: int
     to: str
 
+    @property
+    def sets_rate(self) -> bool:
+        return self.to not in ("down", "up")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -135,7 +139,10 @@ def emulated(
     """
     _whole("ranks_per_host", ranks_per_host)
     num_hosts = _number_of_hosts(hosts, ranks_per_host, world_size)
-    every = list(rates) if rates is not None else [rate] * num_hosts
+    for key, value in (("rates", rates), ("changes", changes)):
+        if isinstance(value, str) or not isinstance(value, Sequence | None):
+            raise ValueError(f"cluster.{key}={value}: must be a list, as in [a,b]")
+    every = [rate] * num_hosts if rates is None else list(rates)
     if len(every) != num_hosts:
         raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need as many rates")
     for one in every:
@@ -143,6 +150,8 @@ def emulated(
     _within("delay_ms", delay_ms, 10_000)
     _within("loss_percent", loss_percent, 99)
     parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
+    if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
+        raise ValueError(f"cluster.changes={list(changes)}: with netem, only of links with a rate")
     return Cluster(ranks_per_host, tuple(every), delay_ms, loss_percent, tuple(parsed))
 
 
@@ -179,16 +188,19 @@ def _within(key: str, value: object, at_most: float) -> None:
 
 
 def _check_rate(key: str, rate: object) -> None:
-    match = RATE.fullmatch(rate) if isinstance(rate, str) else None
-    if rate is not None and not (match and float(match[1])):
+    if rate is not None and not (isinstance(rate, str) and _is_rate(rate)):
         raise ValueError(
             f"cluster.{key}={rate}: must be a rate in kbit, mbit or gbit, as in 100mbit, or null"
         )
 
 
+def _is_rate(text: str) -> bool:
+    return bool(RATE.fullmatch(text)) and bits_per_s(text) > 0
+
+
 def _change(text: object, num_hosts: int) -> Change:
     match = CHANGE.fullmatch(text) if isinstance(text, str) else None
-    if not match or not (match[3] in ("down", "up") or RATE.fullmatch(match[3])):
+    if not match or not (match[3] in ("down", "up") or _is_rate(match[3])):
         raise ValueError(
             f"cluster.changes={text!r}: must be a time, a host, and a rate, down or up, as in "
             "'10s h1 100mbit'"

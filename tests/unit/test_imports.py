@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "exchange": {"distributed", "codec", "measure"},
     "record": {"measure"},
     "analysis": set(),
+    "cluster": {"config", "cli", "distributed"},
 }
 ONLY_IN = {
     "triton": {"lab/codec/gpu.py"},
@@ -67,7 +68,16 @@ def test_optional_and_central_libraries_have_one_place(library: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["lab.config", "lab.cli", "lab.train", "lab.study", "lab.plot", "lab.bench"]
+    "module",
+    [
+        "lab.config",
+        "lab.cli",
+        "lab.train",
+        "lab.study",
+        "lab.plot",
+        "lab.bench",
+        "lab.cluster.__main__",
+    ],
 )
 def test_help_and_settings_need_no_torch(module: str) -> None:
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
