@@ -72,7 +72,7 @@ def _measure(request: Request) -> dict[str, Any] | None:
         return benchmark.measure(request)
     if BENCHES[request.bench].apart:
         return benchmark.combine(list(_one_by_one(request)))
-    if request.own.get("world_size", 1) == 1:
+    if request.own.get("world_size", 1) == 1 and not request.cluster():
         return benchmark.measure(request)
     return ask_ranks(request)
 

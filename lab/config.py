@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 GROUPS = (
     *("strategy", "exchange", "transform"),
-    *("model", "profile", "data", "optim", "comm", "recorder"),
+    *("model", "profile", "data", "optim", "comm", "recorder", "cluster"),
 )
 
 
@@ -68,6 +68,7 @@ class Settings:
     optim: dict[str, Any] = setting({}, "SGD and its schedule (a group)")
     comm: dict[str, Any] = setting({}, "over what ranks talk (a group)")
     recorder: dict[str, Any] = setting({}, "where numbers go beside the run directory (a group)")
+    cluster: dict[str, Any] = setting({}, "the hosts and links that ranks are started on (a group)")
 
     overlap: bool = setting(False, "exchange buckets while backward still runs")
     bucket_mb: float | None = setting(

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lab.cluster.settings import Cluster
 from lab.record.files import write_json
 from lab.record.run_directory import SCHEMA
 from lab.study import Cell
@@ -34,7 +35,7 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, A
     train = ["-m", "lab.train", *settings_of(root, cell)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*starter(cell.world_size, cell.over_horovod), *train],
+            [*starter(cell.world_size, cell.over_horovod, cell.cluster), *train],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -69,8 +70,10 @@ def settings_of(root: Path, cell: Cell) -> list[str]:
     return [*cell.arguments, *place, f"repeat={cell.repeat}"]
 
 
-def starter(world_size: int, over_horovod: bool) -> list[str]:
-    """What starts `-m MODULE SETTINGS`, put after it, as ranks on this host."""
+def starter(world_size: int, over_horovod: bool, cluster: Cluster | None) -> list[str]:
+    """What starts `-m MODULE SETTINGS`, put after it, as ranks on this host or on a cluster."""
+    if cluster:
+        return [sys.executable, "-m", "lab.cluster", "run", *cluster.settings(), "--"]
     if over_horovod:
         horovodrun = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
         return [*horovodrun, "-np", str(world_size), sys.executable]

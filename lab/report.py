@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from lab.cluster.settings import EMULATION
 from lab.distributed.replicas import replica_hash
 from lab.distributed.watch import Failure
 from lab.distributed.world import World
@@ -55,20 +57,24 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
 
 def emulation(world: World, *configs: DictConfig) -> str:
     """ "none", or in which ways the ranks that run `configs` are not what they stand for."""
+    hosts = os.environ.get(EMULATION)
     replays = [config for config in configs if "profile" in config.model]
     profiles = dict.fromkeys(config.profile.get("name") for config in replays)
-    reasons = [f"compute replayed from profile {name}" for name in profiles]
-    return "; ".join([*_shared(world), *reasons]) or "none"
+    reasons = [hosts, _sharing(world, bool(hosts))]
+    reasons += [f"compute replayed from profile {name}" for name in profiles]
+    return "; ".join(filter(None, reasons)) or "none"
 
 
-def _shared(world: World) -> list[str]:
-    num_local = world.place.local_size
-    if world.device.type == "cuda" and num_local > torch.cuda.device_count():
-        return [f"{num_local} ranks share {torch.cuda.device_count()} GPUs"]
-    wanted = num_local * torch.get_num_threads()
+def _sharing(world: World, one_machine: bool) -> str | None:
+    """What the ranks of this host, or of all hosts if they are `one_machine`, have to share."""
+    num_ranks = world.size if one_machine else world.place.local_size
+    num_gpus = torch.cuda.device_count()
+    if world.device.type == "cuda" and num_ranks > num_gpus:
+        return f"{num_ranks} ranks share {num_gpus} GPUs"
+    wanted = num_ranks * torch.get_num_threads()
     if world.device.type == "cpu" and wanted > num_cores():
-        return [f"{wanted} threads of {num_local} ranks share {num_cores()} CPU cores"]
-    return []
+        return f"{wanted} threads of {num_ranks} ranks share {num_cores()} CPU cores"
+    return None
 
 
 def measurements(
@@ -181,7 +187,7 @@ def summary(record: dict[str, Any], path: Path) -> str:
     saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
     lines.append(f"payload         {sent / 1e6:.3f} MB per step and rank{saving}")
     if record["emulation"] != "none":
-        lines.append(f"emulated        {record['emulation']}: times say little about real ranks")
+        lines.append(f"emulated        {record['emulation']}")
     if record["status"] == "interrupted":
         lines.append("continue        the same command with resume=auto")
     return "\n".join([*lines, f"record          {path / 'record.json'}"])

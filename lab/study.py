@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from lab.cluster.settings import Cluster, cluster_of
 from lab.config import (
     ConfigError,
     check_batch,
@@ -50,6 +51,11 @@ class Cell:
     def over_horovod(self) -> bool:
         """Whether horovodrun alone can start its ranks."""
         return "horovod" in self.config.comm["_target_"]
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The emulated one that its ranks are started on, if any."""
+        return cluster_of(self.config, self.world_size)
 
     @property
     def variant(self) -> dict[str, str]:
@@ -116,6 +122,7 @@ def _cell(settings: dict[str, str], strategy: str, world_size: int) -> Cell:
     arguments = (f"strategy={strategy}", *(f"{key}={value}" for key, value in settings.items()))
     config = load(list(arguments))
     check_batch(config, world_size)
+    cluster_of(config, world_size)
     return Cell(arguments, config, world_size)
 
 

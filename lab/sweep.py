@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.cli import answer_help, report_error
+from lab.cluster import sandbox
 from lab.config import ConfigError
 from lab.study import SWEEP_SETTINGS, Cell, Study, read
 
@@ -121,6 +122,11 @@ def _check_launcher(study: Study) -> None:
     """
     if any(cell.over_horovod for cell in study.cells):
         _check_horovod(study.launcher)
+    clusters = set(filter(None, (cell.cluster for cell in study.cells)))
+    if clusters and study.launcher == "slurm":
+        raise ConfigError("launcher=slurm: starts no emulated clusters; leave cluster= out")
+    for cluster in clusters:
+        sandbox.find(cluster)
     if study.launcher == "slurm":
         from lab.slurm import check_installed
 

@@ -1,4 +1,7 @@
-"""One rank of one run: `torchrun -m lab.train strategy=onebit`, or `python -m lab.train ...`."""
+"""One rank of one run: `torchrun -m lab.train strategy=onebit`, or `python -m lab.train ...`.
+
+With cluster=emulated it is what starts the ranks, each of them again this command.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ import time
 from omegaconf import DictConfig
 
 from lab.cli import answer_help, report_error
+from lab.cluster import sandbox
+from lab.cluster.settings import cluster_of
 from lab.config import ConfigError, check_batch, load
-from lab.distributed.launcher import is_first_rank, world_size
+from lab.distributed.launcher import is_first_rank, was_launched, world_size
 
 EXAMPLES = (
     "torchrun --nproc-per-node 2 -m lab.train strategy=onebit",
     "torchrun --nproc-per-node 4 -m lab.train strategy=tree overlap=true bucket_mb=4 model=mlp",
+    "python -m lab.train strategy=tree cluster=emulated cluster.hosts=4 cluster.rate=1gbit",
     "python -m lab.train model=alexnet_small batch_size=256 optim.lr=0.02 eval_every=50",
 )
 
@@ -33,7 +39,10 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, _stopped_early)
     try:
         config = load(arguments)
-        check_batch(config, world_size())
+        cluster = cluster_of(config, world_size() if was_launched() else None)
+        check_batch(config, cluster.num_ranks if cluster else world_size())
+        if cluster and not was_launched():
+            return sandbox.run(cluster, ["run", "-m", "lab.train", *arguments])
         return _run(config, arguments)
     except ConfigError as error:
         if is_first_rank():

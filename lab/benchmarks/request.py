@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lab.cluster.settings import Cluster, cluster_of
 from lab.config import ConfigError, Override, check_batch, load, parse_overrides
 from lab.distributed.launcher import was_launched, world_size
 
@@ -57,7 +58,10 @@ BENCHES = {
         ("sizes", "rounds", "world_size"),
         group="exchange",
         default="allreduce,ring,tree",
-        only=("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
+        only=(
+            *("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
+            "cluster",
+        ),
     ),
     "codec": Bench(
         ("codec", "num_values", "columns", "threads", "rounds"), default="none", only=("device",)
@@ -97,6 +101,11 @@ class Request:
     own: dict[str, Any]
     arguments: list[str]
 
+    def cluster(self, alone: Variant | None = None) -> Cluster | None:
+        """The emulated one that ranks are started on, if any: for all variants, or `alone`."""
+        config = (alone or self.variants[0]).config
+        return cluster_of(config, self.own.get("world_size"))
+
     @property
     def over_horovod(self) -> bool:
         """Whether horovodrun alone can start its ranks."""
@@ -132,7 +141,10 @@ def read(arguments: list[str]) -> Request:
     variants = _variants(name, others)
     for variant in () if BENCHES[name].only else variants:
         check_batch(variant.config, own["world_size"])
-    return Request(name, variants, own, arguments)
+    request = Request(name, variants, own, arguments)
+    if len({request.cluster(each) for each in variants}) > 1 and not BENCHES[name].apart:
+        raise ConfigError("cluster: what is compared takes turns on the same one")
+    return request
 
 
 def whole_number(key: str, text: str) -> int:

@@ -48,7 +48,8 @@ def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
 
     arguments = [request.bench, *alone.arguments] if alone else request.arguments
     defaults = {"OMP_NUM_THREADS": "1", **dict(BENCHES[request.bench].environment)}
-    launcher = starter(request.own["world_size"], request.over_horovod)
+    cluster = request.cluster(alone)
+    launcher = starter(request.own["world_size"], request.over_horovod, cluster)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         process = subprocess.Popen(

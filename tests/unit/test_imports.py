@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "record": {"measure"},
     "analysis": set(),
     "simulate": {"exchange", "measure", "analysis"},
+    "cluster": {"config", "cli", "distributed"},
 }
 COMMANDS = {
     *("lab.train", "lab.sweep", "lab.plot", "lab.bench", "lab.predict", "lab.verify"),
-    "lab.profile_layers",
+    *("lab.profile_layers", "lab.cluster.__main__"),
 }
 ONLY_IN = {
     "triton": {"lab/codec/gpu.py"},

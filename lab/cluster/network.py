@@ -1,0 +1,97 @@
+"""The network of an emulated cluster, as command lines of iproute2.
+
+Every host is a network namespace h0, h1, ... whose eth0 is one end of a veth pair; the other ends,
+link0, link1, ... are ports of a bridge in the namespace around them, which has an address too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from lab.cluster.settings import Change, Cluster, bits_per_s
+
+BURST_S = 0.001  # of a link's rate: what a timer that fires late must not lose
+LEAST_BURST_BYTES = 16_384
+SWITCH = "10.77.0.1"
+QUEUE = "50ms"  # what waits for a link at most; the rest is dropped, as a switch does
+
+
+def address(host: int) -> str:
+    """Of a host's eth0. As texts they sort like the hosts, which is how torchrun ranks them."""
+    return f"10.77.0.{101 + host}"
+
+
+def on_host(host: int, *command: str) -> list[str]:
+    """`command`, run on a host."""
+    return ["ip", "netns", "exec", f"h{host}", *command]
+
+
+def build(cluster: Cluster) -> Iterator[list[str]]:
+    """What makes the network, in a network and a mount namespace of its own."""
+    yield ["mount", "-t", "tmpfs", "run", "/run"]  # where ip keeps namespaces, and users may not
+    yield ["mkdir", "/run/netns"]
+    yield ["ip", "link", "set", "lo", "up"]
+    yield ["ip", "link", "add", "switch", "type", "bridge"]
+    yield ["ip", "address", "add", f"{SWITCH}/24", "dev", "switch"]
+    yield ["ip", "link", "set", "switch", "up"]
+    for host, rate in enumerate(cluster.rates):
+        end = ["peer", "name", "eth0", "netns", f"h{host}"]
+        yield ["ip", "netns", "add", f"h{host}"]
+        yield ["ip", "link", "add", f"link{host}", "type", "veth", *end]
+        yield ["ip", "-n", f"h{host}", "address", "add", f"{address(host)}/24", "dev", "eth0"]
+        yield ["ip", "-n", f"h{host}", "link", "set", "lo", "up"]
+        yield ["ip", "-n", f"h{host}", "link", "set", "eth0", "up"]
+        yield ["ip", "link", "set", f"link{host}", "master", "switch", "up"]
+        if rate:
+            yield from limit(host, rate)
+        if cluster.needs_netem:
+            yield impair(cluster, host)
+
+
+def limit(host: int, rate: str) -> Iterator[list[str]]:
+    """Give a host's link a rate: what it sends, at its end, and what it receives, at the switch's.
+
+    tbf counts bytes of Ethernet frames. TCP hands it up to 64 KB at a time, which it cuts into
+    frames where the burst is smaller.
+    """
+    burst = max(LEAST_BURST_BYTES, round(bits_per_s(rate) / 8 * BURST_S))
+    shape = ["root", "handle", "1:", "tbf", "rate", rate, "burst", f"{burst}b", "latency", QUEUE]
+    yield ["tc", "-n", f"h{host}", "qdisc", "replace", "dev", "eth0", *shape]
+    yield ["tc", "qdisc", "replace", "dev", f"link{host}", *shape]
+
+
+def impair(cluster: Cluster, host: int) -> list[str]:
+    """Delay, and lose, what a host sends: once on the way to any other."""
+    netem = ["netem", "delay", f"{cluster.delay_ms:g}ms", "loss", f"{cluster.loss_percent:g}%"]
+    where = ["parent", "1:"] if cluster.rates[host] else ["root"]
+    return ["tc", "-n", f"h{host}", "qdisc", "add", "dev", "eth0", *where, *netem]
+
+
+def change(what: Change) -> Iterator[list[str]]:
+    """What changes a host's link while it is in use."""
+    if what.sets_rate:
+        yield from limit(what.host, what.to)
+    else:
+        yield ["ip", "link", "set", f"link{what.host}", what.to]
+
+
+def name_hosts(cluster: Cluster) -> None:
+    """Let addresses have names in here, for which torchrun's store asks, in IPv6's form too."""
+    lines = [Path("/etc/hosts").read_text()]
+    for host in range(cluster.num_hosts):
+        lines += [f"{address(host)} h{host}", f"::ffff:{address(host)} h{host}"]
+    own = Path("/run/hosts")
+    own.write_text("\n".join([*lines, ""]))
+    subprocess.run(["mount", "--bind", str(own), "/etc/hosts"], check=True)
+
+
+def execute(commands: Iterator[list[str]]) -> None:
+    """Run them one after the other.
+
+    Raises:
+        subprocess.CalledProcessError: one failed; it has said why.
+    """
+    for command in commands:
+        subprocess.run(command, check=True)

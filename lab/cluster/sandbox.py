@@ -1,0 +1,84 @@
+"""Namespaces in which a cluster lives and dies.
+
+The kernel owns everything's lifetime: when the process that made a sandbox ends, in whatever way,
+so does the first process inside, and with it all others, their mounts, namespaces and interfaces.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from lab.cluster.settings import Cluster
+from lab.config import ConfigError
+
+FORWARDED = {signal.SIGINT, signal.SIGTERM}
+AWAITED = FORWARDED | {signal.SIGCHLD}
+AS_ROOT = ["unshare", "--user", "--map-root-user"]
+ISOLATED = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--pid", "--mount"]
+ISOLATED += ["--fork", "--kill-child", "--mount-proc"]
+PROBE = """ip link add switch type bridge && ip link add link0 type veth &&
+tc qdisc add dev lo root tbf rate 1mbit burst 16kb latency 50ms"""
+PROBE_NETEM = "tc qdisc add dev lo root netem delay 1ms"
+
+
+def find(cluster: Cluster) -> list[str]:
+    """What a command is put behind to run in a sandbox: as root, or as a user who plays root.
+
+    Raises:
+        ConfigError: neither is allowed here, or the kernel lacks what the cluster needs.
+    """
+    prefixes = (ISOLATED, [*AS_ROOT, *ISOLATED])
+    problems = [_problem([*prefix, "sh", "-c", PROBE]) for prefix in prefixes]
+    if all(problems):
+        raise ConfigError(
+            "cluster=emulated: needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), util-linux and "
+            f"iproute2 on Linux: {problems[0]}"
+        )
+    sandbox = prefixes[problems.index("")]
+    if cluster.needs_netem and (problem := _problem([*sandbox, "sh", "-c", PROBE_NETEM])):
+        raise ConfigError(
+            f"cluster.delay_ms={cluster.delay_ms:g} cluster.loss_percent={cluster.loss_percent:g}: "
+            f"must be 0, for this kernel has no netem: {problem}"
+        )
+    return sandbox
+
+
+def run(cluster: Cluster, task: list[str]) -> int:
+    """Run a task of lab.cluster.supervisor on a new cluster; its exit code.
+
+    Signals reach it, however early they come: blocked here and, by inheritance, there, they wait
+    until it takes them.
+
+    Raises:
+        ConfigError: see `find`.
+    """
+    inside = [sys.executable, "-m", "lab.cluster.supervisor", cluster.to_json(), *task]
+    line = [*find(cluster), *inside]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    try:
+        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+        while process.poll() is None:
+            number = signal.sigwait(AWAITED)
+            if number in FORWARDED:
+                os.killpg(process.pid, number)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return exit_code(process.returncode)
+
+
+def exit_code(returncode: int) -> int:
+    """A process's, as shells have it: 128 + n after signal n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _problem(command: list[str]) -> str:
+    """Why a command fails, in a line; empty if it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[-1] if done.returncode else ""

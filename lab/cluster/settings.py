@@ -1,0 +1,210 @@
+"""What an emulated cluster is to be, checked before anything starts. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from omegaconf import DictConfig
+
+from lab.config import ConfigError, build
+from lab.distributed.launcher import was_launched
+
+EMULATION = "LAB_EMULATION"  # tells ranks, and their records, on what they run
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+MOST_HOSTS = 150  # addresses 10.77.0.101 and up
+RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
+CHANGE = re.compile(r"(\d+(?:\.\d+)?)s h(\d+) (\S+)")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to one host's link while the hosts run.
+
+    Attributes:
+        after_s: seconds since they were started.
+        to: "down", "up" (again, as it was), or a rate.
+    """
+
+    after_s: float
+    host: int
+    to: str
+
+    @property
+    def sets_rate(self) -> bool:
+        return self.to not in ("down", "up")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """An emulated cluster.
+
+    Attributes:
+        rates: of each host's link, in both directions, as tc writes them; None: unlimited.
+        delay_ms: one way, from any host to any other.
+        loss_percent: of packets, one way.
+    """
+
+    ranks_per_host: int
+    rates: tuple[str | None, ...]
+    delay_ms: float = 0.0
+    loss_percent: float = 0.0
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.rates)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def needs_netem(self) -> bool:
+        return bool(self.delay_ms or self.loss_percent)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        fields = json.loads(text)
+        changes = tuple(Change(**change) for change in fields.pop("changes"))
+        return cls(**fields | {"rates": tuple(fields["rates"]), "changes": changes})
+
+    def settings(self) -> list[str]:
+        """The settings of `python -m lab.cluster` that make it."""
+        changes = [f"{change.after_s:g}s h{change.host} {change.to}" for change in self.changes]
+        return [
+            f"hosts={self.num_hosts}",
+            f"ranks_per_host={self.ranks_per_host}",
+            f"rates={json.dumps(self.rates)}",
+            f"delay_ms={self.delay_ms:g}",
+            f"loss_percent={self.loss_percent:g}",
+            f"changes={json.dumps(changes)}",
+        ]
+
+    def describe(self) -> str:
+        """What a record says of it."""
+        plural = "s" if self.num_hosts > 1 else ""
+        rates = list(self.rates) if len(set(self.rates)) > 1 else [self.rates[0]]
+        links = ", ".join(rate or "no limit" for rate in rates)
+        text = f"{self.num_hosts} host{plural} as network namespaces, links of {links} (tbf)"
+        if self.needs_netem:
+            text += f", {self.delay_ms:g} ms and {self.loss_percent:g} % loss (netem)"
+        for change in self.changes:
+            text += f", h{change.host} {change.to} after {change.after_s:g} s"
+        return text
+
+
+def cluster_of(config: DictConfig, world_size: int | None = None) -> Cluster | None:
+    """The cluster that a run's settings ask for; None: the network that is there.
+
+    Args:
+        world_size: ranks of the run; None: as many as the hosts have.
+
+    Raises:
+        ConfigError: a wrong setting, or hosts that do not fit the number of ranks; or a launcher
+            has started this rank on the network that is there.
+    """
+    if "_target_" not in config.cluster:
+        return None
+    if "horovod" in config.comm["_target_"]:
+        raise ConfigError("comm=horovod: horovodrun starts its ranks, cluster=emulated torchrun")
+    if was_launched() and EMULATION not in os.environ:
+        raise ConfigError(
+            "cluster=emulated: starts its ranks itself; leave the launcher out, as in "
+            "python -m lab.train cluster=emulated cluster.hosts=4"
+        )
+    return build(config.cluster, world_size=world_size)
+
+
+def emulated(
+    hosts: int | None,
+    ranks_per_host: int,
+    rate: str | None,
+    rates: Sequence[str | None] | None,
+    delay_ms: float,
+    loss_percent: float,
+    changes: Sequence[str],
+    world_size: int | None = None,
+) -> Cluster:
+    """conf/cluster/emulated.yaml as a Cluster.
+
+    Raises:
+        ValueError: one of them is wrong; names it, its value and what is allowed.
+    """
+    _whole("ranks_per_host", ranks_per_host)
+    num_hosts = _number_of_hosts(hosts, ranks_per_host, world_size)
+    for key, value in (("rates", rates), ("changes", changes)):
+        if isinstance(value, str) or not isinstance(value, Sequence | None):
+            raise ValueError(f"cluster.{key}={value}: must be a list, as in [a,b]")
+    every = [rate] * num_hosts if rates is None else list(rates)
+    if len(every) != num_hosts:
+        raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need as many rates")
+    for one in every:
+        _check_rate("rate" if rates is None else "rates", one)
+    _within("delay_ms", delay_ms, 10_000)
+    _within("loss_percent", loss_percent, 99)
+    parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
+    if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
+        raise ValueError(f"cluster.changes={list(changes)}: with netem, only of links with a rate")
+    return Cluster(ranks_per_host, tuple(every), delay_ms, loss_percent, tuple(parsed))
+
+
+def bits_per_s(rate: str) -> float:
+    """`100mbit` in bits per second; units are powers of 1000, as tc has them."""
+    match = RATE.fullmatch(rate)
+    assert match, rate
+    return float(match[1]) * UNITS[match[2]]
+
+
+def _number_of_hosts(hosts: int | None, ranks_per_host: int, world_size: int | None) -> int:
+    if hosts is None and world_size is None:
+        raise ValueError("cluster.hosts=null: say how many, as in cluster.hosts=4")
+    if hosts is None:
+        assert world_size is not None
+        hosts = world_size // ranks_per_host or 1
+    _whole("hosts", hosts, MOST_HOSTS)
+    if world_size not in (None, hosts * ranks_per_host):
+        raise ValueError(
+            f"cluster.hosts={hosts}: with cluster.ranks_per_host={ranks_per_host} they have "
+            f"{hosts * ranks_per_host} ranks, but world_size={world_size}"
+        )
+    return hosts
+
+
+def _whole(key: str, value: object, at_most: int = 1024) -> None:
+    if type(value) is not int or not 1 <= value <= at_most:
+        raise ValueError(f"cluster.{key}={value}: must be an integer from 1 to {at_most}")
+
+
+def _within(key: str, value: object, at_most: float) -> None:
+    if type(value) not in (int, float) or not 0 <= value <= at_most:  # type: ignore[operator]
+        raise ValueError(f"cluster.{key}={value}: must be a number from 0 to {at_most}")
+
+
+def _check_rate(key: str, rate: object) -> None:
+    if rate is not None and not (isinstance(rate, str) and _is_rate(rate)):
+        raise ValueError(
+            f"cluster.{key}={rate}: must be a rate in kbit, mbit or gbit, as in 100mbit, or null"
+        )
+
+
+def _is_rate(text: str) -> bool:
+    return bool(RATE.fullmatch(text)) and bits_per_s(text) > 0
+
+
+def _change(text: object, num_hosts: int) -> Change:
+    match = CHANGE.fullmatch(text) if isinstance(text, str) else None
+    if not match or not (match[3] in ("down", "up") or _is_rate(match[3])):
+        raise ValueError(
+            f"cluster.changes={text!r}: must be a time, a host, and a rate, down or up, as in "
+            "'10s h1 100mbit'"
+        )
+    if int(match[2]) >= num_hosts:
+        raise ValueError(f"cluster.changes={text!r}: the hosts are h0 to h{num_hosts - 1}")
+    return Change(float(match[1]), int(match[2]), match[3])

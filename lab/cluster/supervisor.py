@@ -1,0 +1,119 @@
+"""The first process of a sandbox: makes the network, starts a torchrun on each host, waits.
+
+python -m lab.cluster.supervisor CLUSTER run TORCHRUN-ARGUMENTS... | check
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import IO
+
+from lab.cluster.check import check
+from lab.cluster.network import address, build, change, execute, name_hosts, on_host
+from lab.cluster.sandbox import AWAITED, FORWARDED, exit_code
+from lab.cluster.settings import EMULATION, Change, Cluster
+
+PORT = 29400  # of the rendezvous on h0, in a network where nothing else is
+GRACE_S = 30.0  # what the other hosts have once h0, and with it rank 0, has ended
+
+
+def main(arguments: list[str]) -> int:
+    """Run one task; the exit code is that of h0's torchrun, or the check's verdict."""
+    cluster = Cluster.from_json(arguments[0])
+    execute(build(cluster))
+    name_hosts(cluster)
+    if arguments[1] == "check":
+        return check(cluster)
+    hosts = start(cluster, arguments[2:])
+    wait(hosts, list(cluster.changes))
+    return exit_code(hosts[0].returncode)
+
+
+def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """A torchrun on each host. h0's output is this process's; the others' has their name on it."""
+    job = uuid.uuid4().hex  # each start is one of its own, as under torchrun --standalone
+    hosts = [
+        subprocess.Popen(
+            on_host(host, *_torchrun(cluster, host, job), *arguments),
+            env=_environment(cluster, host),
+            stdout=subprocess.PIPE if host else None,
+            stderr=subprocess.STDOUT if host else None,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_unblock_signals,
+        )
+        for host in range(cluster.num_hosts)
+    ]
+    for number, host in enumerate(hosts):
+        if host.stdout:
+            threading.Thread(target=_show, args=(number, host.stdout), daemon=True).start()
+    return hosts
+
+
+def wait(hosts: list[subprocess.Popen[str]], changes: list[Change]) -> None:
+    """Until h0 has ended, and the others or their time; meanwhile links change, signals pass on."""
+    began = time.monotonic()
+    deadline = float("inf")
+    while any(host.poll() is None for host in hosts):
+        now = time.monotonic() - began
+        if hosts[0].returncode is not None:
+            deadline = min(deadline, now + GRACE_S)
+        if now >= deadline:
+            return
+        if changes and changes[0].after_s <= now:
+            execute(change(changes.pop(0)))
+            continue
+        until = min([deadline, *(one.after_s for one in changes[:1]), now + 3600])
+        caught = signal.sigtimedwait(AWAITED, until - now)
+        if caught and caught.si_signo in FORWARDED:
+            for host in hosts:
+                host.send_signal(caught.si_signo)
+
+
+def _torchrun(cluster: Cluster, host: int, job: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nnodes={cluster.num_hosts}",
+        f"--nproc-per-node={cluster.ranks_per_host}",
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{PORT}", f"--rdzv-id={job}"),
+        *(f"--rdzv-conf=is_host={host == 0}", f"--local-addr={address(host)}"),
+    ]
+
+
+def _environment(cluster: Cluster, host: int) -> dict[str, str]:
+    """Of a host. NCCL would go around the links where it found two ranks on one machine."""
+    network = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    nccl = {"NCCL_HOSTID": f"h{host}", "NCCL_IB_DISABLE": "1"}
+    start = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", EMULATION: cluster.describe()}
+    gpus = _visible_gpus()
+    if gpus:
+        first = host * cluster.ranks_per_host % len(gpus)
+        start["CUDA_VISIBLE_DEVICES"] = ",".join([*gpus[first:], *gpus[:first]])
+    return {"OMP_NUM_THREADS": "1", **os.environ, **network, **nccl, **start}
+
+
+def _visible_gpus() -> list[str]:
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
+
+
+def _show(host: int, output: IO[str]) -> None:
+    for line in output:
+        sys.stderr.write(f"h{host}: {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""Emulated clusters: what their links give, training on them, and that they leave nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lab.cluster import sandbox
+from lab.cluster.settings import Cluster
+from lab.config import ConfigError
+from tests.conftest import Finished, record, wait_for
+
+Command = Callable[..., Finished]
+QUICK = ("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2")
+TWO_HOSTS = ("cluster=emulated", "cluster.hosts=2", "cell=a")
+
+
+def problem() -> str:
+    try:
+        sandbox.find(Cluster(1, ("1gbit",)))
+        return ""
+    except ConfigError as error:
+        return str(error)
+
+
+pytestmark = [
+    pytest.mark.skipif(bool(problem()), reason=problem() or "-"),
+    pytest.mark.xdist_group("hosts"),  # others there make namespaces too
+]
+
+
+@pytest.mark.alone  # links of a busy machine are slow
+def test_links_give_what_was_asked_for(command: Command) -> None:
+    done = command("lab.cluster", "check", "hosts=2", "rates=[1gbit,100mbit]")
+    assert done.code == 0, done.out + done.err
+    rows = [line.split() for line in done.out.splitlines()[1:]]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("h0", "1gbit", "ok"),
+        ("h1", "100mbit", "ok"),
+    ]
+
+
+def test_training_on_two_hosts(command: Command, tmp_path: Path) -> None:
+    changes = 'cluster.changes=["0s h1 200mbit"]'
+    done = command("lab.train", "strategy=onebit", "steps=6", changes, *TWO_HOSTS, *QUICK)
+    assert done.code == 0, done.err
+    found = record(tmp_path / "runs" / "default" / "a")
+    assert found["status"] == "done"
+    assert found["world_size"] == found["environment"]["num_hosts"] == 2
+    hosts = "2 hosts as network namespaces, links of 1gbit (tbf), h1 200mbit after 0 s"
+    assert found["emulation"].startswith(hosts)
+
+
+def test_the_exit_code_is_that_of_the_launcher(command: Command) -> None:
+    done = command("lab.cluster", "run", "hosts=2", "--", "--nproc-per-node=x", "-m", "lab.train")
+    assert done.code == 1
+    assert "h1: " in done.err
+
+
+def test_ranks_that_are_asked_to_stop_leave_a_record(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = start(environment, tmp_path)
+    wait_for(lambda: list(tmp_path.rglob("step_*/DONE")))
+    process.terminate()
+    assert process.wait(40) != 0
+    assert record(tmp_path / "runs" / "default" / "a")["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 6])
+def test_killed_it_leaves_nothing(
+    num_processes: int, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """As soon as it has made the sandbox, the supervisor, the launchers, the ranks."""
+    before = traces()
+    process = start(environment, tmp_path)
+    known = psutil.Process(process.pid)
+    wait_for(lambda: len(known.children(recursive=True)) >= num_processes)
+    family = known.children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+    assert traces() == before
+
+
+def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    """A training that would take long."""
+    settings = (*TWO_HOSTS, *QUICK, "steps=100000", "checkpoint_every=5")
+    line = [sys.executable, "-m", "lab.train", *settings]
+    return subprocess.Popen(line, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+
+
+def traces() -> list[str]:
+    """Namespaces, interfaces and mounts of this machine."""
+    commands = (["ip", "netns", "list"], ["ip", "-br", "link"])
+    seen = [subprocess.run(each, capture_output=True, text=True).stdout for each in commands]
+    return [*seen, Path("/proc/self/mounts").read_text()]
