@@ -93,6 +93,7 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not finite: training has diverged.
         """
+        self.sync.settle()
         broadcast_buffers(self.model, self.world)
         self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64)
@@ -130,6 +131,7 @@ class Trainer:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds: the part that all ranks share, and this rank's own."""
+        self.sync.settle()
         broadcast_buffers(self.model, self.world)
         replica = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         shared = {
