@@ -60,7 +60,6 @@ def step_some(strategy: str) -> tuple[int, int]:
         model.weight.grad = torch.randn(ROWS, COLUMNS)
         sync.finish()
         sync.after_update(last=False)
-        sync.settle()
 
     answer = count(run, world)
     sync.worker.close()
@@ -118,8 +117,7 @@ def test_booked_is_what_crossed_and_what_theory_says(exchange: str, size: int) -
 
 
 # Gradients and weights along the same path are what gradients and means are.
-STEPS = [("caffe", "tree", 2), ("caffe", "tree", 3), ("torch7", "star", 3)]
-STEPS += [("tensorflow", "star", 2), ("cntk sync.double_buffer=true", "onebit", 2)]
+STEPS = [("caffe", "tree", 3), ("torch7", "star", 2), ("tensorflow", "star", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "exchange", "size"), STEPS)

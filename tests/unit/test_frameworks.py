@@ -88,8 +88,8 @@ def gradients(weights: Weights, batch: Tensor) -> Weights:
     model = network().double()
     for parameter, values in zip(model.parameters(), weights, strict=True):
         parameter.data = torch.from_numpy(values.copy())
-    loss(model(batch.double())).backward()
-    return [parameter.grad.numpy() for parameter in model.parameters()]
+    of_each = torch.autograd.grad(loss(model(batch.double())), list(model.parameters()))
+    return [gradient.numpy() for gradient in of_each]
 
 
 class Solver:
