@@ -76,12 +76,13 @@ class Trainer:
         self.sync.step = self.progress.step
         with self.sync:
             self.model.train()
+            before = self._sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
-                sent = self.sync.comm.traffic
-                before = sent.payload_bytes, sent.num_messages
                 with self.clock.step():
                     self._step(batches)
-                self.traffic.append((sent.payload_bytes - before[0], sent.num_messages - before[1]))
+                now = self._sent()  # since the last step's end: exchanges may outlast their steps
+                self.traffic.append((now[0] - before[0], now[1] - before[1]))
+                before = now
                 self.progress.step += 1
                 self.progress.samples += self.batch_size
                 self._look_at_loss()
@@ -255,6 +256,10 @@ class Trainer:
             return {}
         state = self.sync.exchange.state_dict()
         return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
+
+    def _sent(self) -> tuple[int, int]:
+        traffic = self.sync.comm.traffic
+        return traffic.payload_bytes, traffic.num_messages
 
     def _look_at_loss(self) -> None:
         if self.world.device.type == "cuda" and self.progress.step % LOOK_EVERY:
