@@ -76,12 +76,13 @@ class Trainer:
         self.sync.step = self.progress.step
         with self.sync:
             self.model.train()
+            before = self._sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
-                sent = self.sync.comm.traffic
-                before = sent.payload_bytes, sent.num_messages
                 with self.clock.step():
                     self._step(batches)
-                self.traffic.append((sent.payload_bytes - before[0], sent.num_messages - before[1]))
+                now = self._sent()  # since the last step's end: exchanges may outlast their steps
+                self.traffic.append((now[0] - before[0], now[1] - before[1]))
+                before = now
                 self.progress.step += 1
                 self.progress.samples += self.batch_size
                 self._look_at_loss()
@@ -93,6 +94,7 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not finite: training has diverged.
         """
+        self.sync.settle()
         broadcast_buffers(self.model, self.world)
         self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64)
@@ -130,6 +132,7 @@ class Trainer:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds: the part that all ranks share, and this rank's own."""
+        self.sync.settle()
         broadcast_buffers(self.model, self.world)
         replica = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         shared = {
@@ -253,6 +256,10 @@ class Trainer:
             return {}
         state = self.sync.exchange.state_dict()
         return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
+
+    def _sent(self) -> tuple[int, int]:
+        traffic = self.sync.comm.traffic
+        return traffic.payload_bytes, traffic.num_messages
 
     def _look_at_loss(self) -> None:
         if self.world.device.type == "cuda" and self.progress.step % LOOK_EVERY:

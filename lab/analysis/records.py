@@ -21,6 +21,7 @@ STRATEGIES = (
     *("none", "allreduce", "tree", "tree_pipelined", "tree_double", "ring", "star"),
     *("overlap", "layerwise", "bf16", "fp16", "int8", "onebit", "signsgd_ef", "topk", "randomk"),
     *("powersgd", "auto", "fc1x1", "fc1x1_onebit", "local_sgd", "diloco", "ddp", "horovod"),
+    *("caffe", "torch7", "cntk", "tensorflow"),
 )
 
 

@@ -77,6 +77,10 @@ KNOWN = {
     "local_sgd": Look(SKY, ":", ">"),
     "diloco": Look(VERMILLION, ":", "H"),
     "ddp": Look(GREEN, "--", "d"),
+    "caffe": Look(BROWN, ":", "^"),
+    "torch7": Look(SKY, "-.", "v"),
+    "cntk": Look(VERMILLION, "-.", "*"),
+    "tensorflow": Look(ORANGE, ":", "<"),
 }
 
 

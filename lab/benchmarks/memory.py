@@ -73,6 +73,12 @@ THEORY: dict[str, Callable[[Sizes, Any], float]] = {
     "RandomK": lambda s, e: _peak(s, kept=4 * s.n + e.ratio * s.n * (8 + 4)),
     # The anchor, and the outer momentum.
     "LocalSync": lambda s, sync: _peak(s) + 4 * s.n * (1 + (sync.outer.defaults["momentum"] > 0)),
+    # Ranks but the root hold no momentum.
+    "RootUpdate": lambda s, sync: _of_exchange(s, sync.exchange) - (4 * s.n if s.rank else 0),
+    # A second gradient, which is on its way meanwhile.
+    "DoubleBuffer": lambda s, sync: (
+        _of_exchange(s, sync.exchange) + (4 * s.n if sync.double_buffer else 0)
+    ),
     "DDPSync": lambda s, e: 4 * s.n,  # its buckets, to which gradients are copied, and back
 }
 
@@ -87,10 +93,14 @@ def _chunks(num_values: float, exchange: Any, num_children: int = 1) -> float:
     return LAG * num_children * min(4 * num_values, limit)
 
 
+def _of_exchange(sizes: Sizes, exchange: Any) -> float:
+    return THEORY[type(exchange).__name__](sizes, exchange)
+
+
 def _of_chosen(sizes: Sizes, auto: Auto) -> float:
     chosen = {choice["chosen"] for choice in auto.choices()}
     ways = [way for way in (auto.compressed, auto.plain) if type(way).__name__ in chosen]
-    return max((THEORY[type(way).__name__](sizes, way) for way in ways), default=float("nan"))
+    return max((_of_exchange(sizes, way) for way in ways), default=float("nan"))
 
 
 def _of_tree(sizes: Sizes, tree: Any, num_children: int) -> float:

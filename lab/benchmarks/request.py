@@ -208,10 +208,21 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
     if BENCHES[name].apart and not was_launched() and ["strategy=none"] not in sets:
         sets = [["strategy=none"], *sets]  # what the others are compared with
     made = [Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets]
+    if name == "step":
+        _refuse_what_outlasts_its_turn(made)
     labels = [variant.label for variant in made]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"{', '.join(labels)}: the same is listed twice")
     return made
+
+
+def _refuse_what_outlasts_its_turn(variants: list[Variant]) -> None:
+    for variant in variants:
+        if variant.config.sync.get("double_buffer"):
+            raise ConfigError(
+                f"{variant.label}: sync.double_buffer=true would exchange during the others' "
+                "turns; compare it with python -m lab.sweep"
+            )
 
 
 def _compared(name: str, settings: list[str]) -> tuple[list[str], list[list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,10 +25,12 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers.
 
     Running statistics of BatchNorm are local to a rank while it trains; before an evaluation or a
-    checkpoint, rank 0's count for all.
+    checkpoint, rank 0's count for all. Not booked: it is no step's.
     """
+    booked = replace(world.comm.traffic)
     for buffer in model.buffers():
         world.comm.broadcast(buffer, 0)
+    world.comm.traffic = booked
 
 
 def replica_hash(model: nn.Module, world: World) -> str:

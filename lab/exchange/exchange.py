@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
 
@@ -72,3 +74,27 @@ class Staged(Exchange):
 
     @abstractmethod
     def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]: ...
+
+
+class Rooted(Exchange):
+    """An exchange in two halves: the mean to rank 0, and from there to all.
+
+    Attributes:
+        in_halves: `to_root` and `from_root` may be used by themselves.
+    """
+
+    needs_send_recv = True
+    takes_divided = True
+    in_halves = True
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        self.to_root(bucket, comm)
+        self.from_root(bucket.flat, comm)
+
+    @abstractmethod
+    def to_root(self, bucket: Bucket, comm: Comm) -> None:
+        """Leave the mean over the ranks in rank 0's `bucket.flat`; the others' becomes void."""
+
+    @abstractmethod
+    def from_root(self, flat: Tensor, comm: Comm) -> None:
+        """Replace `flat` by rank 0's."""

@@ -127,11 +127,15 @@ class GradSync(Sync):
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         self.worker.wait()
-        looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
+        finite = self._all_finite()
         if self.order is None and len(self.buckets) > 1:
             self._follow(self._order_of_rank_0())
         self._begin_step()
         self.step += 1
+        return finite
+
+    def _all_finite(self) -> bool:
+        looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
         return not looked or bool(torch.stack(looked).all())
 
     def _follow(self, order: list[str]) -> None:

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Exchange
+from lab.exchange.exchange import Rooted
 
 
-class Star(Exchange):
+class Star(Rooted):
     """All ranks send to rank 0, which adds in rank order and sends the mean back.
 
     Torch7's nn.DataParallelTable (accGradParameters onto the first GPU). Rank 0 moves N-1 times
     what the others do.
     """
 
-    needs_send_recv = True
-    takes_divided = True
-
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def to_root(self, bucket: Bucket, comm: Comm) -> None:
         if comm.rank:
             comm.send(bucket.flat, 0)
-            comm.recv(bucket.flat, 0)
             return
         received = torch.empty_like(bucket.flat)
         for source in range(1, comm.size):
             comm.recv(received, source)
             bucket.flat += received
         bucket.divide(bucket.flat, comm.size)
+
+    def from_root(self, flat: Tensor, comm: Comm) -> None:
+        if comm.rank:
+            comm.recv(flat, 0)
+            return
         for to in range(1, comm.size):
-            comm.send(bucket.flat, to)
+            comm.send(flat, to)

@@ -50,6 +50,9 @@ class Sync:
         """
         return True
 
+    def settle(self) -> None:
+        """Wait for exchanges that outlast their step, so that ranks may talk of something else."""
+
     def state_dict(self) -> dict[str, Any]:
         """What all ranks alike must remember between steps: tensors, keyed by parameter name."""
         return {}

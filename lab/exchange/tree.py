@@ -13,7 +13,7 @@ from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
 from lab.exchange.buffers import Buffers
-from lab.exchange.exchange import Exchange
+from lab.exchange.exchange import Rooted
 from lab.exchange.pipeline import LAG, Tick
 
 
@@ -39,7 +39,7 @@ def binomial_node(rank: int, size: int) -> Node:
     return Node(rank - bit if rank else None, children, rank.bit_count())
 
 
-class Tree(Exchange):
+class Tree(Rooted):
     """Reduce up a binomial tree, divide at the root, broadcast down the same tree.
 
     Store and forward of whole buckets: the critical path is 2*ceil(log2 N) transfers of the bucket
@@ -56,38 +56,38 @@ class Tree(Exchange):
         ValueError: a chunk_mb that is not above 0.
     """
 
-    needs_send_recv = True
-    takes_divided = True
-
     def __init__(self, chunk_mb: float | None = None) -> None:
         pipeline.check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
+        self.in_halves = chunk_mb is None  # chunks go down while others still go up
         self._buffers = Buffers()
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
-        node = binomial_node(comm.rank, comm.size)
         if self.chunk_mb is None or comm.size == 1:
-            store_and_forward(bucket, node, comm)
+            super().average(bucket, comm)
             return
+        node = binomial_node(comm.rank, comm.size)
         divide = partial(bucket.divide, size=comm.size)
         chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, self.chunk_mb))
         pipeline.run(comm, up_and_down(chunks, node, comm.size, divide, self._buffers))
 
+    def to_root(self, bucket: Bucket, comm: Comm) -> None:
+        node, flat = binomial_node(comm.rank, comm.size), bucket.flat
+        received = torch.empty_like(flat) if node.children else flat
+        for child in node.children:
+            comm.recv(received, child)
+            flat += received
+        if node.parent is None:
+            bucket.divide(flat, comm.size)
+        else:
+            comm.send(flat, node.parent)
 
-def store_and_forward(bucket: Bucket, node: Node, comm: Comm) -> None:
-    """Receive all from all children, send all to the parent; and back."""
-    flat = bucket.flat
-    received = torch.empty_like(flat) if node.children else flat
-    for child in node.children:
-        comm.recv(received, child)
-        flat += received
-    if node.parent is None:
-        bucket.divide(flat, comm.size)
-    else:
-        comm.send(flat, node.parent)
-        comm.recv(flat, node.parent)
-    for child in reversed(node.children):
-        comm.send(flat, child)
+    def from_root(self, flat: Tensor, comm: Comm) -> None:
+        node = binomial_node(comm.rank, comm.size)
+        if node.parent is not None:
+            comm.recv(flat, node.parent)
+        for child in reversed(node.children):
+            comm.send(flat, child)
 
 
 def up_and_down(

@@ -93,3 +93,12 @@ def test_hooks_of_ddp_train_and_their_bytes_are_booked(
     payload, _ = record["payload_bytes_per_step"]
     assert least <= payload / record["gradient_bytes"] <= most
     assert (record["messages_per_step"][0] == 0) == (hook == "noop")
+
+
+def test_an_exchange_that_outlasts_its_step_is_booked_once() -> None:
+    """Though evaluations, which no step's payload may count or lose, wait for it."""
+    cntk = ("strategy=cntk", "exchange=tree", "eval_every=3", *RUN)
+    waiting, late = (train(2, *cntk, f"sync.double_buffer={on}") for on in ("false", "true"))
+    assert waiting[0].record["payload_bytes_per_step"] == late[0].record["payload_bytes_per_step"]
+    assert min(late[0].record["payload_bytes_per_step"]) > 0
+    assert apart(waiting, late) > 1e-4

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lab.config import build, load
+from lab.distributed.worker import make_worker
+from lab.distributed.world import World
 from lab.exchange.bucket import Bucket
 from tests.distributed.ranks import join, spawn
 
@@ -34,6 +38,36 @@ def exchange_some(exchange: str) -> tuple[int, int]:
     def run() -> None:
         average(Bucket({"w": torch.Size((ROWS, COLUMNS))}, flat.clone()), world.comm)
 
+    return count(run, world)
+
+
+def step_some(strategy: str) -> tuple[int, int]:
+    """The same for one step of a strategy that moves more than gradients."""
+    world, config = join(), load(f"strategy={strategy}".split())
+    model, exchange = nn.Linear(COLUMNS, ROWS, bias=False), build(config.exchange)
+    sync = build(
+        config.sync,
+        model=model,
+        module=model,
+        exchange=exchange,
+        comm=world.comm,
+        worker=make_worker(config.overlap, world.device, world.comm.backend, False),
+        overlap=config.overlap,
+        bucket_mb=config.bucket_mb,
+    )
+
+    def run() -> None:
+        model.weight.grad = torch.randn(ROWS, COLUMNS)
+        sync.finish()
+        sync.after_update(last=False)
+
+    answer = count(run, world)
+    sync.worker.close()
+    return answer
+
+
+def count(run: Callable[[], None], world: World) -> tuple[int, int]:
+    """Bytes for one `run`, booked by this rank and counted for all."""
     run()  # connections are made at the first
     world.barrier()
     before, booked = loopback_bytes(), world.comm.traffic.payload_bytes
@@ -79,10 +113,22 @@ CASES += [(e, size) for e in ("allreduce", "tree", "tree_double", "onebit") for 
 
 @pytest.mark.parametrize(("exchange", "size"), CASES)
 def test_booked_is_what_crossed_and_what_theory_says(exchange: str, size: int) -> None:
-    answers = spawn(size, exchange_some, exchange)
+    check(spawn(size, exchange_some, exchange), theory(exchange, size))
+
+
+# Gradients and weights along the same path are what gradients and means are.
+STEPS = [("caffe", "tree", 3), ("torch7", "star", 2), ("tensorflow", "star", 2)]
+
+
+@pytest.mark.parametrize(("strategy", "exchange", "size"), STEPS)
+def test_all_that_a_step_moves_is_booked(strategy: str, exchange: str, size: int) -> None:
+    check(spawn(size, step_some, strategy), theory(exchange, size))
+
+
+def check(answers: list[tuple[int, int]], expected: float) -> None:
     booked = sum(payload for payload, _ in answers)
     counted = min(crossed for _, crossed in answers)  # each saw all; the first saw least noise
-    assert booked == pytest.approx(theory(exchange, size), rel=0.05)
+    assert booked == pytest.approx(expected, rel=0.05)
     assert booked == pytest.approx(counted, rel=0.05)
 
 
