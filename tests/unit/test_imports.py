@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "transform": {"model"},
     "exchange": {"distributed", "codec", "measure"},
     "record": {"measure"},
-    "analysis": set(),
+    "analysis": {"measure", "record"},
 }
 ONLY_IN = {
     "triton": {"lab/codec/gpu.py"},
