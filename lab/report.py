@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.analysis.timeline import write_trace
+from lab.analysis.timeline import TIMELINE, write_trace
 from lab.distributed.replicas import replica_hash
 from lab.distributed.watch import Failure
 from lab.distributed.world import World
@@ -129,7 +129,7 @@ def write_timeline(trainer: Trainer, record: dict[str, Any], directory: RunDirec
     texts = world.gather_text(json.dumps([ahead_s, *map(astuple, own)]))
     if world.rank == 0:
         about = {key: record[key] for key in TIMELINE_FACTS}
-        write_trace(directory.timeline_path, _on_one_clock(texts), about)
+        write_trace(directory.path / TIMELINE, _on_one_clock(texts), about)
 
 
 def _on_one_clock(texts: list[str]) -> Iterator[Span]:

@@ -15,6 +15,7 @@ from typing import Any
 from lab.measure.spans import Span
 from lab.record.files import write_json
 
+TIMELINE = "timeline.json"  # in a run's directory
 ROWS = ("step", "data", "forward", "backward", "wait", "exchange", "codec", "optimizer")
 Event = dict[str, Any]
 

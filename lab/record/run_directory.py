@@ -173,10 +173,6 @@ class RunDirectory:
         return self.path / "record.json"
 
     @property
-    def timeline_path(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
