@@ -35,8 +35,7 @@ COLOURS = {
     TRANSFER: PHASE_LOOKS["exchange"],
     CODEC: style.ORANGE,
 }
-PLACED = dict.fromkeys(("data", "forward", "backward", "wait", "optimizer"), COMPUTE)
-PLACED[TRANSFER] = TRANSFER
+ON_ONE_LINE = ("data", "forward", "backward", "wait", "optimizer")
 
 
 def timeline_of_step(timeline: Timeline) -> Figure:
@@ -80,8 +79,10 @@ Place = tuple[int, str, int]  # rank, compute or exchange, lane
 def _lanes(spans: list[Span]) -> list[tuple[Span, Place]]:
     """Where spans go that have a row of their own; compute never overlaps itself."""
     transfers = lanes(span for span in spans if span.row == TRANSFER)
-    compute = [(span, 0) for span in spans if PLACED.get(span.row) == COMPUTE]
-    return [(span, (span.rank, PLACED[span.row], lane)) for span, lane in [*compute, *transfers]]
+    return [
+        *((span, (span.rank, COMPUTE, 0)) for span in spans if span.row in ON_ONE_LINE),
+        *((span, (span.rank, TRANSFER, lane)) for span, lane in transfers),
+    ]
 
 
 def _rows(spans: list[Span]) -> tuple[dict[Place, float], list[tuple[float, str]]]:

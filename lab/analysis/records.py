@@ -47,6 +47,8 @@ class Cell:
     images_per_s: float
     phases_s: Mapping[str, float]
     payload_bytes: tuple[float, ...]
+    messages: tuple[float, ...]
+    gradient_bytes: float
     num_parameters: float
     accuracy: float
     evaluations: tuple[Mapping[str, float], ...]
@@ -178,6 +180,8 @@ def _cell(
         images_per_s=number(record.get("images_per_s")),
         phases_s={key: number(value) for key, value in (record.get("phases_s") or {}).items()},
         payload_bytes=tuple(number(v) for v in record.get("payload_bytes_per_step") or ()),
+        messages=tuple(number(v) for v in record.get("messages_per_step") or ()),
+        gradient_bytes=number(record.get("gradient_bytes")),
         num_parameters=number(record.get("num_parameters")),
         accuracy=number((record.get("final") or {}).get("accuracy")),
         evaluations=tuple(record.get("evaluations") or ()),
