@@ -26,7 +26,12 @@ STRATEGIES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One run as its record tells it; what a failed run did not measure is NaN or empty."""
+    """One run as its record tells it; what a failed run did not measure is NaN or empty.
+
+    Attributes:
+        variant: what was set beside a study's axes.
+        settings: that, and the context that runs must share to be compared.
+    """
 
     folder: Path
     status: str
@@ -39,6 +44,7 @@ class Cell:
     repeat: int
     measure: str
     started_at: str
+    variant: Mapping[str, str]
     settings: Mapping[str, str]
     transform: str
     emulation: str
@@ -130,9 +136,14 @@ def _one_of(path: Path, key: str, value: object, allowed: tuple[str, ...]) -> No
 
 def _settings(record: Mapping[str, Any]) -> dict[str, str]:
     """What was overridden, and what two runs must share to be compared at all."""
-    variant = {key: str(value) for key, value in (record.get("variant") or {}).items()}
     known = {**record, "machine": _machine(record)}
-    return variant | {key: str(known[key]) for key in CONTEXT if known.get(key) is not None}
+    return _variant(record) | {
+        key: str(known[key]) for key in CONTEXT if known.get(key) is not None
+    }
+
+
+def _variant(record: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in (record.get("variant") or {}).items()}
 
 
 def _machine(record: Mapping[str, Any]) -> str | None:
@@ -172,6 +183,7 @@ def _cell(
         repeat=int(record.get("repeat") or 0),
         measure=str(record.get("measure") or "throughput"),
         started_at=str(record.get("started_at") or ""),
+        variant=_variant(record),
         settings=settings,
         transform=_named(record.get("transform")),
         emulation=_named(record.get("emulation")),
