@@ -166,10 +166,11 @@ def _by_rank(runs: Sequence[Cell], columns: Sequence[str], every: int = 1) -> np
     for run in runs:
         steps = run.steps()
         if steps is not None and {"timed", *columns} <= set(steps.columns):
-            timed = steps[steps["timed"]]
-            rounds = timed[[*columns]].sum(axis=1).groupby([timed["rank"], timed["step"] // every])
-            means = rounds.mean()[rounds.count() == every]
-            medians.append(means.groupby("rank").median().to_numpy())
+            timed = steps.query("timed")
+            of_round = timed.assign(of=timed[[*columns]].sum(axis=1), round=timed["step"] // every)
+            rounds = of_round.groupby(["rank", "round"])["of"].agg(["mean", "size"])
+            whole = rounds.query("size == @every")
+            medians.append(whole.groupby("rank")["mean"].median().to_numpy())
     same = [one for one in medians if len(one) == len(medians[0])]
     return np.mean(same, axis=0) if same else np.empty(0)
 

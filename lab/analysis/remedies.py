@@ -36,17 +36,22 @@ class Remedy:
 
 
 def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
-    """What to try for the largest loss, the best first."""
+    """What to try: the best for each loss that the verdict names, then what else there is."""
     if not verdict.decided:
         return []
     if not verdict.losses:
         ranks = 2 * evidence.one.world_size
         return [Remedy(f"world_size={ranks}", "compute still shrinks with every rank")]
-    loss = verdict.losses[0]
+    ranked = [_ranked(evidence, loss) for loss in verdict.named]
+    firsts = [best for best, *_ in ranked]
+    return [*firsts, *(remedy for _, *others in ranked for remedy in others)]
+
+
+def _ranked(evidence: Evidence, loss: Loss) -> list[Remedy]:
+    """What helps against one loss, the best first, the others as they come."""
     found = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
     most = max((remedy.saves_s for remedy in found if not math.isnan(remedy.saves_s)), default=0.0)
-    enough = [remedy for remedy in found if remedy.saves_s >= GOOD_ENOUGH * most]
-    best = enough[0] if enough else found[0]
+    best = next((remedy for remedy in found if remedy.saves_s >= GOOD_ENOUGH * most), found[0])
     return [best, *(remedy for remedy in found if remedy is not best)]
 
 
