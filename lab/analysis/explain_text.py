@@ -88,7 +88,7 @@ def _unknown_lines(e: Evidence) -> Lines:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
+    return f"{1e3 * seconds:.1f} ms"
 
 
 def _share(seconds: float, e: Evidence) -> str:

@@ -29,6 +29,7 @@ ONLY_IN = {
     "hydra": {"lab/config.py"},
     "horovod": {"lab/distributed/horovod_comm.py"},
 }
+COMMANDS = ("train", "sweep", "plot", "bench", "explain")
 
 
 def imports(path: Path) -> set[str]:
@@ -53,7 +54,7 @@ def test_rooms_import_only_what_lies_below_them(room: str) -> None:
 
 def test_nothing_imports_the_commands() -> None:
     for path in LAB.rglob("*.py"):
-        assert not imports(path) & {"lab.train", "lab.sweep", "lab.plot", "lab.bench"}, path
+        assert not imports(path) & {f"lab.{command}" for command in COMMANDS}, path
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
@@ -67,7 +68,7 @@ def test_optional_and_central_libraries_have_one_place(library: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["lab.config", "lab.cli", "lab.train", "lab.study", "lab.plot", "lab.bench"]
+    "module", ["lab.config", "lab.cli", "lab.study", *(f"lab.{command}" for command in COMMANDS)]
 )
 def test_help_and_settings_need_no_torch(module: str) -> None:
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"

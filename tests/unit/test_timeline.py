@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -111,9 +112,9 @@ def stages() -> Iterator[Done]:
     yield Done()
 
 
-@pytest.mark.parametrize("worker", [InlineWorker(), TurnsWorker(), ThreadWorker(CPU)], ids=type)
-def test_an_exchange_is_noted_whatever_worker_runs_it(worker: Worker) -> None:
-    clock = Clock(CPU, breakdown=True)
+@pytest.mark.parametrize("make", [InlineWorker, TurnsWorker, partial(ThreadWorker, CPU)])
+def test_an_exchange_is_noted_whatever_worker_runs_it(make: Callable[[], Worker]) -> None:
+    clock, worker = Clock(CPU, breakdown=True), make()
     before = time.perf_counter()
     with clock.step():
         for name in ("a", "b"):
