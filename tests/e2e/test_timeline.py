@@ -40,11 +40,6 @@ def test_exchanges_begin_before_backward_ends_if_they_overlap(
             assert mine[-1].end_s > backward.end_s  # the last gradient's
         if not overlap:
             assert all(a.end_s <= b.start_s for a, b in zip(exchanges, exchanges[1:], strict=False))
-    begins = [of(spans, rank, "step")[0].start_s for rank in range(2)]
-    assert abs(begins[0] - begins[1]) < steps[-1].end_s  # ranks of one host share a clock
-
-
-def test_a_throughput_run_leaves_none(train: Callable[..., Finished], tmp_path: Path) -> None:
-    done = train(2, "strategy=overlap", "steps=6", "cell=c", *QUICK)
-    assert done.code == 0, done.err
-    assert not (tmp_path / "runs/default/c/timeline.json").exists()
+    first, second = (of(spans, rank, "step") for rank in range(2))
+    # Ranks of one host share a clock: neither is done before the other begins.
+    assert first[0].start_s < second[-1].end_s and second[0].start_s < first[-1].end_s
