@@ -1,4 +1,4 @@
-"""Figures and tables of a study: `python -m lab.plot runs/demo`."""
+"""Figures and tables of a study, or the timeline of a cell: `python -m lab.plot runs/demo`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ FORMATS = ("png", "svg", "pdf")
 EXAMPLES = """examples:
   python -m lab.plot runs/demo
   python -m lab.plot runs/demo --baseline allreduce
+  python -m lab.plot runs/demo/onebit-n2-breakdown
   python -m lab.plot runs/demo --out figures --format svg,pdf
 """
 
@@ -41,11 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lab.plot",
-        description="Write the figures and summary.csv of a study, and print its table.",
+        description="Write the figures and summary.csv of a study, and print its table; or draw "
+        "the timeline of a cell, which runs with measure=breakdown have.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("study", type=Path, help="study folder: holds <cell>/record.json")
+    parser.add_argument(
+        "study", type=Path, help="study folder (holds <cell>/record.json), or a cell's"
+    )
     parser.add_argument("--out", type=Path, help="folder to write to (default: STUDY/figures)")
     parser.add_argument(
         "--format", default="png,svg", help=f"comma-separated, of {', '.join(FORMATS)}"

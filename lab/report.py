@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,14 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from lab.analysis.timeline import TIMELINE, write_trace
 from lab.cluster.settings import EMULATION
 from lab.distributed.replicas import replica_hash
 from lab.distributed.watch import Failure
 from lab.distributed.world import World
 from lab.measure.clock import PHASES
 from lab.measure.environment import environment, git_commit, num_cores
+from lab.measure.spans import Span
 from lab.measure.statistics import phase_statistics, round_means, step_statistics
 from lab.record.run_directory import RunDirectory
 from lab.trainer import Trainer
@@ -44,6 +49,8 @@ NOTHING_MEASURED: dict[str, Any] = {
     "attempts": [],
     "duration_s": None,
 }
+
+TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device", "emulation")
 
 
 def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
@@ -120,6 +127,30 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
         first, before_s = _first_step(trainer), trainer.progress.seconds
         directory.write_steps(first, before_s, warmup, step_s, phase_s, loss)
     return step_s, phase_s
+
+
+def write_timeline(trainer: Trainer, record: dict[str, Any], directory: RunDirectory) -> None:
+    """Put what a breakdown noted of all ranks on disk, if any; all ranks call it together.
+
+    Args:
+        record: of the run; the timeline repeats what one must know to read it.
+    """
+    world, warmup = trainer.world, trainer.config.warmup_steps
+    own = trainer.clock.spans(world.rank, _first_step(trainer), warmup)
+    if not own:
+        return
+    ahead_s = world.clock_ahead_s()
+    texts = world.gather_text(json.dumps([ahead_s, *map(astuple, own)]))
+    if world.rank == 0:
+        about = {key: record[key] for key in TIMELINE_FACTS}
+        write_trace(directory.path / TIMELINE, _on_one_clock(texts), about)
+
+
+def _on_one_clock(texts: list[str]) -> Iterator[Span]:
+    """Spans of all ranks by the clock of rank 0; see `write_timeline` for the text of a rank."""
+    for ahead_s, *spans in map(json.loads, texts):
+        for rank, row, name, start_s, end_s in spans:
+            yield Span(rank, row, name, start_s - ahead_s, end_s - ahead_s)
 
 
 def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:

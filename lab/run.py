@@ -66,6 +66,7 @@ class Run:
             self._train(parts)
             stop_signal = self.watch.stop_signal
             self.record |= report.measurements(parts.trainer, self.directory, stop_signal)
+            report.write_timeline(parts.trainer, self.record, self.directory)
             if self.world.rank == 0:
                 self._write_record()
                 self.recorded = True

@@ -66,6 +66,7 @@ class Trainer:
         self.criterion = nn.CrossEntropyLoss()
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
+        sync.clock = self.clock
         self.progress = Progress()
         self.losses: list[Tensor] = []
         self.traffic: list[tuple[int, int]] = []  # payload bytes and messages of each step

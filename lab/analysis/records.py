@@ -27,7 +27,12 @@ STRATEGIES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One run as its record tells it; what a failed run did not measure is NaN or empty."""
+    """One run as its record tells it; what a failed run did not measure is NaN or empty.
+
+    Attributes:
+        variant: what was set beside a study's axes.
+        settings: that, and the context that runs must share to be compared.
+    """
 
     folder: Path
     status: str
@@ -40,6 +45,7 @@ class Cell:
     repeat: int
     measure: str
     started_at: str
+    variant: Mapping[str, str]
     settings: Mapping[str, str]
     transform: str
     emulation: str
@@ -48,6 +54,8 @@ class Cell:
     images_per_s: float
     phases_s: Mapping[str, float]
     payload_bytes: tuple[float, ...]
+    messages: tuple[float, ...]
+    gradient_bytes: float
     num_parameters: float
     accuracy: float
     evaluations: tuple[Mapping[str, float], ...]
@@ -129,9 +137,14 @@ def _one_of(path: Path, key: str, value: object, allowed: tuple[str, ...]) -> No
 
 def _settings(record: Mapping[str, Any]) -> dict[str, str]:
     """What was overridden, and what two runs must share to be compared at all."""
-    variant = {key: str(value) for key, value in (record.get("variant") or {}).items()}
     known = {**record, "machine": _machine(record)}
-    return variant | {key: str(known[key]) for key in CONTEXT if known.get(key) is not None}
+    return _variant(record) | {
+        key: str(known[key]) for key in CONTEXT if known.get(key) is not None
+    }
+
+
+def _variant(record: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in (record.get("variant") or {}).items()}
 
 
 def _machine(record: Mapping[str, Any]) -> str | None:
@@ -171,6 +184,7 @@ def _cell(
         repeat=int(record.get("repeat") or 0),
         measure=str(record.get("measure") or "throughput"),
         started_at=str(record.get("started_at") or ""),
+        variant=_variant(record),
         settings=settings,
         transform=_named(record.get("transform")),
         emulation=_named(record.get("emulation")),
@@ -179,6 +193,8 @@ def _cell(
         images_per_s=number(record.get("images_per_s")),
         phases_s={key: number(value) for key, value in (record.get("phases_s") or {}).items()},
         payload_bytes=tuple(number(v) for v in record.get("payload_bytes_per_step") or ()),
+        messages=tuple(number(v) for v in record.get("messages_per_step") or ()),
+        gradient_bytes=number(record.get("gradient_bytes")),
         num_parameters=number(record.get("num_parameters")),
         accuracy=number((record.get("final") or {}).get("accuracy")),
         evaluations=tuple(record.get("evaluations") or ()),

@@ -13,9 +13,11 @@ from lab.analysis.figures_convergence import convergence
 from lab.analysis.figures_payload import payload
 from lab.analysis.figures_speedup import scaling, speedup_bars, throughput
 from lab.analysis.figures_step import step_time
+from lab.analysis.figures_timeline import timeline_of_step
 from lab.analysis.records import SCALINGS, load_study
 from lab.analysis.speedup import table
 from lab.analysis.style import NothingToDraw, Sheet
+from lab.analysis.timeline import TIMELINE, read_trace
 
 FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
     *(speedup_bars, scaling, throughput),
@@ -28,16 +30,25 @@ METADATA = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None = None) -> None:
     """Write summary.csv and all figures of the study in `folder` to `out`; print its table.
 
+    Of a single cell, and of a study's cells that have one, that is the timeline.
+
     Args:
-        folder: `runs/<study>`.
+        folder: `runs/<study>`, or `runs/<study>/<cell>`.
         out: where files go; made if need be.
         formats: any of png, svg, pdf.
         baseline: as in `speedup.table`.
 
     Raises:
-        ValueError: the study cannot be read, or has no such baseline.
+        ValueError: the study cannot be read, or has no such baseline; the cell has no timeline.
         OSError: `out` cannot be written to.
     """
+    if (folder / "record.json").is_file():
+        _report_cell(folder, out, formats)
+    else:
+        _report_study(folder, out, formats, baseline)
+
+
+def _report_study(folder: Path, out: Path, formats: Sequence[str], baseline: str | None) -> None:
     study = load_study(folder)
     rows = table(study, baseline)
     out.mkdir(parents=True, exist_ok=True)
@@ -49,6 +60,21 @@ def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None
         mine = tuple(row for row in rows if row.scaling == name)
         suffix = "_weak" if name == "weak" and len(present) > 1 else ""
         _draw_all(Sheet(study, name, mine, looks), out, suffix, formats)
+    for cell in study.cells:
+        if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
+            _draw_timeline(cell.folder, out / f"timeline_{cell.name}", formats)
+
+
+def _report_cell(folder: Path, out: Path, formats: Sequence[str]) -> None:
+    if not (folder / TIMELINE).is_file():
+        raise ValueError(f"{folder}: holds no {TIMELINE}; runs with measure=breakdown leave one")
+    out.mkdir(parents=True, exist_ok=True)
+    _draw_timeline(folder, out / "timeline", formats)
+
+
+def _draw_timeline(cell: Path, stem: Path, formats: Sequence[str]) -> None:
+    with matplotlib.rc_context(style.RC):
+        _save(timeline_of_step(read_trace(cell / TIMELINE).typical_step()), stem, formats)
 
 
 def _draw_all(sheet: Sheet, out: Path, suffix: str, formats: Sequence[str]) -> None:
@@ -60,7 +86,11 @@ def _draw_all(sheet: Sheet, out: Path, suffix: str, formats: Sequence[str]) -> N
             except NothingToDraw as reason:
                 print(f"skipped {stem.name}: {reason}")
                 continue
-            for kind in formats:
-                path = stem.with_name(f"{stem.name}.{kind}")
-                figure.savefig(path, dpi=150, bbox_inches="tight", metadata=METADATA[kind])
-        print(f"wrote {', '.join(str(stem) + '.' + kind for kind in formats)}")
+            _save(figure, stem, formats)
+
+
+def _save(figure: Figure, stem: Path, formats: Sequence[str]) -> None:
+    for kind in formats:
+        path = stem.with_name(f"{stem.name}.{kind}")
+        figure.savefig(path, dpi=150, bbox_inches="tight", metadata=METADATA[kind])
+    print(f"wrote {', '.join(str(stem) + '.' + kind for kind in formats)}")

@@ -90,7 +90,7 @@ def table(study: Study, baseline: str | None = None) -> list[Row]:
     Raises:
         ValueError: no finished 1-rank throughput run of a `baseline` that was asked for.
     """
-    points = _points(study.cells)
+    points = points_of(study.cells)
     bases = {p.one.strategy for p in points if p.one.world_size == 1 and p.step_s()}
     if baseline is not None and baseline not in bases:
         allowed = ", ".join(sorted(bases, key=order)) or "none of them: no 1-rank run finished"
@@ -116,7 +116,8 @@ def leaders(rows: Sequence[Row]) -> list[str]:
     return [name for name, v in value.items() if not (math.isnan(v.mid) or v.hi < best)]
 
 
-def _points(cells: Iterable[Cell]) -> list[Point]:
+def points_of(cells: Iterable[Cell]) -> list[Point]:
+    """Cells grouped by series, scaling, world size and batch, in reading order."""
     groups: dict[tuple[str, int, int, str], list[Cell]] = {}
     for cell in cells:
         if cell.world_size and cell.batch:  # a run may fail before it knows where it belongs
@@ -138,9 +139,14 @@ def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point 
 
 
 def _ceiling(points: list[Point], point: Point) -> Point | None:
-    """The point that does the same work and moves nothing: it must run the same model."""
+    """The point that does the same work and moves nothing."""
+    return same_work(points, point, CEILING, point.one.world_size)
+
+
+def same_work(points: list[Point], point: Point, strategy: str, world_size: int) -> Point | None:
+    """The measured point of `strategy` at `world_size` that trains the same model as `point`."""
     same = [p for p in points if p.one.transform == point.one.transform]
-    return _reference(same, point, CEILING, point.one.world_size, ignore="transform")
+    return _reference(same, point, strategy, world_size, ignore="transform")
 
 
 def _reference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from lab.distributed.comm import Comm
 from lab.distributed.place import Place
 from lab.distributed.torch_comm import all_gather_flat
+
+NUM_BARRIERS = 9  # at which clocks are compared; the median counts
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,28 @@ class World:
         out = torch.empty(self.size * values.numel(), dtype=values.dtype)
         all_gather_flat(out, values.view(-1), group=self.control)
         return out.view(self.size, *values.shape)
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's `text`, on every rank."""
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = self.gather(torch.tensor(len(data))).tolist()
+        padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
+        rows = self.gather(padded).tolist()
+        return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+    def clock_ahead_s(self) -> float:
+        """How far this rank's `perf_counter` is ahead of rank 0's, which only another host's is.
+
+        Told by when ranks leave the same barrier, so to about the latency of a message.
+        """
+        if self.num_hosts == 1:
+            return 0.0
+        moments = []
+        for _ in range(NUM_BARRIERS):
+            self.barrier()
+            moments.append(time.perf_counter())
+        of_all = self.gather(torch.tensor(moments, dtype=torch.float64))
+        return float((of_all[self.rank] - of_all[0]).median())
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

@@ -179,7 +179,10 @@ class GradSync(Sync):
         bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
-        self.worker.submit(label, partial(self._stages, bucket))
+        job = partial(self._stages, bucket)
+        if self.clock:
+            job = self.clock.traced(str(bucket), job, coded=not self.exchange.exact)
+        self.worker.submit(label, job)
 
     def _stages(self, bucket: Bucket) -> Iterator[Collective]:
         if self.loss_scale != 1.0:

@@ -7,6 +7,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from lab.measure.clock import Clock
+
 
 class Sync:
     """The face of a sync that exchanges gradients in every step, which leaves nothing to do here.
@@ -16,12 +18,14 @@ class Sync:
         every: steps from one exchange to the next.
         own_replicas: between exchanges each rank has weights and momentum of its own.
         loss_scale: of fp16; gradients are divided by it before they are exchanged.
+        clock: notes when exchanges run, where anyone wants to know.
     """
 
     module: nn.Module
     every = 1
     own_replicas = False
     loss_scale = 1.0
+    clock: Clock | None = None
 
     @property
     def loss_factor(self) -> float:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from lab.measure.spans import Span
+
 PHASES = ("data", "forward", "backward", "exchange", "update")
+ROWS = {"exchange": "wait", "update": "optimizer"}  # of a timeline, whose exchanges are their own
+KEPT_STEPS = 5  # the last ones, of which a timeline is made
 
 Mark = float | torch.cuda.Event
+Stage = TypeVar("Stage")
 
 
 class Clock:
@@ -31,11 +38,13 @@ class Clock:
         self._breakdown = breakdown
         self._steps: list[tuple[Mark, Mark]] = []
         self._phases: list[dict[str, list[tuple[Mark, Mark]]]] = []
+        self._exchanges: deque[list[tuple[str, str, Mark, Mark]]] = deque(maxlen=KEPT_STEPS)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One optimizer step."""
         self._phases.append({})
+        self._exchanges.append([])
         begin = mark(self._device)
         yield
         self._steps.append((begin, mark(self._device)))
@@ -49,6 +58,58 @@ class Clock:
         begin = mark(self._device)
         yield
         self._phases[-1].setdefault(name, []).append((begin, mark(self._device)))
+
+    def traced(
+        self, name: str, job: Callable[[], Iterator[Stage]], coded: bool
+    ) -> Callable[[], Iterator[Stage]]:
+        """`job`, an exchange of the current step, which a breakdown makes note when it runs.
+
+        Args:
+            name: of what it exchanges.
+            coded: between its stages it encodes and decodes; these pieces are noted too.
+        """
+        if not self._breakdown:
+            return job
+        note = self._exchanges[-1].append
+
+        def run() -> Iterator[Stage]:
+            begin = piece = mark(self._device)
+            for stage in job():
+                if coded:
+                    note(("codec", name, piece, mark(self._device)))
+                yield stage
+                piece = mark(self._device)
+            end = mark(self._device)
+            if coded and piece is not begin:
+                note(("codec", name, piece, end))
+            note(("exchange", name, begin, end))
+
+        return run
+
+    def spans(self, rank: int, first_step: int, num_warmup: int) -> list[Span]:
+        """What a breakdown noted of the last steps, in seconds of this host's `perf_counter`.
+
+        Args:
+            rank: whose clock this is.
+            first_step: number of the first step that it timed.
+            num_warmup: steps at the start that are left out.
+        """
+        if not self._breakdown:
+            return []
+        now = mark(self._device)
+        self._synchronize()
+        now_s = time.perf_counter()
+        num_steps = len(self._steps)
+        noted: list[tuple[str, str, Mark, Mark]] = []
+        for index in range(max(num_warmup, num_steps - KEPT_STEPS), num_steps):
+            noted.append(("step", f"step {first_step + index}", *self._steps[index]))
+            for phase, marks in self._phases[index].items():
+                noted += [(ROWS.get(phase, phase), phase, *pair) for pair in marks]
+            noted += self._exchanges[index - num_steps]
+        return [
+            Span(rank, row, name, now_s - seconds(begin, now), now_s - seconds(end, now))
+            for row, name, begin, end in noted
+        ]
 
     def step_seconds(self) -> np.ndarray:
         """Duration of each finished step: float64 [steps]."""

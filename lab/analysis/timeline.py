@@ -1,0 +1,134 @@
+"""Timelines as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+The format is that of "Trace Event Format" (Google, 2016): complete events, `"ph": "X"`, whose `ts`
+and `dur` are microseconds; a process (`pid`) is a rank and a thread (`tid`) one of its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab.measure.spans import Span
+from lab.record.files import write_json
+
+TIMELINE = "timeline.json"  # in a run's directory
+ROWS = ("step", "data", "forward", "backward", "wait", "exchange", "codec", "optimizer")
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ranks did when, and of which run.
+
+    Attributes:
+        about: facts by name, as they stand in a record: strategy, world_size, emulation, ...
+    """
+
+    spans: tuple[Span, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def typical_step(self) -> Timeline:
+        """The step whose length is the median (on the first rank); all of it if none is marked."""
+        steps = sorted(
+            (s for s in self.spans if s.row == "step" and s.rank == self.spans[0].rank),
+            key=lambda span: span.end_s - span.start_s,
+        )
+        if not steps:
+            return self
+        name = steps[(len(steps) - 1) // 2].name
+        whole = {s.rank: s for s in self.spans if (s.row, s.name) == ("step", name)}
+        inside = (
+            s
+            for s in self.spans
+            if s.rank in whole and whole[s.rank].start_s <= s.start_s < whole[s.rank].end_s
+        )
+        return Timeline(tuple(inside), {**self.about, "step": name})
+
+
+def write_trace(path: Path, spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> None:
+    """Write spans as trace events; time 0 is the first one's start.
+
+    Args:
+        about: what else there is to know, kept in `otherData`.
+
+    Raises:
+        ValueError: there is no span.
+        OSError: the file cannot be written.
+    """
+    ordered = sorted(spans, key=lambda span: (span.rank, _place(span.row), span.start_s))
+    if not ordered:
+        raise ValueError(f"{path}: a timeline without spans")
+    origin = min(span.start_s for span in ordered)
+    events: list[Event] = []
+    threads: dict[tuple[int, str, int], int] = {}
+    for span, lane in lanes(ordered):
+        key = (span.rank, span.row, lane)
+        if key not in threads:
+            threads[key] = sum(rank == span.rank for rank, _, _ in threads)
+            events += _names(*key, threads[key])
+        begin, end = (round(1e6 * (moment - origin), 3) for moment in (span.start_s, span.end_s))
+        place = {"pid": span.rank, "tid": threads[key]}
+        times = {"ts": begin, "dur": round(end - begin, 3)}
+        events.append({"ph": "X", "name": span.name, "cat": span.row, **place, **times})
+    other = dict(about or {})
+    write_json(path, {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+
+
+def read_trace(path: Path) -> Timeline:
+    """What `write_trace` wrote.
+
+    Raises:
+        ValueError: the file is no such trace.
+        OSError: it cannot be read.
+    """
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        return Timeline(tuple(map(_span, events)), trace.get("otherData", {}))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is no timeline: {type(error).__name__}: {error}") from None
+
+
+def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
+    """Each span with the lane of its row in which it overlaps no other, from 0.
+
+    A viewer nests events of one thread, so what merely overlaps needs threads of its own. In the
+    order of their starts, spans take the first lane that is free.
+    """
+    free_at: dict[tuple[int, str], list[float]] = {}
+    placed = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        ends = free_at.setdefault((span.rank, span.row), [])
+        lane = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))
+        ends[lane:] = [span.end_s, *ends[lane + 1 :]]
+        placed.append((span, lane))
+    return sorted(placed, key=lambda pair: (pair[0].rank, _place(pair[0].row), pair[1]))
+
+
+def _place(row: str) -> tuple[int, str]:
+    return (ROWS.index(row) if row in ROWS else len(ROWS)), row
+
+
+def _names(rank: int, row: str, lane: int, thread: int) -> list[Event]:
+    """Metadata: what a viewer calls a rank and a row of it, and where it puts them."""
+    label = row if lane == 0 else f"{row} {lane + 1}"
+    facts: list[tuple[str, dict[str, Any]]] = [
+        ("thread_name", {"name": label}),
+        ("thread_sort_index", {"sort_index": thread}),
+    ]
+    if thread == 0:
+        facts = [
+            ("process_name", {"name": f"rank {rank}"}),
+            ("process_sort_index", {"sort_index": rank}),
+            *facts,
+        ]
+    return [{"ph": "M", "name": n, "pid": rank, "tid": thread, "args": args} for n, args in facts]
+
+
+def _span(event: Event) -> Span:
+    start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    return Span(int(event["pid"]), str(event["cat"]), str(event["name"]), start, end)
