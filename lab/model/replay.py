@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.measure.profile import Layer, Profile, require_positive
+from lab.measure.profile import Layer, Profile, require_positive, shapes
 
 SLACK_S = 0.002
-COLUMNS = range(1024, 2049)
 
 
 class Pace:
@@ -111,23 +110,13 @@ class Replay(nn.Module):
 
 
 class ReplayedLayer(nn.Module):
-    """One layer of a profile.
-
-    Its values are a weight [rows, columns], with of 1024 to 2048 columns the number that leaves the
-    fewest values over: as in an FC layer, whose rows 1-bit SGD quantises. Those left over are a
-    bias. A layer of fewer than 1024 values is a bias alone.
-    """
+    """One layer of a profile, with parameters as lab.measure.profile.shapes has them."""
 
     def __init__(self, layer: Layer, profile: Profile, pace: Pace) -> None:
         super().__init__()
         self.layer, self.profile, self.pace = layer, profile, pace
-        values = profile.values(layer)
-        columns = min(COLUMNS, key=lambda columns: values % columns)
-        rows, rest = divmod(values, columns)
-        if rows:
-            self.weight = nn.Parameter(0.01 * torch.randn(rows, columns))
-        if rest:
-            self.bias = nn.Parameter(0.01 * torch.randn(rest))
+        for name, shape in shapes(profile.values(layer)).items():
+            self.register_parameter(name, nn.Parameter(0.01 * torch.randn(shape)))
 
     def forward(self, activations: Tensor) -> Tensor:
         """The activations [batch, num_classes] as they are, after the layer's time."""
