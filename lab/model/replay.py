@@ -110,7 +110,7 @@ class Replay(nn.Module):
 
 
 class ReplayedLayer(nn.Module):
-    """One layer of a profile, with parameters of the shapes that stand for it."""
+    """One layer of a profile, with parameters as lab.measure.profile.shapes has them."""
 
     def __init__(self, layer: Layer, profile: Profile, pace: Pace) -> None:
         super().__init__()
