@@ -52,11 +52,9 @@ class Predicted:
         return CONV2_OPERATIONS * batch_size
 
     def _step(self, at: Point) -> tuple[float, float]:
-        config = load([f"strategy={at.strategy}"])
-        substituted = config.transform.get("_target_", "").endswith("Fc1x1")
-        profile = self._profile.substituted() if substituted else self._profile
+        profile = Profile.parse(read_file("profile", at.profile)) if at.profile else self._profile
         try:
-            strategy = Strategy.of(config)
+            strategy = Strategy.of(load([f"strategy={at.strategy}"]))
             own = at.batch_size // at.world_size
             step = simulate(profile, self._hardware, strategy, at.world_size, own)
         except ValueError as error:
@@ -78,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Profile.parse(read_file("profile", paper.profile)),
             Hardware.parse(read_file("hardware", paper.hardware)),
         )
-        measured = _measured(asked.runs) if asked.runs else None
+        measured = _measured(asked.runs, paper.profile) if asked.runs else None
     except (ConfigError, ValueError) as error:
         report_error("lab.verify", error)
         return 2
@@ -89,11 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int("fails" in verdicts)
 
 
-def _measured(folder: Path) -> Facts:
+def _measured(folder: Path, profile: str) -> Facts:
     from lab.analysis.measured import Measured
     from lab.analysis.records import load_study
 
-    return Measured(load_study(folder))
+    return Measured(load_study(folder), profile)
 
 
 def _table(paper: Paper, predicted: Facts, measured: Facts | None) -> tuple[list[str], list[str]]:

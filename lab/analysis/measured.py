@@ -11,13 +11,19 @@ from lab.analysis.records import Cell, Study
 
 
 class Measured:
-    """What the finished throughput runs of `study` tell; of several repeats, the median."""
+    """What the finished throughput runs of `study` tell; of several repeats, the median.
 
-    def __init__(self, study: Study) -> None:
+    Args:
+        profile: the paper's, which the others stand beside.
+    """
+
+    def __init__(self, study: Study, profile: str) -> None:
         self._cells: dict[Point, list[Cell]] = {}
         for cell in study.cells:
             if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
-                at = Point(cell.strategy, cell.world_size, cell.batch)
+                own = cell.settings.get("profile", profile)
+                other = None if own == profile else own
+                at = Point(cell.strategy, cell.world_size, cell.batch, other)
                 self._cells.setdefault(at, []).append(cell)
 
     def step_s(self, at: Point) -> float:

@@ -13,11 +13,12 @@ class Missing(LookupError):
 
 @dataclass(frozen=True)
 class Point:
-    """A cell of a study; batch_size is global."""
+    """A cell of a study; batch_size is global. profile: instead of the paper's."""
 
     strategy: str = "none"
     world_size: int = 1
     batch_size: int = 256
+    profile: str | None = None
 
 
 class Facts(Protocol):
@@ -68,7 +69,8 @@ def transfers(facts: Facts, at: Point) -> float:
 
 def byte_share(facts: Facts, at: Point) -> float:
     """Bytes on the wire in units of the all-reduce's."""
-    return facts.payload_bytes(at) / facts.payload_bytes(replace(at, strategy="allreduce"))
+    reference = replace(at, strategy="allreduce", profile=None)
+    return facts.payload_bytes(at) / facts.payload_bytes(reference)
 
 
 QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {

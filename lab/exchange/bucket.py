@@ -105,7 +105,8 @@ def plan(
     """Divide the trainable parameters into buckets, in the order backward should fill them.
 
     Args:
-        model: parameters shared between modules are taken once.
+        model: parameters shared between modules are taken once. One with the attribute bytes_scale
+            stands for a model with larger ones, and has its buckets.
         bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter as
             large, or grouping.LARGE_BYTES, has a bucket to itself, and if the others are less than
             that they are one bucket. None: one for all. 0: one a module.
@@ -117,7 +118,8 @@ def plan(
         position = {name: index for index, name in enumerate(order)}
         named.sort(key=lambda pair: position[pair[0]])
     fresh = _with_fresh_gradients(model)
-    groups = group([(name, p.nbytes) for name, p in named], bucket_mb)
+    sizes = [(name, p.nbytes) for name, p in named]
+    groups = group(sizes, bucket_mb, getattr(model, "bytes_scale", 1.0))
     own = dict(named)
     return [
         GradBucket({name: own[name] for name in names}, len(names) == 1 and names[0] in fresh)

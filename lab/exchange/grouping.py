@@ -11,15 +11,19 @@ MB = 2**20
 FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
 LARGE_BYTES = 4 * MB  # from here on a copy into a bucket costs more than a message of its own
 
-Sized = tuple[str, int]  # a parameter's name and the bytes of its gradient
+Sized = tuple[str, float]  # a parameter's name and the bytes of its gradient
 
 
-def group(parameters: Sequence[Sized], bucket_mb: float | None) -> list[list[str]]:
+def group(
+    parameters: Sequence[Sized], bucket_mb: float | None, bytes_scale: float = 1.0
+) -> list[list[str]]:
     """Names of the parameters of each bucket, in the order in which backward fills them.
 
     Args:
         parameters: in the order in which their gradients arrive.
         bucket_mb: see lab.exchange.bucket.plan.
+        bytes_scale: parameters are so many times as large as those that they stand for, whose
+            buckets theirs are to be.
     """
     if not parameters:
         return []
@@ -27,7 +31,7 @@ def group(parameters: Sequence[Sized], bucket_mb: float | None) -> list[list[str
         return [[name for name, _ in parameters]]
     if bucket_mb == 0:
         return _by_module(parameters)
-    return _by_size(parameters, bucket_mb * MB)
+    return _by_size([(name, size / bytes_scale) for name, size in parameters], bucket_mb * MB)
 
 
 def _by_module(parameters: Sequence[Sized]) -> list[list[str]]:
@@ -41,7 +45,7 @@ def _by_size(parameters: Sequence[Sized], capacity: float) -> list[list[str]]:
     large = min(capacity, LARGE_BYTES)
     groups: list[list[str]] = []
     current: list[str] = []
-    held = 0  # bytes in current
+    held = 0.0  # bytes in current
     # So little that the rest of backward could not hide a message of its own stays together.
     little = sum(size for _, size in parameters if size < large) <= large
     room = large if little else min(capacity, FIRST_BUCKET_BYTES)
@@ -51,7 +55,7 @@ def _by_size(parameters: Sequence[Sized], capacity: float) -> list[list[str]]:
             continue
         if current and held + size > room:
             groups.append(current)
-            current, held, room = [], 0, capacity
+            current, held, room = [], 0.0, capacity
         current.append(name)
         held += size
     if current:

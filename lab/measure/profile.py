@@ -119,19 +119,6 @@ class Profile:
         return (fixed_ms + (whole_ms - fixed_ms) * batch / self.reference_batch) / 1000
 
 
-def shapes(values: int) -> dict[str, tuple[int, ...]]:
-    """Parameters that stand for a layer of so many values, by name; a profile knows no shapes.
-
-    A weight [rows, columns], with of 1024 to 2048 columns the number that leaves the fewest values
-    over: as in an FC layer, whose rows 1-bit SGD quantises. Those left over are a bias. A layer of
-    fewer than 1024 values is a bias alone.
-    """
-    columns = min(COLUMNS, key=lambda columns: values % columns)
-    rows, rest = divmod(values, columns)
-    weight = {"weight": (rows, columns)} if rows else {}
-    return weight | ({"bias": (rest,)} if rest else {})
-
-
 def _flow(layer: Layer) -> str:
     times = (f"{key}: {getattr(layer, key):.4f}" for key in (*TIMES, *FIXED_TIMES))
     name = json.dumps(layer.name)  # quoted: a layer may be called 1, or on

@@ -93,6 +93,7 @@ class Replay(nn.Module):
         scaled = Profile.parse(profile).scaled(bytes_scale, time_scale)
         if not scaled.gradient_bytes:
             raise ValueError(f"model.bytes_scale={bytes_scale}: leaves no layer a single value")
+        self.bytes_scale = scaled.bytes_scale
         self.num_classes = num_classes
         self.pace = pace or Pace()
         named = ((each.name, ReplayedLayer(each, scaled, self.pace)) for each in scaled.layers)

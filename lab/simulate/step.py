@@ -143,7 +143,7 @@ def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Ex
     }
     arriving = [(name, VALUE_BYTES * math.prod(own[name])) for name in reversed(own)]
     found = []
-    for names in group(arriving, strategy.bucket_mb):
+    for names in group(arriving, strategy.bucket_mb, profile.bytes_scale):
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         last = min(places[name.rpartition(".")[0]] for name in names)
         stages = stages_of([own[name] for name in names], strategy.exchange, network)
