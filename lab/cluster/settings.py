@@ -17,7 +17,7 @@ EMULATION = "LAB_EMULATION"  # tells ranks, and their records, on what they run
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 MOST_HOSTS = 150  # addresses 10.77.0.101 and up
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
-CHANGE = re.compile(r"(\d+(?:\.\d+)?)s h(\d+) (\S+)")
+CHANGE = re.compile(r"(\d+(?:\.\d+)?)s (h\d+) (\S+)")
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,15 @@ class Cluster:
         rates: of each host's link, in both directions, as tc writes them; None: unlimited.
         delay_ms: one way, from any host to any other.
         loss_percent: of packets, one way.
+        slow_host: the straggler, if any, whose ranks run 1/slow_factor of the time.
     """
 
     ranks_per_host: int
     rates: tuple[str | None, ...]
     delay_ms: float = 0.0
     loss_percent: float = 0.0
+    slow_host: int | None = None
+    slow_factor: float = 1.0
     changes: tuple[Change, ...] = ()
 
     @property
@@ -84,6 +87,8 @@ class Cluster:
             f"rates={json.dumps(self.rates)}",
             f"delay_ms={self.delay_ms:g}",
             f"loss_percent={self.loss_percent:g}",
+            f"slow_host={'null' if self.slow_host is None else f'h{self.slow_host}'}",
+            f"slow_factor={self.slow_factor:g}",
             f"changes={json.dumps(changes)}",
         ]
 
@@ -95,6 +100,8 @@ class Cluster:
         text = f"{self.num_hosts} host{plural} as network namespaces, links of {links} (tbf)"
         if self.needs_netem:
             text += f", {self.delay_ms:g} ms and {self.loss_percent:g} % loss (netem)"
+        if self.slow_host is not None:
+            text += f", h{self.slow_host} slower by {self.slow_factor:g}"
         for change in self.changes:
             text += f", h{change.host} {change.to} after {change.after_s:g} s"
         return text
@@ -129,6 +136,8 @@ def emulated(
     rates: Sequence[str | None] | None,
     delay_ms: float,
     loss_percent: float,
+    slow_host: str | None,
+    slow_factor: float,
     changes: Sequence[str],
     world_size: int | None = None,
 ) -> Cluster:
@@ -147,12 +156,22 @@ def emulated(
         raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need as many rates")
     for one in every:
         _check_rate("rate" if rates is None else "rates", one)
-    _within("delay_ms", delay_ms, 10_000)
-    _within("loss_percent", loss_percent, 99)
+    _within("delay_ms", delay_ms, 0, 10_000)
+    _within("loss_percent", loss_percent, 0, 99)
+    _within("slow_factor", slow_factor, 1, 100)
+    slow = None if slow_host is None else _host("slow_host", slow_host, num_hosts)
     parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
         raise ValueError(f"cluster.changes={list(changes)}: with netem, only of links with a rate")
-    return Cluster(ranks_per_host, tuple(every), delay_ms, loss_percent, tuple(parsed))
+    return Cluster(
+        ranks_per_host,
+        tuple(every),
+        delay_ms,
+        loss_percent,
+        slow,
+        slow_factor,
+        tuple(parsed),
+    )
 
 
 def bits_per_s(rate: str) -> float:
@@ -182,9 +201,15 @@ def _whole(key: str, value: object, at_most: int = 1024) -> None:
         raise ValueError(f"cluster.{key}={value}: must be an integer from 1 to {at_most}")
 
 
-def _within(key: str, value: object, at_most: float) -> None:
-    if type(value) not in (int, float) or not 0 <= value <= at_most:  # type: ignore[operator]
-        raise ValueError(f"cluster.{key}={value}: must be a number from 0 to {at_most}")
+def _within(key: str, value: object, at_least: float, at_most: float) -> None:
+    if type(value) not in (int, float) or not at_least <= value <= at_most:  # type: ignore[operator]
+        raise ValueError(f"cluster.{key}={value}: must be a number from {at_least} to {at_most}")
+
+
+def _host(key: str, name: str, num_hosts: int) -> int:
+    if name not in (hosts := [f"h{host}" for host in range(num_hosts)]):
+        raise ValueError(f"cluster.{key}={name}: the hosts are h0 to {hosts[-1]}")
+    return hosts.index(name)
 
 
 def _check_rate(key: str, rate: object) -> None:
@@ -205,6 +230,4 @@ def _change(text: object, num_hosts: int) -> Change:
             f"cluster.changes={text!r}: must be a time, a host, and a rate, down or up, as in "
             "'10s h1 100mbit'"
         )
-    if int(match[2]) >= num_hosts:
-        raise ValueError(f"cluster.changes={text!r}: the hosts are h0 to h{num_hosts - 1}")
-    return Change(float(match[1]), int(match[2]), match[3])
+    return Change(float(match[1]), _host("changes", match[2], num_hosts), match[3])

@@ -19,6 +19,7 @@ from lab.cluster.check import check
 from lab.cluster.network import address, build, change, execute, name_hosts, on_host
 from lab.cluster.sandbox import AWAITED, FORWARDED, exit_code
 from lab.cluster.settings import EMULATION, Change, Cluster
+from lab.cluster.straggler import SLOW_FACTOR, slow_down
 
 PORT = 29400  # of the rendezvous on h0, in a network where nothing else is
 GRACE_S = 30.0  # what the other hosts have once h0, and with it rank 0, has ended
@@ -32,6 +33,9 @@ def main(arguments: list[str]) -> int:
     if arguments[1] == "check":
         return check(cluster)
     hosts = start(cluster, arguments[2:])
+    if cluster.slow_host is not None:
+        straggler = hosts[cluster.slow_host], cluster.slow_factor
+        threading.Thread(target=slow_down, args=straggler, daemon=True).start()
     wait(hosts, list(cluster.changes))
     return exit_code(hosts[0].returncode)
 
@@ -93,6 +97,8 @@ def _environment(cluster: Cluster, host: int) -> dict[str, str]:
     network = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     nccl = {"NCCL_HOSTID": f"h{host}", "NCCL_IB_DISABLE": "1"}
     start = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", EMULATION: cluster.describe()}
+    if host == cluster.slow_host:
+        start[SLOW_FACTOR] = str(cluster.slow_factor)
     gpus = _visible_gpus()
     if gpus:
         first = host * cluster.ranks_per_host % len(gpus)

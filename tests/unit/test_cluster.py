@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lab.cluster import __main__ as command
 from lab.cluster import network
 from lab.cluster.settings import EMULATION, Change, Cluster, bits_per_s, cluster_of
+from lab.cluster.straggler import descendants, slow_down
 from lab.config import ConfigError, load
 from lab.launch import starter
 from lab.study import read
+from tests.conftest import wait_for
 
 
 def cluster(*settings: str, world_size: int | None = None) -> Cluster:
@@ -55,7 +59,13 @@ def test_changes_are_in_order_of_time() -> None:
         (["hosts=2", "delay_ms=-1"], "cluster.delay_ms=-1: must be a number from 0"),
         (["hosts=2", "changes=['h1 down']"], "cluster.changes='h1 down': must be a time, a host"),
         (["hosts=2", "changes=['1s h1 0mbit']"], "cluster.changes='1s h1 0mbit': must be"),
-        (["hosts=2", "changes=['1s h2 down']"], "the hosts are h0 to h1"),
+        (["hosts=2", "changes=['1s h2 down']"], "cluster.changes=h2: the hosts are h0 to h1"),
+        (["hosts=2", "slow_host=1"], "cluster.slow_host=1: the hosts are h0 to h1"),
+        (["hosts=2", "slow_factor=0.5"], "cluster.slow_factor=0.5: must be a number from 1 to 100"),
+        (
+            ["hosts=2", "rate=null", "delay_ms=1", "changes=['1s h1 1mbit']"],
+            "with netem, only of links with a rate",
+        ),
         (["hosts=2", "changes=1"], "cluster.changes=1: must be a list"),
     ],
 )
@@ -87,8 +97,14 @@ def test_other_ways_to_start_are_refused() -> None:
 
 def test_a_cluster_survives_its_journey_inside() -> None:
     """As JSON to the supervisor, and as settings to the command that starts a cell."""
-    settings = ("hosts=2", "rates=[1gbit,null]", "delay_ms=0.5", "changes=['1.5s h1 down']")
-    made = cluster(*settings)
+    made = cluster(
+        "hosts=2",
+        "rates=[1gbit,null]",
+        "delay_ms=0.5",
+        "slow_host=h1",
+        "slow_factor=1.5",
+        "changes=['1.5s h1 down']",
+    )
     assert Cluster.from_json(made.to_json()) == made
     assert cluster(*made.settings()) == made
     line = starter(2, False, made)
@@ -161,6 +177,20 @@ def test_command_lines_are_checked(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(f"lab.cluster: error: {says}")
+
+
+def test_a_straggler_is_halted_again_and_again_and_then_runs_on() -> None:
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdin=subprocess.PIPE, text=True)
+    throttle = threading.Thread(target=slow_down, args=(process, 3.0))
+    throttle.start()
+    seen: set[str] = set()
+    wait_for(lambda: list(descendants(process.pid)))
+    (rank,) = map(psutil.Process, descendants(process.pid))
+    wait_for(lambda: seen.add(rank.status()) or {"stopped", "sleeping"} <= seen)
+    process.communicate("\n", timeout=20)
+    throttle.join(20)
+    assert process.returncode == 0
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

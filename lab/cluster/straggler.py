@@ -1,0 +1,43 @@
+"""A host that is slower than the others: its ranks are halted for a part of every few milliseconds.
+
+What they wait for goes on meanwhile: timers, and what the kernel holds of their connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RUN_S = 0.01  # between two halts: short beside a step, long beside what a halt costs
+SLOW_FACTOR = "LAB_SLOW_FACTOR"  # tells ranks that wait where others compute to wait longer
+
+
+def slow_down(launcher: subprocess.Popen[str], factor: float) -> None:
+    """Let what `launcher` has started run for 1/factor of the time, until it ends."""
+    while launcher.poll() is None:
+        began = time.monotonic()
+        time.sleep(RUN_S)
+        halt_s = (factor - 1) * (time.monotonic() - began)
+        ranks = list(descendants(launcher.pid))
+        _send(ranks, signal.SIGSTOP)
+        time.sleep(halt_s)
+        _send(ranks, signal.SIGCONT)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes that a process's main thread has started, theirs, and so on."""
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            yield child
+            yield from descendants(child)
+
+
+def _send(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
