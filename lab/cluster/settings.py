@@ -97,7 +97,9 @@ class Cluster:
         plural = "s" if self.num_hosts > 1 else ""
         rates = list(self.rates) if len(set(self.rates)) > 1 else [self.rates[0]]
         links = ", ".join(rate or "no limit" for rate in rates)
-        text = f"{self.num_hosts} host{plural} as network namespaces, links of {links} (tbf)"
+        text = f"{self.num_hosts} host{plural} as network namespaces, links of {links}"
+        if any(self.rates):
+            text += " (tbf)"
         if self.needs_netem:
             text += f", {self.delay_ms:g} ms and {self.loss_percent:g} % loss (netem)"
         if self.slow_host is not None:

@@ -115,6 +115,8 @@ def test_what_a_record_says() -> None:
     made = cluster("hosts=2", "rates=[1gbit,null]", "changes=['1s h1 down']")
     expected = "2 hosts as network namespaces, links of 1gbit, no limit (tbf), h1 down after 1 s"
     assert made.describe() == expected
+    unlimited = "1 host as network namespaces, links of no limit"
+    assert cluster("hosts=1", "rate=null").describe() == unlimited
     assert (
         cluster("hosts=4")
         .describe()
