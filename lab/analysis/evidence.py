@@ -227,5 +227,5 @@ def _sweep(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> s
         if strategy == cell.strategy or key.split(".")[0] not in OF_EXCHANGE
     ]
     if strategy != cell.strategy and cell.transform:
-        given.append("transform=fc1x1")
+        given.append("transform=fc1x1")  # there is no other
     return shlex.join(["python", "-m", "lab.sweep", *where, *given, *more])

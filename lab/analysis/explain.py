@@ -4,7 +4,8 @@ A step is divided into what computing would take if it were divided evenly (`ide
 lost. The verdict is the largest loss:
 
     input      waiting for data (breakdown)                                   input-bound
-    straggler  the slowest rank's own work less the others' median            straggler-bound
+    straggler  the slowest rank's own work less the others' median            straggler-bound, or
+               compute-bound if ranks share processors
     exchange   the step less that of `none` on as many ranks                  bandwidth-bound, or
                latency-bound if messages are small; compute-bound if encoding is most of it
     fixed      the rest: compute that did not shrink as ranks were added      launch-bound, or
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 
 from lab.analysis.evidence import Evidence
 
-# A loss below this share of the step is no reason. Speedup is then at least 0.9 N to 0.6 N.
+# A loss below this share of the step is no reason by itself: without it, speedup would be at most a
+# ninth higher.
 LOSS_SHARE = 0.1
 # A second loss that is this share of the largest is named beside it.
 CLOSE = 0.8
@@ -86,9 +88,21 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _losses(e: Evidence) -> Iterator[Loss]:
     yield Loss("input", "input-bound", e.input_s, "waits for data")
-    yield Loss("straggler", "straggler-bound", e.straggler_s, f"waits for rank {e.slowest_rank}")
+    yield Loss("straggler", *_straggler(e))
     yield Loss("exchange", *_exchange(e))
     yield Loss("fixed", *_fixed(e))
+
+
+def _straggler(e: Evidence) -> tuple[str, float, str]:
+    what = f"waits for rank {e.slowest_rank}"
+    if _shared(e):
+        return "compute-bound", e.straggler_s, f"{what} while {e.one.emulation}"
+    return "straggler-bound", e.straggler_s, what
+
+
+def _shared(e: Evidence) -> bool:
+    """Whether ranks have no processor each, as lab.report words it."""
+    return "share" in e.one.emulation
 
 
 def _exchange(e: Evidence) -> tuple[str, float, str]:
@@ -100,7 +114,7 @@ def _exchange(e: Evidence) -> tuple[str, float, str]:
 
 
 def _fixed(e: Evidence) -> tuple[str, float, str]:
-    if "share" in e.one.emulation:
+    if _shared(e):
         return "compute-bound", e.fixed_s, f"is lost because {e.one.emulation}"
     if e.one.scaling == "weak":
         return "compute-bound", e.fixed_s, "is lost because ranks slow each other's compute"

@@ -15,6 +15,7 @@ from lab.measure.spans import Span
 MAX_RANKS = 8  # more would not be legible
 LETTER_INCHES = 0.075  # of a name inside a bar
 LABEL_INCHES = 0.65  # what "Backward" takes
+ABOVE_CODEC = 0.12  # of a row's height, what a name moves to make room
 WIDTH = 10.0
 COMPUTE, TRANSFER, CODEC = "compute", "exchange", "codec"
 NAMES = {
@@ -55,6 +56,7 @@ def timeline_of_step(timeline: Timeline) -> Figure:
     figure, axes = style.canvas(1, 1, WIDTH, 1.5 + 0.34 * (max(heights.values()) + 1))
     panel = axes[0][0]
     hatch = style.HATCH if _emulated(timeline) else None
+    coded = any(span.row == CODEC for span in spans)
     for span, height, thick in _bars(spans, heights):
         left, length = 1e3 * (span.start_s - origin), 1e3 * (span.end_s - span.start_s)
         low = height + 0.4 - 0.8 * thick
@@ -62,7 +64,8 @@ def timeline_of_step(timeline: Timeline) -> Figure:
         shape = [(left, length)], (low, 0.8 * thick)
         panel.broken_barh(*shape, facecolor=colour, edgecolor="black", linewidth=0.4, hatch=hatch)
         if thick == 1 and (name := _fitting_name(span, end - origin)):
-            _label(panel, name, left + length / 2, height, span.row)
+            up = ABOVE_CODEC if coded and span.row == TRANSFER else 0.0
+            _label(panel, name, left + length / 2, height - up, span.row)
     panel.set_xlim(0, 1e3 * (end - origin))
     panel.set_yticks([height for height, _ in ticks], [name for _, name in ticks])
     panel.set_ylim(max(heights.values()) + 0.6, -0.6)
@@ -128,10 +131,7 @@ def _fitting_name(span: Span, shown_s: float) -> str:
 def _label(panel: Axes, name: str, middle: float, height: float, row: str) -> None:
     box = {"facecolor": COLOURS[row], "edgecolor": "none", "pad": 0.6}  # no hatching behind it
     colour = "white" if row in ("data", "backward", "optimizer") else "black"
-    above = 0.12 if row == TRANSFER else 0  # its own work
-    panel.text(
-        middle, height - above, name, size=7, ha="center", va="center", color=colour, bbox=box
-    )
+    panel.text(middle, height, name, size=7, ha="center", va="center", color=colour, bbox=box)
 
 
 def _legend(spans: list[Span], hatch: str | None) -> list[Artist]:

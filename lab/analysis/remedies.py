@@ -44,7 +44,11 @@ def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
         return [Remedy(f"world_size={ranks}", "compute still shrinks with every rank")]
     ranked = [_ranked(evidence, loss) for loss in verdict.named]
     firsts = [best for best, *_ in ranked]
-    return [*firsts, *(remedy for _, *others in ranked for remedy in others)]
+    others = [remedy for _, *rest in ranked for remedy in rest]
+    once: dict[str, Remedy] = {}  # one switch may help against two losses
+    for remedy in [*firsts, *others]:
+        once.setdefault(remedy.switch, remedy)
+    return list(once.values())
 
 
 def _ranked(evidence: Evidence, loss: Loss) -> list[Remedy]:
@@ -138,6 +142,7 @@ def _larger_batch(e: Evidence, why: str) -> Remedy:
 BY_VERDICT: Mapping[tuple[str, str], Callable[[Evidence, Loss], Iterator[Remedy]]] = {
     ("input", "input-bound"): _input,
     ("straggler", "straggler-bound"): _straggler,
+    ("straggler", "compute-bound"): _shared,
     ("exchange", "bandwidth-bound"): _bandwidth,
     ("exchange", "latency-bound"): _latency,
     ("exchange", "compute-bound"): _codec,

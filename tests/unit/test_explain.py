@@ -193,6 +193,14 @@ def test_ranks_that_share_cores_are_bound_by_compute(tmp_path: Path) -> None:
     assert first_remedy(evidence) == "world_size=2"
 
 
+def test_a_rank_that_is_late_because_ranks_share_cores_is_no_straggler(tmp_path: Path) -> None:
+    slow = phases(0.0, [0.1, 0.1, 0.19, 0.1], [0.09, 0.09, 0.0, 0.09])
+    run = write(tmp_path / "demo", "overlap", 4, 0.2, slow, emulation="4 ranks share 1 GPUs")
+    verdict, evidence = explain(run)
+    assert verdict == "compute-bound"
+    assert [remedy.switch for remedy in remedies(evidence, judge(evidence))] == ["world_size=2"]
+
+
 def test_weak_scaling_is_compared_with_the_same_batch_per_rank(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     write(folder, "none", 1, 0.1, scaling="weak")

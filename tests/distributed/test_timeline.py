@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from lab.analysis.timeline import read_trace
+from lab.distributed import world as worlds
 from lab.measure.clock import KEPT_STEPS
 from lab.measure.spans import Span
-from tests.conftest import Finished
+from tests.distributed import ranks
 
 QUICK = ("model=mlp", "model.hidden=[512,512]", "batch_size=32", "data.size=16", "optim.lr=0.01")
-pytestmark = pytest.mark.timeout(120)
 
 
 def of(spans: tuple[Span, ...], rank: int, row: str) -> list[Span]:
@@ -22,12 +22,11 @@ def of(spans: tuple[Span, ...], rank: int, row: str) -> list[Span]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_exchanges_begin_before_backward_ends_if_they_overlap(
-    train: Callable[..., Finished], tmp_path: Path, overlap: bool
+    tmp_path: Path, overlap: bool
 ) -> None:
-    settings = (f"overlap={str(overlap).lower()}", "bucket_mb=0.5", "steps=9", "cell=c")
-    done = train(2, "strategy=allreduce", "measure=breakdown", *settings, *QUICK)
-    assert done.code == 0, done.err
-    spans = read_trace(tmp_path / "runs/default/c/timeline.json").spans
+    settings = (f"overlap={overlap}", "bucket_mb=0.5", "steps=9", f"runs_dir={tmp_path}", "cell=c")
+    ranks.train(2, "strategy=allreduce", "measure=breakdown", *settings, *QUICK)
+    spans = read_trace(tmp_path / "default/c/timeline.json").spans
     for rank in range(2):
         steps, backwards = of(spans, rank, "step"), of(spans, rank, "backward")
         assert len(steps) == len(backwards) == 4 < KEPT_STEPS  # warmup_steps=5 are not timed
@@ -43,3 +42,18 @@ def test_exchanges_begin_before_backward_ends_if_they_overlap(
     first, second = (of(spans, rank, "step") for rank in range(2))
     # Ranks of one host share a clock: neither is done before the other begins.
     assert first[0].start_s < second[-1].end_s and second[0].start_s < first[-1].end_s
+
+
+def compare_clocks() -> tuple[float, list[str]]:
+    """As if each rank were another host."""
+    world = dataclasses.replace(ranks.join(), num_hosts=2)
+    answer = world.clock_ahead_s(), world.gather_text("é" * world.rank)
+    worlds.stop()
+    return answer
+
+
+def test_ranks_compare_clocks_and_texts() -> None:
+    (first_s, first), (second_s, second) = ranks.spawn(2, compare_clocks)
+    assert first_s == 0.0
+    assert abs(second_s) < 10  # they share one clock, but leave a barrier one after the other
+    assert first == second == ["", "é"]
