@@ -19,7 +19,8 @@ CONTEXT = ("model", "data", "precision", "device", "machine")
 IDENTITY = ("strategy", "world_size", "batch_size", "per_rank_batch_size", "scaling")
 STRATEGIES = (
     *("none", "allreduce", "tree", "tree_pipelined", "tree_double", "ring", "star"),
-    *("overlap", "layerwise", "bf16", "fp16", "int8", "onebit", "signsgd_ef", "topk", "randomk"),
+    *("tree_overlap", "overlap", "layerwise", "bf16", "fp16", "int8", "onebit", "signsgd_ef"),
+    *("topk", "randomk"),
     *("powersgd", "auto", "fc1x1", "fc1x1_onebit", "local_sgd", "diloco", "ddp", "horovod"),
     *("caffe", "torch7", "cntk", "tensorflow"),
 )

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RUN_S = 0.01  # between two halts: short beside a step, long beside what a halt costs
-SLOW_FACTOR = "LAB_SLOW_FACTOR"  # tells ranks that wait where others compute to wait longer
 
 
 def slow_down(launcher: subprocess.Popen[str], factor: float) -> None:

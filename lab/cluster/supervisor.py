@@ -19,7 +19,8 @@ from lab.cluster.check import check
 from lab.cluster.network import address, build, change, execute, name_hosts, on_host
 from lab.cluster.sandbox import AWAITED, FORWARDED, exit_code
 from lab.cluster.settings import EMULATION, Change, Cluster
-from lab.cluster.straggler import SLOW_FACTOR, slow_down
+from lab.cluster.straggler import slow_down
+from lab.measure.profile import SLOW_FACTOR
 
 PORT = 29400  # of the rendezvous on h0, in a network where nothing else is
 GRACE_S = 30.0  # what the other hosts have once h0, and with it rank 0, has ended

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeGuard, TypeVar
 
+SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: on this host replayed layers take longer by it
 VALUE_BYTES = 4  # gradients are float32
 COLUMNS = range(1024, 2049)
 

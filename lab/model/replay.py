@@ -6,6 +6,7 @@ and network are those of any other model. What it computes is of no use.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.measure.profile import Layer, Profile, require_positive, shapes
+from lab.measure.profile import SLOW_FACTOR, Layer, Profile, require_positive, shapes
 
 SLACK_S = 0.002
 
@@ -90,6 +91,7 @@ class Replay(nn.Module):
         super().__init__()
         require_positive("model.bytes_scale", bytes_scale)
         require_positive("model.time_scale", time_scale)
+        time_scale *= float(os.environ.get(SLOW_FACTOR, 1))
         scaled = Profile.parse(profile).scaled(bytes_scale, time_scale)
         if not scaled.gradient_bytes:
             raise ValueError(f"model.bytes_scale={bytes_scale}: leaves no layer a single value")

@@ -17,7 +17,7 @@ from tests.distributed.ranks import STRATEGIES, Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
 EXACT = (
-    *("allreduce", "tree", "tree_pipelined", "tree_double", "ring", "star"),
+    *("allreduce", "tree", "tree_pipelined", "tree_double", "tree_overlap", "ring", "star"),
     *("overlap", "layerwise", "fc1x1", "ddp", "caffe", "torch7", "tensorflow"),
 )
 # none: nothing to compare. auto: what it does is a matter of the clock.

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "record": {"measure"},
     "analysis": {"measure", "record"},
     "simulate": {"exchange", "measure", "analysis"},
-    "cluster": {"config", "cli", "distributed"},
+    "cluster": {"config", "cli", "distributed", "measure"},
 }
 ONLY_IN = {
     "triton": {"lab/codec/gpu.py"},

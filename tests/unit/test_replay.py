@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.measure.profile import Profile
+from lab.measure.profile import SLOW_FACTOR, Profile
 from lab.model.replay import SLACK_S, Pace, Replay
 
 PROFILE: dict[str, Any] = {
@@ -195,3 +195,9 @@ def test_refuses_in_one_line(time: Time, settings: dict[str, Any], message: str)
     with pytest.raises(ValueError) as caught:
         replay(time, **settings)
     assert str(caught.value) == message
+
+
+def test_layers_take_longer_on_a_slow_host(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = replay(time).layers[1].forward_s(4)  # type: ignore[operator]
+    monkeypatch.setenv(SLOW_FACTOR, "3")
+    assert replay(time).layers[1].forward_s(4) == pytest.approx(3 * usual)  # type: ignore[operator]
