@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from lab.analysis.claims import Claim, Paper
@@ -53,6 +54,8 @@ class Predicted:
 
     def _step(self, at: Point) -> tuple[float, float]:
         profile = Profile.parse(read_file("profile", at.profile)) if at.profile else self._profile
+        if at.batch_size % at.world_size:
+            raise Missing(f"{at.world_size} ranks cannot share a batch of {at.batch_size}")
         try:
             strategy = Strategy.of(load([f"strategy={at.strategy}"]))
             own = at.batch_size // at.world_size
@@ -82,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     lines, verdicts = _table(paper, predicted, measured)
     print("\n".join(lines))
+    if asked.figures:
+        _draw(asked.figures, paper, predicted, measured)
     if asked.out:
         asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int("fails" in verdicts)
@@ -92,6 +97,23 @@ def _measured(folder: Path, profile: str) -> Facts:
     from lab.analysis.records import load_study
 
     return Measured(load_study(folder), profile)
+
+
+def _draw(folder: Path, paper: Paper, predicted: Facts, measured: Facts | None) -> None:
+    from lab.analysis import figures_paper
+
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = [f"{paper.title}; predicted: profile {paper.profile} on {paper.hardware}"]
+    bars = partial(figures_paper.speedup_bars, paper, predicted, measured, notes)
+    wider = read_file("hardware", paper.map_hardware)
+    scaled = Profile.parse(read_file("profile", paper.profile)).scaled(paper.map_bytes_scale)
+    notes = [f"{paper.title}; profile {paper.profile}, {paper.map_bytes_scale:g} of its bytes, on "]
+    notes[0] += f"{paper.map_hardware}, a rank each"
+    predicted = Predicted(scaled, Hardware.parse(wider))
+    regimes = partial(figures_paper.regime_map, paper, predicted, notes)
+    for name, draw in (("speedup", bars), ("regimes", regimes)):
+        figures_paper.write(draw, folder / f"{name}.png")
+        print(f"wrote {folder / f'{name}.png'}")
 
 
 def _table(paper: Paper, predicted: Facts, measured: Facts | None) -> tuple[list[str], list[str]]:
@@ -135,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("paper", choices=choices_of("claims"))
     parser.add_argument("--runs", type=Path, help="study folder with the measured cells")
+    parser.add_argument("--figures", type=Path, help="folder for speedup.png and regimes.png")
     parser.add_argument("--out", type=Path, help="file to write the table to, in Markdown")
     return parser
 

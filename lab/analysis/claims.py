@@ -72,18 +72,33 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """What a paper's figures span. batch_sizes are global."""
+
+    strategies: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Paper:
     """A file of conf/claims.
 
     Attributes:
         study: whose cells are the measured figures.
         profile, hardware: what predictions are made from.
+        map_hardware, map_bytes_scale: what the map of regimes is of: hardware for more ranks than
+            the paper had, and what keeps the ratio of compute to communication there.
+        grid: of its figures.
     """
 
     title: str
     study: str
     profile: str
     hardware: str
+    map_hardware: str
+    map_bytes_scale: float
+    grid: Grid
     claims: tuple[Claim, ...]
 
     @classmethod
@@ -95,8 +110,9 @@ class Paper:
         """
         claims = tuple(_claim(entry) for entry in node.get("claims", ()))
         try:
-            return cls(**{**node, "claims": claims})
-        except TypeError as error:
+            grid = Grid(**{key: tuple(values) for key, values in node["grid"].items()})
+            return cls(**{**node, "claims": claims, "grid": grid})
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{node.get('title')}: {error}") from None
 
 

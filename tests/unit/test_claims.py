@@ -93,3 +93,8 @@ def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
     right = {"says": "s", "source": "1", "quantity": "speedup", "check": {"at_least": 1}}
     with pytest.raises(ValueError, match=message):
         Paper.parse({"claims": [right | entry]})
+
+
+def test_a_file_without_a_grid_is_named() -> None:
+    with pytest.raises(ValueError, match="t: 'grid'"):
+        Paper.parse({"title": "t", "claims": []})

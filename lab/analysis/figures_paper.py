@@ -1,0 +1,130 @@
+"""A paper's own figures, with what was measured and predicted here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
+
+from lab.analysis import style
+from lab.analysis.claims import Paper
+from lab.analysis.quantities import Facts, Missing, Point, speedup
+
+SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # one for each number of ranks
+MAP_RANKS = tuple(2**power for power in range(1, 9))
+MAP_BATCHES = tuple(2**power for power in range(6, 16))
+COLUMNS = 3
+
+
+def speedup_bars(
+    paper: Paper, predicted: Facts, measured: Facts | None, notes: list[str]
+) -> Figure:
+    """Slide 26's grouped bars: a panel for each strategy, a group for each batch size.
+
+    Bars are measured, or, where nothing is, predicted; a dash over a bar is its prediction, a
+    diamond what the paper published of it.
+    """
+    grid = paper.grid
+    figure, panels = _panels(len(grid.strategies))
+    for panel, strategy in zip(panels, grid.strategies, strict=False):
+        for group, batch in enumerate(grid.batch_sizes):
+            for index, size in enumerate(grid.world_sizes):
+                at = Point(strategy, size, batch)
+                x = group + (index - (len(grid.world_sizes) - 1) / 2) * 0.26
+                _bar(panel, x, SHADES[index], at, predicted, measured)
+                for claim in paper.claims:
+                    if (claim.quantity, claim.at) == ("speedup", at) and claim.published:
+                        panel.plot(x, claim.published, "D", color=style.VERMILLION, markersize=5)
+        panel.axhline(1, color=style.BLACK, linewidth=0.8)
+        panel.set_xticks(range(len(grid.batch_sizes)), [str(batch) for batch in grid.batch_sizes])
+        panel.set_title(strategy)
+        panel.set_xlabel("global batch")
+    panels[0].set_ylabel("speedup over 1 rank")
+    entries: list[Artist] = [
+        Patch(facecolor=SHADES[index], label=f"{size} rank{'s' if size > 1 else ''}")
+        for index, size in enumerate(grid.world_sizes)
+    ]
+    if measured:
+        entries.append(Line2D([], [], color=style.BLACK, linewidth=2, label="predicted"))
+    entries.append(
+        Line2D([], [], color=style.VERMILLION, marker="D", linestyle="", label="published")
+    )
+    what = "measured, predicted and published" if measured else "predicted (bars) and published"
+    return style.frame(figure, f"Speedup: {what}", entries, notes)
+
+
+def _bar(
+    panel: Axes, x: float, colour: str, at: Point, predicted: Facts, measured: Facts | None
+) -> None:
+    found = _speedup(measured, at) if measured else None
+    guess = _speedup(predicted, at)
+    if found is not None:
+        panel.bar(x, found, 0.24, color=colour, edgecolor=style.GREY, hatch=style.HATCH)
+    if guess is not None and measured is None:
+        panel.bar(x, guess, 0.24, facecolor=f"{colour}60", edgecolor=colour, linewidth=1.2)
+    elif guess is not None:
+        panel.plot([x - 0.12, x + 0.12], [guess, guess], color=style.BLACK, linewidth=2)
+
+
+def _speedup(facts: Facts, at: Point) -> float | None:
+    try:
+        return speedup(facts, at)
+    except Missing:
+        return None
+
+
+def regime_map(paper: Paper, predicted: Facts, notes: list[str]) -> Figure:
+    """Predicted speedup over ranks and batch, a panel for each strategy, with speedup 1 drawn.
+
+    Below that line, where panels are red, more ranks make training slower than one.
+    """
+    figure, panels = _panels(len(paper.grid.strategies))
+    image = None
+    for panel, strategy in zip(panels, paper.grid.strategies, strict=False):
+        values = [
+            [_log2(_speedup(predicted, Point(strategy, size, batch))) for size in MAP_RANKS]
+            for batch in MAP_BATCHES
+        ]
+        shape = {"vmin": -8, "vmax": 8, "cmap": "RdBu", "shading": "nearest"}
+        ranks, batches = range(len(MAP_RANKS)), range(len(MAP_BATCHES))
+        image = panel.pcolormesh(ranks, batches, values, **shape)
+        panel.contour(ranks, batches, values, levels=[0.0], colors="black", linewidths=1.2)
+        panel.set_xticks(ranks[::2], [str(size) for size in MAP_RANKS[::2]])
+        panel.set_yticks(batches[::2], [str(batch) for batch in MAP_BATCHES[::2]])
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.set_title(strategy)
+        panel.set_xlabel("ranks")
+    panels[0].set_ylabel("global batch")
+    if image is not None:
+        bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=range(-8, 9, 2))
+        bar.ax.set_yticklabels([f"{2.0**power:g}" for power in range(-8, 9, 2)])
+        bar.set_label("speedup over 1 rank (predicted)")
+    entry = Line2D([], [], color=style.BLACK, linewidth=1.2, label="speedup = 1")
+    return style.frame(figure, "Where more ranks pay", [entry], notes)
+
+
+def write(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw a figure in the lab's style, into a PNG."""
+    with matplotlib.rc_context(style.RC):
+        draw().savefig(path, dpi=150, bbox_inches="tight")
+
+
+def _log2(value: float | None) -> float:
+    return math.nan if value is None or value <= 0 else math.log2(value)
+
+
+def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
+    rows = -(-count // COLUMNS)
+    figure, axes = style.canvas(rows, min(count, COLUMNS), 9.6, 2.7 * rows + 0.6, sharey=True)
+    flat = [panel for row in axes for panel in row]
+    for empty in flat[count:]:
+        empty.set_visible(False)
+    return figure, flat
