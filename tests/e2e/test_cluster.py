@@ -97,7 +97,7 @@ def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def traces() -> list[str]:
-    """Namespaces, interfaces and mounts of this machine, but for the hosts of tests beside these."""
+    """Namespaces, interfaces and mounts of this machine, without the hosts of other tests."""
     commands = (["ip", "netns", "list"], ["ip", "-br", "link"])
     seen = [subprocess.run(each, capture_output=True, text=True).stdout for each in commands]
     lines = "".join([*seen, Path("/proc/self/mounts").read_text()]).splitlines()

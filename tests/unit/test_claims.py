@@ -7,7 +7,8 @@ import math
 import pytest
 from omegaconf import OmegaConf
 
-from lab.analysis.claims import Check, Claim, Paper
+from lab.analysis import figures_paper
+from lab.analysis.claims import Check, Claim, Grid, Paper
 from lab.analysis.quantities import Missing, Point
 from lab.config import conf_dir
 
@@ -98,3 +99,16 @@ def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
 def test_a_file_without_a_grid_is_named() -> None:
     with pytest.raises(ValueError, match="t: 'grid'"):
         Paper.parse({"title": "t", "claims": []})
+
+
+def test_figures_show_what_is_measured_predicted_and_published() -> None:
+    grid = Grid(("tree", "none"), (1, 2, 4), (128, 512))
+    claim = Claim("s", "1", "speedup", Check(at_most=1), Point("tree", 4, 128), published=0.9)
+    paper = Paper("t", "s", "p", "h", "h", 1.0, grid, (claim,))
+    tree, none = figures_paper.speedup_bars(paper, Table(), Table(), []).axes
+    # The table has no tree on one rank.
+    assert [len(panel.patches) for panel in (tree, none)] == [2 * 2, 2 * 3]
+    diamonds = [line.get_ydata() for line in tree.lines if line.get_marker() == "D"]
+    assert [list(map(float, one)) for one in diamonds] == [[0.9]]  # type: ignore[arg-type]
+    regimes = figures_paper.regime_map(paper, Table(), [])
+    assert [panel.get_title() for panel in regimes.axes[:2]] == ["tree", "none"]
