@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lab.cli import answer_help, report_error
-from lab.config import ConfigError, choices_of, conf_dir, parse_overrides
+from lab.config import ConfigError, parse_overrides, read_file
 from lab.measure.profile import Profile
 from lab.naming import AXES
 from lab.record.files import write_json
@@ -169,11 +169,9 @@ def _file(group: str, lines: list[str]) -> Mapping[str, Any]:
     """
     chosen = [line.partition("=")[2] for line in lines if line.startswith(f"{group}=")]
     choice = chosen[-1] if chosen else OWN[group][0]
-    if choice not in choices_of(group):
-        raise ConfigError(f"{group}={choice}: allowed are {', '.join(choices_of(group))}")
     changed = [line.removeprefix(f"{group}.") for line in lines if line.startswith(f"{group}.")]
     try:
-        node = OmegaConf.load(conf_dir() / group / f"{choice}.yaml")
+        node = OmegaConf.create(read_file(group, choice))
         merged = OmegaConf.merge(node, OmegaConf.from_dotlist(changed))
     except (OmegaConfBaseException, TypeError) as error:
         raise ConfigError(f"{' '.join(lines)}: {str(error).splitlines()[0]}") from None

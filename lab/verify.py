@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from lab.analysis.claims import Claim, Paper
-from lab.analysis.quantities import Facts, Missing, Point
+from lab.analysis.quantities import Facts, MeasuredFacts, Missing, Point
 from lab.cli import report_error
 from lab.config import ConfigError, choices_of, load, read_file
 from lab.measure.profile import VALUE_BYTES, Profile
@@ -45,8 +45,8 @@ class Predicted:
 
     def fc_share(self) -> float:
         """Of the profile's parameters, those of layers named fc."""
-        fc = sum(layer.parameters for layer in self._profile.layers if layer.name.startswith("fc"))
-        return VALUE_BYTES * fc / self.gradient_bytes()
+        sizes = {layer.name: layer.parameters for layer in self._profile.layers}
+        return sum(sizes[name] for name in sizes if name.startswith("fc")) / sum(sizes.values())
 
     def conv2_operations(self, batch_size: int) -> float:
         """Multiplications and additions of AlexNet's second convolution, forward."""
@@ -57,12 +57,16 @@ class Predicted:
         if at.batch_size % at.world_size:
             raise Missing(f"{at.world_size} ranks cannot share a batch of {at.batch_size}")
         try:
-            strategy = Strategy.of(load([f"strategy={at.strategy}"]))
             own = at.batch_size // at.world_size
-            step = simulate(profile, self._hardware, strategy, at.world_size, own)
+            step = simulate(profile, self._hardware, _strategy(at.strategy), at.world_size, own)
         except ValueError as error:
             raise Missing(str(error)) from None
         return step.step_s, step.payload_bytes
+
+
+@cache  # settings take longer to compose than a step to simulate
+def _strategy(name: str) -> Strategy:
+    return Strategy.of(load([f"strategy={name}"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,30 +84,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Hardware.parse(read_file("hardware", paper.hardware)),
         )
         measured = _measured(asked.runs, paper.profile) if asked.runs else None
-    except (ConfigError, ValueError) as error:
+        lines, verdicts = _table(paper, predicted, measured)
+        print("\n".join(lines))
+        if asked.figures:
+            _draw(asked.figures, paper, predicted, measured)
+        if asked.out:
+            asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except (ConfigError, ValueError, OSError) as error:
         report_error("lab.verify", error)
         return 2
-    lines, verdicts = _table(paper, predicted, measured)
-    print("\n".join(lines))
-    if asked.figures:
-        _draw(asked.figures, paper, predicted, measured)
-    if asked.out:
-        asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int("fails" in verdicts)
 
 
-def _measured(folder: Path, profile: str) -> Facts:
-    from lab.analysis.measured import Measured
+def _measured(folder: Path, profile: str) -> MeasuredFacts:
+    from lab.analysis.measured import Measured  # which takes pandas
     from lab.analysis.records import load_study
 
     return Measured(load_study(folder), profile)
 
 
-def _draw(folder: Path, paper: Paper, predicted: Facts, measured: Facts | None) -> None:
+def _draw(folder: Path, paper: Paper, predicted: Facts, measured: MeasuredFacts | None) -> None:
     from lab.analysis import figures_paper
 
     folder.mkdir(parents=True, exist_ok=True)
     notes = [f"{paper.title}; predicted: profile {paper.profile} on {paper.hardware}"]
+    notes += [f"measured, emulated: {how}" for how in (measured.emulations() if measured else ())]
     bars = partial(figures_paper.speedup_bars, paper, predicted, measured, notes)
     wider = read_file("hardware", paper.map_hardware)
     scaled = Profile.parse(read_file("profile", paper.profile)).scaled(paper.map_bytes_scale)
@@ -116,7 +121,9 @@ def _draw(folder: Path, paper: Paper, predicted: Facts, measured: Facts | None) 
         print(f"wrote {folder / f'{name}.png'}")
 
 
-def _table(paper: Paper, predicted: Facts, measured: Facts | None) -> tuple[list[str], list[str]]:
+def _table(
+    paper: Paper, predicted: Facts, measured: MeasuredFacts | None
+) -> tuple[list[str], list[str]]:
     """A table in Markdown, and the verdicts in it."""
     lines = [f"# {paper.title}", ""]
     lines += [
@@ -137,6 +144,8 @@ def _table(paper: Paper, predicted: Facts, measured: Facts | None) -> tuple[list
             f"measured: nothing; python -m lab.sweep study={paper.study} (root) measures it, then "
             f"--runs runs/{paper.study}"
         )
+    else:
+        lines += [f"measured, emulated: {how}" for how in measured.emulations()]
     return lines, verdicts
 
 

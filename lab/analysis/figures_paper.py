@@ -16,7 +16,7 @@ from matplotlib.ticker import NullLocator
 
 from lab.analysis import style
 from lab.analysis.claims import Paper
-from lab.analysis.quantities import Facts, Missing, Point, speedup
+from lab.analysis.quantities import Facts, MeasuredFacts, Missing, Point, speedup
 
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # one for each number of ranks
 MAP_RANKS = tuple(2**power for power in range(1, 9))
@@ -25,12 +25,12 @@ COLUMNS = 3
 
 
 def speedup_bars(
-    paper: Paper, predicted: Facts, measured: Facts | None, notes: list[str]
+    paper: Paper, predicted: Facts, measured: MeasuredFacts | None, notes: list[str]
 ) -> Figure:
     """Slide 26's grouped bars: a panel for each strategy, a group for each batch size.
 
-    Bars are measured, or, where nothing is, predicted; a dash over a bar is its prediction, a
-    diamond what the paper published of it.
+    Bars are measured (hatched: emulated), or, where nothing is, predicted; a dash over a bar is its
+    prediction, a diamond what the paper published of it.
     """
     grid = paper.grid
     figure, panels = _panels(len(grid.strategies))
@@ -62,12 +62,13 @@ def speedup_bars(
 
 
 def _bar(
-    panel: Axes, x: float, colour: str, at: Point, predicted: Facts, measured: Facts | None
+    panel: Axes, x: float, colour: str, at: Point, predicted: Facts, measured: MeasuredFacts | None
 ) -> None:
     found = _speedup(measured, at) if measured else None
     guess = _speedup(predicted, at)
-    if found is not None:
-        panel.bar(x, found, 0.24, color=colour, edgecolor=style.GREY, hatch=style.HATCH)
+    if measured and found is not None:
+        hatch = style.HATCH if measured.emulations() else None
+        panel.bar(x, found, 0.24, color=colour, edgecolor=style.GREY, hatch=hatch)
     if guess is not None and measured is None:
         panel.bar(x, guess, 0.24, facecolor=f"{colour}60", edgecolor=colour, linewidth=1.2)
     elif guess is not None:

@@ -45,6 +45,14 @@ class Facts(Protocol):
         ...
 
 
+class MeasuredFacts(Facts, Protocol):
+    """Facts of runs."""
+
+    def emulations(self) -> list[str]:
+        """In which ways these runs are not what they stand for."""
+        ...
+
+
 def speedup(facts: Facts, at: Point) -> float:
     """Over one rank, which exchanges nothing, at the same global batch."""
     return facts.step_s(Point(batch_size=at.batch_size)) / facts.step_s(at)

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lab.analysis.records import Cell, load_study
-from lab.measure.profile import Profile
+from lab.measure.profile import VALUE_BYTES, Profile
 from lab.simulate.fit import LARGEST_FITTED, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy
@@ -63,7 +63,7 @@ def _counts(cell: Cell) -> bool:
 
 
 def _check_model(cell: Cell, folder: Path, profile: Profile) -> None:
-    own = profile.gradient_bytes / 4
+    own = profile.gradient_bytes / VALUE_BYTES
     if not cell.transform and abs(cell.num_parameters / own - 1) > MOST_APART:
         raise ValueError(
             f"fit={folder}: {cell.name} has {cell.num_parameters:.0f} parameters, profile="

@@ -38,6 +38,9 @@ class Table:
     def conv2_operations(self, batch_size: int) -> float:
         raise Missing
 
+    def emulations(self) -> list[str]:
+        return ["hosts"]
+
 
 @pytest.mark.parametrize(
     ("quantity", "at", "value"),
@@ -108,6 +111,7 @@ def test_figures_show_what_is_measured_predicted_and_published() -> None:
     tree, none = figures_paper.speedup_bars(paper, Table(), Table(), []).axes
     # The table has no tree on one rank.
     assert [len(panel.patches) for panel in (tree, none)] == [2 * 2, 2 * 3]
+    assert all(bar.get_hatch() for bar in tree.patches)  # emulated
     diamonds = [line.get_ydata() for line in tree.lines if line.get_marker() == "D"]
     assert [list(map(float, one)) for one in diamonds] == [[0.9]]  # type: ignore[arg-type]
     regimes = figures_paper.regime_map(paper, Table(), [])
