@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lab.cli import answer_help, report_error
 from lab.config import ConfigError, parse_overrides, read_file
-from lab.measure.profile import Profile
+from lab.measure.profile import Profile, replayed
 from lab.naming import AXES
 from lab.record.files import write_json
 from lab.simulate.hardware import Hardware
@@ -23,7 +23,8 @@ from lab.study import SWEEP_SETTINGS, Cell, read
 
 PURPOSE = """\
 Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
-hardware.KEY=... and profile.KEY=... change a figure of theirs."""
+profile=... says what the model's layers cost (alexnet_titanx), and hardware.KEY=... and
+profile.KEY=... change a figure of theirs. Cells of model=replay have the profile they replay."""
 EXAMPLES = (
     "python -m lab.predict strategy=none,tree,overlap,onebit world_size=1,2,4 batch_size=128,256",
     "python -m lab.predict hardware=h200_nvlink_400g scaling=weak world_size=8,64,512,4096",
@@ -31,9 +32,9 @@ EXAMPLES = (
     "hardware.inter.beta_bytes_per_s=1e9 out=slow.json",
     "python -m lab.predict study=mine hardware=emulated_1gbit fit=runs/mine",
 )
+DEFAULT_PROFILE = "alexnet_titanx"
 OWN = {
     "hardware": ("titanx_x4", "a file of conf/hardware"),
-    "profile": ("alexnet_titanx", "a file of conf/profile: what the model's layers cost"),
     "fit": ("null", "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others"),
     "out": ("null", "FILE.json for the result, and its figure beside it; or FILE.png alone"),
 }
@@ -44,7 +45,7 @@ class Request:
     """What a command line asks for."""
 
     cells: list[Cell]
-    profile: Profile
+    profiles: list[Profile]  # of each cell
     hardware: Hardware
     fit: Path | None
     out: Path | None
@@ -91,15 +92,15 @@ def read_request(arguments: list[str]) -> Request:
             raise ConfigError(f"{line}: takes one value")
         else:
             own.setdefault(key.split(".")[0], []).append(line)
-    files = {key: _file(key, own.get(key, [])) for key in ("hardware", "profile")}
     paths = {key: _path(own.get(key, [])) for key in ("fit", "out")}
     _check_out(paths["out"])
     cells = [cell for cell in read(others).cells if cell.repeat == 0]
     try:
-        profile, hardware = Profile.parse(files["profile"]), Hardware.parse(files["hardware"])
+        hardware = Hardware.parse(_hardware(own.get("hardware", [])))
+        profiles = [_profile(_plain(cell.config)) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return Request(cells, profile, hardware, paths["fit"], paths["out"])
+    return Request(cells, profiles, hardware, paths["fit"], paths["out"])
 
 
 def predicted(request: Request) -> dict[str, Any]:
@@ -115,21 +116,22 @@ def predicted(request: Request) -> dict[str, Any]:
         if request.fit:
             from lab.simulate.score import Score  # which takes pandas
 
-            score = Score(request.fit, request.profile, request.hardware)
+            score = Score(request.fit, request.profiles[0], request.hardware)
             hardware = score.hardware
         rows = []
-        for cell, strategy in zip(request.cells, strategies, strict=True):
+        for cell, profile, strategy in zip(
+            request.cells, request.profiles, strategies, strict=True
+        ):
             weak = cell.config.scaling == "weak"
-            where = cell.world_size, cell.config.batch_size, weak
-            found = predict(request.profile, hardware, strategy, *where)
+            what = profile, strategy, cell.world_size, cell.config.batch_size
+            found = predict(profile, hardware, *what[1:], weak)
             own = _row(cell, _series(cell, request.cells), found)
-            rows.append(own | (score.of(strategy, *where, found.step.step_s) if score else {}))
+            rows.append(own | (score.of(*what, weak, found.step.step_s) if score else {}))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     return {
         "rows": rows,
-        "profile": request.profile.name,
-        "gradient_bytes": request.profile.gradient_bytes,
+        "profiles": {each.name: each.gradient_bytes for each in request.profiles},
         "hardware": asdict(hardware),
         "fit": str(request.fit) if request.fit else None,
     }
@@ -161,17 +163,23 @@ def _series(cell: Cell, cells: list[Cell]) -> str:
     return " ".join([cell.strategy, *varying])
 
 
-def _file(group: str, lines: list[str]) -> Mapping[str, Any]:
-    """What conf/<group>/<choice>.yaml holds, with `group.key=value` in place of its figures.
+def _profile(settings: Mapping[str, Any]) -> Profile:
+    """What a cell's layers cost."""
+    named = settings["profile"] or read_file("profile", DEFAULT_PROFILE)
+    return replayed(settings) or Profile.parse(named)
+
+
+def _hardware(lines: list[str]) -> Mapping[str, Any]:
+    """What a file of conf/hardware holds, with `hardware.key=value` in place of its figures.
 
     Raises:
         ConfigError: there is no such file, or a value cannot be read.
     """
-    chosen = [line.partition("=")[2] for line in lines if line.startswith(f"{group}=")]
-    choice = chosen[-1] if chosen else OWN[group][0]
-    changed = [line.removeprefix(f"{group}.") for line in lines if line.startswith(f"{group}.")]
+    chosen = [line.partition("=")[2] for line in lines if line.startswith("hardware=")]
+    choice = chosen[-1] if chosen else OWN["hardware"][0]
+    changed = [line.removeprefix("hardware.") for line in lines if line.startswith("hardware.")]
     try:
-        node = OmegaConf.create(read_file(group, choice))
+        node = OmegaConf.create(read_file("hardware", choice))
         merged = OmegaConf.merge(node, OmegaConf.from_dotlist(changed))
     except (OmegaConfBaseException, TypeError) as error:
         raise ConfigError(f"{' '.join(lines)}: {str(error).splitlines()[0]}") from None

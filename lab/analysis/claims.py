@@ -72,9 +72,21 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """What a paper's figures span. batch_sizes are global."""
+class Reproduction:
+    """The study that measures what a paper claims, on an emulated cluster.
 
+    Attributes:
+        study: of conf/study.
+        hardware: of conf/hardware: what stands for the cluster before anything is fitted.
+        bytes_scale: of gradients, which keeps the ratio of compute to communication.
+        model: the lab's own, whose parameters are counted.
+        strategies, world_sizes, batch_sizes: of the figures; batches are global.
+    """
+
+    study: str
+    hardware: str
+    bytes_scale: float
+    model: str
     strategies: tuple[str, ...]
     world_sizes: tuple[int, ...]
     batch_sizes: tuple[int, ...]
@@ -85,21 +97,15 @@ class Paper:
     """A file of conf/claims.
 
     Attributes:
-        study: whose cells are the measured figures.
         profile, hardware: what predictions are made from.
-        map_hardware, map_bytes_scale: what the map of regimes is of: hardware for more ranks than
-            the paper had, and what keeps the ratio of compute to communication there.
-        grid: of its figures.
+        reproduction: None where nothing measures it.
     """
 
     title: str
-    study: str
     profile: str
     hardware: str
-    map_hardware: str
-    map_bytes_scale: float
-    grid: Grid
     claims: tuple[Claim, ...]
+    reproduction: Reproduction | None = None
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Paper:
@@ -110,10 +116,15 @@ class Paper:
         """
         claims = tuple(_claim(entry) for entry in node.get("claims", ()))
         try:
-            grid = Grid(**{key: tuple(values) for key, values in node["grid"].items()})
-            return cls(**{**node, "claims": claims, "grid": grid})
-        except (KeyError, TypeError) as error:
+            given = node.get("reproduction")
+            made = Reproduction(**{k: _frozen(v) for k, v in given.items()}) if given else None
+            return cls(**{**node, "claims": claims, "reproduction": made})
+        except (AttributeError, TypeError) as error:
             raise ValueError(f"{node.get('title')}: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _claim(entry: Mapping[str, Any]) -> Claim:

@@ -15,24 +15,29 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from lab.analysis import style
-from lab.analysis.claims import Paper
+from lab.analysis.claims import Paper, Reproduction
 from lab.analysis.quantities import Facts, MeasuredFacts, Missing, Point, speedup
 
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # one for each number of ranks
 MAP_RANKS = tuple(2**power for power in range(1, 9))
+RATES = tuple(10 ** (power / 10) for power in range(70, 116))  # bytes per second
 MAP_BATCHES = tuple(2**power for power in range(6, 16))
 COLUMNS = 3
 
 
+@matplotlib.rc_context(style.RC)
 def speedup_bars(
-    paper: Paper, predicted: Facts, measured: MeasuredFacts | None, notes: list[str]
+    paper: Paper,
+    grid: Reproduction,
+    predicted: Facts,
+    measured: MeasuredFacts | None,
+    notes: list[str],
 ) -> Figure:
     """Slide 26's grouped bars: a panel for each strategy, a group for each batch size.
 
     Bars are measured (hatched: emulated), or, where nothing is, predicted; a dash over a bar is its
     prediction, a diamond what the paper published of it.
     """
-    grid = paper.grid
     figure, panels = _panels(len(grid.strategies))
     for panel, strategy in zip(panels, grid.strategies, strict=False):
         for group, batch in enumerate(grid.batch_sizes):
@@ -82,14 +87,15 @@ def _speedup(facts: Facts, at: Point) -> float | None:
         return None
 
 
-def regime_map(paper: Paper, predicted: Facts, notes: list[str]) -> Figure:
+@matplotlib.rc_context(style.RC)
+def regime_map(grid: Reproduction, predicted: Facts, notes: list[str]) -> Figure:
     """Predicted speedup over ranks and batch, a panel for each strategy, with speedup 1 drawn.
 
     Below that line, where panels are red, more ranks make training slower than one.
     """
-    figure, panels = _panels(len(paper.grid.strategies))
+    figure, panels = _panels(len(grid.strategies))
     image = None
-    for panel, strategy in zip(panels, paper.grid.strategies, strict=False):
+    for panel, strategy in zip(panels, grid.strategies, strict=False):
         values = [
             [_log2(_speedup(predicted, Point(strategy, size, batch))) for size in MAP_RANKS]
             for batch in MAP_BATCHES
@@ -112,10 +118,45 @@ def regime_map(paper: Paper, predicted: Facts, notes: list[str]) -> Figure:
     return style.frame(figure, "Where more ranks pay", [entry], notes)
 
 
-def write(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw a figure in the lab's style, into a PNG."""
-    with matplotlib.rc_context(style.RC):
-        draw().savefig(path, dpi=150, bbox_inches="tight")
+@matplotlib.rc_context(style.RC)
+def speedup_over_rate(
+    grid: Reproduction, at_rate: Callable[[float], Facts], own_rate: float, notes: list[str]
+) -> Figure:
+    """Predicted speedup of most ranks over the rate of their links, a panel for each batch.
+
+    Args:
+        at_rate: facts where links carry so many bytes per second.
+        own_rate: of the hardware that `notes` name, which is marked.
+    """
+    figure, axes = style.canvas(1, len(grid.batch_sizes), 9.6, 3.4, sharey=True)
+    facts = {rate: at_rate(rate) for rate in RATES}
+    looks = style.looks(grid.strategies)
+    for panel, batch in zip(axes[0], grid.batch_sizes, strict=True):
+        for name, look in looks.items():
+            at = Point(name, max(grid.world_sizes), batch)
+            values = [_log2(_speedup(one, at)) for one in facts.values()]
+            x = [8e-9 * rate for rate in RATES]
+            panel.plot(x, [2**v for v in values], color=look.colour, linestyle=look.line)
+        panel.axvline(8e-9 * own_rate, color=style.GREY, linestyle=":", linewidth=1)
+        panel.axhline(1, color=style.BLACK, linewidth=0.8)
+        panel.set_xscale("log")
+        panel.set_title(f"global batch {batch}")
+        panel.set_xlabel("link, Gb/s")
+    axes[0][0].set_ylabel("speedup over 1 rank")
+    handles: list[Artist] = [
+        Line2D([], [], color=look.colour, linestyle=look.line, label=name)
+        for name, look in looks.items()
+    ]
+    handles.append(Line2D([], [], color=style.GREY, linestyle=":", label="the links it has"))
+    title = f"Predicted speedup of {max(grid.world_sizes)} ranks over the rate of their links"
+    return style.frame(figure, title, handles, notes)
+
+
+@matplotlib.rc_context(style.RC)
+def save(figure: Figure, folder: Path, name: str) -> str:
+    """Write `folder`/`name`.png; how a page beside `folder` shows it, in Markdown."""
+    figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight")
+    return f"![{name}]({folder.name}/{name}.png)"
 
 
 def _log2(value: float | None) -> float:

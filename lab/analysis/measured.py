@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from lab.analysis.quantities import Missing, Point
 from lab.analysis.records import Cell, Study
+from lab.measure.profile import VALUE_BYTES
 
 
 class Measured:
@@ -15,9 +16,12 @@ class Measured:
 
     Args:
         profile: the paper's, which the others stand beside.
+        parameters: of the lab's own model, all and those in fully connected layers: counted, for
+            cells that replay a scaled one do not tell.
     """
 
-    def __init__(self, study: Study, profile: str) -> None:
+    def __init__(self, study: Study, profile: str, parameters: tuple[int, int]) -> None:
+        self._parameters, self._fc_parameters = parameters
         self._cells: dict[Point, list[Cell]] = {}
         for cell in study.cells:
             if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
@@ -35,13 +39,15 @@ class Measured:
         return self._median(at, lambda cell: max(cell.payload_bytes, default=math.nan))
 
     def gradient_bytes(self) -> float:
-        """A study of scaled or replayed layers does not tell."""
-        raise Missing
+        """Of the lab's own model."""
+        return VALUE_BYTES * self._parameters
 
-    fc_share = gradient_bytes
+    def fc_share(self) -> float:
+        """Of its parameters, those in fully connected layers."""
+        return self._fc_parameters / self._parameters
 
     def conv2_operations(self, batch_size: int) -> float:
-        """Nor does it count operations."""
+        """Nobody has counted them."""
         raise Missing
 
     def emulations(self) -> list[str]:

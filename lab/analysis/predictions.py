@@ -30,9 +30,11 @@ def table(result: Row) -> str:
 def notes(result: Row) -> list[str]:
     """What the figures are of, and how far they may be trusted."""
     hardware = result["hardware"]
-    megabytes = result["gradient_bytes"] / 1e6
+    profiles = ", ".join(
+        f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
+    )
     about = (
-        f"predicted: profile {result['profile']} ({megabytes:.1f} MB of gradients), hardware "
+        f"predicted: profile {profiles}, hardware "
         f"{hardware['name']}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
     )
     return [about, _fitted(result), _held_out(result["rows"])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 
@@ -58,9 +59,15 @@ def speedup(facts: Facts, at: Point) -> float:
     return facts.step_s(Point(batch_size=at.batch_size)) / facts.step_s(at)
 
 
-def gain_over_tree(facts: Facts, at: Point) -> float:
-    """The blocking tree's step time in units of this one's."""
-    return facts.step_s(replace(at, strategy="tree")) / facts.step_s(at)
+def weak_speedup(facts: Facts, at: Point) -> float:
+    """Images per second over those of one rank that exchanges nothing, with as many images each."""
+    alone = replace(at, strategy="none", world_size=1, batch_size=at.batch_size // at.world_size)
+    return at.world_size * facts.step_s(alone) / facts.step_s(at)
+
+
+def gain(over: str, facts: Facts, at: Point) -> float:
+    """The step time of the strategy `over` in units of this one's."""
+    return facts.step_s(replace(at, strategy=over)) / facts.step_s(at)
 
 
 def transfer_s(facts: Facts, at: Point) -> float:
@@ -84,7 +91,11 @@ def byte_share(facts: Facts, at: Point) -> float:
 QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "step_s": lambda facts, at: facts.step_s(at),
     "speedup": speedup,
-    "gain_over_tree": gain_over_tree,
+    "weak_speedup": weak_speedup,
+    "weak_efficiency": lambda facts, at: weak_speedup(facts, at) / at.world_size,
+    "images_per_s": lambda facts, at: at.batch_size / facts.step_s(at),
+    "gain_over_tree": partial(gain, "tree"),
+    "gain_over_allreduce": partial(gain, "allreduce"),
     "transfer_s": transfer_s,
     "transfers": transfers,
     "byte_share": byte_share,

@@ -15,6 +15,9 @@ from lab.cluster.settings import Change, Cluster, bits_per_s
 BURST_S = 0.001  # of a link's rate: what a timer that fires late must not lose
 LEAST_BURST_BYTES = 16_384
 SWITCH = "10.77.0.1"
+SUBNET = "10.77.0.0/24"
+SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
+AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 QUEUE = "50ms"  # what waits for a link at most; the rest is dropped, as a switch does
 
 
@@ -44,10 +47,24 @@ def build(cluster: Cluster) -> Iterator[list[str]]:
         yield ["ip", "-n", f"h{host}", "link", "set", "lo", "up"]
         yield ["ip", "-n", f"h{host}", "link", "set", "eth0", "up"]
         yield ["ip", "link", "set", f"link{host}", "master", "switch", "up"]
+        yield from govern_tcp(host)
         if rate:
             yield from limit(host, rate)
         if cluster.needs_netem:
             yield impair(cluster, host)
+
+
+def govern_tcp(host: int) -> Iterator[list[str]]:
+    """Let TCP fill links as on most clusters, whatever this machine does in its own network.
+
+    A connection starts each transfer at the pace of the one before, however long it was idle. CUBIC
+    is Linux's default; BBR, which some machines have, estimates rates anew in every pause between
+    exchanges, and leaves 3 to 20 % of a link unused. A route may choose it in any namespace.
+    """
+    yield on_host(host, "sh", "-c", f"echo 0 > {SLOW_START}")
+    if "cubic" in AVAILABLE.read_text().split():
+        route = [SUBNET, "dev", "eth0", "src", address(host), "congctl", "cubic"]
+        yield ["ip", "-n", f"h{host}", "route", "replace", *route]
 
 
 def limit(host: int, rate: str) -> Iterator[list[str]]:

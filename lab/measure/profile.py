@@ -60,6 +60,8 @@ class Profile:
         Raises:
             ValueError: a value that is missing, unknown or out of range.
         """
+        if not node:
+            raise ValueError("profile=none: must be one, a file of conf/profile")
         where = f"profile={node.get('name') if isinstance(node, Mapping) else node}"
         profile = _make(cls, node, where)
         if not isinstance(profile.layers, Sequence) or isinstance(profile.layers, str):
@@ -118,6 +120,18 @@ class Profile:
 
     def _scaled(self, whole_ms: float, fixed_ms: float, batch: int) -> float:
         return (fixed_ms + (whole_ms - fixed_ms) * batch / self.reference_batch) / 1000
+
+
+def replayed(settings: Mapping[str, Any]) -> Profile | None:
+    """The profile that a run of these composed settings replays; None if its model is a real one.
+
+    Raises:
+        ValueError: a value of it is out of range.
+    """
+    model = settings["model"]
+    if "profile" not in model:
+        return None
+    return Profile.parse(settings["profile"]).scaled(model["bytes_scale"], model["time_scale"])
 
 
 def _flow(layer: Layer) -> str:

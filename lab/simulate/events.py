@@ -26,7 +26,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A bucket's stages, to begin once `layer` (by its place in forward) has its gradient."""
+    """A bucket's stages, to begin once `layer` (by its place in forward) has its gradient.
+
+    A layer beyond the last one: they begin with the step, for they are of the step before.
+    """
 
     name: str
     layer: int
@@ -141,7 +144,6 @@ def run(
     layers: Sequence[Compute],
     exchanges: Sequence[Exchange],
     schedule: Schedule,
-    overlap: bool,
     contention: float,
 ) -> Rank:
     """Forward, backward and all exchanges.
@@ -149,18 +151,20 @@ def run(
     Args:
         layers: in the order of forward.
         exchanges: in the order of buckets.
-        schedule: of exchanges that overlap; they otherwise follow backward one after the other.
     """
     rank = Rank(contention)
     waiting = deque(exchanges)
+
+    def submit_ready(place: int) -> None:
+        while waiting and waiting[0].layer >= place:
+            schedule.submit(waiting.popleft(), rank)
+
+    submit_ready(len(layers))
     for layer in layers:
         rank.compute("forward", layer.name, layer.forward_s)
     for place, layer in reversed(list(enumerate(layers))):
         rank.compute("backward", layer.name, layer.backward_s)
         schedule.advance(rank)
-        while overlap and waiting and waiting[0].layer >= place:
-            schedule.submit(waiting.popleft(), rank)
-    for exchange in waiting:
-        schedule.submit(exchange, rank)
+        submit_ready(place)
     schedule.finish(rank)
     return rank

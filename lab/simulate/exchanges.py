@@ -58,11 +58,11 @@ class Load:
         """Largest chunk; infinite where the exchange has none."""
         return self.exchange["chunk_mb"] * MB if self.exchange["chunk_mb"] else math.inf
 
-    def codec(self, num_bytes: float) -> None:
-        """Read and write so many bytes of memory."""
+    def codec(self, num_bytes: float, calls: int = 1) -> None:
+        """Read and write so many bytes of memory, in so many calls."""
         hardware = self.network.hardware
-        seconds = hardware.host_factor(self.N) * num_bytes / hardware.codec_bytes_per_s
-        self.stages.append(Stage("codec", seconds))
+        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_bytes_per_s
+        self.stages.append(Stage("codec", hardware.host_factor(self.N) * seconds))
 
     def wire(self, cost: Cost) -> None:
         """Wait for a collective."""
@@ -117,15 +117,20 @@ def model_of(exchange: Mapping[str, Any]) -> Model:
 
 
 def _library(load: Load) -> None:
-    width = 4 if load.exchange["dtype"] == "float32" else 2
-    cast = 0 if width == VALUE_BYTES else (VALUE_BYTES + width) * load.n
+    if load.exchange["dtype"] == "float32":
+        load.wire(load.exact(load.n))
+        return
+    half, cast = load.num_bytes / 2, 1.5 * load.num_bytes
     load.codec(cast)
-    load.wire(load.network.all_reduce(width * load.n))
+    load.wire(load.network.all_reduce(half))
     load.codec(cast)
 
 
 def _onebit(load: Load) -> None:
-    """Reads and writes as in lab/benchmarks/codec.py: gradient, residual in and out, message."""
+    """Reads and writes as in lab/benchmarks/codec.py: gradient, residual in and out, message.
+
+    Calls as in lab/exchange/onebit.py: for each matrix, one for each rank's stripe of it.
+    """
     matrices = [matrix for shape in load.shapes if (matrix := _quantised(shape, load.exchange))]
     n = sum(rows * columns for rows, columns in matrices)
     message = sum(rows * (columns / 8 + 8) for rows, columns in matrices)  # and two scales a row
@@ -133,11 +138,11 @@ def _onebit(load: Load) -> None:
     if not n:
         load.wire(exact)
         return
-    load.codec(12 * n + message)
+    load.codec(12 * n + message, len(matrices) * load.N)
     load.wire(exact + load.network.all_to_all(message / load.N))
-    load.codec(12 * n / load.N + message)
+    load.codec(12 * n / load.N + message, len(matrices))
     load.wire(load.network.all_gather(message / load.N))
-    load.codec(4 * n + message)
+    load.codec(4 * n + message, len(matrices) * load.N)
 
 
 def _quantised(shape: Shape, onebit: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -15,23 +15,25 @@ LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 PRIOR = 1e-3  # pulls what the cells do not tell towards the preset
 MAX_ITERATIONS = 50
 # Where the search starts if the preset has nothing of it: it goes by factors.
-START = {"alpha_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
+START = {"alpha_s": 1e-4, "codec_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
 LINK = ("alpha_s", "beta_bytes_per_s")
-NAMES = (*LINK, "codec_bytes_per_s", "contention", "overhead_s")
+NAMES = (*LINK, "codec_bytes_per_s", "codec_s", "contention", "overhead_s")
 Residuals = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A cell that was measured; `batch` is that of one rank."""
+    """Cells that differ in nothing: their median step. `batch` is that of one rank."""
 
+    name: str  # of the strategy, as a study calls it
+    profile: Profile
     strategy: Strategy
     world_size: int
     batch: int
     step_s: float
 
 
-def fit(profile: Profile, preset: Hardware, cells: Sequence[Observation]) -> Hardware:
+def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
     """The hardware with which predictions come nearest to cells of at most two ranks.
 
     Least squares of the logarithm of predicted / measured, by Levenberg and Marquardt's method,
@@ -43,16 +45,17 @@ def fit(profile: Profile, preset: Hardware, cells: Sequence[Observation]) -> Har
     used = [cell for cell in cells if cell.world_size <= LARGEST_FITTED]
     if not any(cell.world_size == LARGEST_FITTED for cell in used):
         raise ValueError("no finished throughput run of two ranks that this model could predict")
-    measured = np.log([cell.step_s for cell in used])
+    measured = np.array([cell.step_s for cell in used])
+    typical = np.median(measured)
     start = np.log([get(preset, name) or START[name] for name in NAMES])
 
     def residuals(x: np.ndarray) -> np.ndarray:
         hardware = _with(preset, np.exp(x))
         predicted = [
-            simulate(profile, hardware, cell.strategy, cell.world_size, cell.batch).step_s
+            simulate(cell.profile, hardware, cell.strategy, cell.world_size, cell.batch).step_s
             for cell in used
         ]
-        return np.concatenate([np.log(predicted) - measured, PRIOR * (x - start)])
+        return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
 
     return _with(preset, np.exp(_least_squares(residuals, start)))
 

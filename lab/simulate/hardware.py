@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LIBRARIES = ("gloo", "nccl")
+LEAST = {"codec_bytes_per_s": 1, "codec_s": 0, "contention": 0, "overhead_s": 0}
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Hardware:
         ranks_per_node: how many ranks `intra` joins.
         intra, inter: links within a node and between nodes; None where there are none.
         codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
+        codec_s: what each call of a codec takes beside that, such as a kernel's launch.
         contention: compute takes 1 + contention times as long while an exchange is under way.
         overhead_s: of a step, beside forward, backward and exchange.
-        num_cores: shared by all ranks, where they are emulated on one machine: codecs and overhead
-            take as many times longer as there are ranks to a core. None: every rank has its own.
+        num_cores: shared by all ranks, where they are emulated on one machine: codecs take
+            as many times longer as there are ranks to a core. None: every rank has its own.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Hardware:
     intra: Link | None
     inter: Link | None
     codec_bytes_per_s: float
+    codec_s: float = 0.0
     contention: float = 0.0
     overhead_s: float = 0.0
     num_cores: int | None = None
@@ -79,7 +82,7 @@ class Hardware:
                 _check(f"{name}: {way}.alpha_s", link.alpha_s, 0)
                 _check(f"{name}: {way}.beta_bytes_per_s", link.beta_bytes_per_s, 1)
                 _check_count(f"{name}: {way}.num_links", link.num_links)
-        for key, least in (("codec_bytes_per_s", 1), ("contention", 0), ("overhead_s", 0)):
+        for key, least in LEAST.items():
             _check(f"{name}: {key}", getattr(hardware, key), least)
         _check_count(f"{name}: ranks_per_node", hardware.ranks_per_node)
         if hardware.num_cores is not None:

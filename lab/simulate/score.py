@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lab.analysis.records import Cell, load_study
-from lab.measure.profile import VALUE_BYTES, Profile
+from lab.measure.profile import VALUE_BYTES, Profile, replayed
 from lab.simulate.fit import LARGEST_FITTED, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy
@@ -22,39 +22,51 @@ MOST_APART = 0.01  # of the number of parameters: another model, or another byte
 class Score:
     """A study's cells, and hardware that is fitted to those of one and two ranks.
 
+    Args:
+        profile: of cells whose model is a real one; those of model=replay say what they replay.
+
     Raises:
         ValueError: the study cannot be read, is of another model, or has no cell of two ranks.
     """
 
     def __init__(self, folder: Path, profile: Profile, preset: Hardware) -> None:
         cells = [cell for cell in load_study(folder).cells if _counts(cell)]
-        for cell in cells:
-            _check_model(cell, folder, profile)
-        self.observations = list(_observations(cells))
         try:
-            self.hardware = fit(profile, preset, self.observations)
+            self.observations = _observations(cells, profile)
+            self.hardware = fit(_on_its_cores(preset, cells), self.observations)
         except ValueError as error:
             raise ValueError(f"fit={folder}: {error}") from None
 
     def of(
-        self, strategy: Strategy, world_size: int, batch: int, weak: bool, step_s: float
+        self,
+        profile: Profile,
+        strategy: Strategy,
+        world_size: int,
+        batch: int,
+        weak: bool,
+        step_s: float,
     ) -> dict[str, Any]:
         """What is known of one prediction: its measured step, the error, and what that proves."""
         own = batch if weak else batch // world_size
-        known = [
-            one.step_s
-            for one in self.observations
-            if (one.strategy, one.world_size, one.batch) == (strategy, world_size, own)
-        ]
-        if not known:
-            return {}
-        measured_s = median(known)
-        evidence = "fitted" if world_size <= LARGEST_FITTED else "held out"
-        return {
-            "measured_s": measured_s,
-            "error": step_s / measured_s - 1,
-            "evidence": evidence,
-        }
+        what = profile, strategy, world_size, own
+        for one in self.observations:
+            if (one.profile, one.strategy, one.world_size, one.batch) == what:
+                error = step_s / one.step_s - 1
+                evidence = self.evidence(world_size)
+                return {"measured_s": one.step_s, "error": error, "evidence": evidence}
+        return {}
+
+    def evidence(self, world_size: int) -> str:
+        """What a cell of so many ranks proves of the model."""
+        return "fitted" if world_size <= LARGEST_FITTED else "held out"
+
+
+def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:
+    """Hardware that is emulated has the cores of the machine that emulated it for these cells."""
+    known = [int(cell.num_cores) for cell in cells if not math.isnan(cell.num_cores)]
+    if preset.num_cores is None or not known:
+        return preset
+    return replace(preset, num_cores=min(known))
 
 
 def _counts(cell: Cell) -> bool:
@@ -62,24 +74,38 @@ def _counts(cell: Cell) -> bool:
     return timed and not math.isnan(cell.step_s)
 
 
-def _check_model(cell: Cell, folder: Path, profile: Profile) -> None:
+def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
+    """Those cells whose strategy has a cost model; the others only cannot be scored."""
+    alike: dict[str, list[Observation]] = {}
+    for cell in cells:
+        found = _observation(cell, profile)
+        if found:
+            alike.setdefault(repr(replace(found, step_s=0.0)), []).append(found)
+    return [
+        replace(group[0], step_s=median(each.step_s for each in group)) for group in alike.values()
+    ]
+
+
+def _observation(cell: Cell, profile: Profile) -> Observation | None:
+    composed = OmegaConf.to_container(OmegaConf.load(cell.folder / "config.yaml"), resolve=True)
+    assert isinstance(composed, dict)
+    settings = {str(key): value for key, value in composed.items()}
+    try:
+        strategy = Strategy.of(settings)
+    except ValueError:
+        return None
+    own = replayed(settings)
+    if not own:
+        _check_model(cell, profile)
+    batch = cell.batch // (1 if cell.scaling == "weak" else cell.world_size)
+    return Observation(cell.strategy, own or profile, strategy, cell.world_size, batch, cell.step_s)
+
+
+def _check_model(cell: Cell, profile: Profile) -> None:
     own = profile.gradient_bytes / VALUE_BYTES
-    if not cell.transform and abs(cell.num_parameters / own - 1) > MOST_APART:
+    if abs(cell.num_parameters / own - 1) > MOST_APART:
         raise ValueError(
-            f"fit={folder}: {cell.name} has {cell.num_parameters:.0f} parameters, profile="
+            f"{cell.name} has {cell.num_parameters:.0f} parameters, profile="
             f"{profile.name} {own:.0f}; give its profile, or profile.bytes_scale="
             f"{profile.bytes_scale * cell.num_parameters / own:.4g}"
         )
-
-
-def _observations(cells: list[Cell]) -> Iterator[Observation]:
-    """Those cells whose strategy has a cost model; the others only cannot be scored."""
-    for cell in cells:
-        settings = OmegaConf.to_container(OmegaConf.load(cell.folder / "config.yaml"), resolve=True)
-        assert isinstance(settings, dict)
-        try:
-            strategy = Strategy.of({str(key): value for key, value in settings.items()})
-        except ValueError:
-            continue
-        own = cell.batch // (1 if cell.scaling == "weak" else cell.world_size)
-        yield Observation(strategy, cell.world_size, own, cell.step_s)

@@ -16,7 +16,7 @@ from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 
 NONE = {"_target_": "lab.exchange.none.NoExchange"}
-SYNCS = ("NoSync", "GradSync", "LocalSync")
+SYNCS = ("NoSync", "GradSync", "LocalSync", "RootUpdate", "DoubleBuffer")
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,14 @@ class Strategy:
     Attributes:
         exchange: `_target_` and its arguments, as configured.
         every: steps from one exchange to the next.
+        sync: class of lab/exchange that says when.
     """
 
     exchange: Mapping[str, Any]
     overlap: bool = False
     bucket_mb: float | None = None
     every: int = 1
+    sync: str = "GradSync"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Strategy:
@@ -54,6 +56,7 @@ class Strategy:
             overlap=settings["overlap"],
             bucket_mb=settings["bucket_mb"],
             every=settings["sync"].get("every", 1),
+            sync=sync,
         )
 
 
@@ -127,10 +130,14 @@ def simulate(
     in_turns = hardware.library == "gloo" and model_of(strategy.exchange).staged
     planned = exchanges(profile, strategy, network)
     schedule = Turns() if in_turns and strategy.overlap else Beside()
-    rank = run(layers, planned, schedule, strategy.overlap, hardware.contention)
-    overhead_s = hardware.overhead_s * hardware.host_factor(world_size)
-    payload_bytes = sum(stage.payload_bytes for each in planned for stage in each.stages)
-    return Step(rank.now_s + overhead_s, payload_bytes, tuple(rank.spans))
+    rank = run(layers, planned, schedule, hardware.contention)
+    # Planned was the way to the root; after its update, weights take the same way back.
+    back = planned if strategy.sync == "RootUpdate" else []
+    for exchange in back:
+        schedule.submit(exchange, rank)
+    schedule.finish(rank)
+    payload_bytes = sum(stage.payload_bytes for each in [*planned, *back] for stage in each.stages)
+    return Step(rank.now_s + hardware.overhead_s, payload_bytes, tuple(rank.spans))
 
 
 def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:
@@ -142,15 +149,24 @@ def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Ex
         for kind, shape in shapes(profile.values(layer)).items()
     }
     arriving = [(name, VALUE_BYTES * math.prod(own[name])) for name in reversed(own)]
+    parts = 2 if strategy.sync == "RootUpdate" else strategy.every
     found = []
     for names in group(arriving, strategy.bucket_mb, profile.bytes_scale):
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        last = min(places[name.rpartition(".")[0]] for name in names)
+        ready = min(places[name.rpartition(".")[0]] for name in names)
         stages = stages_of([own[name] for name in names], strategy.exchange, network)
-        found.append(Exchange(label, last, [_share(stage, strategy.every) for stage in stages]))
+        begins = _begins(strategy, ready, len(places))
+        found.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
     return found
 
 
-def _share(stage: Stage, every: int) -> Stage:
-    """What a step carries of an exchange that follows every so many steps."""
-    return Stage(stage.row, stage.seconds / every, stage.payload_bytes / every)
+def _begins(strategy: Strategy, ready: int, num_layers: int) -> int:
+    """The layer with whose gradient an exchange begins, if those of its own end with `ready`."""
+    if not strategy.overlap:
+        return 0  # the last one to have a gradient
+    return num_layers if strategy.sync == "DoubleBuffer" else ready
+
+
+def _share(stage: Stage, parts: int) -> Stage:
+    """One of so many equal parts: what a step, or one way, carries of a whole exchange."""
+    return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from lab.analysis import figures_paper
-from lab.analysis.claims import Check, Claim, Grid, Paper
+from lab.analysis.claims import Check, Claim, Paper, Reproduction
 from lab.analysis.quantities import Missing, Point
 from lab.config import conf_dir
 
@@ -48,6 +49,9 @@ class Table:
         ("step_s", Point("tree", 4), 0.23),
         ("speedup", Point("tree", 4), 200 / 230),
         ("gain_over_tree", Point("overlap", 4), 2.3),
+        ("weak_speedup", Point("tree", 4), 4 * 200 / 230),
+        ("weak_efficiency", Point("tree", 4), 200 / 230),
+        ("images_per_s", Point("tree", 4, 230), 1000.0),
         ("transfer_s", Point("tree", 4), 0.045),
         ("transfers", Point("tree", 4), 4.0),
         ("byte_share", Point("onebit", 4), 1 / 32),
@@ -79,7 +83,7 @@ def test_checks(check: Check, holds: float, fails: float) -> None:
 )
 def test_every_file_of_claims_can_be_read(path: object) -> None:
     paper = Paper.parse(OmegaConf.to_container(OmegaConf.load(str(path))))  # type: ignore[arg-type]
-    assert len(paper.claims) >= 4
+    assert paper.claims
     for claim in paper.claims:
         if claim.published is not None:  # a paper does not contradict itself
             assert claim.check.verdict(claim.published) == "holds", claim.says
@@ -99,20 +103,27 @@ def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
         Paper.parse({"claims": [right | entry]})
 
 
-def test_a_file_without_a_grid_is_named() -> None:
-    with pytest.raises(ValueError, match="t: 'grid'"):
-        Paper.parse({"title": "t", "claims": []})
+MADE = Reproduction("s", "h", 1.0, "alexnet", ("tree", "none"), (1, 2, 4), (128, 512))
 
 
-def test_figures_show_what_is_measured_predicted_and_published() -> None:
-    grid = Grid(("tree", "none"), (1, 2, 4), (128, 512))
+def test_a_wrong_key_of_a_reproduction_is_named() -> None:
+    node = {"title": "t", "profile": "p", "hardware": "h", "reproduction": {"cells": 4}}
+    with pytest.raises(ValueError, match="t: .*cells"):
+        Paper.parse(node)
+
+
+def test_figures_show_what_is_measured_predicted_and_published(tmp_path: Path) -> None:
     claim = Claim("s", "1", "speedup", Check(at_most=1), Point("tree", 4, 128), published=0.9)
-    paper = Paper("t", "s", "p", "h", "h", 1.0, grid, (claim,))
-    tree, none = figures_paper.speedup_bars(paper, Table(), Table(), []).axes
+    paper = Paper("t", "p", "h", (claim,), MADE)
+    tree, none = figures_paper.speedup_bars(paper, MADE, Table(), Table(), []).axes
     # The table has no tree on one rank.
     assert [len(panel.patches) for panel in (tree, none)] == [2 * 2, 2 * 3]
     assert all(bar.get_hatch() for bar in tree.patches)  # emulated
     diamonds = [line.get_ydata() for line in tree.lines if line.get_marker() == "D"]
     assert [list(map(float, one)) for one in diamonds] == [[0.9]]  # type: ignore[arg-type]
-    regimes = figures_paper.regime_map(paper, Table(), [])
+    regimes = figures_paper.regime_map(MADE, Table(), [])
     assert [panel.get_title() for panel in regimes.axes[:2]] == ["tree", "none"]
+    rates = figures_paper.speedup_over_rate(MADE, lambda rate: Table(), 1e8, [])
+    assert [panel.get_title() for panel in rates.axes] == ["global batch 128", "global batch 512"]
+    assert figures_paper.save(rates, tmp_path, "rates") == f"![rates]({tmp_path.name}/rates.png)"
+    assert (tmp_path / "rates.png").stat().st_size > 10_000

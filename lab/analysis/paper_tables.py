@@ -1,0 +1,129 @@
+"""A page on a paper: its claims, every measured cell beside its prediction, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lab.analysis.claims import Claim, Paper
+from lab.analysis.quantities import Facts
+from lab.analysis.records import order
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A cell that was measured, and what was predicted of it.
+
+    Attributes:
+        evidence: "fitted" if the model has seen it, "held out" if not.
+    """
+
+    strategy: str
+    profile: str
+    world_size: int
+    batch_size: int
+    measured_s: float
+    predicted_s: float
+    evidence: str
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Where strategies begin to pay.
+
+    Attributes:
+        of: the hardware, and whether it was fitted.
+        world_size: of all.
+        batch: by strategy, the smallest global batch that is trained faster than on one rank.
+        rate: by global batch, the rate in bytes per second below which 1-bit beats overlap.
+    """
+
+    of: str
+    world_size: int
+    batch: Mapping[str, int | None]
+    rate: Mapping[int, float | None]
+
+
+def claims_table(
+    paper: Paper, predicted: Facts, measured: Facts | None
+) -> tuple[list[str], list[str]]:
+    """A line for each claim, in Markdown, and the verdicts: by what was measured, if it was."""
+    rows, verdicts = [], []
+    for claim in paper.claims:
+        values = [claim.published, claim.value(predicted), measured and claim.value(measured)]
+        verdict = claim.check.verdict(values[2] if values[2] is not None else values[1])
+        by = "measured" if values[2] is not None else "predicted"
+        verdicts.append(verdict)
+        holds_if = f"{_what(claim)} {claim.check}"
+        rows.append([claim.says, claim.source, holds_if, *map(_text, values), f"{verdict} ({by})"])
+    header = ["claim", "where", "holds if", "published", "predicted", "measured", "verdict"]
+    return markdown(header, rows), verdicts
+
+
+def cells_table(cells: Sequence[Scored]) -> list[str]:
+    """Every cell, in Markdown."""
+    header = ["strategy", "profile", "N", "batch", "measured ms", "predicted ms", "error", "cell"]
+    rows = [
+        [
+            *(cell.strategy, cell.profile, str(cell.world_size), str(cell.batch_size)),
+            *(f"{1e3 * cell.measured_s:.1f}", f"{1e3 * cell.predicted_s:.1f}"),
+            *(f"{100 * cell.error:+.1f} %", cell.evidence),
+        ]
+        for cell in sorted(cells, key=_order)
+    ]
+    return markdown(header, rows)
+
+
+def errors(cells: Sequence[Scored]) -> str:
+    """How far predictions are from the cells that they were not fitted to."""
+    held_out = [abs(cell.error) for cell in cells if cell.evidence == "held out"]
+    if not held_out:
+        return "No cell was held out, so nothing says what the predictions are worth."
+    middle, worst = 100 * median(held_out), 100 * max(held_out)
+    return (
+        f"{len(held_out)} held-out cells: median error {middle:.1f} %, worst {worst:.1f} % "
+        "(of the absolute value)."
+    )
+
+
+def crossings_table(crossings: Crossings) -> list[str]:
+    """Both kinds, in Markdown."""
+    N = crossings.world_size
+    batches = [
+        [name, "never" if batch is None else str(batch)] for name, batch in crossings.batch.items()
+    ]
+    rates = [
+        [str(batch), "always one of them" if rate is None else f"{8e-9 * rate:.3g} Gb/s"]
+        for batch, rate in crossings.rate.items()
+    ]
+    return [
+        *markdown(["strategy", f"{N} ranks are faster than one from global batch"], batches),
+        "",
+        *markdown(["global batch", f"on {N} ranks, 1-bit beats overlap below"], rates),
+        "",
+        f"Predicted, of {crossings.of}.",
+    ]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _order(cell: Scored) -> tuple[object, ...]:
+    return cell.profile, cell.batch_size, cell.world_size, order(cell.strategy)
+
+
+def _what(claim: Claim) -> str:
+    return claim.quantity.replace("_", " ")
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"

@@ -1,0 +1,90 @@
+"""Where one way of training overtakes another: in the size of a batch, and in the rate of links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lab.measure.profile import Profile
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.step import CEILING, Strategy, simulate
+
+LARGEST_BATCH = 2**20
+RATES = (1e5, 1e13)  # bytes per second between which links are searched
+CLOSE = 1.001  # factor to which a rate is found
+
+
+def crossover_batch(
+    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int
+) -> int | None:
+    """The smallest global batch that `world_size` ranks train faster than one rank does.
+
+    Only multiples of `world_size`; None if there is none up to LARGEST_BATCH. A larger batch is
+    taken to pay wherever a smaller one does.
+    """
+
+    def pays(own: int) -> bool:
+        alone = simulate(profile, hardware, CEILING, 1, own * world_size)
+        return simulate(profile, hardware, strategy, world_size, own).step_s < alone.step_s
+
+    own = _first(pays, 1, LARGEST_BATCH // world_size)
+    return None if own is None else own * world_size
+
+
+def crossover_rate(
+    profile: Profile,
+    hardware: Hardware,
+    strategies: tuple[Strategy, Strategy],
+    world_size: int,
+    batch: int,
+) -> float | None:
+    """The rate of the links, in bytes per second, below which the first strategy is the faster one.
+
+    Args:
+        strategies: the first is meant for slow links, such as one that compresses.
+        batch: of all ranks.
+
+    Returns:
+        None if the same one is faster at both ends of RATES.
+    """
+
+    def first_is_slower(rate: float) -> bool:
+        links = with_rate(hardware, rate)
+        own = batch // world_size
+        one, other = (simulate(profile, links, each, world_size, own) for each in strategies)
+        return one.step_s >= other.step_s
+
+    low, high = RATES
+    if first_is_slower(low) or not first_is_slower(high):
+        return None
+    while high / low > CLOSE:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if first_is_slower(middle) else (middle, high)
+    return high
+
+
+def with_rate(hardware: Hardware, rate: float) -> Hardware:
+    """The same with another rate of its slowest kind of links, those between nodes if it has any.
+
+    Args:
+        rate: bytes per second.
+    """
+    kind = "inter" if hardware.inter else "intra"
+    return replace(hardware, **{kind: replace(slowest(hardware), beta_bytes_per_s=rate)})
+
+
+def slowest(hardware: Hardware) -> Link:
+    """Of its links: those between nodes if it has any."""
+    link = hardware.inter or hardware.intra
+    assert link is not None  # or there would be one rank
+    return link
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The first of low..high for which `holds`, if it does for all that follow."""
+    if not holds(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
