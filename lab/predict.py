@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lab.cli import answer_help, report_error
 from lab.config import ConfigError, parse_overrides, read_file
 from lab.measure.profile import Profile, replayed
+from lab.measure.spans import Span
 from lab.naming import AXES
-from lab.record.files import write_json
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Prediction, Strategy, predict
 from lab.study import SWEEP_SETTINGS, Cell, read
@@ -30,13 +30,15 @@ EXAMPLES = (
     "python -m lab.predict hardware=h200_nvlink_400g scaling=weak world_size=8,64,512,4096",
     "python -m lab.predict strategy=allreduce,onebit world_size=2,4 hardware=eth10g "
     "hardware.inter.beta_bytes_per_s=1e9 out=slow.json",
-    "python -m lab.predict study=mine hardware=emulated_1gbit fit=runs/mine",
+    "python -m lab.predict study=kim2017 hardware=emulated_1gbit fit=runs/kim2017",
+    "python -m lab.predict strategy=overlap world_size=4 batch_size=512 trace=step.json",
 )
 DEFAULT_PROFILE = "alexnet_titanx"
 OWN = {
     "hardware": ("titanx_x4", "a file of conf/hardware"),
     "fit": ("null", "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others"),
     "out": ("null", "FILE.json for the result, and its figure beside it; or FILE.png alone"),
+    "trace": ("null", "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure"),
 }
 
 
@@ -49,6 +51,7 @@ class Request:
     hardware: Hardware
     fit: Path | None
     out: Path | None
+    trace: Path | None
 
 
 def main(arguments: list[str]) -> int:
@@ -58,7 +61,7 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         request = read_request(arguments)
-        result = predicted(request)
+        result, spans = predicted(request)
     except ConfigError as error:
         report_error("lab.predict", error)
         return 2
@@ -67,12 +70,13 @@ def main(arguments: list[str]) -> int:
 
     result = {"command": shlex.join(["python", "-m", "lab.predict", *arguments]), **result}
     print(predictions.table(result))
+    written = []
     if request.out:
-        picture = request.out.with_suffix(".png")
-        predictions.draw(result, picture)
-        if request.out != picture:
-            write_json(request.out, result)
-        print(f"wrote {' and '.join(map(str, dict.fromkeys((request.out, picture))))}")
+        written += predictions.write(request.out, result)
+    if request.trace:
+        written += predictions.write_timeline(request.trace, result, spans)
+    if written:
+        print(f"wrote {', '.join(map(str, written))}")
     return 0
 
 
@@ -92,19 +96,22 @@ def read_request(arguments: list[str]) -> Request:
             raise ConfigError(f"{line}: takes one value")
         else:
             own.setdefault(key.split(".")[0], []).append(line)
-    paths = {key: _path(own.get(key, [])) for key in ("fit", "out")}
-    _check_out(paths["out"])
+    paths = {key: _path(own.get(key, [])) for key in ("fit", "out", "trace")}
+    _check_file("out", paths["out"], (".json", ".png"))
+    _check_file("trace", paths["trace"], (".json",))
     cells = [cell for cell in read(others).cells if cell.repeat == 0]
+    if paths["trace"] and len(cells) > 1:
+        raise ConfigError(f"trace={paths['trace']}: takes one cell, and these are {len(cells)}")
     try:
         hardware = Hardware.parse(_hardware(own.get("hardware", [])))
         profiles = [_profile(_plain(cell.config)) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return Request(cells, profiles, hardware, paths["fit"], paths["out"])
+    return Request(cells, profiles, hardware, **paths)
 
 
-def predicted(request: Request) -> dict[str, Any]:
-    """The result: a row for each cell, and the hardware that they are of.
+def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
+    """The result: a row for each cell, and the hardware that they are of. Spans of the last cell.
 
     Raises:
         ConfigError: a strategy has no cost model, the hardware has too few ranks, or the study to
@@ -118,23 +125,25 @@ def predicted(request: Request) -> dict[str, Any]:
 
             score = Score(request.fit, request.profiles[0], request.hardware)
             hardware = score.hardware
-        rows = []
+        rows, spans = [], ()
         for cell, profile, strategy in zip(
             request.cells, request.profiles, strategies, strict=True
         ):
             weak = cell.config.scaling == "weak"
             what = profile, strategy, cell.world_size, cell.config.batch_size
             found = predict(profile, hardware, *what[1:], weak)
+            spans = found.step.spans
             own = _row(cell, _series(cell, request.cells), found)
             rows.append(own | (score.of(*what, weak, found.step.step_s) if score else {}))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
-    return {
+    result = {
         "rows": rows,
         "profiles": {each.name: each.gradient_bytes for each in request.profiles},
         "hardware": asdict(hardware),
         "fit": str(request.fit) if request.fit else None,
     }
+    return result, spans
 
 
 def _row(cell: Cell, series: str, found: Prediction) -> dict[str, Any]:
@@ -191,9 +200,10 @@ def _path(lines: list[str]) -> Path | None:
     return None if text == "null" else Path(text)
 
 
-def _check_out(out: Path | None) -> None:
-    if out and (out.suffix not in (".json", ".png") or not out.parent.is_dir()):
-        raise ConfigError(f"out={out}: must name FILE.json or FILE.png in a folder that is there")
+def _check_file(key: str, path: Path | None, suffixes: tuple[str, ...]) -> None:
+    if path and (path.suffix not in suffixes or not path.parent.is_dir()):
+        allowed = " or ".join(f"FILE{suffix}" for suffix in suffixes)
+        raise ConfigError(f"{key}={path}: must name {allowed} in a folder that is there")
 
 
 def _plain(node: Any) -> dict[str, Any]:

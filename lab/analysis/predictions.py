@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,11 +14,15 @@ from matplotlib.lines import Line2D
 
 from lab.analysis import style
 from lab.analysis.bench_text import aligned
+from lab.analysis.figures_timeline import timeline_of_step
+from lab.analysis.timeline import read_trace, write_trace
+from lab.measure.spans import Span
+from lab.record.files import write_json
 
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "efficiency"]
 SCORES = ["measured ms", "error %", "evidence"]
-FITTED = ("alpha_s", "beta_bytes_per_s", "codec_bytes_per_s", "contention", "overhead_s")
+FITTED = ("alpha_s", "beta_bytes_per_s", "codec_bytes_per_s", "codec_s", "contention", "overhead_s")
 
 
 def table(result: Row) -> str:
@@ -40,10 +45,30 @@ def notes(result: Row) -> list[str]:
     return [about, _fitted(result), _held_out(result["rows"])]
 
 
-def draw(result: Row, target: Path) -> None:
-    """Draw the result into a PNG."""
+def write(target: Path, result: Row) -> list[Path]:
+    """Write the result as JSON and its figure beside it, or the figure alone into a PNG."""
+    picture = target.with_suffix(".png")
     with matplotlib.rc_context(style.RC):
-        figure(result).savefig(target, dpi=150, bbox_inches="tight")
+        figure(result).savefig(picture, dpi=150, bbox_inches="tight")
+    if target != picture:
+        write_json(target, result)
+    return list(dict.fromkeys((target, picture)))
+
+
+def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Path]:
+    """Write the one cell's step as trace events, and a figure of it beside them.
+
+    Args:
+        spans: of one rank, which stands for all.
+    """
+    (row,) = result["rows"]
+    facts = {key: row[key] for key in ("strategy", "world_size", "batch_size", "scaling")}
+    facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"]["name"]}
+    write_trace(target, spans, {**facts, "source": "predicted; one rank stands for all"})
+    picture = target.with_suffix(".png")
+    with matplotlib.rc_context(style.RC):
+        timeline_of_step(read_trace(target)).savefig(picture, dpi=150, bbox_inches="tight")
+    return [target, picture]
 
 
 def figure(result: Row) -> Figure:

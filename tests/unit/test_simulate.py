@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab import predict as command
+from lab.analysis.timeline import read_trace
 from lab.config import choices_of, conf_dir, load
 from lab.exchange import bucket, grouping
 from lab.exchange.exchange import Staged
@@ -19,6 +20,7 @@ from lab.exchange.tree_double import in_order_node
 from lab.measure.profile import Profile
 from lab.measure.spans import Span
 from lab.model.alexnet import alexnet_small
+from lab.simulate.crossover import crossover_batch, crossover_rate, with_rate
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.exchanges import MODELS, Stage, stages_of
 from lab.simulate.fit import Observation, fit
@@ -307,6 +309,9 @@ def test_predictions_beside_a_study(
         (["accumulate=2"], "accumulate=2: must be 1"),
         (["fit=nowhere"], "nowhere: no such folder"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
+        (["trace=step.png"], "trace=step.png: must name FILE.json"),
+        (["trace=step.json", "world_size=1,2"], "trace=step.json: takes one cell, and these are 2"),
+        (["model=replay"], "profile=none: must be one, a file of conf/profile"),
     ],
 )
 def test_a_wrong_setting_is_one_line(
@@ -323,3 +328,72 @@ def test_presets_parse_and_say_where_they_come_from() -> None:
         assert isinstance(node, dict)
         found = Hardware.parse({str(key): value for key, value in node.items()})
         assert found.name == name and found.source
+
+
+def test_a_step_leaves_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "step.json"
+    cell = ["strategy=overlap", "world_size=4", "batch_size=512"]
+    assert command.main([*cell, f"trace={trace}"]) == 0
+    timeline = read_trace(trace)
+    rows = {
+        row: [s.name for s in timeline.spans if s.row == row] for row in ("forward", "backward")
+    }
+    layers = ["conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7", "fc8"]
+    assert rows == {"forward": layers, "backward": layers[::-1]}
+    step_s = max(span.end_s for span in timeline.spans)
+    assert f"{1e3 * step_s:.2f}" in capsys.readouterr().out
+    assert trace.with_suffix(".png").is_file()
+
+
+def test_replayed_cells_are_predicted_from_what_they_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "all.json"
+    grid = ["study=kim2017", "strategy=tree", "world_size=4", "hardware=emulated_1gbit"]
+    assert command.main([*grid, f"out={out}"]) == 0
+    result = json.loads(out.read_text())
+    assert result["profiles"] == {"alexnet_titanx": pytest.approx(0.02143 * 4 * 61838248, rel=1e-4)}
+    closed_form = {batch: 0.2 * batch / 256 / 4 + 4 * 0.045 for batch in (128, 256, 512)}
+    found = {row["batch_size"]: row["step_s"] for row in result["rows"]}
+    assert found == pytest.approx(closed_form, rel=0.03)
+    capsys.readouterr()
+
+
+def test_the_root_updates_after_the_way_up_and_before_the_way_down(profile: Profile) -> None:
+    tree, caffe = (simulate(profile, FLAT, strategy(name), 4, 64) for name in ("tree", "caffe"))
+    assert caffe.step_s == pytest.approx(tree.step_s)
+    assert caffe.payload_bytes == pytest.approx(tree.payload_bytes)
+    # Overlap hides the way up at best; weights go down when all is done.
+    star, tensorflow = (
+        simulate(profile, FLAT, strategy(n), 4, 64) for n in ("torch7", "tensorflow")
+    )
+    compute_s = profile.compute_s(64)
+    assert tensorflow.step_s >= compute_s + (star.step_s - compute_s) / 2
+
+
+def test_double_buffering_hides_an_exchange_behind_the_whole_next_step(profile: Profile) -> None:
+    blocking = simulate(profile, FLAT, strategy("cntk"), 4, 64)
+    buffered = simulate(profile, FLAT, strategy("cntk", "sync.double_buffer=true"), 4, 64)
+    compute_s = profile.compute_s(64)
+    codec_s = sum(s.end_s - s.start_s for s in buffered.spans if s.row == "codec")
+    exchange_s = sum(s.end_s - s.start_s for s in buffered.spans if s.row == "exchange")
+    assert blocking.step_s == pytest.approx(compute_s + codec_s + exchange_s)
+    assert compute_s < buffered.step_s < blocking.step_s
+
+
+def test_crossings(profile: Profile) -> None:
+    tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
+    batch = crossover_batch(profile, FLAT, tree, 4)
+    assert batch and batch % 4 == 0
+    pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch - 4, batch)}
+    assert pays == {batch - 4: False, batch: True}
+    endless = replace(FLAT, inter=Link(0.0, 1.0))
+    assert crossover_batch(profile, endless, tree, 4) is None
+    coded = replace(FLAT, codec_bytes_per_s=1e10)
+    rate = crossover_rate(profile, coded, (onebit, overlap), 4, 256)
+    assert rate
+    for factor, faster in ((0.9, onebit), (1.1, overlap)):
+        links = with_rate(coded, factor * rate)
+        steps = [simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap)]
+        assert (onebit, overlap)[steps.index(min(steps))] == faster
+    assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None
