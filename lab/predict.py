@@ -17,6 +17,7 @@ from lab.config import ConfigError, parse_overrides, read_file
 from lab.measure.profile import Profile, replayed
 from lab.measure.spans import Span
 from lab.naming import AXES
+from lab.simulate.calibrate import calibrate
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Prediction, Strategy, predict
 from lab.study import SWEEP_SETTINGS, Cell, read
@@ -36,7 +37,11 @@ EXAMPLES = (
 DEFAULT_PROFILE = "alexnet_titanx"
 OWN = {
     "hardware": ("titanx_x4", "a file of conf/hardware"),
-    "fit": ("null", "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others"),
+    "fit": (
+        "null",
+        "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
+        "or FILE.json of lab.bench collective or codec",
+    ),
     "out": ("null", "FILE.json for the result, and its figure beside it; or FILE.png alone"),
     "trace": ("null", "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure"),
 }
@@ -120,7 +125,9 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     try:
         strategies = [Strategy.of(_plain(cell.config)) for cell in request.cells]
         hardware, score = request.hardware, None
-        if request.fit:
+        if request.fit and request.fit.suffix == ".json":
+            hardware = calibrate(request.fit, hardware)
+        elif request.fit:
             from lab.simulate.score import Score  # which takes pandas
 
             score = Score(request.fit, request.profiles[0], request.hardware)

@@ -69,8 +69,8 @@ def _about(paper: Paper, measured: MeasuredFacts | None) -> list[str]:
     """What the columns of the table are of."""
     predicted = f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted."
     if measured:
-        how = "; ".join(measured.emulations()) or "nothing is emulated"
-        return [predicted, f"Measured: {how}."]
+        how = "; ".join([*measured.machines(), *measured.emulations()])
+        return [predicted, "", f"Measured: {how}."]
     if not paper.reproduction:
         return [predicted]
     study = paper.reproduction.study

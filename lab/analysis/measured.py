@@ -54,6 +54,11 @@ class Measured:
         """In which ways these runs are not what they stand for."""
         return sorted({c.emulation for cells in self._cells.values() for c in cells} - {""})
 
+    def machines(self) -> list[str]:
+        """On what they ran."""
+        known = [c.environment for cells in self._cells.values() for c in cells if c.environment]
+        return sorted({f"{e['cpu']}, {e['num_cores']} cores, torch {e['torch']}" for e in known})
+
     def _median(self, at: Point, value: Callable[[Cell], float]) -> float:
         found = [value(cell) for cell in self._cells.get(at, ())]
         finite = [one for one in found if math.isfinite(one)]

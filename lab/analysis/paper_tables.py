@@ -16,6 +16,7 @@ class Scored:
     """A cell that was measured, and what was predicted of it.
 
     Attributes:
+        measured_s: of each repeat.
         evidence: "fitted" if the model has seen it, "held out" if not.
     """
 
@@ -23,14 +24,14 @@ class Scored:
     profile: str
     world_size: int
     batch_size: int
-    measured_s: float
+    measured_s: tuple[float, ...]
     predicted_s: float
     evidence: str
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
-        return self.predicted_s / self.measured_s - 1
+        """Of the prediction, as a share of the median of what was measured."""
+        return self.predicted_s / median(self.measured_s) - 1
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ def claims_table(
 
 
 def cells_table(cells: Sequence[Scored]) -> list[str]:
-    """Every cell, in Markdown."""
+    """Every cell, in Markdown; where it was repeated, [lowest, highest]."""
     header = ["strategy", "profile", "N", "batch", "measured ms", "predicted ms", "error", "cell"]
     rows = [
         [
             *(cell.strategy, cell.profile, str(cell.world_size), str(cell.batch_size)),
-            *(f"{1e3 * cell.measured_s:.1f}", f"{1e3 * cell.predicted_s:.1f}"),
+            *(_milliseconds(cell.measured_s), f"{1e3 * cell.predicted_s:.1f}"),
             *(f"{100 * cell.error:+.1f} %", cell.evidence),
         ]
         for cell in sorted(cells, key=_order)
@@ -119,6 +120,14 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _order(cell: Scored) -> tuple[object, ...]:
     return cell.profile, cell.batch_size, cell.world_size, order(cell.strategy)
+
+
+def _milliseconds(repeats_s: Sequence[float]) -> str:
+    """The median, and if there are several the lowest and the highest."""
+    text = f"{1e3 * median(repeats_s):.1f}"
+    if len(repeats_s) == 1:
+        return text
+    return f"{text} [{1e3 * min(repeats_s):.1f}, {1e3 * max(repeats_s):.1f}]"
 
 
 def _what(claim: Claim) -> str:

@@ -152,7 +152,8 @@ def _fitted(result: Row) -> str:
     hardware = result["hardware"]
     pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
     values = ", ".join(f"{name}={({**hardware, **pair})[name]:.3g}" for name in FITTED)
-    return f"fitted to cells of 1 and 2 ranks of {result['fit']}: {values}"
+    cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
+    return f"fitted to {cells}{result['fit']}: {values}"
 
 
 def _held_out(rows: list[Row]) -> str:

@@ -53,6 +53,10 @@ class MeasuredFacts(Facts, Protocol):
         """In which ways these runs are not what they stand for."""
         ...
 
+    def machines(self) -> list[str]:
+        """On what they ran."""
+        ...
+
 
 def speedup(facts: Facts, at: Point) -> float:
     """Over one rank, which exchanges nothing, at the same global batch."""

@@ -50,7 +50,7 @@ class Cell:
     settings: Mapping[str, str]
     transform: str
     emulation: str
-    num_cores: float
+    environment: Mapping[str, Any]
     step_s: float
     step_mad_s: float
     images_per_s: float
@@ -190,7 +190,7 @@ def _cell(
         settings=settings,
         transform=_named(record.get("transform")),
         emulation=_named(record.get("emulation")),
-        num_cores=number((record.get("environment") or {}).get("num_cores")),
+        environment=record.get("environment") or {},
         step_s=number(step.get("median")),
         step_mad_s=number(step.get("mad")),
         images_per_s=number(record.get("images_per_s")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
@@ -17,27 +18,41 @@ MAX_ITERATIONS = 50
 # Where the search starts if the preset has nothing of it: it goes by factors.
 START = {"alpha_s": 1e-4, "codec_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
 LINK = ("alpha_s", "beta_bytes_per_s")
-NAMES = (*LINK, "codec_bytes_per_s", "codec_s", "contention", "overhead_s")
+NAMES = (
+    *(*LINK, "reduce_bytes_per_s", "codec_bytes_per_s", "codec_s"),
+    *("contention", "overhead_s"),
+)
 Residuals = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Cells that differ in nothing: their median step. `batch` is that of one rank."""
+    """Cells that differ in nothing but their repeat.
 
-    name: str  # of the strategy, as a study calls it
+    Attributes:
+        name: of the strategy, as a study calls it.
+        batch: of one rank.
+        steps_s: of each repeat.
+    """
+
+    name: str
     profile: Profile
     strategy: Strategy
     world_size: int
     batch: int
-    step_s: float
+    steps_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Their median."""
+        return median(self.steps_s)
 
 
 def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
     """The hardware with which predictions come nearest to cells of at most two ranks.
 
-    Least squares of the logarithm of predicted / measured, by Levenberg and Marquardt's method,
-    over the logarithms of NAMES; the link is the one that joins two ranks.
+    Least squares of predicted - measured, by Levenberg and Marquardt's method,
+    over the logarithms of those of NAMES that the preset has. The link is the one that joins two.
 
     Raises:
         ValueError: there is no cell of two ranks.
@@ -47,28 +62,30 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
         raise ValueError("no finished throughput run of two ranks that this model could predict")
     measured = np.array([cell.step_s for cell in used])
     typical = np.median(measured)
-    start = np.log([get(preset, name) or START[name] for name in NAMES])
+    names = [name for name in NAMES if get(preset, name) is not None]
+    start = np.log([get(preset, name) or START[name] for name in names])
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        hardware = _with(preset, np.exp(x))
+        hardware = with_values(preset, names, np.exp(x))
         predicted = [
             simulate(cell.profile, hardware, cell.strategy, cell.world_size, cell.batch).step_s
             for cell in used
         ]
         return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
 
-    return _with(preset, np.exp(_least_squares(residuals, start)))
+    return with_values(preset, names, np.exp(least_squares(residuals, start)))
 
 
-def get(hardware: Hardware, name: str) -> float:
-    """The value of one of NAMES."""
+def get(hardware: Hardware, name: str) -> float | None:
+    """The value of one of NAMES; None if this hardware has no such limit."""
     return getattr(getattr(hardware, _pair(hardware)) if name in LINK else hardware, name)
 
 
-def _with(hardware: Hardware, values: np.ndarray) -> Hardware:
-    given = dict(zip(NAMES, map(float, values), strict=True))
+def with_values(hardware: Hardware, names: Sequence[str], values: np.ndarray) -> Hardware:
+    """The hardware with other values of some of NAMES."""
+    given = dict(zip(names, map(float, values), strict=True))
     pair = _pair(hardware)
-    link = replace(getattr(hardware, pair), **{name: given.pop(name) for name in LINK})
+    link = replace(getattr(hardware, pair), **{n: given.pop(n) for n in LINK if n in given})
     return replace(hardware, **{pair: link}, **given)
 
 
@@ -77,7 +94,7 @@ def _pair(hardware: Hardware) -> str:
     return "intra" if hardware.ranks_per_node > 1 else "inter"
 
 
-def _least_squares(residuals: Residuals, x: np.ndarray) -> np.ndarray:
+def least_squares(residuals: Residuals, x: np.ndarray) -> np.ndarray:
     """The x at which the sum of squares is least, near the one given."""
     damping, now = 1e-2, residuals(x)
     for _ in range(MAX_ITERATIONS):

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 LIBRARIES = ("gloo", "nccl")
-LEAST = {"codec_bytes_per_s": 1, "codec_s": 0, "contention": 0, "overhead_s": 0}
+OPTIONAL = ("reduce_bytes_per_s",)
+LEAST = {
+    "codec_bytes_per_s": 1,
+    "codec_s": 0,
+    "reduce_bytes_per_s": 1,
+    "contention": 0,
+    "overhead_s": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Hardware:
         intra, inter: links within a node and between nodes; None where there are none.
         codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
         codec_s: what each call of a codec takes beside that, such as a kernel's launch.
+        reduce_bytes_per_s: rate at which Gloo's all-reduce adds what has arrived, while the links
+            wait. None: at once.
         contention: compute takes 1 + contention times as long while an exchange is under way.
         overhead_s: of a step, beside forward, backward and exchange.
         num_cores: shared by all ranks, where they are emulated on one machine: codecs take
@@ -57,6 +66,7 @@ class Hardware:
     inter: Link | None
     codec_bytes_per_s: float
     codec_s: float = 0.0
+    reduce_bytes_per_s: float | None = None
     contention: float = 0.0
     overhead_s: float = 0.0
     num_cores: int | None = None
@@ -83,7 +93,8 @@ class Hardware:
                 _check(f"{name}: {way}.beta_bytes_per_s", link.beta_bytes_per_s, 1)
                 _check_count(f"{name}: {way}.num_links", link.num_links)
         for key, least in LEAST.items():
-            _check(f"{name}: {key}", getattr(hardware, key), least)
+            if getattr(hardware, key) is not None or key not in OPTIONAL:
+                _check(f"{name}: {key}", getattr(hardware, key), least)
         _check_count(f"{name}: ranks_per_node", hardware.ranks_per_node)
         if hardware.num_cores is not None:
             _check_count(f"{name}: num_cores", hardware.num_cores)

@@ -8,7 +8,7 @@ other, a tree's first hops stay within it, and a ring waits for its slowest link
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.simulate.hardware import Hardware, Link
 
@@ -94,7 +94,9 @@ class Network:
             return Cost()
         ring = self.ring(num_bytes)
         if self.hardware.library == "gloo":
-            return ring
+            rate = self.hardware.reduce_bytes_per_s or math.inf
+            added = num_bytes * (self.size - 1) / self.size  # by each rank, on its way around
+            return replace(ring, seconds=ring.seconds + added / rate)
         if self.num_nodes == 1:
             return Cost(_best_s(self.intra, self.size, num_bytes), ring.payload_bytes)
         within_s = (self.local - 1) * self.intra.alpha_s + num_bytes / _rate(self.intra)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -63,7 +62,7 @@ class Score:
 
 def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:
     """Hardware that is emulated has the cores of the machine that emulated it for these cells."""
-    known = [int(cell.num_cores) for cell in cells if not math.isnan(cell.num_cores)]
+    known = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
     if preset.num_cores is None or not known:
         return preset
     return replace(preset, num_cores=min(known))
@@ -80,9 +79,10 @@ def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
     for cell in cells:
         found = _observation(cell, profile)
         if found:
-            alike.setdefault(repr(replace(found, step_s=0.0)), []).append(found)
+            alike.setdefault(repr(replace(found, steps_s=())), []).append(found)
     return [
-        replace(group[0], step_s=median(each.step_s for each in group)) for group in alike.values()
+        replace(same[0], steps_s=tuple(time for each in same for time in each.steps_s))
+        for same in alike.values()
     ]
 
 
@@ -98,7 +98,8 @@ def _observation(cell: Cell, profile: Profile) -> Observation | None:
     if not own:
         _check_model(cell, profile)
     batch = cell.batch // (1 if cell.scaling == "weak" else cell.world_size)
-    return Observation(cell.strategy, own or profile, strategy, cell.world_size, batch, cell.step_s)
+    what = cell.strategy, own or profile, strategy, cell.world_size, batch
+    return Observation(*what, (cell.step_s,))
 
 
 def _check_model(cell: Cell, profile: Profile) -> None:

@@ -42,6 +42,9 @@ class Table:
     def emulations(self) -> list[str]:
         return ["hosts"]
 
+    def machines(self) -> list[str]:
+        return ["one"]
+
 
 @pytest.mark.parametrize(
     ("quantity", "at", "value"),

@@ -20,6 +20,7 @@ from lab.exchange.tree_double import in_order_node
 from lab.measure.profile import Profile
 from lab.measure.spans import Span
 from lab.model.alexnet import alexnet_small
+from lab.simulate.calibrate import calibrate
 from lab.simulate.crossover import crossover_batch, crossover_rate, with_rate
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.exchanges import MODELS, Stage, stages_of
@@ -239,7 +240,7 @@ GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
 def test_fit_on_two_ranks_foretells_four(profile: Profile, strategies: dict[str, Strategy]) -> None:
     names = ("none", "tree", "allreduce", "overlap", "bf16", "onebit")
     cells = [
-        Observation(name, profile, strategies[name], n, batch, step.step_s)
+        Observation(name, profile, strategies[name], n, batch, (step.step_s,))
         for name in names
         for batch in (64, 128)
         for n in (1, 2)
@@ -253,7 +254,36 @@ def test_fit_on_two_ranks_foretells_four(profile: Profile, strategies: dict[str,
 
 def test_a_fit_needs_two_ranks(profile: Profile) -> None:
     with pytest.raises(ValueError, match="of two ranks"):
-        fit(GUESS, [Observation("none", profile, CEILING, 1, 64, 0.1)])
+        fit(GUESS, [Observation("none", profile, CEILING, 1, 64, (0.1,))])
+
+
+def test_links_and_codecs_are_fitted_to_benchmarks(
+    tmp_path: Path, strategies: dict[str, Strategy], capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = Network(LINKED, 2)
+    rows = []
+    for name in ("allreduce", "tree", "tree_pipelined"):
+        for size in (4096, 2**20, 2**26):
+            stages = stages_of([(size // 4,)], strategies[name].exchange, network)
+            time_s = {"median": sum(stage.seconds for stage in stages)}
+            rows.append({"algorithm": name, "size_bytes": size, "time_s": time_s})
+    rows.append({"algorithm": "send/recv", "size_bytes": 4096, "time_s": {"median": 1.0}})
+    result = tmp_path / "collective.json"
+    result.write_text(json.dumps({"bench": "collective", "world_size": 2, "rows": rows}))
+    found = calibrate(result, GUESS)
+    assert found.inter and LINKED.inter
+    assert found.inter.alpha_s == pytest.approx(LINKED.inter.alpha_s, rel=1e-3)
+    assert found.inter.beta_bytes_per_s == pytest.approx(LINKED.inter.beta_bytes_per_s, rel=1e-3)
+
+    rows = [{"codec": "onebit", "bytes": 4e9, "time_s": {"median": s}} for s in (0.5, 0.3)]
+    result.write_text(json.dumps({"bench": "codec", "rows": rows}))
+    assert calibrate(result, GUESS).codec_bytes_per_s == pytest.approx(1e10)
+    arguments = ["world_size=4", "hardware=emulated_1gbit", f"fit={result}"]
+    assert command.main(arguments) == 0
+    assert "codec_bytes_per_s=1e+10" in capsys.readouterr().out
+    result.write_text(json.dumps({"bench": "memory", "rows": []}))
+    assert command.main(arguments) == 2
+    assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
 
 
 def leave_study(folder: Path, profile: Profile, names: tuple[str, ...]) -> None:
@@ -308,6 +338,7 @@ def test_predictions_beside_a_study(
         (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
         (["accumulate=2"], "accumulate=2: must be 1"),
         (["fit=nowhere"], "nowhere: no such folder"),
+        (["fit=nowhere.json"], "nowhere.json"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
         (["trace=step.png"], "trace=step.png: must name FILE.json"),
         (["trace=step.json", "world_size=1,2"], "trace=step.json: takes one cell, and these are 2"),

@@ -1,0 +1,75 @@
+"""Hardware fitted to results of lab.bench: links to `collective`, codecs to `codec`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lab.config import choices_of, load
+from lab.measure.profile import VALUE_BYTES
+from lab.simulate.exchanges import stages_of
+from lab.simulate.fit import LINK, get, least_squares, with_values
+from lab.simulate.hardware import Hardware
+from lab.simulate.network import Network
+
+CODEC = "onebit"  # the one whose rate codec_bytes_per_s is
+
+
+def calibrate(path: Path, preset: Hardware) -> Hardware:
+    """The hardware with what a result of lab.bench tells in place of the preset's figures.
+
+    Raises:
+        ValueError: no such result, or one that tells nothing of links and codecs.
+        OSError: the file cannot be read.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        fit = {"collective": _links, "codec": _codec}[result["bench"]]
+        return fit(result, preset)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"fit={path}: must be a study, or a result of lab.bench collective or codec: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+
+
+def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
+    """alpha_s and beta_bytes_per_s with which collectives of all sizes take as long as measured.
+
+    Least squares of the logarithm of predicted / measured, because sizes span orders of magnitude.
+    """
+    known = [row for row in result["rows"] if row["algorithm"] in choices_of("exchange")]
+    exchanges = {row["algorithm"]: _exchange(row["algorithm"]) for row in known}
+    measured = np.log([row["time_s"]["median"] for row in known])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        network = Network(with_values(preset, LINK, np.exp(x)), result["world_size"])
+        predicted = [
+            sum(
+                stage.seconds
+                for stage in stages_of(
+                    [(row["size_bytes"] // VALUE_BYTES,)], exchanges[row["algorithm"]], network
+                )
+            )
+            for row in known
+        ]
+        return np.log(predicted) - measured
+
+    start = np.log([get(preset, name) or 1e-4 for name in LINK])
+    return with_values(preset, LINK, np.exp(least_squares(residuals, start)))
+
+
+def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:
+    """codec_bytes_per_s: bytes of memory that encoding and decoding move, over their time."""
+    rows = [row for row in result["rows"] if row["codec"] == CODEC]
+    rate = sum(row["bytes"] for row in rows) / sum(row["time_s"]["median"] for row in rows)
+    return replace(preset, codec_bytes_per_s=rate)
+
+
+def _exchange(choice: str) -> Mapping[str, Any]:
+    return load([f"exchange={choice}"]).exchange
