@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.analysis import figures_paper, paper_tables
@@ -68,7 +68,7 @@ def write(page: Page, runs: Path | None) -> None:
 def _speedups(page: Page, made: Reproduction, near: Predicted) -> Iterator[str]:
     """Slides 26 and 30: bars."""
     notes = [f"{page.paper.title}; predicted: {_name(near)}"]
-    notes += [f"measured, emulated: {how}" for how in _emulations(page)]
+    notes += [f"measured, emulated: {'; '.join(_emulations(page))}"] if page.measured else []
     yield from ("", "## Speedup", "")
     bars = figures_paper.speedup_bars(page.paper, made, near, page.measured, notes)
     yield figures_paper.save(bars, page.figures, "speedup")
@@ -79,7 +79,7 @@ def _cells(score: Score | None) -> Iterator[str]:
         return
     cells = scored(score)
     yield from ("", "## Every cell", "")
-    yield "Predictions are fitted to the cells of one and two ranks and held against all others. "
+    yield "Predictions are fitted to the cells of one and two ranks and held against all others."
     yield paper_tables.errors(cells)
     yield ""
     yield from paper_tables.cells_table(cells)
@@ -94,7 +94,9 @@ def _crossings(page: Page, made: Reproduction, near: Predicted) -> Iterator[str]
     rate = slowest(page.predicted.hardware).beta_bytes_per_s
     rates = figures_paper.speedup_over_rate(made, page.predicted.at_rate, rate, notes[0])
     yield from (figures_paper.save(rates, page.figures, "bandwidth"), "")
-    regimes = figures_paper.regime_map(made, near, notes[1])
+    roomy = Predicted(near.profile, replace(near.hardware, num_cores=None), near.bytes_scale)
+    notes[1][0] += ", every rank with cores of its own"
+    regimes = figures_paper.regime_map(made, roomy, notes[1])
     yield figures_paper.save(regimes, page.figures, "regimes")
 
 
@@ -139,4 +141,5 @@ def _emulations(page: Page) -> list[str]:
 
 
 def _name(near: Predicted) -> str:
-    return f"profile {near.profile}, {near.bytes_scale:g} of its bytes, on {near.hardware.name}"
+    scale = "" if near.bytes_scale == 1 else f" with {near.bytes_scale:g} of its bytes"
+    return f"profile {near.profile}{scale} on {near.hardware.name}"

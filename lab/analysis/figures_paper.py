@@ -21,6 +21,7 @@ from lab.analysis.quantities import Facts, MeasuredFacts, Missing, Point, speedu
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # one for each number of ranks
 MAP_RANKS = tuple(2**power for power in range(1, 9))
 RATES = tuple(10 ** (power / 10) for power in range(70, 116))  # bytes per second
+TICKS = (0.1, 1, 10, 100, 1000)  # Gb/s
 MAP_BATCHES = tuple(2**power for power in range(6, 16))
 COLUMNS = 3
 
@@ -59,6 +60,8 @@ def speedup_bars(
     ]
     if measured:
         entries.append(Line2D([], [], color=style.BLACK, linewidth=2, label="predicted"))
+        if measured.emulations():
+            entries.append(Patch(facecolor="white", hatch=style.HATCH, label="emulated"))
     entries.append(
         Line2D([], [], color=style.VERMILLION, marker="D", linestyle="", label="published")
     )
@@ -140,6 +143,8 @@ def speedup_over_rate(
         panel.axvline(8e-9 * own_rate, color=style.GREY, linestyle=":", linewidth=1)
         panel.axhline(1, color=style.BLACK, linewidth=0.8)
         panel.set_xscale("log")
+        panel.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        panel.xaxis.set_minor_locator(NullLocator())
         panel.set_title(f"global batch {batch}")
         panel.set_xlabel("link, Gb/s")
     axes[0][0].set_ylabel("speedup over 1 rank")

@@ -52,7 +52,8 @@ class Measured:
 
     def emulations(self) -> list[str]:
         """In which ways these runs are not what they stand for."""
-        return sorted({c.emulation for cells in self._cells.values() for c in cells} - {""})
+        each = {c.emulation for cells in self._cells.values() for c in cells} - {""}
+        return sorted({way for emulation in each for way in emulation.split("; ")})
 
     def machines(self) -> list[str]:
         """On what they ran."""

@@ -12,6 +12,7 @@ from lab.simulate.step import CEILING, Strategy, simulate
 LARGEST_BATCH = 2**20
 RATES = (1e5, 1e13)  # bytes per second between which links are searched
 CLOSE = 1.001  # factor to which a rate is found
+MARGIN = 1.05  # where nothing is left to hide, strategies are equal up to this
 
 
 def crossover_batch(
@@ -38,28 +39,28 @@ def crossover_rate(
     world_size: int,
     batch: int,
 ) -> float | None:
-    """The rate of the links, in bytes per second, below which the first strategy is the faster one.
+    """The rate of the links, in bytes per second, below which the first strategy is MARGIN faster.
 
     Args:
         strategies: the first is meant for slow links, such as one that compresses.
         batch: of all ranks.
 
     Returns:
-        None if the same one is faster at both ends of RATES.
+        None if that is so, or is not so, at both ends of RATES.
     """
 
-    def first_is_slower(rate: float) -> bool:
+    def does_not_pay(rate: float) -> bool:
         links = with_rate(hardware, rate)
         own = batch // world_size
         one, other = (simulate(profile, links, each, world_size, own) for each in strategies)
-        return one.step_s >= other.step_s
+        return MARGIN * one.step_s >= other.step_s
 
     low, high = RATES
-    if first_is_slower(low) or not first_is_slower(high):
+    if does_not_pay(low) or not does_not_pay(high):
         return None
     while high / low > CLOSE:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if first_is_slower(middle) else (middle, high)
+        low, high = (low, middle) if does_not_pay(middle) else (middle, high)
     return high
 
 
