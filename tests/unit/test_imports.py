@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "exchange": {"distributed", "codec", "measure"},
     "record": {"measure"},
     "analysis": {"measure", "record"},
-    "simulate": {"exchange", "measure", "analysis"},
+    "simulate": {"config", "exchange", "measure", "analysis"},
     "cluster": {"config", "cli", "distributed", "measure"},
 }
 ONLY_IN = {

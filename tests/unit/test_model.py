@@ -23,7 +23,8 @@ def size(module: nn.Module) -> int:
 @pytest.mark.parametrize("name", choices_of("model"))
 def test_every_config_makes_a_model_that_trains(name: str) -> None:
     shape = (3, 64, 64)
-    model = build(load([f"model={name}"]).model, image_shape=shape, num_classes=7)
+    settings = load([f"model={name}", "profile=alexnet_titanx"])  # replay alone reads the profile
+    model = build(settings.model, image_shape=shape, num_classes=7)
     logits = model(torch.zeros(2, *shape))
     assert logits.shape == (2, 7)
     logits.sum().backward()
