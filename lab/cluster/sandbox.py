@@ -1,7 +1,8 @@
 """Namespaces in which a cluster lives and dies.
 
-The kernel owns everything's lifetime: when the process that made a sandbox ends, in whatever way,
-so does the first process inside, and with it all others, their mounts, namespaces and interfaces.
+When the process that made a sandbox ends, in whatever way, the kernel closes its end of a pipe. The
+first process inside ends then, at the latest as soon as it has started, and with it, by the kernel,
+all others, their mounts, namespaces and interfaces.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from lab.config import ConfigError
 FORWARDED = {signal.SIGINT, signal.SIGTERM}
 AWAITED = FORWARDED | {signal.SIGCHLD}
 AS_ROOT = ["unshare", "--user", "--map-root-user"]
-ISOLATED = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--pid", "--mount"]
-ISOLATED += ["--fork", "--kill-child", "--mount-proc"]
+ISOLATED = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
 PROBE = """ip link add switch type bridge && ip link add link0 type veth &&
 tc qdisc add dev lo root tbf rate 1mbit burst 16kb latency 50ms"""
 PROBE_NETEM = "tc qdisc add dev lo root netem delay 1ms"
@@ -59,7 +59,7 @@ def run(cluster: Cluster, task: list[str]) -> int:
     line = [*find(cluster), *inside]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     try:
-        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True)
         while process.poll() is None:
             number = signal.sigwait(AWAITED)
             if number in FORWARDED:

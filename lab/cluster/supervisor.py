@@ -28,6 +28,7 @@ GRACE_S = 30.0  # what the other hosts have once h0, and with it rank 0, has end
 
 def main(arguments: list[str]) -> int:
     """Run one task; the exit code is that of h0's torchrun, or the check's verdict."""
+    threading.Thread(target=end_with_owner, daemon=True).start()
     cluster = Cluster.from_json(arguments[0])
     execute(build(cluster))
     name_hosts(cluster)
@@ -41,6 +42,15 @@ def main(arguments: list[str]) -> int:
     return exit_code(hosts[0].returncode)
 
 
+def end_with_owner() -> None:
+    """End once the other end of stdin, which is a pipe, has closed: nothing is ever written to it.
+
+    A signal on the owner's death (PR_SET_PDEATHSIG) would be lost if it died before that was set.
+    """
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
 def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]:
     """A torchrun on each host. h0's output is this process's; the others' has their name on it."""
     job = uuid.uuid4().hex  # each start is one of its own, as under torchrun --standalone
@@ -48,6 +58,7 @@ def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]
         subprocess.Popen(
             on_host(host, *_torchrun(cluster, host, job), *arguments),
             env=_environment(cluster, host),
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if host else None,
             stderr=subprocess.STDOUT if host else None,
             text=True,

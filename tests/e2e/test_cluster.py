@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,12 +82,28 @@ def test_killed_it_leaves_nothing(
     process = start(environment, tmp_path)
     known = psutil.Process(process.pid)
     wait_for(lambda: len(known.children(recursive=True)) >= num_processes)
-    family = known.children(recursive=True)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert alive == []
+    wait_for(lambda: not processes_in(tmp_path))
     assert traces() == before
+
+
+def test_killed_before_there_is_a_sandbox_it_leaves_nothing(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The one made afterwards, here by an unshare that takes its time, ends by itself."""
+    unshare = shutil.which("unshare")
+    late = tmp_path / "bin" / "unshare"
+    late.parent.mkdir()
+    late.write_text(f'#!/bin/sh\ncase "$*" in *supervisor*) sleep 2;; esac\nexec {unshare} "$@"\n')
+    late.chmod(0o755)
+    path = f"{late.parent}:{environment['PATH']}"
+    process = start({**environment, "PATH": path}, tmp_path)
+    wait_for(lambda: any("supervisor" in line for line in processes_in(tmp_path)))
+    process.kill()
+    process.wait()
+    assert processes_in(tmp_path)
+    wait_for(lambda: not processes_in(tmp_path))
 
 
 def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
@@ -94,6 +111,12 @@ def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     settings = (*TWO_HOSTS, *QUICK, "steps=100000", "checkpoint_every=5")
     line = [sys.executable, "-m", "lab.train", *settings]
     return subprocess.Popen(line, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of those that run in a folder, as all of a cluster do where it was started."""
+    running = psutil.process_iter(["cwd", "cmdline"])
+    return [" ".join(each.info["cmdline"]) for each in running if each.info["cwd"] == str(folder)]
 
 
 def traces() -> list[str]:
