@@ -11,7 +11,7 @@ from lab.analysis.claims import Paper, Reproduction
 from lab.analysis.paper_tables import Crossings, Scored
 from lab.analysis.quantities import MeasuredFacts
 from lab.config import read_file
-from lab.simulate.crossover import crossover_batch, crossover_rate, slowest
+from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest
 from lab.simulate.hardware import Hardware
 from lab.simulate.predicted import Predicted, profile_of, strategy_of
 from lab.simulate.score import Score
@@ -28,7 +28,7 @@ class Page:
         path: FILE.md; figures go into a folder FILE beside it.
         claims: the first lines: title and table of claims.
         command: that generates the page.
-        predicted: on the paper's own hardware.
+        predicted: on the paper's own hardware, as its file says.
         measured: None without runs.
     """
 
@@ -60,14 +60,15 @@ def write(page: Page, runs: Path | None) -> None:
         page.figures.mkdir(exist_ok=True)
         preset = Hardware.parse(read_file("hardware", made.hardware))
         score = Score(runs, profile_of(page.paper.profile), preset) if runs else None
-        near = Predicted(page.paper.profile, score.hardware if score else preset, made.bytes_scale)
+        hardware = _fitted(score.hardware) if score else preset
+        near = Predicted(page.paper.profile, hardware, made.bytes_scale)
         lines += [*_speedups(page, made, near), *_cells(score), *_crossings(page, made, near)]
     page.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _speedups(page: Page, made: Reproduction, near: Predicted) -> Iterator[str]:
     """Slides 26 and 30: bars."""
-    notes = [f"{page.paper.title}; predicted: {_name(near)}"]
+    notes = [_note(page, near)]
     notes += [f"measured, emulated: {'; '.join(_emulations(page))}"] if page.measured else []
     yield from ("", "## Speedup", "")
     bars = figures_paper.speedup_bars(page.paper, made, near, page.measured, notes)
@@ -87,16 +88,15 @@ def _cells(score: Score | None) -> Iterator[str]:
 
 def _crossings(page: Page, made: Reproduction, near: Predicted) -> Iterator[str]:
     yield from ("", "## Where it pays", "")
-    both = page.predicted, near
-    for facts in both:
+    for facts in (page.predicted, near):
         yield from (*paper_tables.crossings_table(crossings(made, facts)), "")
-    notes = [[f"{page.paper.title}; predicted: {_name(facts)}"] for facts in both]
     rate = slowest(page.predicted.hardware).beta_bytes_per_s
-    rates = figures_paper.speedup_over_rate(made, page.predicted.at_rate, rate, notes[0])
+    notes = [_note(page, page.predicted)]
+    rates = figures_paper.speedup_over_rate(made, page.predicted.at_rate, rate, notes)
     yield from (figures_paper.save(rates, page.figures, "bandwidth"), "")
     roomy = Predicted(near.profile, replace(near.hardware, num_cores=None), near.bytes_scale)
-    notes[1][0] += ", every rank with cores of its own"
-    regimes = figures_paper.regime_map(made, roomy, notes[1])
+    notes = [f"{_note(page, near)}, every rank with cores of its own"]
+    regimes = figures_paper.regime_map(made, roomy, notes)
     yield figures_paper.save(regimes, page.figures, "regimes")
 
 
@@ -125,6 +125,7 @@ def crossings(made: Reproduction, near: Predicted) -> Crossings:
     return Crossings(
         of=_name(near),
         world_size=size,
+        margin=MARGIN,
         batch={
             name: crossover_batch(profile, near.hardware, strategy_of(name), size)
             for name in made.strategies
@@ -138,6 +139,14 @@ def crossings(made: Reproduction, near: Predicted) -> Crossings:
 
 def _emulations(page: Page) -> list[str]:
     return page.measured.emulations() if page.measured else []
+
+
+def _fitted(hardware: Hardware) -> Hardware:
+    return replace(hardware, name=f"{hardware.name} (fitted to cells of 1 and 2 ranks)")
+
+
+def _note(page: Page, near: Predicted) -> str:
+    return f"{page.paper.title}; predicted: {_name(near)}"
 
 
 def _name(near: Predicted) -> str:

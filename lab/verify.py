@@ -62,7 +62,8 @@ def _measured(folder: Path, paper: Paper) -> MeasuredFacts:
     if not paper.reproduction:
         raise ValueError(f"--runs {folder}: there is no study of {paper.title}")
     model = load([f"model={paper.reproduction.model}"]).model
-    return Measured(load_study(folder), paper.profile, parameters_of(partial(build, model)))
+    cells = load_study(folder).cells
+    return Measured(cells, paper.profile, parameters_of(partial(build, model)))
 
 
 def _about(paper: Paper, measured: MeasuredFacts | None) -> list[str]:
@@ -70,7 +71,8 @@ def _about(paper: Paper, measured: MeasuredFacts | None) -> list[str]:
     predicted = f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted."
     if measured:
         how = "; ".join([*measured.machines(), *measured.emulations()])
-        return [predicted, "", f"Measured: {how}."]
+        brackets = "In brackets the lowest and the highest of its repeats."
+        return [predicted, "", f"Measured: {how}. {brackets}"]
     if not paper.reproduction:
         return [predicted]
     study = paper.reproduction.study

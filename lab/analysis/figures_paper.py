@@ -36,8 +36,8 @@ def speedup_bars(
 ) -> Figure:
     """Slide 26's grouped bars: a panel for each strategy, a group for each batch size.
 
-    Bars are measured (hatched: emulated), or, where nothing is, predicted; a dash over a bar is its
-    prediction, a diamond what the paper published of it.
+    Bars are measured (hatched: emulated) with the range of their repeats, or, where nothing is,
+    predicted; a dash over a bar is its prediction, a diamond what the paper published of it.
     """
     figure, panels = _panels(len(grid.strategies))
     for panel, strategy in zip(panels, grid.strategies, strict=False):
@@ -60,6 +60,7 @@ def speedup_bars(
     ]
     if measured:
         entries.append(Line2D([], [], color=style.BLACK, linewidth=2, label="predicted"))
+        entries.append(Line2D([], [], color=style.VERMILLION, linewidth=1.5, label="repeats"))
         if measured.emulations():
             entries.append(Patch(facecolor="white", hatch=style.HATCH, label="emulated"))
     entries.append(
@@ -72,22 +73,23 @@ def speedup_bars(
 def _bar(
     panel: Axes, x: float, colour: str, at: Point, predicted: Facts, measured: MeasuredFacts | None
 ) -> None:
-    found = _speedup(measured, at) if measured else None
     guess = _speedup(predicted, at)
-    if measured and found is not None:
-        hatch = style.HATCH if measured.emulations() else None
-        panel.bar(x, found, 0.24, color=colour, edgecolor=style.GREY, hatch=hatch)
-    if guess is not None and measured is None:
+    if not measured:
         panel.bar(x, guess, 0.24, facecolor=f"{colour}60", edgecolor=colour, linewidth=1.2)
-    elif guess is not None:
-        panel.plot([x - 0.12, x + 0.12], [guess, guess], color=style.BLACK, linewidth=2)
+        return
+    hatch = style.HATCH if measured.emulations() else None
+    panel.bar(x, _speedup(measured, at), 0.24, color=colour, edgecolor=style.GREY, hatch=hatch)
+    each = [value for one in measured.repeats() if math.isfinite(value := _speedup(one, at))]
+    panel.plot([x] * len(each), each, color=style.VERMILLION, linewidth=1.5)
+    panel.plot([x - 0.12, x + 0.12], [guess, guess], color=style.BLACK, linewidth=2)
 
 
-def _speedup(facts: Facts, at: Point) -> float | None:
+def _speedup(facts: Facts, at: Point) -> float:
+    """NaN, which is not drawn, where these facts do not tell."""
     try:
         return speedup(facts, at)
     except Missing:
-        return None
+        return math.nan
 
 
 @matplotlib.rc_context(style.RC)
@@ -100,7 +102,7 @@ def regime_map(grid: Reproduction, predicted: Facts, notes: list[str]) -> Figure
     image = None
     for panel, strategy in zip(panels, grid.strategies, strict=False):
         values = [
-            [_log2(_speedup(predicted, Point(strategy, size, batch))) for size in MAP_RANKS]
+            [math.log2(_speedup(predicted, Point(strategy, size, batch))) for size in MAP_RANKS]
             for batch in MAP_BATCHES
         ]
         shape = {"vmin": -8, "vmax": 8, "cmap": "RdBu", "shading": "nearest"}
@@ -132,14 +134,14 @@ def speedup_over_rate(
         own_rate: of the hardware that `notes` name, which is marked.
     """
     figure, axes = style.canvas(1, len(grid.batch_sizes), 9.6, 3.4, sharey=True)
-    facts = {rate: at_rate(rate) for rate in RATES}
+    facts = [at_rate(rate) for rate in RATES]
     looks = style.looks(grid.strategies)
     for panel, batch in zip(axes[0], grid.batch_sizes, strict=True):
         for name, look in looks.items():
             at = Point(name, max(grid.world_sizes), batch)
-            values = [_log2(_speedup(one, at)) for one in facts.values()]
+            values = [_speedup(one, at) for one in facts]
             x = [8e-9 * rate for rate in RATES]
-            panel.plot(x, [2**v for v in values], color=look.colour, linestyle=look.line)
+            panel.plot(x, values, color=look.colour, linestyle=look.line)
         panel.axvline(8e-9 * own_rate, color=style.GREY, linestyle=":", linewidth=1)
         panel.axhline(1, color=style.BLACK, linewidth=0.8)
         panel.set_xscale("log")
@@ -162,10 +164,6 @@ def save(figure: Figure, folder: Path, name: str) -> str:
     """Write `folder`/`name`.png; how a page beside `folder` shows it, in Markdown."""
     figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight")
     return f"![{name}]({folder.name}/{name}.png)"
-
-
-def _log2(value: float | None) -> float:
-    return math.nan if value is None or value <= 0 else math.log2(value)
 
 
 def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:

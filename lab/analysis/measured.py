@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lab.analysis.quantities import Missing, Point
-from lab.analysis.records import Cell, Study
+from lab.analysis.quantities import Facts, Missing, Point
+from lab.analysis.records import Cell
 from lab.measure.profile import VALUE_BYTES
 
 
 class Measured:
-    """What the finished throughput runs of `study` tell; of several repeats, the median.
+    """What a study's finished throughput runs tell; of several repeats, the median.
 
     Args:
+        cells: the study's.
         profile: the paper's, which the others stand beside.
         parameters: of the lab's own model, all and those in fully connected layers: counted, for
             cells that replay a scaled one do not tell.
     """
 
-    def __init__(self, study: Study, profile: str, parameters: tuple[int, int]) -> None:
+    def __init__(self, cells: Sequence[Cell], profile: str, parameters: tuple[int, int]) -> None:
+        self._given = cells, profile, parameters
         self._parameters, self._fc_parameters = parameters
         self._cells: dict[Point, list[Cell]] = {}
-        for cell in study.cells:
+        for cell in cells:
             if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
                 own = cell.settings.get("profile", profile)
                 other = None if own == profile else own
                 at = Point(cell.strategy, cell.world_size, cell.batch, other)
                 self._cells.setdefault(at, []).append(cell)
+
+    def repeats(self) -> Sequence[Facts]:
+        """What each repeat tells by itself."""
+        cells, profile, parameters = self._given
+        numbers = sorted({cell.repeat for cell in cells})
+        apart = [[cell for cell in cells if cell.repeat == number] for number in numbers]
+        return [Measured(each, profile, parameters) for each in apart]
 
     def step_s(self, at: Point) -> float:
         """Seconds of a step: the median over steps of the slowest rank."""

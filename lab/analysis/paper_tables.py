@@ -1,4 +1,4 @@
-"""A page on a paper: its claims, every measured cell beside its prediction, and figures."""
+"""A paper's claims, cells and crossings as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lab.analysis.claims import Claim, Paper
-from lab.analysis.quantities import Facts
+from lab.analysis.quantities import Facts, MeasuredFacts
 from lab.analysis.records import order
 
 
@@ -39,36 +39,39 @@ class Crossings:
     """Where strategies begin to pay.
 
     Attributes:
-        of: the hardware, and whether it was fitted.
+        of: the profile and the hardware.
         world_size: of all.
+        margin: how many times faster 1-bit has to be.
         batch: by strategy, the smallest global batch that is trained faster than on one rank.
         rate: by global batch, the rate in bytes per second below which 1-bit pays beside overlap.
     """
 
     of: str
     world_size: int
+    margin: float
     batch: Mapping[str, int | None]
     rate: Mapping[int, float | None]
 
 
 def claims_table(
-    paper: Paper, predicted: Facts, measured: Facts | None
+    paper: Paper, predicted: Facts, measured: MeasuredFacts | None
 ) -> tuple[list[str], list[str]]:
-    """A line for each claim, in Markdown, and the verdicts: by what was measured, if it was."""
+    """A line for each claim, and the verdicts: by what was measured, if it was."""
     rows, verdicts = [], []
     for claim in paper.claims:
-        values = [claim.published, claim.value(predicted), measured and claim.value(measured)]
-        verdict = claim.check.verdict(values[2] if values[2] is not None else values[1])
-        by = "measured" if values[2] is not None else "predicted"
+        guess, found = claim.value(predicted), claim.value(measured) if measured else None
+        verdict = claim.check.verdict(guess if found is None else found)
         verdicts.append(verdict)
-        holds_if = f"{_what(claim)} {claim.check}"
-        rows.append([claim.says, claim.source, holds_if, *map(_text, values), f"{verdict} ({by})"])
+        what = [claim.says, claim.source, f"{claim.quantity.replace('_', ' ')} {claim.check}"]
+        values = [_text(claim.published), _text(guess), _text(found) + _range(claim, measured)]
+        by = "predicted" if found is None else "measured"
+        rows.append([*what, *values, f"{verdict} ({by})"])
     header = ["claim", "where", "holds if", "published", "predicted", "measured", "verdict"]
     return markdown(header, rows), verdicts
 
 
 def cells_table(cells: Sequence[Scored]) -> list[str]:
-    """Every cell, in Markdown; where it was repeated, [lowest, highest]."""
+    """Every cell; where it was repeated, [lowest, highest]."""
     header = ["strategy", "profile", "N", "batch", "measured ms", "predicted ms", "error", "cell"]
     rows = [
         [
@@ -94,8 +97,8 @@ def errors(cells: Sequence[Scored]) -> str:
 
 
 def crossings_table(crossings: Crossings) -> list[str]:
-    """Both kinds, in Markdown."""
-    N = crossings.world_size
+    """Both kinds."""
+    N, ahead = crossings.world_size, f"{crossings.margin - 1:.0%} faster than overlap below"
     batches = [
         [name, "never" if batch is None else str(batch)] for name, batch in crossings.batch.items()
     ]
@@ -106,7 +109,7 @@ def crossings_table(crossings: Crossings) -> list[str]:
     return [
         *markdown(["strategy", f"{N} ranks are faster than one from global batch"], batches),
         "",
-        *markdown(["global batch", f"on {N} ranks, 1-bit is 5 % faster than overlap below"], rates),
+        *markdown(["global batch", f"on {N} ranks, 1-bit is {ahead}"], rates),
         "",
         f"Predicted, of {crossings.of}.",
     ]
@@ -130,8 +133,13 @@ def _milliseconds(repeats_s: Sequence[float]) -> str:
     return f"{text} [{1e3 * min(repeats_s):.1f}, {1e3 * max(repeats_s):.1f}]"
 
 
-def _what(claim: Claim) -> str:
-    return claim.quantity.replace("_", " ")
+def _range(claim: Claim, measured: MeasuredFacts | None) -> str:
+    """The lowest and the highest value of repeats, where these differ."""
+    values = [claim.value(repeat) for repeat in measured.repeats()] if measured else []
+    known = [value for value in values if value is not None]
+    if len(set(known)) < 2:
+        return ""
+    return f" [{_text(min(known))}, {_text(max(known))}]"
 
 
 def _text(value: float | None) -> str:

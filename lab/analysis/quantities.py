@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -48,6 +48,10 @@ class Facts(Protocol):
 
 class MeasuredFacts(Facts, Protocol):
     """Facts of runs."""
+
+    def repeats(self) -> Sequence[Facts]:
+        """What each repeat tells by itself."""
+        ...
 
     def emulations(self) -> list[str]:
         """In which ways these runs are not what they stand for."""

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from lab.analysis import figures_paper
 from lab.analysis.claims import Check, Claim, Paper, Reproduction
-from lab.analysis.quantities import Missing, Point
+from lab.analysis.paper_tables import claims_table
+from lab.analysis.quantities import Facts, Missing, Point
 from lab.config import conf_dir
 
 
@@ -21,9 +22,13 @@ class Table:
     STEP_MS |= {("tree", 4): 230, ("overlap", 4): 100}
     PAYLOAD = {"allreduce": 320.0, "onebit": 10.0}
 
+    def __init__(self, tree: float = 1.0) -> None:
+        self.factor = {"tree": tree}
+
     def step_s(self, at: Point) -> float:
         try:
-            return self.STEP_MS[at.strategy, at.world_size] / 1000
+            milliseconds = self.STEP_MS[at.strategy, at.world_size]
+            return self.factor.get(at.strategy, 1.0) * milliseconds / 1000
         except KeyError:
             raise Missing from None
 
@@ -38,6 +43,9 @@ class Table:
 
     def conv2_operations(self, batch_size: int) -> float:
         raise Missing
+
+    def repeats(self) -> list[Facts]:
+        return [Table(0.5), Table(2.0)]
 
     def emulations(self) -> list[str]:
         return ["hosts"]
@@ -115,12 +123,31 @@ def test_a_wrong_key_of_a_reproduction_is_named() -> None:
         Paper.parse(node)
 
 
+def test_repeats_that_differ_are_a_range() -> None:
+    claims = [
+        Claim("s", "1", quantity, Check(at_least=0.1), Point(strategy, 4))
+        for quantity, strategy in (
+            ("speedup", "tree"),
+            ("speedup", "overlap"),
+            ("fc_share", "none"),
+        )
+    ]
+    table, verdicts = claims_table(Paper("t", "p", "h", tuple(claims)), Table(), Table())
+    assert [row.split("|")[6].strip() for row in table[2:]] == [
+        "0.8696 [0.4348, 1.739]",
+        "2",
+        "0.95",
+    ]
+    assert verdicts == ["holds"] * 3
+
+
 def test_figures_show_what_is_measured_predicted_and_published(tmp_path: Path) -> None:
     claim = Claim("s", "1", "speedup", Check(at_most=1), Point("tree", 4, 128), published=0.9)
     paper = Paper("t", "p", "h", (claim,), MADE)
     tree, none = figures_paper.speedup_bars(paper, MADE, Table(), Table(), []).axes
     # The table has no tree on one rank.
-    assert [len(panel.patches) for panel in (tree, none)] == [2 * 2, 2 * 3]
+    drawn = [sum(bar.get_height() > 0 for bar in panel.patches) for panel in (tree, none)]  # type: ignore[attr-defined]
+    assert drawn == [2 * 2, 2 * 3]
     assert all(bar.get_hatch() for bar in tree.patches)  # emulated
     diamonds = [line.get_ydata() for line in tree.lines if line.get_marker() == "D"]
     assert [list(map(float, one)) for one in diamonds] == [[0.9]]  # type: ignore[arg-type]
