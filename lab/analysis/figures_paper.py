@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import matplotlib
@@ -60,7 +61,7 @@ def speedup_bars(
     ]
     if measured:
         entries.append(Line2D([], [], color=style.BLACK, linewidth=2, label="predicted"))
-        entries.append(Line2D([], [], color=style.VERMILLION, linewidth=1.5, label="repeats"))
+        entries.append(Line2D([], [], color=style.ORANGE, linewidth=2, label="all repeats"))
         if measured.emulations():
             entries.append(Patch(facecolor="white", hatch=style.HATCH, label="emulated"))
     entries.append(
@@ -80,7 +81,7 @@ def _bar(
     hatch = style.HATCH if measured.emulations() else None
     panel.bar(x, _speedup(measured, at), 0.24, color=colour, edgecolor=style.GREY, hatch=hatch)
     each = [value for one in measured.repeats() if math.isfinite(value := _speedup(one, at))]
-    panel.plot([x] * len(each), each, color=style.VERMILLION, linewidth=1.5)
+    panel.plot([x] * len(each), each, color=style.ORANGE, linewidth=2)
     panel.plot([x - 0.12, x + 0.12], [guess, guess], color=style.BLACK, linewidth=2)
 
 
@@ -117,7 +118,7 @@ def regime_map(grid: Reproduction, predicted: Facts, notes: list[str]) -> Figure
     panels[0].set_ylabel("global batch")
     if image is not None:
         bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=range(-8, 9, 2))
-        bar.ax.set_yticklabels([f"{2.0**power:g}" for power in range(-8, 9, 2)])
+        bar.ax.set_yticklabels([str(Fraction(2) ** power) for power in range(-8, 9, 2)])
         bar.set_label("speedup over 1 rank (predicted)")
     entry = Line2D([], [], color=style.BLACK, linewidth=1.2, label="speedup = 1")
     return style.frame(figure, "Where more ranks pay", [entry], notes)

@@ -98,7 +98,7 @@ def errors(cells: Sequence[Scored]) -> str:
 
 def crossings_table(crossings: Crossings) -> list[str]:
     """Both kinds."""
-    N, ahead = crossings.world_size, f"{crossings.margin - 1:.0%} faster than overlap below"
+    N, percent = crossings.world_size, f"{100 * (crossings.margin - 1):.0f} %"
     batches = [
         [name, "never" if batch is None else str(batch)] for name, batch in crossings.batch.items()
     ]
@@ -109,7 +109,9 @@ def crossings_table(crossings: Crossings) -> list[str]:
     return [
         *markdown(["strategy", f"{N} ranks are faster than one from global batch"], batches),
         "",
-        *markdown(["global batch", f"on {N} ranks, 1-bit is {ahead}"], rates),
+        *markdown(
+            ["global batch", f"on {N} ranks, 1-bit is {percent} faster than overlap below"], rates
+        ),
         "",
         f"Predicted, of {crossings.of}.",
     ]
