@@ -255,6 +255,11 @@ def _explain(error: Exception, arguments: list[str]) -> str:
 
 
 def _unknown(given: str, key: str) -> str:
+    group, _, name = key.partition(".")
+    if group in GROUPS:
+        has_it = [choice for choice in choices_of(group) if name in read_file(group, choice)]
+        if has_it:
+            return f"{given}: needs {' or '.join(f'{group}={choice}' for choice in has_it)}"
     close = difflib.get_close_matches(key.split(".")[-1], _known_keys(), n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"{given}: no such setting{hint} (--help lists them)"

@@ -92,6 +92,9 @@ def read(arguments: list[str]) -> Study:
     lists = _lists(arguments)
     name = _only(lists, "study", "default")
     load([f"study={name}"])  # names a directory, and maybe a file
+    if not lists and name not in ("default", *choices_of("study")):
+        known = ", ".join(choices_of("study"))
+        raise ConfigError(f"study={name}: allowed are {known}, or a new name with settings to run")
     lists = _study_file(name) | lists
     runs_dir = _only(lists, "runs_dir", "runs")
     launcher = _only(lists, "launcher", "local")

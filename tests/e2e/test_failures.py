@@ -25,6 +25,7 @@ QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
     ("setting", "message"),
     [
         ("strategy=teleport", r"strategy=teleport: allowed are allreduce, auto, .*tree"),
+        ("cluster.hosts=2", r"cluster\.hosts=2: needs cluster=emulated"),
         ("batchsize=3", r"batchsize=3: no such setting; did you mean batch_size\?"),
         ("batch_size=many", r"batch_size=many: Value 'many' .* could not be converted to Integer"),
         ("exchange.treshold=mean", r"exchange.treshold=mean: no such setting"),
