@@ -92,7 +92,7 @@ def test_a_cell_that_takes_too_long_is_a_timeout(command: Command, tmp_path: Pat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("study=kim2018",), "study=kim2018: allowed are codecs, demo, error_feedback, kim2017, or"),
+        (("study=kim2018",), "study=kim2018: allowed are codecs, demo,"),
         (("strategy=none,teleport",), "strategy=teleport: allowed are"),
         (("world_size=0",), "world_size=0: must be an integer of at least 1"),
         (("repeats=many",), "repeats=many: must be an integer"),
