@@ -89,7 +89,7 @@ def test_three_ranks_and_compression_and_accumulation() -> None:
     assert record(Path("runs/default/horovod"))["payload_bytes_per_step"] == [theirs // 2] * 3
 
 
-@pytest.mark.parametrize("strategy", ["tree", "tree_double", "ring", "star"])
+@pytest.mark.parametrize("strategy", ["tree", "star"])
 def test_what_needs_send_and_recv_is_refused(strategy: str) -> None:
     done = horovodrun(f"strategy={strategy}", *RUN)
     assert done.code != 0
