@@ -69,7 +69,8 @@ def write(page: Page, runs: Path | None) -> None:
 def _speedups(page: Page, made: Reproduction, near: Predicted) -> Iterator[str]:
     """Slides 26 and 30: bars."""
     notes = [_note(page, near)]
-    notes += [f"measured, emulated: {'; '.join(_emulations(page))}"] if page.measured else []
+    emulations = page.measured.emulations() if page.measured else []
+    notes += [f"measured, emulated: {'; '.join(emulations)}"] if emulations else []
     yield from ("", "## Speedup", "")
     bars = figures_paper.speedup_bars(page.paper, made, near, page.measured, notes)
     yield figures_paper.save(bars, page.figures, "speedup")
@@ -135,10 +136,6 @@ def crossings(made: Reproduction, near: Predicted) -> Crossings:
             for batch in made.batch_sizes
         },
     )
-
-
-def _emulations(page: Page) -> list[str]:
-    return page.measured.emulations() if page.measured else []
 
 
 def _fitted(hardware: Hardware) -> Hardware:

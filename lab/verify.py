@@ -72,7 +72,8 @@ def _about(paper: Paper, measured: MeasuredFacts | None) -> list[str]:
     if measured:
         how = "; ".join([*measured.machines(), *measured.emulations()])
         brackets = "In brackets the lowest and the highest of its repeats."
-        return [predicted, "", f"Measured: {how}. {brackets}"]
+        counted = "Parameters are counted in the lab's own model; what is replayed is scaled."
+        return [predicted, "", f"Measured: {how}. {brackets} {counted}"]
     if not paper.reproduction:
         return [predicted]
     study = paper.reproduction.study

@@ -59,11 +59,11 @@ def run(cluster: Cluster, task: list[str]) -> int:
     line = [*find(cluster), *inside]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     try:
-        process = subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True)
-        while process.poll() is None:
-            number = signal.sigwait(AWAITED)
-            if number in FORWARDED:
-                os.killpg(process.pid, number)
+        with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as process:
+            while process.poll() is None:
+                number = signal.sigwait(AWAITED)
+                if number in FORWARDED:
+                    os.killpg(process.pid, number)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return exit_code(process.returncode)

@@ -49,18 +49,18 @@ def crossover_rate(
         None if that is so, or is not so, at both ends of RATES.
     """
 
-    def does_not_pay(rate: float) -> bool:
+    def pays(rate: float) -> bool:
         links = with_rate(hardware, rate)
         own = batch // world_size
         one, other = (simulate(profile, links, each, world_size, own) for each in strategies)
-        return MARGIN * one.step_s >= other.step_s
+        return MARGIN * one.step_s < other.step_s
 
     low, high = RATES
-    if does_not_pay(low) or not does_not_pay(high):
+    if not pays(low) or pays(high):
         return None
     while high / low > CLOSE:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if does_not_pay(middle) else (middle, high)
+        low, high = (middle, high) if pays(middle) else (low, middle)
     return high
 
 

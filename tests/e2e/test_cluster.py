@@ -115,8 +115,9 @@ def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
 
 def processes_in(folder: Path) -> list[str]:
     """Command lines of those that run in a folder, as all of a cluster do where it was started."""
-    running = psutil.process_iter(["cwd", "cmdline"])
-    return [" ".join(each.info["cmdline"]) for each in running if each.info["cwd"] == str(folder)]
+    found = [each.info for each in psutil.process_iter(["cwd", "cmdline"])]
+    # One that ends while it is looked at has no command line.
+    return [" ".join(each["cmdline"] or []) for each in found if each["cwd"] == str(folder)]
 
 
 def traces() -> list[str]:
