@@ -51,8 +51,9 @@ class RowCodec:
         self, twin: Any, threshold: str, rows: int, columns: int, device: torch.device
     ) -> None:
         self.twin, self.threshold = twin, threshold
-        self.scales = torch.zeros(rows, 2, device=device)
-        self.bits = torch.zeros(rows, onebit.bit_bytes(columns), dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(1, rows, 2, device=device)
+        width = onebit.bit_bytes(columns)
+        self.bits = torch.zeros(1, rows, width, dtype=torch.uint8, device=device)
         self.payload_bytes = self.scales.nbytes + self.bits.nbytes
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:

@@ -1,7 +1,9 @@
-"""The 1-bit codec in Triton, for CUDA tensors: the twin of lab/codec/reference.py.
+"""The 1-bit codec in Triton, for CUDA tensors: one launch encodes, sums or decodes a whole matrix.
 
-One program works on one row. Its second pass finds the row in the GPU's cache; nothing waits for
-the host, and no temporary is as large as the gradient.
+A program takes whole rows, as many short ones as fill a tile. Rows of up to LONGEST values stay in
+registers from the first pass to the last, so gradient and residual are read once. Longer ones are
+read again in each pass, by so large a program that those under way together fit into the GPU's
+cache. Nothing waits for the host, and no temporary is as large as the gradient.
 """
 
 # Triton reads annotations as code, and takes plain values where its kernels say constexpr.
@@ -9,164 +11,304 @@ the host, and no temporary is as large as the gradient.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BYTES = 256  # of bits in one tile: 2048 values
+TILE = 2048  # values of a program of short rows
+LONGEST = 16384  # values of a row that registers hold: 16 for each of 1024 threads
+PIECE = 8192  # values of a longer row that are read at once
+VALUES_PER_THREAD = 16
+WARP = 32
 
 
 @triton.jit
-def _values(gradient, residual, at, there, FEEDBACK: tl.constexpr):
-    values = tl.load(gradient + at, mask=there, other=0.0)
-    if FEEDBACK:
-        values += tl.load(residual + at, mask=there, other=0.0)
+def _offset(row, height, line_stride, row_stride):
+    """Where a row lies in a message, each of whose lines holds `height` rows."""
+    return row // height * line_stride + row % height * row_stride
+
+
+@triton.jit
+def _tile(row, start, rows, columns, BYTES: tl.constexpr):
+    """Columns of a tile [rows, bytes of bits, 8], and which of its values exist."""
+    at = start + (tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
+    return at, (at < columns) & (row < rows)[:, None, None]
+
+
+@triton.jit
+def _decoded(scales, bits, start, columns, exists, BYTES: tl.constexpr):
+    """A tile of rows whose scales and bits begin at these pointers."""
+    byte = start // 8 + tl.arange(0, BYTES)[None, :]
+    mask = (byte * 8 < columns) & exists[:, None]
+    packed = tl.load(bits[:, None] + byte, mask=mask, other=0).to(tl.int32)
+    is_upper = (packed[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    low = tl.load(scales, mask=exists, other=0.0)[:, None, None]
+    high = tl.load(scales + 1, mask=exists, other=0.0)[:, None, None]
+    return tl.where(is_upper != 0, high, low)
+
+
+@triton.jit
+def _values(origin, row, start, rows, columns, SUM: tl.constexpr, BYTES: tl.constexpr):
+    """A tile of what is encoded: a gradient, or the sum of what ranks have sent; and the residual.
+
+    Args:
+        origin: the gradient or the first rank's scales, that rank's bits, the number of ranks, the
+            distances from a rank's scales and bits to the next one's, and the residual or None.
+    """
+    source, source_bits, num_ranks, rank_scales, rank_bits, residual = origin
+    at, there = _tile(row, start, rows, columns, BYTES)
+    place = row[:, None, None] * columns + at
+    if SUM:
+        values = tl.zeros_like(place).to(tl.float32)
+        for rank in range(0, num_ranks):
+            scales = source + rank * rank_scales + 2 * row
+            bits = source_bits + rank * rank_bits + row * ((columns + 7) // 8)
+            values += _decoded(scales, bits, start, columns, row < rows, BYTES)
+        values = tl.where(there, values, 0.0)
+    else:
+        values = tl.load(source + place, mask=there, other=0.0)
+    if residual is not None:
+        values += tl.load(residual + place, mask=there, other=0.0)
     return values
 
 
 @triton.jit
-def _tile(start, columns, BYTES: tl.constexpr):
-    """Columns of a tile, one line for each byte of bits, and which of them exist."""
-    at = start + tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    return at, at < columns
+def _sum(values):
+    """Sum of each row of a tile, in double precision."""
+    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] * 8)).to(tl.float64), 1)
 
 
 @triton.jit
-def _sides(
-    gradient,
-    residual,
+def _side_means(
+    origin,
+    values,
     row,
+    rows,
     columns,
-    FEEDBACK: tl.constexpr,
+    SUM: tl.constexpr,
+    ON_CHIP: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Means of a row's negative and of its other values. An empty side's is 0."""
-    lower = tl.zeros((BYTES, 8), tl.float64)
-    upper = tl.zeros((BYTES, 8), tl.float64)
-    num_upper = tl.zeros((BYTES, 8), tl.int32)
-    for start in range(0, columns, BYTES * 8):
-        at, there = _tile(start, columns, BYTES)
-        values = _values(gradient, residual, row * columns + at, there, FEEDBACK)
+    """Means of each row's negative and of its other values. An empty side's is 0."""
+    lower = tl.zeros((values.shape[0],), tl.float64)
+    upper = tl.zeros((values.shape[0],), tl.float64)
+    num_upper = tl.zeros((values.shape[0],), tl.int32)
+    for start in range(0, BYTES * 8 if ON_CHIP else columns, BYTES * 8):
+        if not ON_CHIP:
+            values = _values(origin, row, start, rows, columns, SUM, BYTES)
+        _, there = _tile(row, start, rows, columns, BYTES)
         is_upper = (values >= 0.0) & there
-        lower += tl.where(is_upper, 0.0, values).to(tl.float64)
-        upper += tl.where(is_upper, values, 0.0).to(tl.float64)
-        num_upper += is_upper.to(tl.int32)
-    count = tl.sum(tl.sum(num_upper, 1), 0)
-    low = tl.sum(tl.sum(lower, 1), 0) / tl.maximum(columns - count, 1).to(tl.float64)
-    high = tl.sum(tl.sum(upper, 1), 0) / tl.maximum(count, 1).to(tl.float64)
+        lower += _sum(tl.where(is_upper, 0.0, values))
+        upper += _sum(tl.where(is_upper, values, 0.0))
+        num_upper += tl.sum(tl.sum(is_upper.to(tl.int32), 2), 1)
+    low = lower / tl.maximum(columns - num_upper, 1).to(tl.float64)
+    high = upper / tl.maximum(num_upper, 1).to(tl.float64)
     return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
-def _mean(
-    gradient,
-    residual,
+def _mean_and_deviation(
+    origin,
+    values,
     row,
+    rows,
     columns,
-    FEEDBACK: tl.constexpr,
+    SUM: tl.constexpr,
+    ON_CHIP: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    total = tl.zeros((BYTES, 8), tl.float64)
-    for start in range(0, columns, BYTES * 8):
-        at, there = _tile(start, columns, BYTES)
-        values = _values(gradient, residual, row * columns + at, there, FEEDBACK)
-        total += values.to(tl.float64)
-    return (tl.sum(tl.sum(total, 1), 0) / columns.to(tl.float64)).to(tl.float32)
+    """Each row's mean, and the mean distance of its values from it."""
+    total = tl.zeros((values.shape[0],), tl.float64)
+    distance = tl.zeros((values.shape[0],), tl.float64)
+    for start in range(0, BYTES * 8 if ON_CHIP else columns, BYTES * 8):
+        if not ON_CHIP:
+            values = _values(origin, row, start, rows, columns, SUM, BYTES)
+        total += _sum(values)
+    mean = (total / columns.to(tl.float64)).to(tl.float32)
+    for start in range(0, BYTES * 8 if ON_CHIP else columns, BYTES * 8):
+        if not ON_CHIP:
+            values = _values(origin, row, start, rows, columns, SUM, BYTES)
+        _, there = _tile(row, start, rows, columns, BYTES)
+        distance += _sum(tl.where(there, tl.abs(values - mean[:, None, None]), 0.0))
+    return mean, (distance / columns.to(tl.float64)).to(tl.float32)
 
 
-@triton.jit
-def _deviation(
-    gradient,
-    residual,
-    row,
-    columns,
-    mean,
-    FEEDBACK: tl.constexpr,
-    BYTES: tl.constexpr,
-):
-    total = tl.zeros((BYTES, 8), tl.float64)
-    for start in range(0, columns, BYTES * 8):
-        at, there = _tile(start, columns, BYTES)
-        values = _values(gradient, residual, row * columns + at, there, FEEDBACK)
-        total += tl.where(there, tl.abs(values - mean), 0.0).to(tl.float64)
-    return (tl.sum(tl.sum(total, 1), 0) / columns.to(tl.float64)).to(tl.float32)
-
-
-# A number that happens to be 1 would otherwise become a constant, which is no tensor.
-@triton.jit(do_not_specialize=["columns"])
+# Numbers are not specialised: one that happens to be 1 would become a constant, which is no tensor.
+@triton.jit(
+    do_not_specialize=[
+        *("num_ranks", "rank_scales", "rank_bits"),
+        *("rows", "columns", "height", "scales_stride", "bits_stride"),
+    ]
+)
 def _encode(
-    gradient,
+    source,
+    source_bits,
+    num_ranks,
+    rank_scales,
+    rank_bits,
     residual,
     scales,
     bits,
+    rows,
     columns,
+    height,
+    scales_stride,
+    bits_stride,
     SPLIT_AT_MEAN: tl.constexpr,
-    FEEDBACK: tl.constexpr,
+    SUM: tl.constexpr,
+    EVEN: tl.constexpr,
+    ON_CHIP: tl.constexpr,
+    ROWS: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    if EVEN:  # changes nothing, but tells the compiler that it may move 16 bytes at once
+        columns = columns // 16 * 16
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    origin = (source, source_bits, num_ranks, rank_scales, rank_bits, residual)
+    values = _values(origin, row, 0, rows, columns, SUM, BYTES)
     if SPLIT_AT_MEAN:
-        split = _mean(gradient, residual, row, columns, FEEDBACK, BYTES)
-        deviation = _deviation(gradient, residual, row, columns, split, FEEDBACK, BYTES)
-        low, high = split - deviation, split + deviation
+        split, distance = _mean_and_deviation(
+            origin, values, row, rows, columns, SUM, ON_CHIP, BYTES
+        )
+        low, high = split - distance, split + distance
     else:
-        split = 0.0
-        low, high = _sides(gradient, residual, row, columns, FEEDBACK, BYTES)
-    tl.store(scales + 2 * row, low)
-    tl.store(scales + 2 * row + 1, high)
-    width = (columns + 7) // 8
-    for start in range(0, columns, BYTES * 8):
-        at, there = _tile(start, columns, BYTES)
-        values = _values(gradient, residual, row * columns + at, there, FEEDBACK)
-        is_upper = (values >= split) & there
-        packed = tl.sum(is_upper.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
-        byte = start // 8 + tl.arange(0, BYTES)
-        tl.store(bits + row * width + byte, packed.to(tl.uint8), mask=byte < width)
-        if FEEDBACK:
-            lost = values - tl.where(is_upper, high, low)
-            tl.store(residual + row * columns + at, lost, mask=there)
+        split = tl.zeros((ROWS,), tl.float32)
+        low, high = _side_means(origin, values, row, rows, columns, SUM, ON_CHIP, BYTES)
+    own_scales = scales + _offset(row, height, scales_stride, 2)
+    tl.store(own_scales, low, mask=exists)
+    tl.store(own_scales + 1, high, mask=exists)
+    own_bits = bits + _offset(row, height, bits_stride, (columns + 7) // 8)[:, None]
+    for start in range(0, BYTES * 8 if ON_CHIP else columns, BYTES * 8):
+        if not ON_CHIP:
+            values = _values(origin, row, start, rows, columns, SUM, BYTES)
+        at, there = _tile(row, start, rows, columns, BYTES)
+        is_upper = (values >= split[:, None, None]) & there
+        packed = tl.sum(is_upper.to(tl.int32) << tl.arange(0, 8)[None, None, :], 2)
+        byte = start // 8 + tl.arange(0, BYTES)[None, :]
+        tl.store(own_bits + byte, packed.to(tl.uint8), mask=(byte * 8 < columns) & exists[:, None])
+        if residual is not None:
+            lost = values - tl.where(is_upper, high[:, None, None], low[:, None, None])
+            tl.store(residual + row[:, None, None] * columns + at, lost, mask=there)
 
 
-@triton.jit(do_not_specialize=["columns"])
-def _decode(scales, bits, out, columns, ADD: tl.constexpr, BYTES: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(
+    do_not_specialize=["rows", "columns", "height", "scales_stride", "bits_stride"],
+)
+def _decode(
+    scales,
+    bits,
+    out,
+    rows,
+    columns,
+    height,
+    scales_stride,
+    bits_stride,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    if EVEN:
+        columns = columns // 16 * 16
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * BYTES * 8
-    at, there = _tile(start, columns, BYTES)
-    width = (columns + 7) // 8
-    byte = start // 8 + tl.arange(0, BYTES)
-    packed = tl.load(bits + row * width + byte, mask=byte < width, other=0).to(tl.int32)
-    is_upper = (packed[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    low, high = tl.load(scales + 2 * row), tl.load(scales + 2 * row + 1)
-    values = tl.where(is_upper != 0, high, low)
+    at, there = _tile(row, start, rows, columns, BYTES)
+    own_scales = scales + _offset(row, height, scales_stride, 2)
+    own_bits = bits + _offset(row, height, bits_stride, (columns + 7) // 8)
+    values = _decoded(own_scales, own_bits, start, columns, row < rows, BYTES)
+    place = row[:, None, None] * columns + at
     if ADD:
-        values += tl.load(out + row * columns + at, mask=there, other=0.0)
-    tl.store(out + row * columns + at, values, mask=there)
+        values += tl.load(out + place, mask=there, other=0.0)
+    tl.store(out + place, values, mask=there)
+
+
+class Tile(NamedTuple):
+    """What one program takes: `rows` rows, eight times `num_bytes` values of each at once."""
+
+    rows: int
+    num_bytes: int
+
+    @property
+    def num_warps(self) -> int:
+        return max(4, self.rows * self.num_bytes * 8 // (VALUES_PER_THREAD * WARP))
+
+
+def tile_of(columns: int, most: int) -> Tile:
+    """The tile for rows of `columns` values, of which a program takes at most `most` at once."""
+    width = min(max(8, triton.next_power_of_2(columns)), most)
+    return Tile(max(1, TILE // width), width // 8)
 
 
 def encode(
     gradient: Tensor, residual: Tensor | None, threshold: str, scales: Tensor, bits: Tensor
 ) -> None:
-    """See lab.codec.onebit.encode. All tensors contiguous."""
-    rows, columns = gradient.shape
-    if rows:
-        with torch.cuda.device_of(gradient):
-            _encode[(rows,)](
-                gradient,
-                gradient if residual is None else residual,
-                scales,
-                bits,
-                columns,
-                SPLIT_AT_MEAN=threshold == "mean",
-                FEEDBACK=residual is not None,
-                BYTES=BYTES,
-            )
+    """See lab.codec.onebit.encode."""
+    _launch_encode((gradient, gradient, 0, 0, 0), residual, threshold, scales, bits, gradient)
+
+
+def reduce(
+    scales: Tensor,
+    bits: Tensor,
+    total: Tensor,
+    residual: Tensor | None,
+    threshold: str,
+    out_scales: Tensor,
+    out_bits: Tensor,
+) -> None:
+    """See lab.codec.onebit.reduce. The sum is never written to memory."""
+    sent = scales, bits, len(scales), scales.stride(0), bits.stride(0)
+    _launch_encode(sent, residual, threshold, out_scales[None], out_bits[None], total)
 
 
 def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool) -> None:
-    """See lab.codec.onebit.decode. All tensors contiguous."""
+    """See lab.codec.onebit.decode."""
     rows, columns = out.shape
+    tile = tile_of(columns, TILE)
     if rows:
+        grid = triton.cdiv(rows, tile.rows), triton.cdiv(columns, 8 * tile.num_bytes)
         with torch.cuda.device_of(out):
-            tiles = triton.cdiv(columns, BYTES * 8)
-            _decode[(rows, tiles)](scales, bits, out, columns, ADD=add, BYTES=BYTES)
+            _decode[grid](
+                *(scales, bits, out, rows, columns),
+                *(scales.shape[1], scales.stride(0), bits.stride(0)),
+                ADD=add,
+                EVEN=columns % 16 == 0,
+                ROWS=tile.rows,
+                BYTES=tile.num_bytes,
+                num_warps=tile.num_warps,
+            )
+
+
+def _launch_encode(
+    source: tuple[Tensor, Tensor, int, int, int],
+    residual: Tensor | None,
+    threshold: str,
+    scales: Tensor,
+    bits: Tensor,
+    like: Tensor,
+) -> None:
+    """Encode a gradient, or the sum of what ranks have sent, of the shape of `like`.
+
+    Args:
+        source: the gradient twice, and zeros; or scales and bits of all ranks, their number, and
+            the distance from one rank's to the next one's.
+    """
+    rows, columns = like.shape
+    on_chip = columns <= LONGEST
+    tile = tile_of(columns, LONGEST if on_chip else PIECE)
+    if rows:
+        with torch.cuda.device_of(like):
+            _encode[(triton.cdiv(rows, tile.rows),)](
+                *(*source, residual, scales, bits, rows, columns),
+                *(scales.shape[1], scales.stride(0), bits.stride(0)),
+                SPLIT_AT_MEAN=threshold == "mean",
+                SUM=source[2] > 0,
+                EVEN=columns % 16 == 0,
+                ON_CHIP=on_chip,
+                ROWS=tile.rows,
+                BYTES=tile.num_bytes,
+                num_warps=tile.num_warps,
+            )

@@ -29,9 +29,9 @@ class Kernels:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._encode, self._decode = library.onebit_encode, library.onebit_decode
         self._reduce = library.onebit_reduce
-        self._encode.argtypes = [address] * 4 + [number] * 4
-        self._decode.argtypes = [address] * 3 + [number] * 4
-        self._reduce.argtypes = [address] * 2 + [number] * 2 + [address] * 3 + [number] * 4
+        self._encode.argtypes = [address] * 4 + [number] * 7
+        self._decode.argtypes = [address] * 3 + [number] * 7
+        self._reduce.argtypes = [address] * 2 + [number] * 3 + [address] * 3 + [number] * 4
         self._encode.restype = self._decode.restype = self._reduce.restype = None
 
     def encode(
@@ -48,6 +48,7 @@ class Kernels:
             scales.data_ptr(),
             bits.data_ptr(),
             *gradient.shape,
+            *_lines(scales, bits),
             threshold == "mean",
             torch.get_num_threads(),
         )
@@ -58,6 +59,7 @@ class Kernels:
             bits.data_ptr(),
             out.data_ptr(),
             *out.shape,
+            *_lines(scales, bits),
             add,
             torch.get_num_threads(),
         )
@@ -66,7 +68,7 @@ class Kernels:
         self,
         scales: Tensor,
         bits: Tensor,
-        columns: int,
+        total: Tensor,
         residual: Tensor | None,
         threshold: str,
         out_scales: Tensor,
@@ -76,15 +78,20 @@ class Kernels:
             scales.data_ptr(),
             bits.data_ptr(),
             len(bits),
+            scales.stride(0),
             bits.stride(0),
             None if residual is None else residual.data_ptr(),
             out_scales.data_ptr(),
             out_bits.data_ptr(),
-            len(out_scales),
-            columns,
+            *total.shape,
             threshold == "mean",
             torch.get_num_threads(),
         )
+
+
+def _lines(scales: Tensor, bits: Tensor) -> tuple[int, int, int]:
+    """Rows of a line, and the distances between lines: float32 values, bytes."""
+    return scales.shape[1], scales.stride(0), bits.stride(0)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 // One bit per value and two reconstruction values per row, fused with the residual.
 //
-// The twin of lab/codec/reference.py, which defines the result; lab/codec/native.py builds it for
+// Does what lab/codec/reference.py defines; lab/codec/native.py builds it for
 // what the processor can do. A row is read from memory once: later passes over it find it in the
 // cache. Sums are double, so that they do not depend on how wide the registers are.
 
@@ -273,37 +273,46 @@ void each_row(int64_t rows, int64_t columns, int64_t threads, F f) {
 
 extern "C" {
 
-// gradient, residual: [rows, columns]; scales: [rows, 2]; bits: [rows, (columns + 7) / 8].
+// gradient, residual: [rows, columns]. Row r's scales and bits are row r % height of line r / height;
+// lines are scales_stride floats and bits_stride bytes apart.
 // The residual, unless null, is added to the gradient and replaced by what the bits lose.
 void onebit_encode(const float* gradient, float* residual, float* scales, uint8_t* bits,
-                   int64_t rows, int64_t columns, int64_t split_at_mean, int64_t threads) {
+                   int64_t rows, int64_t columns, int64_t height, int64_t scales_stride,
+                   int64_t bits_stride, int64_t split_at_mean, int64_t threads) {
+  const int64_t width = (columns + 7) / 8;
   each_row(rows, columns, threads, [=](int64_t r) {
+    const int64_t line = r / height, place = r % height;
     const Row row{gradient + r * columns, residual ? residual + r * columns : nullptr, columns};
-    encode(row, scales + 2 * r, bits + r * ((columns + 7) / 8), split_at_mean);
+    encode(row, scales + line * scales_stride + 2 * place,
+           bits + line * bits_stride + place * width, split_at_mean);
   });
 }
 
-// out: [rows, columns], replaced or added to.
+// out: [rows, columns], replaced or added to; scales and bits as above.
 void onebit_decode(const float* scales, const uint8_t* bits, float* out, int64_t rows,
-                   int64_t columns, int64_t accumulate, int64_t threads) {
+                   int64_t columns, int64_t height, int64_t scales_stride, int64_t bits_stride,
+                   int64_t accumulate, int64_t threads) {
+  const int64_t width = (columns + 7) / 8;
   each_row(rows, columns, threads, [=](int64_t r) {
-    (accumulate ? add : replace_far)(scales + 2 * r, bits + r * ((columns + 7) / 8),
-                                     out + r * columns, columns);
+    const int64_t line = r / height, place = r % height;
+    (accumulate ? add : replace_far)(scales + line * scales_stride + 2 * place,
+                                     bits + line * bits_stride + place * width, out + r * columns,
+                                     columns);
   });
 }
 
-// Encodes the sum, in rank order, of what `ranks` ranks have encoded; rank r's scales and bits lie
-// r * stride bytes after the first's. A row's sum is never written to memory.
-void onebit_reduce(const float* scales, const uint8_t* bits, int64_t ranks, int64_t stride,
-                   float* residual, float* out_scales, uint8_t* out_bits, int64_t rows,
-                   int64_t columns, int64_t split_at_mean, int64_t threads) {
+// Encodes the sum, in rank order, of what `ranks` ranks have encoded, whose scales and bits are
+// scales_stride floats and bits_stride bytes apart. A row's sum is never written to memory.
+void onebit_reduce(const float* scales, const uint8_t* bits, int64_t ranks, int64_t scales_stride,
+                   int64_t bits_stride, float* residual, float* out_scales, uint8_t* out_bits,
+                   int64_t rows, int64_t columns, int64_t split_at_mean, int64_t threads) {
   const int64_t width = (columns + 7) / 8;
   each_row(rows, columns, threads, [=](int64_t r) {
     thread_local std::vector<float> sum;
     sum.resize(columns);
     for (int64_t rank = 0; rank < ranks; ++rank)
-      (rank ? add : replace)(scales + rank * stride / 4 + 2 * r, bits + rank * stride + r * width,
-                             sum.data(), columns);
+      (rank ? add : replace)(scales + rank * scales_stride + 2 * r,
+                             bits + rank * bits_stride + r * width, sum.data(), columns);
     const Row row{sum.data(), residual ? residual + r * columns : nullptr, columns};
     encode(row, out_scales + 2 * r, out_bits + r * width, split_at_mean);
   });

@@ -1,8 +1,9 @@
 """One bit per value and two reconstruction values per row: the codec of 1-bit SGD.
 
-Defined in lab.codec.reference. Its twins, in C++ for CPUs (native.py) and Triton for GPUs (gpu.py),
-do the same at the memory's speed: what they read is gradient and residual, what they write is the
-new residual and the bits, and nothing of the gradient's size lies in between.
+Defined in lab.codec.reference. C++ for CPUs (native.py) and Triton for GPUs (gpu.py) do the same at
+the memory's speed: they read gradient and residual, write the new residual and the bits, and keep
+nothing of the gradient's size in between. Each takes a whole matrix in one call, whose rows may
+belong to the lines of a message, one line for each rank (lab.exchange.stripes).
 """
 
 from __future__ import annotations
@@ -39,16 +40,21 @@ def encode(
         gradient: float32 [rows, columns].
         residual: float32 [rows, columns], replaced. None: nothing is carried over.
         threshold: one of THRESHOLDS.
-        scales: float32 [rows, 2], receives what bit 0 and bit 1 stand for.
-        bits: uint8 [rows, bit_bytes(columns)], receives the bits, least significant first.
+        scales: float32 [lines, height, 2], receives what bit 0 and bit 1 stand for. Row r goes to
+            line r // height, so lines * height >= rows; what no row goes to is left as it is.
+        bits: uint8 [lines, height, bit_bytes(columns)], receives the bits, least significant first.
     """
-    twin = _twin(gradient, gradient if residual is None else residual, scales, bits)
-    twin.encode(gradient, residual, threshold, scales, bits)
+    implementation = _implementation(gradient, residual, scales[0], bits[0])
+    implementation.encode(gradient, residual, threshold, scales, bits)
 
 
 def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None:
-    """Put into `out`, float32 [rows, columns], what scales and bits stand for, or add it there."""
-    _twin(scales, bits, out).decode(scales, bits, out, add)
+    """Put into `out`, float32 [rows, columns], what scales and bits stand for, or add it there.
+
+    Args:
+        scales, bits: as `encode` fills them.
+    """
+    _implementation(out, scales[0], bits[0]).decode(scales, bits, out, add)
 
 
 def reduce(
@@ -63,37 +69,51 @@ def reduce(
     """Encode the sum, in rank order, of what several ranks have encoded.
 
     Args:
-        scales, bits: as in `encode`, of each rank: [ranks, rows, ...], with as many bytes from one
-            rank's to the next one's.
+        scales, bits: of each rank: float32 [ranks, rows, 2], uint8 [ranks, rows, bytes].
         total: float32 [rows, columns], memory that the sum may be written to.
         residual, threshold: as in `encode`.
-        out_scales, out_bits: receive what stands for the sum.
+        out_scales, out_bits: [rows, 2] and [rows, bytes], receive what stands for the sum.
     """
-    twin = _twin(*scales, *bits, total if residual is None else residual, out_scales, out_bits)
-    if isinstance(twin, native.Kernels):
-        columns = total.shape[1]
-        twin.reduce(scales, bits, columns, residual, threshold, out_scales, out_bits)
-        return
-    for rank, (of_scales, of_bits) in enumerate(zip(scales, bits, strict=True)):
-        twin.decode(of_scales, of_bits, total, add=rank > 0)
-    twin.encode(total, residual, threshold, out_scales, out_bits)
+    implementation = _implementation(total, residual, scales[0], bits[0], out_scales, out_bits)
+    implementation.reduce(scales, bits, total, residual, threshold, out_scales, out_bits)
 
 
-def _twin(*tensors: Tensor) -> native.Kernels | ModuleType:
-    """The fastest of the three that can work on `tensors`."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
+def _implementation(*tensors: Tensor | None) -> native.Kernels | ModuleType:
+    """The fastest of the three that can work on `tensors`, which are all on one device."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(tensor.is_contiguous() for tensor in given):
         return reference
-    if tensors[0].device.type == "cpu":
+    if given[0].device.type == "cpu":
         return native.build(torch.backends.cpu.get_cpu_capability()) or reference
-    return _triton_twin() or reference
+    return _triton(given[0].device) or reference
 
 
 @functools.cache
-def _triton_twin() -> ModuleType | None:
+def _triton(device: torch.device) -> ModuleType | None:
+    """Triton's kernels if they run on `device`; else None, and a warning.
+
+    Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
+    headers, and it knows some GPUs and drivers alone: so whether it works shows only then.
+    """
     try:
-        return importlib.import_module("lab.codec.gpu")  # Triton comes with torch for CUDA alone
-    except ImportError:
+        kernels = importlib.import_module("lab.codec.gpu")
+        for threshold in THRESHOLDS:
+            _try(kernels, threshold, device)
+    except Exception as error:  # whatever a compiler or a driver raises
+        said = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
         warnings.warn(
-            "1-bit codec: no triton; plain torch is used, which is many times slower", stacklevel=1
+            f"1-bit codec: Triton does not work on {device} ({type(error).__name__}: "
+            f"{said.strip()}); plain torch is used, which is many times slower",
+            stacklevel=1,
         )
         return None
+    return kernels
+
+
+def _try(kernels: ModuleType, threshold: str, device: torch.device) -> None:
+    """Launch each kernel once, on a row of 16 zeros."""
+    values, scales = torch.zeros(1, 16, device=device), torch.zeros(1, 1, 2, device=device)
+    bits = torch.zeros(1, 1, 2, dtype=torch.uint8, device=device)
+    kernels.encode(values, values.clone(), threshold, scales, bits)
+    kernels.reduce(scales, bits, values, None, threshold, scales[0], bits[0])
+    kernels.decode(scales, bits, values, True)

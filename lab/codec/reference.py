@@ -16,6 +16,40 @@ def encode(
     gradient: Tensor, residual: Tensor | None, threshold: str, scales: Tensor, bits: Tensor
 ) -> None:
     """See lab.codec.onebit.encode."""
+    for line, rows in enumerate(gradient.split(scales.shape[1])):
+        kept = None if residual is None else residual[line * scales.shape[1] :][: len(rows)]
+        _encode(rows, kept, threshold, scales[line, : len(rows)], bits[line, : len(rows)])
+
+
+def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool) -> None:
+    """See lab.codec.onebit.decode."""
+    for line, rows in enumerate(out.split(scales.shape[1])):
+        values = _values(scales[line, : len(rows)], bits[line, : len(rows)], out.shape[1])
+        if add:
+            rows.add_(values)
+        else:
+            rows.copy_(values)
+
+
+def reduce(
+    scales: Tensor,
+    bits: Tensor,
+    total: Tensor,
+    residual: Tensor | None,
+    threshold: str,
+    out_scales: Tensor,
+    out_bits: Tensor,
+) -> None:
+    """See lab.codec.onebit.reduce."""
+    for rank, (of_scales, of_bits) in enumerate(zip(scales, bits, strict=True)):
+        decode(of_scales[None], of_bits[None], total, add=rank > 0)
+    _encode(total, residual, threshold, out_scales, out_bits)
+
+
+def _encode(
+    gradient: Tensor, residual: Tensor | None, threshold: str, scales: Tensor, bits: Tensor
+) -> None:
+    """One line's rows: `scales` [rows, 2], `bits` [rows, bytes]."""
     values = gradient if residual is None else gradient + residual
     if threshold == "zero":
         upper_side = values >= 0
@@ -28,15 +62,6 @@ def encode(
     bits.copy_(_pack(upper_side))
     if residual is not None:
         torch.sub(values, _values(scales, bits, values.shape[1]), out=residual)
-
-
-def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool) -> None:
-    """See lab.codec.onebit.decode."""
-    values = _values(scales, bits, out.shape[1])
-    if add:
-        out.add_(values)
-    else:
-        out.copy_(values)
 
 
 def _values(scales: Tensor, bits: Tensor, columns: int) -> Tensor:

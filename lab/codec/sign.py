@@ -39,9 +39,9 @@ def decode(magnitude: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> N
     """Put into `out`, float32 [n], what magnitude and bits stand for, or add it there."""
     rows = len(out) // ROW_VALUES
     whole = rows * ROW_VALUES
-    scales = torch.stack([magnitude, -magnitude]).repeat(rows + 1, 1)
+    scales = torch.stack([magnitude, -magnitude]).repeat(1, rows + 1, 1)
     if rows:
-        of_rows = bits[: whole // 8].view(rows, -1)
-        onebit.decode(scales[:rows], of_rows, out[:whole].view(rows, -1), add)
+        of_rows = bits[: whole // 8].view(1, rows, -1)
+        onebit.decode(scales[:, :rows], of_rows, out[:whole].view(rows, -1), add)
     if whole < len(out):
-        onebit.decode(scales[rows:], bits[None, whole // 8 :], out[None, whole:], add)
+        onebit.decode(scales[:, rows:], bits[None, None, whole // 8 :], out[None, whole:], add)

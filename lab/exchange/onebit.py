@@ -121,30 +121,24 @@ class OneBit(Staged, ErrorFeedback):
 
     def _encode_gradients(self, matrices: list[Matrix], flat: Tensor, outgoing: Message) -> None:
         for index, matrix in enumerate(matrices):
-            values, size = matrix.of(flat), len(outgoing.bytes)
+            values = matrix.of(flat)
             residual = self._kept(self.residual, matrix.name, values)
-            for rank in range(size):
-                rows = matrix.stripe(rank, size)
-                onebit.encode(
-                    values[rows],
-                    None if residual is None else residual[rows],
-                    self.threshold,
-                    *outgoing.parts(index, rank, height(rows)),
-                )
+            onebit.encode(values, residual, self.threshold, *outgoing.of(index))
 
     def _encode_sums(
         self, matrices: list[Matrix], flat: Tensor, received: Message, reply: Message, comm: Comm
     ) -> None:
         for index, matrix in enumerate(matrices):
-            rows = matrix.stripe(comm.rank, comm.size)
             # The gradient has been encoded: its place is free for the sum.
-            total = matrix.of(flat)[rows]
+            total = matrix.of(flat)[matrix.stripe(comm.rank, comm.size)]
+            scales, bits = reply.of(index, len(total))
             onebit.reduce(
-                *received.all_parts(index, height(rows)),
+                *received.of(index, len(total)),
                 total,
                 self._kept(self.stripe_residual, matrix.name, total),
                 self.threshold,
-                *reply.parts(index, 0, height(rows)),
+                scales[0],
+                bits[0],
             )
 
     def _kept(self, residuals: dict[str, Tensor], name: str, like: Tensor) -> Tensor | None:
@@ -178,14 +172,6 @@ class OneBit(Staged, ErrorFeedback):
         return super().redistribute(states, rank, size) | {"stripe_residual": stripe_residual}
 
 
-def height(rows: slice) -> int:
-    return rows.stop - rows.start
-
-
 def _decode(matrices: list[Matrix], answer: Message, flat: Tensor) -> None:
-    size = len(answer.bytes)
     for index, matrix in enumerate(matrices):
-        values = matrix.of(flat)
-        for rank in range(size):
-            rows = matrix.stripe(rank, size)
-            onebit.decode(*answer.parts(index, rank, height(rows)), values[rows])
+        onebit.decode(*answer.of(index), matrix.of(flat))

@@ -10,6 +10,8 @@ from torch import Tensor
 from lab.codec import onebit
 from lab.exchange.buffers import Buffers
 
+LINE_BYTES = 128  # lines are multiples of it: NCCL and GPUs copy aligned memory in wide words
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -43,7 +45,7 @@ class Message:
     """One rank's bits and scales for every rank, as the wire carries them: uint8 [size, bytes].
 
     A line holds the scales of all matrices first and their bits after them. Short stripes are
-    padded with zeros, so that all lines are equally long.
+    padded with zeros, so that all lines are equally long: a multiple of LINE_BYTES.
 
     Args:
         size: number of ranks, among which rows are dealt out.
@@ -63,8 +65,7 @@ class Message:
             for height, columns in zip(self.heights, self.columns, strict=True)
         ]
         width = self.scale_bytes + sum(bit_bytes)
-        # Lines of whole float32 words keep every line's scales aligned.
-        self.bytes = buffers.take(like, lines, -(-width // 4) * 4)
+        self.bytes = buffers.take(like, lines, -(-width // LINE_BYTES) * LINE_BYTES)
         if any(matrix.rows % size for matrix in matrices):
             self.bytes.zero_()
         self._scales = self.scales().split(self.heights, dim=1)
@@ -75,17 +76,16 @@ class Message:
         words = self.bytes.view(torch.float32)[:, : self.scale_bytes // 4]
         return words.unflatten(1, (-1, 2))
 
-    def all_parts(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
-        """`parts` of all lines: float32 [lines, rows, 2] and uint8 [lines, rows, bit_bytes]."""
+    def of(self, index: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """Scales and bits of matrix `index` in all lines, to fill or read: they share memory.
+
+        Args:
+            rows: the first ones of each line; None: all.
+
+        Returns:
+            float32 [lines, rows, 2] and uint8 [lines, rows, bit_bytes].
+        """
+        rows = self.heights[index] if rows is None else rows
         width = onebit.bit_bytes(self.columns[index])
         bits = self._bits[index][:, : rows * width].unflatten(1, (rows, width))
         return self._scales[index][:, :rows], bits
-
-    def parts(self, index: int, line: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Scales and bits of the first `rows` rows of matrix `index` in `line`, to fill or read.
-
-        Returns:
-            float32 [rows, 2] and uint8 [rows, bit_bytes], sharing memory with `bytes`.
-        """
-        scales, bits = self.all_parts(index, rows)
-        return scales[line], bits[line]

@@ -129,7 +129,7 @@ def _library(load: Load) -> None:
 def _onebit(load: Load) -> None:
     """Reads and writes as in lab/benchmarks/codec.py: gradient, residual in and out, message.
 
-    Calls as in lab/exchange/onebit.py: for each matrix, one for each rank's stripe of it.
+    Calls as in lab/exchange/onebit.py: to encode, sum and decode each matrix.
     """
     matrices = [matrix for shape in load.shapes if (matrix := _quantised(shape, load.exchange))]
     n = sum(rows * columns for rows, columns in matrices)
@@ -138,11 +138,11 @@ def _onebit(load: Load) -> None:
     if not n:
         load.wire(exact)
         return
-    load.codec(12 * n + message, len(matrices) * load.N)
+    load.codec(12 * n + message, len(matrices))
     load.wire(exact + load.network.all_to_all(message / load.N))
     load.codec(12 * n / load.N + message, len(matrices))
     load.wire(load.network.all_gather(message / load.N))
-    load.codec(4 * n + message, len(matrices) * load.N)
+    load.codec(4 * n + message, len(matrices))
 
 
 def _quantised(shape: Shape, onebit: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -163,7 +163,7 @@ class Broken(codec.RowCodec):
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
         super().encode(gradient, residual)
-        self.bits[0, 0] ^= 1
+        self.bits[0, 0, 0] ^= 1
         residual[1, 1] += 1
 
 
