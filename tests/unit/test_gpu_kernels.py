@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -25,55 +26,60 @@ from lab.model.alexnet import alexnet
 
 pytest.importorskip("triton", reason="no triton here")
 
-# Compiles each kernel as its launcher would, for tensors that are aligned, and prints what the
-# assembler says. {kind: {arch: {...}}}
+# Launches each kernel for a GPU that is not there, so that Triton specialises and compiles it as it
+# would for one, and prints what it became: {name: {"threads": ..., "registers": ..., ...}}.
 COMPILE = """
 import json, re, subprocess, tempfile
 from pathlib import Path
-import triton
+import torch, triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from lab.codec import gpu
 
-TYPES = {name: "*fp32" for name in ("source", "residual", "scales", "out")}
-TYPES |= {"source_bits": "*u8", "bits": "*u8"}
-TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+class Driver:
+    def get_current_device(self): return self.arch
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", self.arch, 32)
 
-def compiled(kernel, columns, most, arch, **flags):
-    tile = gpu.tile_of(columns, most)
-    flags |= {"EVEN": columns % 16 == 0, "ROWS": tile.rows, "BYTES": tile.num_bytes}
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in flags else TYPES.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in TYPES}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=flags, attrs=aligned)
-    made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": tile.num_warps})
+class Compiling:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid):
+        return lambda *a, **k: made.append(self.kernel.warmup(*a, grid=grid, **k))
+
+def describe(kernel):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
+        Path(file.name).write_bytes(kernel.asm["cubin"])
         said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
     used = {k: int(v) for k, v in re.findall(r"(REG|STACK):(\\d+)", said.stdout)}
-    moved = re.findall(r"(ld|st)\\.global(?:\\.\\w+)*?(\\.v4)?\\.b(8|32)\\b", made.asm["ptx"])
-    count = lambda *wanted: sum(move == wanted for move in moved)
+    moves = re.findall(r"(ld|st)\\.global(?:\\.\\w+)*?(\\.v4)?\\.b(8|32)\\b", kernel.asm["ptx"])
+    widths = {
+        f"{width}_{move}": moves.count((instruction, vector, "32"))
+        for width, vector in (("wide", ".v4"), ("narrow", ""))
+        for move, instruction in (("loads", "ld"), ("stores", "st"))
+    }
     return {
-        "threads": 32 * tile.num_warps, "registers": used["REG"], "spilled": used["STACK"],
-        "shared": made.metadata.shared,
-        "wide_loads": count("ld", ".v4", "32"), "narrow_loads": count("ld", "", "32"),
-        "wide_stores": count("st", ".v4", "32"), "narrow_stores": count("st", "", "32"),
+        "threads": 32 * kernel.metadata.num_warps, "registers": used["REG"],
+        "spilled": used["STACK"], "shared": kernel.metadata.shared, **widths,
     }
 
-def encode(columns, arch, sums=False):
-    on_chip = columns <= gpu.LONGEST
-    most = gpu.LONGEST if on_chip else gpu.PIECE
-    flags = {"SPLIT_AT_MEAN": False, "SUM": sums, "ON_CHIP": on_chip}
-    return compiled(gpu._encode, columns, most, arch, **flags)
+def compiled(arch, columns, threshold="zero"):
+    driver.arch = arch
+    made.clear()
+    values, scales = torch.zeros(4, columns), torch.zeros(2, 2, 2)
+    bits = torch.zeros(2, 2, (columns + 7) // 8, dtype=torch.uint8)
+    gpu.encode(values, values.clone(), threshold, scales, bits)
+    gpu.reduce(scales, bits, values[:2], values[2:], threshold, scales[0], bits[0])
+    gpu.decode(scales, bits, values, False)
+    names = ("encode", "sum", "decode")
+    return {f"{name} {columns} sm_{arch}": describe(k) for name, k in zip(names, made)}
 
+TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+made, driver = [], Driver()
+triton.runtime.driver.set_active(driver)
+gpu._encode, gpu._decode = Compiling(gpu._encode), Compiling(gpu._decode)
 found = {}
-for arch in (80, 90, 100):
-    found[f"encode 4096 sm_{arch}"] = encode(4096, arch)
-    found[f"decode 4096 sm_{arch}"] = compiled(gpu._decode, 4096, gpu.TILE, arch, ADD=False)
-for columns in (64, 363, 9216, 25088):
-    found[f"encode {columns} sm_90"] = encode(columns, 90)
-found["sum 4096 sm_90"] = encode(4096, 90, sums=True)
+for arch, columns in [(80, 4096), (100, 4096), *((90, c) for c in (64, 363, 4096, 9216, 25088))]:
+    found |= compiled(arch, columns)
 print(json.dumps(found))
 """
 
@@ -94,7 +100,7 @@ def test_values_move_in_wide_words_and_stay_in_registers(
     for name, used in compiled.items():
         kind, columns, _ = name.split()
         assert used["registers"] * used["threads"] <= 65536, name  # of a multiprocessor
-        assert used["spilled"] <= 64, name
+        assert used["spilled"] <= 32, name
         assert used["shared"] <= 48 * 1024, name
         if int(columns) % 16 == 0:
             assert used["wide_stores"] >= 4, name
@@ -120,8 +126,22 @@ class Counter:
 
 
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Triton's kernels, which the codec takes for every tensor from here on."""
+    """Triton's kernels, which the codec takes for every tensor from here on.
+
+    One at a time: the interpreter is not made for ranks that are threads.
+    """
     kernels = importlib.import_module("lab.codec.gpu")
+    lock = threading.Lock()
+
+    def alone(kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            with lock:
+                kernel(*arguments)
+
+        return call
+
+    for name in ("encode", "reduce", "decode"):
+        monkeypatch.setattr(kernels, name, alone(getattr(kernels, name)))
     monkeypatch.setattr(onebit, "_implementation", lambda *_: kernels)
     return kernels
 
