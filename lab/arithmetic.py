@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 
@@ -26,9 +27,11 @@ def set_arithmetic(tf32: bool, deterministic: bool) -> None:
             f"tf32={str(tf32).lower()}: {OVERRIDE}={override} has the last word; unset it, or set "
             f"tf32={str(not tf32).lower()}"
         )
-    # Not fp32_precision, which says the same: torch.compile still reads these two.
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
+    with warnings.catch_warnings():
+        # Some releases would rather be told by fp32_precision, which torch.compile cannot read yet.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:  # cuBLAS reads it when it starts; torch before 2.13 insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
