@@ -28,7 +28,7 @@ def set_arithmetic(tf32: bool, deterministic: bool) -> None:
             f"tf32={str(not tf32).lower()}"
         )
     with warnings.catch_warnings():
-        # Some releases would rather be told by fp32_precision, which torch.compile cannot read yet.
+        # torch 2.9 warns that fp32_precision is to replace these; torch.compile fails with that one.
         warnings.simplefilter("ignore", UserWarning)
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,7 @@ def environment(num_hosts: int) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if has_gpus else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_gpus else None,
         "triton": _version("triton"),
-        "tf32": {
-            "products": torch.backends.cuda.matmul.allow_tf32,
-            "convolutions": torch.backends.cudnn.allow_tf32,
-        },
+        "tf32": _tf32(),
         "gpus": [torch.cuda.get_device_name(i) for i in visible],
         "compute_capability": [torch.cuda.get_device_capability(i) for i in visible],
         "nvls": [nvidia.adds_in_switch(i) for i in visible],
@@ -90,6 +88,16 @@ def num_cores() -> int:
 
 def _shapes_speed(variable: str) -> bool:
     return variable.startswith(PREFIXES) and not any(word in variable for word in SECRETS)
+
+
+def _tf32() -> dict[str, bool]:
+    """Where float32 may be rounded to TF32 on GPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # see lab.arithmetic
+        return {
+            "products": torch.backends.cuda.matmul.allow_tf32,
+            "convolutions": torch.backends.cudnn.allow_tf32,
+        }
 
 
 def _version(package: str) -> str | None:
