@@ -28,7 +28,7 @@ def set_arithmetic(tf32: bool, deterministic: bool) -> None:
             f"tf32={str(not tf32).lower()}"
         )
     with warnings.catch_warnings():
-        # torch 2.9 warns that fp32_precision is to replace these; torch.compile fails with that one.
+        # torch 2.9 wants fp32_precision in their place, with which its torch.compile fails.
         warnings.simplefilter("ignore", UserWarning)
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32

@@ -95,8 +95,8 @@ def _tf32() -> dict[str, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # see lab.arithmetic
         return {
-            "products": torch.backends.cuda.matmul.allow_tf32,
-            "convolutions": torch.backends.cudnn.allow_tf32,
+            "products": bool(torch.backends.cuda.matmul.allow_tf32),
+            "convolutions": bool(torch.backends.cudnn.allow_tf32),
         }
 
 
