@@ -10,6 +10,8 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from lab.arithmetic import set_arithmetic
+from lab.compiled import compiled
 from lab.config import ConfigError, build
 from lab.data import Data
 from lab.distributed import replicas
@@ -18,6 +20,7 @@ from lab.distributed.watch import Watch
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.exchange import Exchange
+from lab.exchange.sync import Sync
 from lab.trainer import Progress, Trainer
 
 DEFAULT_EPOCHS = 30
@@ -37,12 +40,14 @@ class Assembly:
 
 
 def join(config: DictConfig) -> World:
-    """The ranks that were started with this one.
+    """The ranks that were started with this one, which compute as `config` says from here on.
 
     Raises:
-        ConfigError: more ranks than GPUs, or a way to communicate that is not to be had.
+        ConfigError: more ranks than GPUs, or a way to communicate or to compute that is not to be
+            had.
     """
     try:
+        set_arithmetic(config.tf32, config.deterministic)
         return worlds.start(
             build(config.comm),
             config.device,
@@ -66,7 +71,7 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
         ConfigError: a setting that proves wrong with data, devices and files at hand.
     """
     seed = config.seed + config.repeat
-    _seed(seed, config.deterministic)
+    torch.manual_seed(seed)
     data: Data = build(config.data, seed=seed, device=world.device)
     model, sizes = _build_model(config, data, world)
     batch_size = global_batch_size(config, world.size)
@@ -79,15 +84,16 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
     sync = build(
         config.sync,
         model=model,
-        module=torch.compile(model) if config.compile else model,
+        module=compiled(model, config),
         exchange=exchange,
         comm=world.comm,
         worker=worker,
         overlap=config.overlap,
         bucket_mb=config.bucket_mb,
     )
+    _require_like_gpus(exchange, sync, world)
     trainer = Trainer(config, world, watch, data, model, sync, optim, batch_size)
-    _seed(seed + 1 + world.rank, config.deterministic)  # dropout differs between the ranks
+    torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, sizes)
 
 
@@ -119,6 +125,15 @@ def _build_model(config: DictConfig, data: Data, world: World) -> tuple[nn.Modul
     return model, {**sizes, **count(model)}
 
 
+def _require_like_gpus(exchange: Exchange, sync: Sync, world: World) -> None:
+    for part in (exchange, sync):
+        if part.needs_like_gpus:
+            try:
+                replicas.require_like_gpus(type(part).__name__, world)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+
 def total_steps(
     config: DictConfig, num_train: int, batch_size: int, done: Progress | None = None
 ) -> int:
@@ -132,10 +147,3 @@ def total_steps(
     epochs = DEFAULT_EPOCHS if config.epochs is None else config.epochs
     step, samples = (done.step, done.samples) if done else (0, 0)
     return step + max(0 if done else 1, math.ceil((epochs * num_train - samples) / batch_size))
-
-
-def _seed(seed: int, deterministic: bool) -> None:
-    torch.manual_seed(seed)
-    if deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(deterministic)  # a second of imports, even for False
-    torch.backends.cudnn.benchmark = not deterministic

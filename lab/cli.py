@@ -49,15 +49,22 @@ def _settings_of_choices(arguments: list[str]) -> list[str]:
     for group in (*GROUPS[1:], "sync"):
         for key, value in config[group].items():
             if not str(key).startswith("_") and not _is_data(value):
-                text = json.dumps(value) if value in (None, True, False) else value
-                lines.append(f"{group}.{key}={text}")
+                lines.append(f"{group}.{key}={_as_written(value)}")
     return lines
 
 
+def _as_written(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_as_written(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value) if value in (None, True, False) else str(value)
+
+
 def _is_data(value: Any) -> bool:
-    """Whether it is what a profile holds, rather than a setting."""
+    """Whether it is what a profile holds, or a choice within a choice, rather than a setting."""
+    if isinstance(value, Mapping):
+        return "_target_" in value
     listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return isinstance(value, Mapping) or (listed and any(isinstance(v, Mapping) for v in value))
+    return listed and any(isinstance(v, Mapping) for v in value)
 
 
 def report_error(command: str, error: Exception) -> None:

@@ -83,12 +83,13 @@ class Settings:
     seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0, at_most=2**62)
     deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
     precision: str = setting("fp32", "fp32, or autocast to", ("fp32", "bf16", "fp16"))
+    tf32: bool = setting(False, "TF32 in fp32 products and convolutions on GPUs; false: IEEE fp32")
     accumulate: int = setting(
         1, "micro-batches per optimizer step; one exchange for all", at_least=1
     )
     clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", above=0)
     channels_last: bool = setting(False, "channels-last memory format")
-    compile: bool = setting(False, "torch.compile the model")
+    compile: bool = setting(False, "torch.compile the model; with overlap by regions of bucket_mb")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
     backend: str = setting("auto", "of comm=torch", ("auto", "gloo", "nccl"))
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")

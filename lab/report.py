@@ -57,6 +57,7 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
     """Machine, software, and whether ranks had devices of their own. `configs`: what was run."""
     return {
         "emulation": emulation(world, *configs),
+        "comm_settings": world.comm.settings,
         "environment": environment(world.num_hosts),
         "git_commit": git_commit(),
     }

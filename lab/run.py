@@ -16,6 +16,7 @@ from tqdm import tqdm
 from lab import checkpoint, report
 from lab.assemble import Assembly, assemble, global_batch_size, total_steps
 from lab.cli import EXIT_INTERRUPTED
+from lab.compiled import compiled_as
 from lab.config import ConfigError, build
 from lab.distributed import launcher
 from lab.distributed.watch import Failure, Watch
@@ -48,7 +49,12 @@ class Run:
         self.recorder: Any = None
         self.recorded = False  # a rank that is lost after this changes nothing
         self.watch = Watch(
-            world.store, world.rank, world.size, config.exchange_timeout_s, self._end_process
+            world.store,
+            world.rank,
+            world.size,
+            world.device,
+            config.exchange_timeout_s,
+            self._end_process,
         )
 
     def execute(self) -> int:
@@ -231,6 +237,7 @@ class Run:
             "per_rank_batch_size": batch_size // world.size,
             "scaling": config.scaling,
             "precision": config.precision,
+            "compile": compiled_as(config),
             "measure": config.measure,
             "launcher": world.place.launcher,
             "device": world.device.type,

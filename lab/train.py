@@ -63,8 +63,6 @@ def _stopped_early(number: int, _frame: object) -> None:
 
 def _run(config: DictConfig, arguments: list[str]) -> int:
     # Only now is torch imported: help and wrong settings have been answered without it.
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from lab.assemble import join
     from lab.distributed import world
     from lab.run import Run, claim_directory

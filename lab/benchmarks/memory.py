@@ -23,6 +23,7 @@ from lab.config import ConfigError
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.exchange.auto import Auto
+from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.gradsync import GradSync
 from lab.exchange.grouping import MB
 from lab.exchange.pipeline import LAG
@@ -42,6 +43,7 @@ class Sizes:
         n: of the whole model.
         gathered: of buckets of several parameters, whose gradients are copied into a buffer.
         largest: of the largest bucket.
+        backend: over which ranks talk; chunks go by it.
     """
 
     n: int
@@ -49,6 +51,7 @@ class Sizes:
     largest: int
     rank: int
     N: int
+    backend: str = "gloo"
 
 
 # Bytes beside weights, gradients and momentum, by class of what exchanges, which is the second
@@ -60,9 +63,9 @@ THEORY: dict[str, Callable[[Sizes, Any], float]] = {
     "Star": lambda s, e: _peak(s, 0 if s.rank else 4 * s.largest),
     "Tree": lambda s, e: _of_tree(s, e, len(binomial_node(s.rank, s.N).children)),
     "DoubleTree": lambda s, e: _peak(
-        s, kept=sum(_chunks(s.largest / 2, e, _children(s, tree)) for tree in (0, 1))
+        s, kept=sum(_chunks(s, s.largest / 2, e, _children(s, tree)) for tree in (0, 1))
     ),
-    "Ring": lambda s, e: _peak(s, kept=_chunks(s.largest / s.N, e)),
+    "Ring": lambda s, e: _peak(s, kept=_chunks(s, s.largest / s.N, e)),
     # Messages: what goes out, comes in, is answered, and all answers.
     "OneBit": lambda s, e: _peak(s, kept=4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N)),
     "Auto": lambda s, e: _of_chosen(s, e),
@@ -88,8 +91,9 @@ def _peak(sizes: Sizes, scratch: float = 0, kept: float = 0) -> float:
     return max(4 * sizes.gathered, scratch) + kept
 
 
-def _chunks(num_values: float, exchange: Any, num_children: int = 1) -> float:
-    limit = exchange.chunk_mb * MB if exchange.chunk_mb else float("inf")
+def _chunks(sizes: Sizes, num_values: float, exchange: Any, num_children: int = 1) -> float:
+    chunk_mb = chunk_mb_over(exchange.chunk_mb, sizes.backend)
+    limit = chunk_mb * MB if chunk_mb else float("inf")
     return LAG * num_children * min(4 * num_values, limit)
 
 
@@ -104,9 +108,9 @@ def _of_chosen(sizes: Sizes, auto: Auto) -> float:
 
 
 def _of_tree(sizes: Sizes, tree: Any, num_children: int) -> float:
-    if tree.chunk_mb is None:
+    if chunk_mb_over(tree.chunk_mb, sizes.backend) is None:
         return _peak(sizes, 4 * sizes.largest if num_children else 0)
-    return _peak(sizes, kept=_chunks(sizes.largest, tree, num_children))
+    return _peak(sizes, kept=_chunks(sizes, sizes.largest, tree, num_children))
 
 
 def _children(sizes: Sizes, tree: int) -> int:
@@ -184,6 +188,7 @@ def theory_bytes(sync: Any, hook: str, world: World) -> float:
         largest=max(counts, default=0),
         rank=world.rank,
         N=world.size,
+        backend=world.comm.backend,
     )
     name = type(sync.exchange if own else sync).__name__
     formula = THEORY.get(name if hook == "none" else f"{name} {hook}")

@@ -27,6 +27,7 @@ OWN = {
     "columns": ("4096", "codec: values that share two reconstruction values"),
     "threads": ("2", "codec: of each operation, on CPUs"),
 }
+OF_A_PROCESS = ("deterministic", "tf32")  # what lab.arithmetic switches for all that it runs
 LETTERED = re.compile(r"[a-z]=")
 
 
@@ -209,14 +210,20 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
         sets = [["strategy=none"], *sets]  # what the others are compared with
     made = [Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets]
     if name == "step":
-        _refuse_what_outlasts_its_turn(made)
+        _refuse_what_cannot_take_turns(made)
     labels = [variant.label for variant in made]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"{', '.join(labels)}: the same is listed twice")
     return made
 
 
-def _refuse_what_outlasts_its_turn(variants: list[Variant]) -> None:
+def _refuse_what_cannot_take_turns(variants: list[Variant]) -> None:
+    for key in OF_A_PROCESS:
+        if len({variant.config[key] for variant in variants}) > 1:
+            raise ConfigError(
+                f"{key}: what is compared takes turns in one process, which has one value of it; "
+                "compare with python -m lab.sweep"
+            )
     for variant in variants:
         if variant.config.sync.get("double_buffer"):
             raise ConfigError(

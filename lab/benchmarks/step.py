@@ -48,6 +48,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         rows = compare(times)
         for row, part in zip(rows, parts, strict=True):
             row["num_parameters"] = part.sizes["num_parameters"]
+            row["comm_settings"] = part.trainer.world.comm.settings
         result = {
             "rows": rows,
             "num_pairs": len(times[request.variants[0].label]),
@@ -106,7 +107,7 @@ def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
 @contextmanager
 def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
     """Everything that trains, for as long as it is measured."""
-    watch = Watch(world.store, world.rank, world.size, NEVER_S, lambda _: None)
+    watch = Watch(world.store, world.rank, world.size, world.device, NEVER_S, lambda _: None)
     part = assemble(config, world, watch)
     yield part
     watch.close()

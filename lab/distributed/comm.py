@@ -63,6 +63,7 @@ class Comm(ABC):
         backend: what carries the tensors, as a record names it.
         no_send_recv: why send and recv cannot be used, where they cannot.
         asynchronous: what names with an i begin runs on the library's own threads.
+        settings: what the library was told when it connected, as a record shows it.
     """
 
     backend: str
@@ -73,6 +74,7 @@ class Comm(ABC):
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+        self.settings: dict[str, str] = {}
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""

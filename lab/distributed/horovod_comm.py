@@ -74,7 +74,8 @@ def connect(place: Place, device: torch.device, backend: str, limit: timedelta) 
     """Join Horovod's ranks; and torch's, over Gloo, for the messages that no measurement sees.
 
     Raises:
-        ValueError: Horovod is missing, did not start these ranks, or was asked for a backend.
+        ValueError: Horovod is missing, did not start these ranks, cannot use their device, or was
+            asked for a backend.
     """
     if backend != "auto":
         raise ValueError(f"backend={backend}: comm=horovod brings its own, leave backend=auto")
@@ -84,6 +85,11 @@ def connect(place: Place, device: torch.device, backend: str, limit: timedelta) 
         raise ValueError(
             f"comm=horovod: {place.launcher} started these ranks; start them with "
             f"horovodrun -np {place.size} python -m lab.train comm=horovod ..."
+        )
+    if device.type == "cuda" and not hvd.cuda_built():
+        raise ValueError(
+            "comm=horovod: this Horovod was built without CUDA, as make horovod builds it, and the "
+            "ranks have GPUs; set device=cpu"
         )
     if not dist.is_initialized():
         dist.init_process_group(

@@ -15,6 +15,28 @@ class ReplicaMismatch(RuntimeError):
     """The weights of two ranks differ."""
 
 
+def require_like_gpus(who: str, world: World) -> None:
+    """Refuse GPUs of several kinds, whose results may differ in a bit. All ranks call it together.
+
+    Args:
+        who: computes the same on every rank instead of sending it.
+
+    Raises:
+        ValueError: names the kinds, and the ranks that have them.
+    """
+    if world.device.type != "cuda":
+        return
+    ranks_with: dict[str, list[int]] = {}
+    for rank, kind in enumerate(world.gather_text(torch.cuda.get_device_name(world.device))):
+        ranks_with.setdefault(kind, []).append(rank)
+    if len(ranks_with) > 1:
+        kinds = ", ".join(f"{kind} (ranks {ranks})" for kind, ranks in ranks_with.items())
+        raise ValueError(
+            f"{who}: every rank computes the same, to the bit, so GPUs must be of one kind, and "
+            f"these are {kinds}; start ranks on one kind, or choose another exchange"
+        )
+
+
 def broadcast_state(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's weights and buffers."""
     for tensor in (*model.parameters(), *model.buffers()):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.distributed import nccl
 from lab.distributed.comm import Collective, Comm, Transfer
 from lab.distributed.place import Place
 
@@ -99,16 +100,19 @@ def connect(
     limit: timedelta,
     nccl_algo: str | None = None,
     nccl_proto: str | None = None,
+    deterministic: bool = False,
 ) -> TorchComm:
     """Join the process group of all ranks, or make one more of them.
 
     Args:
         backend: "auto" (NCCL on GPUs, Gloo otherwise), "gloo" or "nccl".
         limit: a collective that takes longer fails.
-        nccl_algo, nccl_proto: NCCL's NCCL_ALGO and NCCL_PROTO, which it reads when it starts.
+        nccl_algo, nccl_proto: of NCCL's all-reduce, see lab.distributed.nccl.
+        deterministic: NCCL sums in the same order in every run.
 
     Raises:
-        ValueError: a backend that the device cannot use, or settings of NCCL without NCCL.
+        ValueError: a backend that the device cannot use, settings of NCCL without NCCL, or ones
+            that it does not know.
     """
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -117,25 +121,38 @@ def connect(
     for name, value in (("nccl_algo", nccl_algo), ("nccl_proto", nccl_proto)):
         if value is not None and backend != "nccl":
             raise ValueError(f"comm.{name}={value}: NCCL's, but these ranks talk over {backend}")
-        if value is not None:
-            os.environ[name.upper()] = value
-    bound = device if backend == "nccl" else None  # NCCL then connects at once, and not lazily
-    if dist.is_initialized():
-        group = dist.new_group(backend=backend, timeout=limit, device_id=bound)
-    else:
-        dist.init_process_group(
-            backend,
-            store=place.store,
-            rank=place.rank,
-            world_size=place.size,
-            timeout=limit,
-            device_id=bound,
-        )
-        group = dist.group.WORLD
-    second = dist.new_group(backend="gloo", timeout=limit) if backend == "gloo" else group
-    assert isinstance(group, dist.ProcessGroup)
+    if backend == "nccl":
+        settings = nccl.variables(nccl_algo, nccl_proto, deterministic)
+        with nccl.told(settings):
+            # Bound to its device, NCCL connects now, and not at the first collective.
+            group = _group(place, backend, limit, nccl.options(limit), device)
+        comm = TorchComm(group, group, device)
+        comm.settings = settings
+        return comm
+    group = _group(place, backend, limit)
+    second = dist.new_group(backend=backend, timeout=limit)
     assert isinstance(second, dist.ProcessGroup)
     return TorchComm(group, second, device)
+
+
+def _group(
+    place: Place,
+    backend: str,
+    limit: timedelta,
+    options: Any = None,
+    device: torch.device | None = None,
+) -> dist.ProcessGroup:
+    """The group of all ranks, or another one where they have met already."""
+    common: dict[str, Any] = {"timeout": limit, "pg_options": options, "device_id": device}
+    if dist.is_initialized():
+        group = dist.new_group(backend=backend, **common)
+    else:
+        dist.init_process_group(
+            backend, store=place.store, rank=place.rank, world_size=place.size, **common
+        )
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

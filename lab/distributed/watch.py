@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import torch
 import torch.distributed as dist
 
 from lab.distributed.worker import Worker
@@ -42,6 +43,7 @@ class Watch:
     Args:
         store: shared by all ranks.
         rank, size: this rank among them.
+        device: of this rank, whose exchanges the watch asks how far they are.
         timeout_s: an exchange under way for longer has failed.
         on_fatal: called on the watch's thread with the failure when training is beyond help; it
             records what it can and ends the process.
@@ -52,13 +54,14 @@ class Watch:
         store: dist.PrefixStore,
         rank: int,
         size: int,
+        device: torch.device,
         timeout_s: float,
         on_fatal: Callable[[Failure], None],
     ) -> None:
         self._main_store = store
         # A client is not to be shared between threads. (torch has clone, its stubs do not.)
         self._store: dist.PrefixStore = store.clone()  # type: ignore[attr-defined]
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._device = rank, size, device
         self._timeout_s = timeout_s
         self._on_fatal = on_fatal
         self.worker: Worker | None = None
@@ -134,6 +137,8 @@ class Watch:
         return max(int(self._main_store.get(key)) for key in keys)
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread starts on GPU 0, and would occupy it
         failed_at: float | None = None
         while not self._closed.wait(POLL_S):
             try:

@@ -19,6 +19,8 @@ from lab.distributed.torch_comm import all_gather_flat
 
 NUM_BARRIERS = 9  # at which clocks are compared; the median counts
 
+_counted = False  # whether this process has said in the store that it is there
+
 
 @dataclass(frozen=True)
 class World:
@@ -144,12 +146,16 @@ def _find_place() -> Place:
 def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:
     """torchrun's store may live on when ranks are started again, with what earlier ones left.
 
+    A process may join more than once, but belongs to one start.
+
     Raises:
         ValueError: it has, and the ranks have no other way to tell which start this is.
     """
     if local_size == size:  # one agent, whose count of its restarts all ranks share
         return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    if store.add("started", 1) > size:
+    global _counted
+    was_counted, _counted = _counted, True
+    if not was_counted and store.add("started", 1) > size:
         raise ValueError(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 for torchrun on several hosts, as in "
             "launch/node.sh; its store holds what an earlier start left"

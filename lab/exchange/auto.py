@@ -48,6 +48,7 @@ class Auto(Exchange):
                 raise ValueError(f"exchange.{key}={type(way).__name__}: leaves the ranks apart")
         self.compressed, self.plain, self.trials = compressed, plain, trials
         self.needs_send_recv = compressed.needs_send_recv or plain.needs_send_recv
+        self.needs_like_gpus = compressed.needs_like_gpus or plain.needs_like_gpus
         # By the name of a bucket's first parameter: medians of both ways, seconds, float64 [2].
         self.costs: dict[str, Tensor] = {}
         self._spans: dict[str, list[tuple[Mark, Mark]]] = {}

@@ -72,6 +72,7 @@ class DDPSync(OutsideSync):
 
     def _register(self, hook: str, group: ProcessGroup) -> None:
         self.keeps_replicas_equal = hook != "noop"
+        self.needs_like_gpus = hook == "powersgd"  # orthogonalises on every rank
         if hook == "noop":
             self._wire_bytes = 0
             self.module.register_comm_hook(None, debugging_hooks.noop_hook)

@@ -24,6 +24,7 @@ class Exchange(ABC):
     exact = True  # delivers the mean to rounding, which the tests then hold it to
     keeps_replicas_equal = True
     needs_send_recv = False  # of a Comm; not every one has them
+    needs_like_gpus = False  # computes or draws the same on all ranks, where a bit more would tell
     takes_divided = False  # buckets of gradients that the loss has divided by N: saves a pass
 
     @abstractmethod

@@ -40,13 +40,3 @@ def run(comm: Comm, *schedules: Iterator[Tick]) -> None:
 def num_chunks(flat: Tensor, chunk_mb: float | None) -> int:
     """Into how many chunks of at most `chunk_mb` times 2**20 bytes to cut `flat`; None: one."""
     return 1 if chunk_mb is None else max(1, math.ceil(flat.nbytes / (chunk_mb * MB)))
-
-
-def check_chunk_mb(chunk_mb: float | None) -> None:
-    """Nothing, if this is a size that chunks can have.
-
-    Raises:
-        ValueError: it is neither a number above 0 nor None.
-    """
-    if chunk_mb is not None and not (isinstance(chunk_mb, int | float) and chunk_mb > 0):
-        raise ValueError(f"exchange.chunk_mb={chunk_mb}: must be a number above 0, or null")

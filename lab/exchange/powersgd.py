@@ -34,6 +34,8 @@ class PowerSGD(ErrorFeedback):
         ValueError: an argument out of range.
     """
 
+    needs_like_gpus = True  # each rank orthogonalises P and multiplies it by Q
+
     def __init__(self, rank: int = 2, error_feedback: bool = True) -> None:
         super().__init__(error_feedback)
         if not isinstance(rank, int) or rank < 1:

@@ -31,6 +31,8 @@ class RandomK(Sparse):
         ValueError: an argument out of range.
     """
 
+    needs_like_gpus = True  # what a GPU draws depends on how many values it draws at once
+
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(ratio, error_feedback)
         if not isinstance(seed, int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
@@ -54,7 +55,7 @@ class ErrorFeedback(Exchange):
     def pay_back(self, bucket: Bucket, comm: Comm) -> None:
         for name, start, stop in bucket.spans():
             if name in self.residual:
-                bucket.flat[start:stop] += self.residual.pop(name)
+                bucket.flat[start:stop] += last_use(self.residual.pop(name))
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}
@@ -66,6 +67,17 @@ class ErrorFeedback(Exchange):
         """An equal share of the residuals' sum for each new rank, so that the sum stays."""
         residuals = [state["residual"] for state in states]
         return {"residual": {name: _share(residuals, name, size) for name in residuals[0]}}
+
+
+def last_use(kept: Tensor) -> Tensor:
+    """`kept`, which the current stream reads for the last time.
+
+    Exchanges run on a side stream, and what a checkpoint or a rollback brought was allocated on the
+    main one. Dropped, its memory would go back there at once, before the side stream has read it.
+    """
+    if kept.is_cuda:
+        kept.record_stream(torch.cuda.current_stream(kept.device))
+    return kept
 
 
 def _share(residuals: list[dict[str, Tensor]], name: str, size: int) -> Tensor:

@@ -8,6 +8,7 @@ from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
 from lab.exchange.buffers import Buffers
+from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.exchange import Exchange
 from lab.exchange.pipeline import LAG, Tick
 
@@ -20,7 +21,8 @@ class Ring(Exchange):
     by one value; ranks beyond the number of values own an empty one. Scratch: three pieces.
 
     Args:
-        chunk_mb: largest piece in units of 2**20 bytes. None: a part is one piece.
+        chunk_mb: largest piece in units of 2**20 bytes, or one for each library. None: a part is
+            one piece.
 
     Raises:
         ValueError: a chunk_mb that is not above 0.
@@ -29,18 +31,21 @@ class Ring(Exchange):
     needs_send_recv = True
     takes_divided = True
 
-    def __init__(self, chunk_mb: float | None = 4) -> None:
-        pipeline.check_chunk_mb(chunk_mb)
+    def __init__(self, chunk_mb: ChunkMB = 4) -> None:
+        check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
         self._buffers = Buffers()
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
         if comm.size > 1:
-            pipeline.run(comm, self._ticks(bucket, comm.rank, comm.size))
+            chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
+            pipeline.run(comm, self._ticks(bucket, comm.rank, comm.size, chunk_mb))
 
-    def _ticks(self, bucket: Bucket, rank: int, size: int) -> Iterator[Tick]:
+    def _ticks(
+        self, bucket: Bucket, rank: int, size: int, chunk_mb: float | None
+    ) -> Iterator[Tick]:
         parts = bucket.flat.tensor_split(size)
-        num_pieces = pipeline.num_chunks(parts[0], self.chunk_mb)
+        num_pieces = pipeline.num_chunks(parts[0], chunk_mb)
         pieces = [part.tensor_split(num_pieces) for part in parts]
         arrived = self._buffers.take(bucket.flat, LAG, pieces[0][0].numel())
         after, before = (rank + 1) % size, (rank - 1) % size

@@ -17,6 +17,7 @@ class Sync:
         module: what runs forward.
         every: steps from one exchange to the next.
         own_replicas: between exchanges each rank has weights and momentum of its own.
+        needs_like_gpus: see Exchange; of what is exchanged by other means than one of these.
         loss_scale: of fp16; gradients are divided by it before they are exchanged.
         clock: notes when exchanges run, where anyone wants to know.
     """
@@ -24,6 +25,7 @@ class Sync:
     module: nn.Module
     every = 1
     own_replicas = False
+    needs_like_gpus = False
     loss_scale = 1.0
     clock: Clock | None = None
 

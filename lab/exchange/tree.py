@@ -13,6 +13,7 @@ from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
 from lab.exchange.buffers import Buffers
+from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.exchange import Rooted
 from lab.exchange.pipeline import LAG, Tick
 
@@ -49,26 +50,27 @@ class Tree(Rooted):
 
     Args:
         chunk_mb: largest chunk in units of 2**20 bytes: chunks go up and down while others arrive,
-            and the critical path is what the root sends, one bucket for each child. None: whole
-            buckets.
+            and the critical path is what the root sends, one bucket for each child. Or one for
+            each library. None: whole buckets.
 
     Raises:
         ValueError: a chunk_mb that is not above 0.
     """
 
-    def __init__(self, chunk_mb: float | None = None) -> None:
-        pipeline.check_chunk_mb(chunk_mb)
+    def __init__(self, chunk_mb: ChunkMB = None) -> None:
+        check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
         self.in_halves = chunk_mb is None  # chunks go down while others still go up
         self._buffers = Buffers()
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
-        if self.chunk_mb is None or comm.size == 1:
+        chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
+        if chunk_mb is None or comm.size == 1:
             super().average(bucket, comm)
             return
         node = binomial_node(comm.rank, comm.size)
         divide = partial(bucket.divide, size=comm.size)
-        chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, self.chunk_mb))
+        chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, chunk_mb))
         pipeline.run(comm, up_and_down(chunks, node, comm.size, divide, self._buffers))
 
     def to_root(self, bucket: Bucket, comm: Comm) -> None:

@@ -8,6 +8,7 @@ from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.bucket import Bucket
 from lab.exchange.buffers import Buffers
+from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.exchange import Exchange
 from lab.exchange.tree import Node, up_and_down
 
@@ -21,7 +22,8 @@ class DoubleTree(Exchange):
     the children. Scratch: three chunks for each of at most two children.
 
     Args:
-        chunk_mb: largest chunk in units of 2**20 bytes. None: a half is one chunk.
+        chunk_mb: largest chunk in units of 2**20 bytes, or one for each library. None: a half is
+            one chunk.
 
     Raises:
         ValueError: a chunk_mb that is not above 0.
@@ -30,8 +32,8 @@ class DoubleTree(Exchange):
     needs_send_recv = True
     takes_divided = True
 
-    def __init__(self, chunk_mb: float | None = 4) -> None:
-        pipeline.check_chunk_mb(chunk_mb)
+    def __init__(self, chunk_mb: ChunkMB = 4) -> None:
+        check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
         self._buffers = Buffers(), Buffers()  # a tree each; a leaf's stay empty
 
@@ -39,7 +41,8 @@ class DoubleTree(Exchange):
         if comm.size == 1:
             return
         halves = bucket.flat.tensor_split(2)
-        num_chunks = pipeline.num_chunks(halves[0], self.chunk_mb)
+        chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
+        num_chunks = pipeline.num_chunks(halves[0], chunk_mb)
         first, second = (
             up_and_down(
                 half.tensor_split(num_chunks),

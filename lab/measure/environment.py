@@ -6,33 +6,47 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.cuda.nccl
 
-PREFIXES = ("NCCL_", "OMP_", "MKL_", "GLOO_", "CUDA_", "TORCH_NCCL_", "KMP_", "HOROVOD_")
+from lab.measure import nvidia
+
+PREFIXES = (
+    *("OMP_", "MKL_", "KMP_", "GLOO_", "HOROVOD_", "NCCL_", "TORCH_NCCL_"),
+    *("CUDA_", "NVIDIA_", "CUBLAS_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_"),
+)
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def environment(num_hosts: int) -> dict[str, Any]:
     """What somebody else needs to know to judge or repeat a measurement."""
+    has_gpus = torch.cuda.is_available()
+    visible = range(torch.cuda.device_count())
     return {
         "hostname": platform.node(),
         "os": platform.platform(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
-        if torch.cuda.is_available()
-        else None,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cudnn": torch.backends.cudnn.version() if has_gpus else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_gpus else None,
+        "triton": _version("triton"),
+        "tf32": _tf32(),
+        "gpus": [torch.cuda.get_device_name(i) for i in visible],
+        "compute_capability": [torch.cuda.get_device_capability(i) for i in visible],
+        "nvls": [nvidia.adds_in_switch(i) for i in visible],
+        "host_gpus": nvidia.gpus() if has_gpus else None,
         "cpu": cpu_model(),
         "num_cores": num_cores(),
         "num_threads": torch.get_num_threads(),
+        "numa_nodes": _numa_nodes(),
         "num_hosts": num_hosts,
-        "gpu_links": _gpu_links(),
+        "gpu_links": nvidia.links() if has_gpus else None,
         "network_interfaces": _network_interfaces(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if _shapes_speed(k)},
     }
@@ -76,9 +90,27 @@ def _shapes_speed(variable: str) -> bool:
     return variable.startswith(PREFIXES) and not any(word in variable for word in SECRETS)
 
 
-def _gpu_links() -> str | None:
-    """How GPUs and network adapters of this host are connected: NVLink, PCIe, the CPUs' link."""
-    return _output("nvidia-smi", "topo", "--matrix") if torch.cuda.is_available() else None
+def _tf32() -> dict[str, bool]:
+    """Where float32 may be rounded to TF32 on GPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # see lab.arithmetic
+        return {
+            "products": bool(torch.backends.cuda.matmul.allow_tf32),
+            "convolutions": bool(torch.backends.cudnn.allow_tf32),
+        }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numa_nodes() -> dict[str, str | None]:
+    """The CPUs of each node, as the kernel writes them: 0-15,32-47."""
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    return {path.name.removeprefix("node"): _text(path / "cpulist") for path in nodes}
 
 
 def _network_interfaces() -> dict[str, int | None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.grouping import MB
 from lab.measure.profile import VALUE_BYTES
 from lab.simulate.network import Cost, Network
@@ -56,7 +57,8 @@ class Load:
     @property
     def chunk_bytes(self) -> float:
         """Largest chunk; infinite where the exchange has none."""
-        return self.exchange["chunk_mb"] * MB if self.exchange["chunk_mb"] else math.inf
+        chunk_mb = chunk_mb_over(self.exchange["chunk_mb"], self.network.hardware.library)
+        return chunk_mb * MB if chunk_mb else math.inf
 
     def codec(self, num_bytes: float, calls: int = 1) -> None:
         """Read and write so many bytes of memory, in so many calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -81,7 +82,9 @@ def test_bench_pairs_two_strategies(command: Callable[..., Finished], tmp_path: 
     small = ("batch_size=24", "data.size=16", "steps=8", "device=cpu")
     done = command(*launcher, "step", "strategy=overlap,ddp", "out=ratio.json", *small)
     assert done.code == 0, done.err
-    assert '"num_pairs": 3' in (tmp_path / "ratio.json").read_text()
+    ratio = json.loads((tmp_path / "ratio.json").read_text())
+    assert ratio["num_pairs"] == 3
+    assert [row["comm_settings"] for row in ratio["rows"]] == [{}, {}]  # NCCL would have some
     assert (tmp_path / "ratio.png").is_file() and "ratio to ddp" in done.out
     wrong = command("lab.bench", "step", "strategy=overlap")
     assert wrong.code == 2
@@ -94,4 +97,5 @@ def test_compiled_model_trains(command: Callable[..., Finished], tmp_path: Path)
     for cell, switch in (("a", "compile=true"), ("b", "compile=false")):
         assert command("lab.train", *settings, switch, f"cell={cell}", timeout_s=150).code == 0
     compiled, eager = (record(tmp_path / "runs/default" / cell) for cell in "ab")
+    assert (compiled["compile"], eager["compile"]) == ("regions", None)
     assert compiled["final"]["loss"] == pytest.approx(eager["final"]["loss"], rel=1e-3)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.config import build, load
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
@@ -110,6 +111,30 @@ def test_chunks_change_no_bit(exchange: type[Tree | DoubleTree | Ring], size: in
         assert torch.equal(result, whole)
 
 
+@pytest.mark.parametrize("name", ["ring", "tree_double", "tree_pipelined"])
+def test_chunks_are_as_large_as_the_library_likes_them(name: str) -> None:
+    gradients = [torch.zeros(1000)] * 4
+
+    def num_messages(backend: str, *settings: str) -> int:
+        config = load([f"exchange={name}", *settings])
+
+        def rank_main(comm: Comm) -> int:
+            comm.backend = backend
+            exchange = build(config.exchange)
+            exchange.average(Bucket({"w": torch.Size((1000,))}, gradients[comm.rank].clone()), comm)
+            return comm.traffic.num_messages
+
+        return max(run_ranks(4, rank_main))
+
+    each = f"exchange.chunk_mb={{gloo: {SMALL}, nccl: null}}"
+    many, few = num_messages("gloo", each), num_messages("nccl", each)
+    assert few < many == num_messages("threads", each)
+    for backend in ("gloo", "nccl"):
+        assert num_messages(backend, f"exchange.chunk_mb={SMALL}") == many
+        assert num_messages(backend, "exchange.chunk_mb=null") == few
+        assert num_messages(backend) == few  # by default it is one chunk of either
+
+
 @pytest.mark.parametrize("exchange", IN_CHUNKS)
 def test_one_object_serves_buckets_of_many_sizes(exchange: type[Tree | DoubleTree | Ring]) -> None:
     sizes = (1000, 10, 3000)
@@ -195,3 +220,6 @@ def test_wrong_arguments_name_the_setting() -> None:
     for exchange in IN_CHUNKS:
         with pytest.raises(ValueError, match=r"exchange.chunk_mb=0: must be a number above 0"):
             exchange(chunk_mb=0)
+        for wrong in ({"gloo": 4}, {"gloo": 4, "nccl": -1}):
+            with pytest.raises(ValueError, match=r"one of these for each of gloo and nccl"):
+                exchange(chunk_mb=wrong)

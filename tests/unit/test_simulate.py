@@ -23,7 +23,7 @@ from lab.model.alexnet import alexnet_small
 from lab.simulate.calibrate import calibrate
 from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, with_rate
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
-from lab.simulate.exchanges import MODELS, Stage, stages_of
+from lab.simulate.exchanges import MODELS, Load, Stage, stages_of
 from lab.simulate.fit import Observation, fit
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
@@ -79,6 +79,14 @@ def test_nccl_reduces_within_a_node_before_it_leaves_it() -> None:
     cost = Network(hardware, 32).all_reduce(1e6)
     assert cost.seconds == pytest.approx(2 * 1e6 / 1e10 + between)
     assert cost.payload_bytes == pytest.approx(2 * 31 / 32 * 1e6)
+
+
+@pytest.mark.parametrize(("library", "chunk_mb"), [("gloo", 4), ("nccl", 32)])
+def test_chunks_are_those_of_the_hardwares_library(library: str, chunk_mb: int) -> None:
+    network = Network(replace(FLAT, library=library), 4)
+    exchange = strategy("ring").exchange
+    assert Load([(10,)], exchange, network).chunk_bytes == chunk_mb * grouping.MB
+    assert Load([(10,)], {**exchange, "chunk_mb": 8}, network).chunk_bytes == 8 * grouping.MB
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 16, 64])

@@ -1,0 +1,36 @@
+"""How large chunks are: one size for all libraries, or one for each. Nothing here imports torch.
+
+What a message costs differs: Gloo over loopback likes small ones, under NCCL each costs the host a
+group of transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LIBRARIES = ("gloo", "nccl")
+
+ChunkMB = float | Mapping[str, float | None] | None  # in units of 2**20 bytes; None: no chunks
+
+
+def chunk_mb_over(chunk_mb: ChunkMB, backend: str) -> float | None:
+    """The size for ranks that talk over `backend`; any but NCCL has Gloo's."""
+    if isinstance(chunk_mb, Mapping):
+        return chunk_mb["nccl" if backend == "nccl" else "gloo"]
+    return chunk_mb
+
+
+def check_chunk_mb(chunk_mb: ChunkMB) -> None:
+    """Nothing, if this is a size that chunks can have.
+
+    Raises:
+        ValueError: it is neither a number above 0, nor None, nor one of these for each library.
+    """
+    by_library = isinstance(chunk_mb, Mapping)
+    sizes = list(chunk_mb.values()) if by_library else [chunk_mb]
+    right = all(s is None or (isinstance(s, int | float) and s > 0) for s in sizes)
+    if not right or (by_library and set(chunk_mb) != set(LIBRARIES)):
+        raise ValueError(
+            f"exchange.chunk_mb={chunk_mb}: must be a number above 0, or null, or one of these for "
+            f"each of {' and '.join(LIBRARIES)}"
+        )

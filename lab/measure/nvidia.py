@@ -1,0 +1,87 @@
+"""What NVIDIA's tools and driver say of the GPUs of this host."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Any
+
+SMI_S = 30.0  # eight GPUs that nobody keeps awake take longer than a few seconds to answer
+# By the record's name; nvidia-smi --help-query-gpu explains them.
+TEXTS = {
+    "name": "name",
+    "driver": "driver_version",
+    "mig": "mig.mode.current",
+    "pci_bus_id": "pci.bus_id",
+}
+NUMBERS = {
+    "power_limit_w": "power.limit",
+    "sm_clock_mhz": "clocks.current.sm",
+    "max_sm_clock_mhz": "clocks.max.sm",
+}
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of the driver's API
+
+
+def gpus() -> list[dict[str, Any]] | None:
+    """All GPUs of this host, also those that are not this process's; None without nvidia-smi.
+
+    Clocks are as they are at this moment: those of a GPU that rests are low.
+    """
+    fields = ",".join([*TEXTS.values(), *NUMBERS.values()])
+    text = _smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if text is None:
+        return None
+    return [{**gpu, "numa_node": _numa_node(gpu["pci_bus_id"])} for gpu in parse(text)]
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """What `gpus` asks nvidia-smi for, a line a GPU; None where a GPU does not say."""
+    found = []
+    for line in text.splitlines():
+        values = [None if "[" in value else value for value in line.split(", ")]
+        if len(values) != len(TEXTS) + len(NUMBERS):
+            continue  # a warning
+        numbers = [value and float(value) for value in values[len(TEXTS) :]]
+        found.append(dict(zip([*TEXTS, *NUMBERS], [*values[: len(TEXTS)], *numbers], strict=True)))
+    return found
+
+
+def links() -> str | None:
+    """How GPUs and network adapters are connected: NVLink, PCIe, the CPUs' link."""
+    return _smi("topo", "--matrix")
+
+
+def adds_in_switch(index: int) -> bool | None:
+    """Whether the NVSwitch can add for GPU `index` of this process, which NCCL calls NVLS."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, value = ctypes.c_int(), ctypes.c_int()
+    errors = (
+        driver.cuInit(0),
+        driver.cuDeviceGet(ctypes.byref(device), index),
+        driver.cuDeviceGetAttribute(ctypes.byref(value), MULTICAST, device),
+    )
+    return None if any(errors) else bool(value.value)
+
+
+def _numa_node(pci_bus_id: str | None) -> int | None:
+    """Of the GPU at 00000000:18:00.0, which the kernel calls 0000:18:00.0."""
+    path = PCI_DEVICES / (pci_bus_id or "")[4:].lower() / "numa_node"
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _smi(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,127 @@
+"""What a record says of the machine, from what its tools print."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab.measure import nvidia
+from lab.measure.environment import environment
+
+# nvidia-smi 580 on two GPUs of one host, one of them without a power limit of its own.
+PRINTED = """\
+NVIDIA H200, 580.95.05, Disabled, 00000000:0F:00.0, 700.00, 345, 1980
+NVIDIA H200, 580.95.05, [N/A], 00000000:2D:00.0, [Not Supported], 1980, 1980"""
+
+
+def test_each_gpu_is_recorded_with_what_it_says() -> None:
+    first, second = nvidia.parse(PRINTED)
+    assert first == {
+        "name": "NVIDIA H200",
+        "driver": "580.95.05",
+        "mig": "Disabled",
+        "pci_bus_id": "00000000:0F:00.0",
+        "power_limit_w": 700.0,
+        "sm_clock_mhz": 345.0,
+        "max_sm_clock_mhz": 1980.0,
+    }
+    assert second["mig"] is None and second["power_limit_w"] is None
+    assert second["sm_clock_mhz"] == 1980.0
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found", "Warning: infoROM is corrupted"])
+def test_what_is_no_gpu_is_none(text: str) -> None:
+    assert nvidia.parse(text) == []
+
+
+def test_one_query_with_time_enough_asks_for_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[list[str], float]] = []
+
+    def run(command: list[str], timeout: float, **_: Any) -> Any:
+        asked.append((command, timeout))
+        return SimpleNamespace(returncode=0, stdout=PRINTED)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(nvidia, "PCI_DEVICES", tmp_path)
+    (tmp_path / "0000:0f:00.0").mkdir()
+    (tmp_path / "0000:0f:00.0" / "numa_node").write_text("1\n")
+    gpus = nvidia.gpus()
+    assert gpus is not None
+    assert [gpu["numa_node"] for gpu in gpus] == [1, None]
+    ((command, timeout),) = asked
+    assert timeout == 30
+    assert command[1].startswith("--query-gpu=name,driver_version,mig.mode.current,")
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(), subprocess.TimeoutExpired("nvidia-smi", 30)]
+)
+def test_without_an_answer_of_nvidia_smi_nothing_is_made_up(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert nvidia.gpus() is None and nvidia.links() is None
+
+
+@pytest.mark.parametrize(("error", "expected"), [(0, True), (100, None)])
+def test_nvls_is_what_the_driver_says_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, error: int, expected: bool | None
+) -> None:
+    def attribute(value: Any, name: int, device: Any) -> int:
+        assert (name, device.value) == (132, 17)
+        value._obj.value = 1
+        return error
+
+    def get(device: Any, index: int) -> int:
+        assert index == 5
+        device._obj.value = 17
+        return 0
+
+    driver = SimpleNamespace(
+        cuInit=lambda flags: 0, cuDeviceGet=get, cuDeviceGetAttribute=attribute
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert nvidia.adds_in_switch(5) is expected
+
+
+def test_without_gpus_no_tool_is_asked_and_the_keys_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def smi(*arguments: str) -> str:
+        raise AssertionError(f"nvidia-smi {arguments} was run")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(nvidia, "_smi", smi)
+    found = environment(num_hosts=1)
+    assert found["gpus"] == found["nvls"] == found["compute_capability"] == []
+    assert found["host_gpus"] is found["gpu_links"] is found["cudnn"] is None
+    assert set(found["tf32"]) == {"products", "convolutions"}
+
+
+def test_variables_that_shape_speed_are_recorded_and_secrets_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shaping = {
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TRITON_CACHE_DIR": "/tmp/t",
+        "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
+    }
+    for name, value in {**shaping, "PYTORCH_API_KEY": "hush", "NVIDIA_TOKEN": "hush"}.items():
+        monkeypatch.setenv(name, value)
+    recorded = environment(num_hosts=1)["variables"]
+    assert shaping.items() <= recorded.items()
+    assert "hush" not in recorded.values()
