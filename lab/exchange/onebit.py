@@ -13,7 +13,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.exact import ExactMeans, gaps
 from lab.exchange.exchange import Staged
-from lab.exchange.residual import ErrorFeedback
+from lab.exchange.residual import ErrorFeedback, last_use
 from lab.exchange.stripes import Matrix, Message
 
 GRANULARITIES = ("column", "block")
@@ -152,8 +152,9 @@ class OneBit(Staged, ErrorFeedback):
         for matrix in self.matrices(bucket):
             if matrix.name in self.residual:
                 rows = matrix.of(bucket.flat)
-                rows += self.residual.pop(matrix.name)
-                rows[matrix.stripe(comm.rank, comm.size)] += self.stripe_residual.pop(matrix.name)
+                rows += last_use(self.residual.pop(matrix.name))
+                stripe = rows[matrix.stripe(comm.rank, comm.size)]
+                stripe += last_use(self.stripe_residual.pop(matrix.name))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"stripe_residual": dict(self.stripe_residual)}

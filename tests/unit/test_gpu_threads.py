@@ -15,6 +15,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.watch import Watch
 from lab.distributed.worker import StreamWorker
 from lab.exchange.bucket import Bucket
+from lab.exchange.onebit import OneBit
 from lab.exchange.topk import TopK
 
 GPU_3 = torch.device("cuda", 3)
@@ -58,16 +59,20 @@ def test_what_is_paid_back_stays_until_the_side_stream_has_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"side stream of {device}")
-    residual = torch.ones(4).as_subclass(OnGPU)
-    residual.kept_for = []
-    exchange = TopK(ratio=0.5)
-    exchange.residual["w"] = residual
+    shapes = ((64,), (1, 64), (1, 64))
+    owed = [torch.ones(shape).as_subclass(OnGPU) for shape in shapes]
+    for residual in owed:
+        residual.kept_for = []
+    top_k, one_bit = TopK(ratio=0.5), OneBit()
+    top_k.residual["w"], one_bit.residual["w"], one_bit.stripe_residual["w"] = owed
 
     def pay_back(comm: Comm) -> Tensor:
-        bucket = Bucket({"w": torch.Size((4,))}, torch.zeros(4))
-        exchange.pay_back(bucket, comm)
+        bucket = Bucket({"w": torch.Size((1, 64))}, torch.zeros(64))
+        top_k.pay_back(bucket, comm)
+        one_bit.pay_back(bucket, comm)
         return bucket.flat
 
     (flat,) = run_ranks(1, pay_back)
-    assert flat.tolist() == [1.0] * 4 and not exchange.residual
-    assert residual.kept_for == ["side stream of cpu"]
+    assert flat.tolist() == [3.0] * 64
+    assert not (top_k.residual or one_bit.residual or one_bit.stripe_residual)
+    assert [residual.kept_for for residual in owed] == [["side stream of cpu"]] * 3
