@@ -50,6 +50,12 @@ class Losses:
 
 
 def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointError:
-    """The error of a step, counted from 0, that names the first of `tensors` that is not finite."""
-    where = next((f", first in {name}" for name, t in tensors if not t.isfinite().all()), "")
+    """The error of a step, counted from 0, that names the first of `tensors` that is not finite.
+
+    Where all are, what was first is past telling.
+    """
+    everything = list(tensors)
+    bad = [name for name, tensor in everything if not tensor.isfinite().all()]
+    first = f", first in {bad[0]}" if bad else ""
+    where = ", in all parameters" if len(bad) == len(everything) else first
     return FloatingPointError(f"gradient not finite at step {step}{where}; try a smaller optim.lr")

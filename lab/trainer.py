@@ -18,11 +18,11 @@ from lab.distributed.replicas import broadcast_buffers
 from lab.distributed.watch import Watch
 from lab.distributed.world import World
 from lab.exchange.gradsync import GradSync
-from lab.exchange.local import mean_state
 from lab.losses import Losses, overflow
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.optim import LossScale, Optim, clip_gradients
+from lab.resume import check_fit, replica_of
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -171,8 +171,9 @@ class Trainer:
         Raises:
             ValueError: the checkpoint is of another model or strategy.
         """
-        self._check_fit(shared, owns)
-        replica = self._replica(shared, owns)
+        check_fit(self.config, shared, owns)
+        mine = self.world.rank if self.sync.own_replicas else None
+        replica = replica_of(mine, self.world.size, shared, owns)
         try:
             self.model.load_state_dict(replica["model"])
             self.optimizer.load_state_dict(replica["optimizer"])
@@ -187,32 +188,6 @@ class Trainer:
             self.loss_scale.load_state_dict(shared["loss_scale"])
         self.sync.load_state_dict(_to(shared["sync"], self.world.device))
         self._load_own(owns)
-
-    def _check_fit(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
-        """Refuse a checkpoint whose tensors would mean something else here.
-
-        Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
-        """
-        if shared["channels_last"] != self.config.channels_last:
-            raise ValueError(
-                f"channels_last={self.config.channels_last}: the checkpoint was written with "
-                f"channels_last={shared['channels_last']}; set the same"
-            )
-        then, now = shared["exchange"], OmegaConf.to_container(self.config.exchange)
-        if owns[0]["exchange"] and then != now:
-            raise ValueError(f"exchange={now}: the checkpoint holds residuals of exchange={then}")
-
-    def _replica(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
-        """Weights and momentum to go on with.
-
-        Where ranks had their own and this run cannot give each its own back (their number is
-        another, or all must have the same), that is the mean over all of them.
-        """
-        if "model" in shared:
-            return shared
-        if self.sync.own_replicas and self.world.size == len(owns):
-            return owns[self.world.rank]
-        return mean_state([{key: own[key] for key in ("model", "optimizer")} for own in owns])
 
     def _load_own(self, owns: list[dict[str, Any]]) -> None:
         rank, size, exchange = self.world.rank, self.world.size, self.sync.exchange
