@@ -222,7 +222,8 @@ def summary(record: dict[str, Any], path: Path) -> str:
         step, mad = 1000 * record["step_s"]["median"], 1000 * record["step_s"]["mad"]
         lines.append(
             f"step time       {step:.2f} ms median (mad {mad:.2f}), "
-            f"{record['images_per_s']:.0f} images/s, {record['wall_images_per_s']:.0f} by the clock"
+            f"{record['images_per_s']:.0f} images/s, "
+            f"{record['wall_images_per_s']:.0f} by wall clock"
         )
     elif record["num_steps"]:
         lines.append("step time       – none was timed, see warmup_steps")

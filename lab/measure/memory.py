@@ -41,7 +41,7 @@ class Memory:
         return "resident set of the process, since its start"
 
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes: the peak, what torch's allocator holds at most, and what the device has in use.
+        """Bytes: the peak, what torch's allocator holds now, and what the device has in use.
 
         The last counts all processes on the device, with their contexts and NCCL's buffers. On a
         CPU there is the peak alone; 0 is what nobody measured.
@@ -50,4 +50,4 @@ class Memory:
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 0, 0
         free, total = torch.cuda.mem_get_info(self._device)
-        return self._steady_bytes, torch.cuda.max_memory_reserved(self._device), total - free
+        return self._steady_bytes, torch.cuda.memory_reserved(self._device), total - free
