@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -72,7 +73,7 @@ class Trainer:
         self.memory = Memory(world.device)
         self.first_step = 0  # of this start of the run
         self.losses = Losses()
-        self.traffic: list[tuple[int, int]] = []  # payload bytes and messages of each step
+        self.traffic = array("q")  # payload bytes and messages, of one step after the other
 
     def steps(self) -> Iterator[int]:
         """Train; yields the number of steps done after each of them. Ends early after a signal.
@@ -92,7 +93,7 @@ class Trainer:
                 with self.clock.step():
                     self._step(batches)
                 now = self._sent()  # since the last step's end: exchanges may outlast their steps
-                self.traffic.append((now[0] - before[0], now[1] - before[1]))
+                self.traffic.extend((now[0] - before[0], now[1] - before[1]))
                 before = now
                 self.progress.step += 1
                 self.progress.samples += self.batch_size

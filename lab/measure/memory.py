@@ -11,8 +11,8 @@ import torch
 class Memory:
     """The memory of steady steps: neither warm-up nor evaluations nor checkpoints count.
 
-    So it is told on a GPU, whose allocator keeps a mark that can be set back. Of a process on a CPU
-    there is the peak of its resident set alone, from its start.
+    That is so on a GPU, where torch's allocator keeps a peak that can be set back. On a CPU it is
+    the peak of the process's resident set since its start.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -19,6 +19,9 @@ from lab.distributed.world import World
 from tests.distributed.ranks import STRATEGIES, join, spawn
 from tests.guard import Guard, Wait
 
+# All cases run in one process for each rank.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("host waits")]
+
 Guarded = Callable[[], AbstractContextManager[None]]
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "warmup_steps=2")
 FREE_STEPS, STEPS = 6, 4  # in the first, buckets are planned and `auto` decides
@@ -65,15 +68,13 @@ def waits_in_steps() -> dict[str, list[Wait]]:
 
 @pytest.fixture(scope="module")
 def waits() -> dict[str, list[Wait]]:
-    return spawn(2, waits_in_steps)[0]
+    return spawn(2, waits_in_steps, timeout_s=110)[0]
 
 
-@pytest.mark.xdist_group("host waits")
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_for_nothing_in_a_step(case: str, waits: dict[str, list[Wait]]) -> None:
     assert not {str(wait) for wait in waits[case] if wait.place not in MAY_WAIT}
 
 
-@pytest.mark.xdist_group("host waits")
 def test_what_may_wait_still_does(waits: dict[str, list[Wait]]) -> None:
     assert {wait.place for found in waits.values() for wait in found} >= MAY_WAIT.keys()

@@ -18,7 +18,7 @@ from lab.measure.memory import Memory
 from lab.record.run_directory import RunDirectory
 from tests.distributed.ranks import join, spawn
 
-BETWEEN_S, EVALUATION_S = 0.03, 1.0
+BETWEEN_S, EVALUATION_S = 0.03, 0.7
 
 
 class Noted(Memory):

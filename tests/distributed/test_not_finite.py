@@ -15,6 +15,9 @@ from lab.distributed import world as worlds
 from lab.trainer import Trainer
 from tests.distributed.ranks import join, spawn
 
+# All cases run in one process for each rank.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("not finite")]
+
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "bucket_mb=0.05")
 BAD_STEP, BAD = 3, "classifier.3.weight"
 NAMED = f"gradient not finite at step {BAD_STEP}, first in {BAD}; try a smaller optim.lr"
@@ -82,10 +85,9 @@ def failures() -> dict[str, tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, tuple[str, int]]]:
-    return spawn(2, failures)
+    return spawn(2, failures, timeout_s=110)
 
 
-@pytest.mark.xdist_group("not finite")
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_name_step_and_parameter(
     case: str, found: list[dict[str, tuple[str, int]]]
