@@ -99,6 +99,19 @@ class Optim:
         return self.peak_lr * (1 + math.cos(math.pi * done)) / 2
 
 
+def clip_gradients(model: nn.Module, max_norm: float) -> None:
+    """Scale all gradients down to the norm `max_norm`, if theirs is larger.
+
+    As torch's clip_grad_norm_, but a gradient that is not finite spoils no other: where the norm is
+    NaN all others become 0, as they do where it is infinite.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if gradients:
+        norm = nn.utils.get_total_norm(gradients)
+        norm.masked_fill_(norm.isnan(), torch.inf)
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+
+
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import sys
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -23,7 +21,13 @@ from lab.distributed.world import World
 from lab.measure.clock import PHASES
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.measure.spans import Span
-from lab.measure.statistics import phase_statistics, round_means, step_statistics
+from lab.measure.statistics import (
+    phase_statistics,
+    round_means,
+    step_statistics,
+    wall_seconds,
+    whole_rounds,
+)
 from lab.record.run_directory import RunDirectory
 from lab.trainer import Trainer
 
@@ -38,10 +42,14 @@ NOTHING_MEASURED: dict[str, Any] = {
     "untransformed": None,
     "step_s": None,
     "images_per_s": None,
+    "wall_images_per_s": None,
     "phases_s": {},
     "payload_bytes_per_step": None,
     "messages_per_step": None,
     "peak_memory_bytes": None,
+    "peak_memory_of": None,
+    "reserved_memory_bytes": None,
+    "device_memory_bytes": None,
     "final": {"loss": None, "accuracy": None},
     "evaluations": [],
     "replica_hash": None,
@@ -105,6 +113,7 @@ def measurements(
         "num_skipped_steps": trainer.progress.num_skipped_steps,
         "step_s": statistics,
         "images_per_s": statistics and trainer.batch_size / statistics["median"],
+        "wall_images_per_s": _wall_images_per_s(trainer, step_s),
         "phases_s": phase_statistics(_timed(trainer, phase_s), PHASES),
         **_by_rank(trainer),
         "evaluations": trainer.progress.evaluations,
@@ -122,11 +131,11 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
     world = trainer.world
     step_s = world.gather(torch.from_numpy(trainer.clock.step_seconds())).numpy()
     phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
-    loss = world.gather(torch.stack(trainer.losses).double()).numpy() if trainer.losses else step_s
+    loss = world.gather(torch.from_numpy(np.array(trainer.losses.read))).numpy()
     if world.rank == 0:
         warmup = trainer.config.warmup_steps
-        first, before_s = _first_step(trainer), trainer.progress.seconds
-        directory.write_steps(first, before_s, warmup, step_s, phase_s, loss)
+        before_s = trainer.progress.seconds
+        directory.write_steps(trainer.first_step, before_s, warmup, step_s, phase_s, loss)
     return step_s, phase_s
 
 
@@ -137,7 +146,7 @@ def write_timeline(trainer: Trainer, record: dict[str, Any], directory: RunDirec
         record: of the run; the timeline repeats what one must know to read it.
     """
     world, warmup = trainer.world, trainer.config.warmup_steps
-    own = trainer.clock.spans(world.rank, _first_step(trainer), warmup)
+    own = trainer.clock.spans(world.rank, trainer.first_step, warmup)
     if not own:
         return
     ahead_s = world.clock_ahead_s()
@@ -162,39 +171,43 @@ def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:
     return {"status": "done", "error": None, "final": final}
 
 
-def _first_step(trainer: Trainer) -> int:
-    """The step at which this start of the run began."""
-    return trainer.progress.step - len(trainer.losses)
-
-
 def _timed(trainer: Trainer, values: np.ndarray) -> np.ndarray:
     """Of `values` [ranks, steps, ...] those that statistics count: by step, or by round."""
+    return round_means(*_after_warmup(trainer, values))
+
+
+def _after_warmup(trainer: Trainer, values: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Values [ranks, steps, ...], the number of their first step, and steps of a round."""
     warmup = trainer.config.warmup_steps
-    return round_means(values[:, warmup:], _first_step(trainer) + warmup, trainer.sync.every)
+    return values[:, warmup:], trainer.first_step + warmup, trainer.sync.every
 
 
-def _by_rank(trainer: Trainer) -> dict[str, list[Any]]:
+def _by_rank(trainer: Trainer) -> dict[str, Any]:
     """What each rank sent in a step (the median of the timed ones; without any, the mean of all),
     and its memory.
     """
     traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 2)
     timed = _timed(trainer, traffic)
     sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
-    own = torch.tensor([*sent[0], peak_memory(trainer.world.device)], dtype=torch.float64)
-    payloads, messages, memory = trainer.world.gather(own).T.tolist()
+    own = torch.tensor([*sent[0], *trainer.memory.sizes()], dtype=torch.float64)
+    payloads, messages, *sizes = trainer.world.gather(own).T.tolist()
+    peaks, reserved, in_use = (list(map(int, each)) if any(each) else None for each in sizes)
     return {
         "payload_bytes_per_step": list(map(int, payloads)),
         "messages_per_step": messages,
-        "peak_memory_bytes": list(map(int, memory)),
+        "peak_memory_bytes": peaks,
+        "peak_memory_of": trainer.memory.kind,
+        "reserved_memory_bytes": reserved,
+        "device_memory_bytes": in_use,
     }
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: what the allocator held at most on a GPU, the process's resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _wall_images_per_s(trainer: Trainer, step_s: np.ndarray) -> float | None:
+    """From the first timed step's begin to the last one's end, evaluations and checkpoints out."""
+    gap_s = trainer.world.gather(torch.from_numpy(trainer.clock.gap_seconds())).numpy()
+    timed_s, gap_s = (whole_rounds(*_after_warmup(trainer, s)) for s in (step_s, gap_s))
+    num_images = trainer.batch_size * timed_s.shape[1]
+    return num_images / wall_seconds(timed_s, gap_s) if num_images else None
 
 
 def summary(record: dict[str, Any], path: Path) -> str:
@@ -210,7 +223,8 @@ def summary(record: dict[str, Any], path: Path) -> str:
         step, mad = 1000 * record["step_s"]["median"], 1000 * record["step_s"]["mad"]
         lines.append(
             f"step time       {step:.2f} ms median (mad {mad:.2f}), "
-            f"{record['images_per_s']:.0f} images/s"
+            f"{record['images_per_s']:.0f} images/s, "
+            f"{record['wall_images_per_s']:.0f} by wall clock"
         )
     elif record["num_steps"]:
         lines.append("step time       – none was timed, see warmup_steps")

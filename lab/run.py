@@ -205,7 +205,8 @@ class Run:
 
     def _exit_code(self) -> int:
         """EXIT_INTERRUPTED only if another start like this one would get further."""
-        progressed = self.parts is not None and bool(self.parts.trainer.losses)
+        trainer = self.parts and self.parts.trainer
+        progressed = trainer is not None and trainer.progress.step > trainer.first_step
         codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
         return codes.get(self.record["status"], 1)
 

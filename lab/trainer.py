@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -18,12 +19,13 @@ from lab.distributed.replicas import broadcast_buffers
 from lab.distributed.watch import Watch
 from lab.distributed.world import World
 from lab.exchange.gradsync import GradSync
-from lab.exchange.local import mean_state
+from lab.losses import Losses, overflow
 from lab.measure.clock import Clock
-from lab.optim import LossScale, Optim
+from lab.measure.memory import Memory
+from lab.optim import LossScale, Optim, clip_gradients
+from lab.resume import check_fit, replica_of
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LOOK_EVERY = 50  # steps between looks at the loss on a GPU, each of which makes the host wait
 
 
 @dataclass
@@ -68,26 +70,35 @@ class Trainer:
         self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
         sync.clock = self.clock
         self.progress = Progress()
-        self.losses: list[Tensor] = []
-        self.traffic: list[tuple[int, int]] = []  # payload bytes and messages of each step
+        self.memory = Memory(world.device)
+        self.first_step = 0  # of this start of the run
+        self.losses = Losses()
+        self.traffic = array("q")  # payload bytes and messages, of one step after the other
 
     def steps(self) -> Iterator[int]:
-        """Train; yields the number of steps done after each of them. Ends early after a signal."""
+        """Train; yields the number of steps done after each of them. Ends early after a signal.
+
+        Raises:
+            FloatingPointError: a step was not finite. It is found while the next one is queued, or
+                before anything else that follows.
+        """
         batches = iter(self.data.train_batches(self._sampler()))
         self.sync.step = self.progress.step
         with self.sync:
             self.model.train()
             before = self._sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
+                if self.progress.step >= self.first_step + self.config.warmup_steps:
+                    self.memory.resume()
                 with self.clock.step():
                     self._step(batches)
                 now = self._sent()  # since the last step's end: exchanges may outlast their steps
-                self.traffic.append((now[0] - before[0], now[1] - before[1]))
+                self.traffic.extend((now[0] - before[0], now[1] - before[1]))
                 before = now
                 self.progress.step += 1
                 self.progress.samples += self.batch_size
-                self._look_at_loss()
                 yield self.progress.step
+            self._pause()
 
     def evaluate(self) -> dict[str, float]:
         """Mean loss and accuracy over the test images of all ranks.
@@ -95,7 +106,7 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not finite: training has diverged.
         """
-        self.sync.settle()
+        self._pause()
         broadcast_buffers(self.model, self.world)
         self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64)
@@ -111,7 +122,7 @@ class Trainer:
         self.model.train()
         loss, correct, count = self.world.gather(totals).sum(dim=0).tolist()
         if not math.isfinite(loss):
-            raise FloatingPointError(self._describe_overflow())
+            raise self._overflow()
         result = {"step": self.progress.step, "seconds": self.training_seconds()}
         result |= {"loss": loss / count, "accuracy": correct / count}
         self.progress.evaluations.append(result)
@@ -129,15 +140,21 @@ class Trainer:
 
     def training_seconds(self) -> float:
         """Seconds spent in steps so far, those before a resume included."""
-        return self.progress.seconds + float(self.clock.step_seconds().sum())
+        return self.progress.seconds + self.clock.total_seconds()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds: the part that all ranks share, and this rank's own."""
-        self.sync.settle()
+        """What a checkpoint holds: the part that all ranks share, and this rank's own.
+
+        Raises:
+            FloatingPointError: weights or gradients in it are not finite.
+        """
+        self._pause()
         broadcast_buffers(self.model, self.world)
+        of_sync = self.sync.state_dict()
+        self._refuse_spoiled(of_sync)
         replica = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         shared = {
-            "sync": self.sync.state_dict(),
+            "sync": of_sync,
             "progress": asdict(self.progress) | {"seconds": self.training_seconds()},
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
             "channels_last": self.config.channels_last,
@@ -155,8 +172,9 @@ class Trainer:
         Raises:
             ValueError: the checkpoint is of another model or strategy.
         """
-        self._check_fit(shared, owns)
-        replica = self._replica(shared, owns)
+        check_fit(self.config, shared, owns)
+        mine = self.world.rank if self.sync.own_replicas else None
+        replica = replica_of(mine, self.world.size, shared, owns)
         try:
             self.model.load_state_dict(replica["model"])
             self.optimizer.load_state_dict(replica["optimizer"])
@@ -166,36 +184,11 @@ class Trainer:
                 "model, transform and data"
             ) from None
         self.progress = Progress(**shared["progress"])
+        self.first_step = self.progress.step
         if self.loss_scale and shared["loss_scale"]:
             self.loss_scale.load_state_dict(shared["loss_scale"])
         self.sync.load_state_dict(_to(shared["sync"], self.world.device))
         self._load_own(owns)
-
-    def _check_fit(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
-        """Refuse a checkpoint whose tensors would mean something else here.
-
-        Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
-        """
-        if shared["channels_last"] != self.config.channels_last:
-            raise ValueError(
-                f"channels_last={self.config.channels_last}: the checkpoint was written with "
-                f"channels_last={shared['channels_last']}; set the same"
-            )
-        then, now = shared["exchange"], OmegaConf.to_container(self.config.exchange)
-        if owns[0]["exchange"] and then != now:
-            raise ValueError(f"exchange={now}: the checkpoint holds residuals of exchange={then}")
-
-    def _replica(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
-        """Weights and momentum to go on with.
-
-        Where ranks had their own and this run cannot give each its own back (their number is
-        another, or all must have the same), that is the mean over all of them.
-        """
-        if "model" in shared:
-            return shared
-        if self.sync.own_replicas and self.world.size == len(owns):
-            return owns[self.world.rank]
-        return mean_state([{key: own[key] for key in ("model", "optimizer")} for own in owns])
 
     def _load_own(self, owns: list[dict[str, Any]]) -> None:
         rank, size, exchange = self.world.rank, self.world.size, self.sync.exchange
@@ -227,26 +220,24 @@ class Trainer:
             total += loss.detach()
         with clock.phase("exchange"):  # what backward could not hide
             finite = sync.finish()
+        self._check_last_step()  # before this one's update, so that weights tell what was wrong
         with clock.phase("update"):
             self._update(finite, before)
         with clock.phase("exchange"):  # of weights
-            if not sync.after_update(last=self.progress.step + 1 == self.total_steps):
-                raise FloatingPointError(self._describe_overflow())
-        self.losses.append(total)
+            late = sync.after_update(last=self.progress.step + 1 == self.total_steps)
+        self.losses.append(total, *() if self.loss_scale else (finite, late))
 
-    def _update(self, finite: bool, exchange_before: dict[str, Any]) -> None:
+    def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
-            finite = finite and self._gradients_finite()
-            self.loss_scale.update(finite)
-            if not finite:
+            good = self._gradients_finite(finite)
+            self.loss_scale.update(good)
+            if not good:
                 self.sync.exchange.load_state_dict(exchange_before)
                 self.optimizer.zero_grad()
                 self.progress.num_skipped_steps += 1
                 return
-        elif not finite:
-            raise FloatingPointError(self._describe_overflow())
         if self.config.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+            clip_gradients(self.model, self.config.clip_grad_norm)
         self.optim.prepare(self.optimizer, self.progress.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -262,21 +253,33 @@ class Trainer:
         traffic = self.sync.comm.traffic
         return traffic.payload_bytes, traffic.num_messages
 
-    def _look_at_loss(self) -> None:
-        if self.world.device.type == "cuda" and self.progress.step % LOOK_EVERY:
-            return
-        if self.loss_scale is None and not math.isfinite(self.losses[-1].item()):
-            raise FloatingPointError(self._describe_overflow())
+    def _pause(self) -> None:
+        """Before anything but a step: wait for what is under way, and look at the last step."""
+        self.clock.pause()
+        self.memory.pause()
+        self._check_last_step()
+        self.sync.settle()
 
-    def _describe_overflow(self) -> str:
-        named = self.model.named_parameters()
-        bad = [name for name, p in named if not p.isfinite().all() or not _finite_grad(p)]
-        where = f"first in {bad[0]}" if bad else f"loss={self.losses[-1].item()}"
-        return f"gradient not finite at step {self.progress.step}, {where}; try a smaller optim.lr"
+    def _check_last_step(self) -> None:
+        loss = self.losses.read_last()
+        if loss is not None and self.loss_scale is None and not math.isfinite(loss):
+            raise self._overflow()
 
-    def _gradients_finite(self) -> bool:
+    def _overflow(self) -> FloatingPointError:
+        return overflow(self.progress.step - 1, self.model.named_parameters())
+
+    def _refuse_spoiled(self, of_sync: dict[str, dict[str, Tensor]]) -> None:
+        """Raise if weights or what the sync keeps are not finite, though no loss has shown it."""
+        kept = (pair for tensors in of_sync.values() for pair in tensors.items())
+        tensors = [*self.model.named_parameters(), *kept]
+        if not all(tensor.isfinite().all() for _, tensor in tensors):
+            raise overflow(self.progress.step - 1, tensors)
+
+    def _gradients_finite(self, found: Tensor | None) -> bool:
+        """Whether the step counts. The host must know at once, as only then is there an update."""
         norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        return bool(torch.stack(norms).isfinite().all())
+        finite = torch.stack(norms).isfinite().all()
+        return bool(finite if found is None else finite & found)
 
     def _sampler(self) -> GlobalSampler:
         return GlobalSampler(
@@ -296,10 +299,6 @@ class Trainer:
         if self.config.channels_last:
             return images.contiguous(memory_format=torch.channels_last)
         return images
-
-
-def _finite_grad(parameter: nn.Parameter) -> bool:
-    return parameter.grad is None or bool(parameter.grad.isfinite().all())
 
 
 def _to(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

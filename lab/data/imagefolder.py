@@ -72,7 +72,10 @@ class ImageFolder:
         Raises:
             CorruptImage: a file cannot be decoded.
         """
-        return self._batches(self._loader(self.train_images, sampler))
+        batches = (
+            list(zip(epochs.tolist(), indices.tolist(), strict=True)) for epochs, indices in sampler
+        )
+        return self._batches(self._loader(self.train_images, batches))
 
     def test_batches(
         self, rank: int, world_size: int, batch_size: int

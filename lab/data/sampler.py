@@ -55,21 +55,18 @@ class GlobalSampler:
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """Endless batches of this rank: [per-rank batch] pairs (epoch, index of the sample)."""
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Endless batches of this rank: epoch and index of each sample, int64 [per-rank batch]."""
         position = self.first
         while True:
             yield self._slice(position, position + self.per_rank_batch_size)
             position += self.batch_size
 
-    def _slice(self, begin: int, end: int) -> list[tuple[int, int]]:
-        samples: list[tuple[int, int]] = []
-        while begin < end:
-            epoch, offset = divmod(begin, self.num_samples)
-            stop = min(self.num_samples, offset + end - begin)
-            samples += [(epoch, index) for index in self._order(epoch)[offset:stop].tolist()]
-            begin += stop - offset
-        return samples
+    def _slice(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        epochs, offsets = np.divmod(np.arange(begin, end), self.num_samples)
+        touched = range(int(epochs[0]), int(epochs[-1]) + 1)
+        parts = [self._order(epoch)[offsets[epochs == epoch]] for epoch in touched]
+        return epochs, np.concatenate(parts)
 
     def _order(self, epoch: int) -> np.ndarray:
         """Permutation int64 [num_samples] of `epoch`; the last one asked for is kept."""

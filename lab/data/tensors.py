@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,11 +32,11 @@ class TensorData:
         self.num_classes = num_classes
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
-        """See lab.data.Data."""
+        """See lab.data.Data. Indices are on the device a step before they are needed."""
         images, labels = self._train
-        for batch in sampler:
-            indices = torch.tensor([index for _, index in batch], device=images.device)
-            yield images[indices], labels[indices]
+        places = (to_device(indices, images.device) for _, indices in sampler)
+        for here, _ in pairwise(places):
+            yield images[here], labels[here]
 
     def test_batches(
         self, rank: int, world_size: int, batch_size: int
@@ -45,3 +47,15 @@ class TensorData:
         for start in range(rank, self.num_test, stride):
             part = slice(start, start + stride, world_size)
             yield images[part], labels[part]
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """`values` on `device`: on a CPU the same memory, else a copy that the host does not wait for.
+
+    Only pinned memory can be copied so. It may be dropped at once: torch's allocator does not hand
+    it out again before the device has read it.
+    """
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

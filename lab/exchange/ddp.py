@@ -88,11 +88,11 @@ class DDPSync(OutsideSync):
         """Forward and backward of one micro-batch; only the last one's gradients are reduced."""
         return nullcontext() if last else self.module.no_sync()
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         """Book what DDP sent; backward has exchanged the gradients."""
         if self._power is not None:
             sent = int(self._power.compression_stats()[2])
             if sent:  # the first steps are exact, and not in its count
                 self._wire_bytes = 4 * (sent - self._sent)
             self._sent = sent
-        return super().finish()
+        super().finish()

@@ -69,7 +69,7 @@ class DoubleBuffer(GradSync):
             self._hooks.append(hook)
         return self
 
-    def finish(self) -> bool:
+    def finish(self) -> Tensor | None:
         """Begin to exchange this step's gradients, and leave the means of the step before."""
         if not self.double_buffer:
             return super().finish()

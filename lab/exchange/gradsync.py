@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective, Comm
@@ -115,11 +115,12 @@ class GradSync(Sync):
         yield
         self._armed = False
 
-    def finish(self) -> bool:
+    def finish(self) -> Tensor | None:
         """Exchange what backward did not, and wait for all of it.
 
         Returns:
-            False if an exchange found a gradient that is not finite. All ranks agree.
+            Whether all gradients are finite, bool [], the same on all ranks; None if no exchange
+            looked. The mean is in place either way.
 
         Raises:
             Exception: the first error of an exchange.
@@ -134,9 +135,9 @@ class GradSync(Sync):
         self.step += 1
         return finite
 
-    def _all_finite(self) -> bool:
+    def _all_finite(self) -> Tensor | None:
         looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
-        return not looked or bool(torch.stack(looked).all())
+        return torch.stack(looked).all() if looked else None
 
     def _follow(self, order: list[str]) -> None:
         self.order = order
@@ -151,7 +152,7 @@ class GradSync(Sync):
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._exchanged: list[Bucket] = []
 
-    def _gradient_ready(self, name: str, _parameter: torch.Tensor) -> None:
+    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
         if not self._armed:
             return
         if self.order is None:

@@ -75,11 +75,11 @@ class HorovodSync(OutsideSync):
         """Forward and backward of one micro-batch. Horovod counts them by itself."""
         return nullcontext()
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         """Wait for Horovod, where the watch can see it wait."""
         self._worker.submit("gradients, HorovodSync", self._synchronize)
         self._worker.wait()
-        return super().finish()
+        super().finish()
 
     def _synchronize(self) -> Iterator[Collective]:
         self._optimizer.synchronize()

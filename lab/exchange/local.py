@@ -85,30 +85,28 @@ class LocalSync(GradSync):
             self.anchor = {name: p.detach().clone() for name, p in self.parameters.items()}
         return super().__enter__()
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         """Leave each rank its own gradient."""
-        return True
 
-    def after_update(self, last: bool) -> bool:
+    def after_update(self, last: bool) -> Tensor | None:
         self.in_round = not last and (self.step + 1) % self.every != 0
         if self.in_round:
             self.step += 1
-            return True
+            return None
         return self._end_round()
 
     @torch.no_grad()
-    def _end_round(self) -> bool:
+    def _end_round(self) -> Tensor | None:
         weights: list[Tensor] = [*self.parameters.values()]
         anchor = [*self.anchor.values()]
         for weight, start in zip(weights, anchor, strict=True):
             weight.grad = start - weight
-        if not super().finish():
-            return False
+        finite = super().finish()
         torch._foreach_copy_(weights, anchor)
         self.outer.step()
         self.outer.zero_grad()
         torch._foreach_copy_(anchor, weights)
-        return True
+        return finite
 
     def state_dict(self) -> dict[str, Any]:
         """The anchor, unless it is what the weights are, and the outer momentum."""

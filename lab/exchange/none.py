@@ -51,8 +51,7 @@ class NoSync(Sync):
         """Forward and backward of one micro-batch."""
         return nullcontext()
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         """Leave each rank its own gradient."""
         self.unscale()
         self.step += 1
-        return True

@@ -41,7 +41,7 @@ class OutsideSync(Sync):
         self.step = 0
         self._wire_bytes = wire_bytes
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         """Once the library is done: unscale, and book what it sent."""
         self.unscale()
         if self._wire_bytes:
@@ -49,4 +49,3 @@ class OutsideSync(Sync):
             self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
             self.comm.traffic.num_messages += steps
         self.step += 1
-        return True

@@ -61,7 +61,7 @@ class RootUpdate(GradSync):
             model, module, exchange, comm, worker, overlap=overlap, bucket_mb=bucket_mb
         )
 
-    def finish(self) -> bool:
+    def finish(self) -> Tensor | None:
         """Wait until rank 0 has the mean gradient, which it alone keeps."""
         finite = super().finish()
         if self.comm.rank:
@@ -70,13 +70,12 @@ class RootUpdate(GradSync):
                     parameter.grad = None
         return finite
 
-    def after_update(self, last: bool) -> bool:
+    def after_update(self, last: bool) -> None:
         """Send rank 0's weights to all."""
         for bucket, weights in zip(self.buckets, self._weights, strict=True):
             label = f"{type(self.path).__name__} of weights {bucket}"
             self.worker.submit(label, partial(self._from_root, weights))
         self.worker.wait()
-        return True
 
     def _use(self, buckets: list[GradBucket]) -> None:
         super()._use(buckets)

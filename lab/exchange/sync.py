@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lab.measure.clock import Clock
 
@@ -45,16 +45,16 @@ class Sync:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)
 
-    def after_update(self, last: bool) -> bool:
-        """What is to be exchanged once the optimizer has updated the weights.
+    def after_update(self, last: bool) -> Tensor | None:
+        """Exchange what is to be exchanged once the optimizer has updated the weights.
 
         Args:
             last: this was the run's last step.
 
         Returns:
-            False if an exchange found a value that is not finite. All ranks agree.
+            Whether all values were finite, bool [], the same on all ranks; None if nobody looked.
         """
-        return True
+        return None
 
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that ranks may talk of something else."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -21,12 +23,30 @@ Mark = float | torch.cuda.Event
 Stage = TypeVar("Stage")
 
 
+@dataclass
+class _Step:
+    """Marks of one step.
+
+    Attributes:
+        after: the end of the step before; None where steps paused in between.
+        end: once it has ended.
+        exchanges: row of a timeline, name, begin and end.
+    """
+
+    after: Mark | None
+    begin: Mark
+    end: Mark = 0.0
+    phases: dict[str, list[tuple[Mark, Mark]]] = field(default_factory=dict)
+    exchanges: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
+
+
 class Clock:
     """Marks moments during training and turns them into seconds afterwards.
 
     On a GPU a mark is an event in the current stream: setting it does not make the host wait, so
     that steps are timed by the device's own clock. Phases are marked only for a breakdown; a
-    throughput run marks nothing but the ends of steps.
+    throughput run marks nothing but the ends of steps. Marks become seconds as soon as the device
+    has passed them, but those of the last steps, so a long run keeps few of them.
 
     Args:
         device: where the work runs.
@@ -36,18 +56,35 @@ class Clock:
     def __init__(self, device: torch.device, breakdown: bool) -> None:
         self._device = device
         self._breakdown = breakdown
-        self._steps: list[tuple[Mark, Mark]] = []
-        self._phases: list[dict[str, list[tuple[Mark, Mark]]]] = []
-        self._exchanges: deque[list[tuple[str, str, Mark, Mark]]] = deque(maxlen=KEPT_STEPS)
+        self._current = _Step(None, 0.0)
+        self._recent: deque[_Step] = deque()  # finished, with their marks
+        self._rows = array("d")  # of the steps before: see _row
+        self._row_length = 2 + len(PHASES) * breakdown
+        self._seconds = 0.0  # of the same
+        self._last_end: Mark | None = None
+        self._paused: tuple[Mark, float] = 0.0, 0.0  # one moment, by the device and by the host
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """One optimizer step."""
-        self._phases.append({})
-        self._exchanges.append([])
-        begin = mark(self._device)
+        self._current = step = _Step(self._last_end, mark(self._device))
         yield
-        self._steps.append((begin, mark(self._device)))
+        step.end = self._last_end = mark(self._device)
+        self._recent.append(step)
+        while len(self._recent) > KEPT_STEPS and _passed(self._recent[0].end):
+            row = self._row(self._recent.popleft())
+            self._rows.extend(row)
+            self._seconds += row[0]
+
+    def pause(self) -> None:
+        """Wait for the device, as something else than steps comes now: until the next step begins,
+        time is nobody's.
+        """
+        self._synchronize()
+        if self._last_end is not None:
+            now = mark(self._device)
+            self._synchronize()
+            self._paused, self._last_end = (now, time.perf_counter()), None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,7 +94,7 @@ class Clock:
             return
         begin = mark(self._device)
         yield
-        self._phases[-1].setdefault(name, []).append((begin, mark(self._device)))
+        self._current.phases.setdefault(name, []).append((begin, mark(self._device)))
 
     def traced(
         self, name: str, job: Callable[[], Iterator[Stage]], coded: bool
@@ -70,7 +107,7 @@ class Clock:
         """
         if not self._breakdown:
             return job
-        note = self._exchanges[-1].append
+        note = self._current.exchanges.append
 
         def run() -> Iterator[Stage]:
             begin = piece = mark(self._device)
@@ -96,34 +133,60 @@ class Clock:
         """
         if not self._breakdown:
             return []
-        now = mark(self._device)
-        self._synchronize()
-        now_s = time.perf_counter()
-        num_steps = len(self._steps)
+        self.pause()
+        paused, paused_s = self._paused
+        kept = list(self._recent)[-KEPT_STEPS:]
+        first = len(self._rows) // self._row_length + len(self._recent) - len(kept)
         noted: list[tuple[str, str, Mark, Mark]] = []
-        for index in range(max(num_warmup, num_steps - KEPT_STEPS), num_steps):
-            noted.append(("step", f"step {first_step + index}", *self._steps[index]))
-            for phase, marks in self._phases[index].items():
+        for index, step in enumerate(kept, start=first):
+            if index < num_warmup:
+                continue
+            noted.append(("step", f"step {first_step + index}", step.begin, step.end))
+            for phase, marks in step.phases.items():
                 noted += [(ROWS.get(phase, phase), phase, *pair) for pair in marks]
-            noted += self._exchanges[index - num_steps]
+            noted += step.exchanges
         return [
-            Span(rank, row, name, now_s - seconds(begin, now), now_s - seconds(end, now))
+            Span(
+                rank, row, name, paused_s - seconds(begin, paused), paused_s - seconds(end, paused)
+            )
             for row, name, begin, end in noted
         ]
 
+    def total_seconds(self) -> float:
+        """Duration of all finished steps together."""
+        self._synchronize()
+        return self._seconds + sum(seconds(step.begin, step.end) for step in self._recent)
+
     def step_seconds(self) -> np.ndarray:
         """Duration of each finished step: float64 [steps]."""
-        self._synchronize()
-        return np.array([seconds(*step) for step in self._steps], dtype=np.float64)
+        return self._table()[:, 0]
+
+    def gap_seconds(self) -> np.ndarray:
+        """From the end of the step before to the begin of each finished step: float64 [steps].
+
+        It is 0 for the first step and after a pause.
+        """
+        return self._table()[:, 1]
 
     def phase_seconds(self) -> np.ndarray:
         """Duration of each phase: float64 [steps, len(PHASES)]; NaN where none was marked."""
+        table = self._table()
+        return table[:, 2:] if self._breakdown else np.full((len(table), len(PHASES)), np.nan)
+
+    def _table(self) -> np.ndarray:
+        """A row for each finished step."""
         self._synchronize()
-        table = np.full((len(self._steps), len(PHASES)), np.nan)
-        for row, phases in zip(table, self._phases, strict=False):
-            for name, spans in phases.items():
-                row[PHASES.index(name)] = sum(seconds(*span) for span in spans)
-        return table
+        recent = [value for step in self._recent for value in self._row(step)]
+        return np.array(self._rows + array("d", recent)).reshape(-1, self._row_length)
+
+    def _row(self, step: _Step) -> list[float]:
+        """Seconds of the step, of the gap before it, and for a breakdown of each phase."""
+        gap_s = 0.0 if step.after is None else seconds(step.after, step.begin)
+        row = [seconds(step.begin, step.end), gap_s]
+        for name in PHASES if self._breakdown else ():
+            spans = step.phases.get(name)
+            row.append(sum(seconds(*span) for span in spans) if spans else np.nan)
+        return row
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -144,3 +207,8 @@ def seconds(begin: Mark, end: Mark) -> float:
     if isinstance(begin, torch.cuda.Event):
         return begin.elapsed_time(end) / 1000  # type: ignore[arg-type]
     return end - begin  # type: ignore[operator]
+
+
+def _passed(moment: Mark) -> bool:
+    """Whether the device has come to a mark; a host always has."""
+    return not isinstance(moment, torch.cuda.Event) or moment.query()

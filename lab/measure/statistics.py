@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 
-def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
-    """Means over rounds, so that a step stands for its share of an exchange that all of them share.
+def whole_rounds(values: np.ndarray, first: int, every: int) -> np.ndarray:
+    """Those steps of `values` that belong to whole rounds.
 
     Args:
         values: of each step, [ranks, steps, ...].
@@ -14,12 +14,24 @@ def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
         every: steps of a round.
 
     Returns:
-        [ranks, whole rounds, ...]; steps before the first and after the last of these are left out.
+        [ranks, whole rounds * every, ...]
     """
     begin = -first % every
     num_rounds = max(0, values.shape[1] - begin) // every
-    whole = values[:, begin : begin + num_rounds * every]
-    return whole.reshape(len(values), num_rounds, every, *values.shape[2:]).mean(axis=2)
+    return values[:, begin : begin + num_rounds * every]
+
+
+def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
+    """Means over rounds, so that a step stands for its share of an exchange that all of them share.
+
+    Args:
+        values, first, every: see whole_rounds.
+
+    Returns:
+        [ranks, whole rounds, ...]
+    """
+    whole = whole_rounds(values, first, every)
+    return whole.reshape(len(values), -1, every, *values.shape[2:]).mean(axis=2)
 
 
 def step_statistics(step_s: np.ndarray) -> dict[str, float] | None:
@@ -40,6 +52,16 @@ def step_statistics(step_s: np.ndarray) -> dict[str, float] | None:
         "p95": float(np.percentile(slowest, 95)),
         "mad": float(np.median(np.abs(slowest - median))),
     }
+
+
+def wall_seconds(step_s: np.ndarray, gap_s: np.ndarray) -> float:
+    """From the first step's begin to the last one's end on the slowest rank, pauses left out.
+
+    Args:
+        step_s: seconds of each step, [ranks, timed steps].
+        gap_s: seconds between the step before and each step, likewise.
+    """
+    return float((step_s.sum(axis=1) + gap_s[:, 1:].sum(axis=1)).max())
 
 
 def phase_statistics(phase_s: np.ndarray, names: tuple[str, ...]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from lab.data.imagefiles import CorruptImage, Sample, centre_crop, random_crop
 from lab.data.imagefolder import ImageFolder
 from lab.data.sampler import GlobalSampler
 from lab.data.synthetic import synthetic
+from lab.data.tensors import TensorData
 from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
@@ -139,6 +140,27 @@ def test_synthetic_depends_on_the_seed_alone() -> None:
     assert (data.image_shape, data.num_train, data.num_test) == ((1, 2, 3), 40, 5)
     assert_same(train(data, 2), train(make(seed=0), 2))
     assert not torch.equal(train(data, 2)[0], train(make(seed=1), 2)[0])
+
+
+def test_indices_travel_from_pinned_memory_and_a_step_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[tuple[str, Any]] = []
+    move = Tensor.to
+    part = torch.zeros(40, 1, 2, 3, device="meta"), torch.zeros(40, device="meta")  # no host's
+
+    def to(self: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        log.append(("copied", non_blocking))
+        return move(self, device)
+
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: log.append(("pinned", True)) or self)
+    data = TensorData(part, part, num_classes=2)
+    monkeypatch.setattr(Tensor, "to", to)
+    batches = data.train_batches(GlobalSampler(40, 12, 0, 1, seed=0))
+    one = [("pinned", True), ("copied", True)]
+    for steps_begun in (1, 2, 3):
+        next(batches)
+        assert log == one * (steps_begun + 1)
 
 
 def test_workers_change_nothing_and_outlive_signals_to_the_parent(folder: Path) -> None:

@@ -53,10 +53,11 @@ def train(sync: GradSync, own: Tensor, steps: range) -> torch.optim.Optimizer:
         for step in steps:
             with sync.micro_batch(last=True):
                 (loss(sync.module(own[step])) * sync.loss_factor).backward()
-            assert sync.finish()
+            finite = sync.finish()
+            assert finite is None or finite
             optimizer.step()
             optimizer.zero_grad()
-            assert sync.after_update(last=step == steps[-1])
+            assert sync.after_update(last=step == steps[-1]) is None
     sync.settle()
     return optimizer
 

@@ -48,10 +48,10 @@ def train(sync: GradSync, batches: Tensor, num_steps: int) -> None:
     for step in range(sync.step, num_steps):
         with sync.micro_batch(last=True):
             (sync.module(batches[step]).square().mean() * sync.loss_factor).backward()
-        assert sync.finish()
+        assert sync.finish() is None
         optimizer.step()
         optimizer.zero_grad()
-        assert sync.after_update(last=step + 1 == len(batches))
+        assert sync.after_update(last=step + 1 == len(batches)) is None
 
 
 def weights(sync: GradSync) -> Tensor:
@@ -172,7 +172,7 @@ def test_mean_of_states_keeps_types_and_memory_order() -> None:
     assert torch.equal(mean_state([states[0]] * 3)["model"]["w"], weight)
 
 
-def test_what_an_exchange_finds_not_finite_is_reported_and_left() -> None:
+def test_what_an_exchange_finds_not_finite_is_told_and_shows_in_the_weights() -> None:
     class Looking(AllReduce):
         def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
             yield from super().stages(bucket, comm)
@@ -180,13 +180,17 @@ def test_what_an_exchange_finds_not_finite_is_reported_and_left() -> None:
 
     models = networks(2)
 
-    def rank_main(comm: Comm) -> bool:
-        with local(models[comm.rank], comm, Looking(), every=1) as sync, torch.no_grad():
+    def rank_main(comm: Comm) -> tuple[bool, list[str]]:
+        sync = local(models[comm.rank], comm, Looking(), every=1, outer_momentum=0.9)
+        with sync, torch.no_grad():
             if comm.rank == 1:
-                next(sync.module.parameters()).fill_(torch.nan)
-            return sync.after_update(last=False)
+                models[1][2].weight.fill_(torch.nan)  # type: ignore[index, union-attr]
+            finite = sync.after_update(last=False)
+        named = sync.module.named_parameters()
+        assert finite is not None
+        return bool(finite), [name for name, p in named if not p.isfinite().all()]
 
-    assert run_ranks(2, rank_main) == [False, False]
+    assert run_ranks(2, rank_main) == [(False, ["2.weight"])] * 2
 
 
 @pytest.mark.parametrize(

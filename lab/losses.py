@@ -1,0 +1,61 @@
+"""Losses of steps, read a step late, and what to say of one that is not finite."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Losses:
+    """A step's loss, on its way to the host while the next step is queued: no host waits for it.
+
+    One that an exchange found not finite is NaN here, so that there is one thing to look at.
+
+    Attributes:
+        read: the losses that have been read, of one step after the other.
+    """
+
+    def __init__(self) -> None:
+        self.read = array("d")
+        self._coming: tuple[Tensor, torch.cuda.Event | torch.Event | None] | None = None
+
+    def append(self, loss: Tensor, *finite: Tensor | None) -> None:
+        """Begin to copy a step's loss to the host.
+
+        Args:
+            loss: float32 [], overwritten.
+            finite: bool [], what exchanges found, if they looked.
+        """
+        self.read_last()
+        for found in finite:
+            if found is not None:
+                loss.masked_fill_(found.logical_not(), torch.nan)
+        copy = loss.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        on_gpu = loss.device.type == "cuda"
+        ready = torch.cuda.current_stream(loss.device).record_event() if on_gpu else None
+        self._coming = copy, ready
+
+    def read_last(self) -> float | None:
+        """The loss appended last, once the device has come so far; None if it has been read."""
+        if self._coming is None:
+            return None
+        (copy, ready), self._coming = self._coming, None
+        if ready is not None:
+            ready.synchronize()
+        self.read.append(float(copy))
+        return self.read[-1]
+
+
+def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointError:
+    """The error of a step, counted from 0, that names the first of `tensors` that is not finite.
+
+    Where all are, what was first is past telling.
+    """
+    everything = list(tensors)
+    bad = [name for name, tensor in everything if not tensor.isfinite().all()]
+    first = f", first in {bad[0]}" if bad else ""
+    where = ", in all parameters" if len(bad) == len(everything) else first
+    return FloatingPointError(f"gradient not finite at step {step}{where}; try a smaller optim.lr")

@@ -1,0 +1,53 @@
+"""How much memory training takes."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+class Memory:
+    """The memory of steady steps: neither warm-up nor evaluations nor checkpoints count.
+
+    That is so on a GPU, where torch's allocator keeps a peak that can be set back. On a CPU it is
+    the peak of the process's resident set since its start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steady_bytes = 0
+        self._running = False
+
+    def resume(self) -> None:
+        """Steady steps follow."""
+        if not self._running and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._running = True
+
+    def pause(self) -> None:
+        """Something else follows."""
+        if self._running and self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self._steady_bytes = max(self._steady_bytes, peak)
+        self._running = False
+
+    @property
+    def kind(self) -> str:
+        """What the peak is a peak of, for people."""
+        if self._device.type == "cuda":
+            return "tensors, in steady steps"
+        return "resident set of the process, since its start"
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes: the peak, what torch's allocator holds now, and what the device has in use.
+
+        The last counts all processes on the device, with their contexts and NCCL's buffers. On a
+        CPU there is the peak alone; 0 is what nobody measured.
+        """
+        if self._device.type != "cuda":
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 0, 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return self._steady_bytes, torch.cuda.memory_reserved(self._device), total - free

@@ -1,0 +1,80 @@
+"""No step makes the host wait for the device, whatever the strategy: a CPU that pretends shows it.
+
+Exchanges run where they are submitted, in hooks within backward, as NCCL's do on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from lab import assemble
+from lab.benchmarks.step import assembled
+from lab.config import load
+from lab.distributed import world as worlds
+from lab.distributed.worker import InlineWorker
+from lab.distributed.world import World
+from tests.distributed.ranks import STRATEGIES, join, spawn
+from tests.guard import Guard, Wait
+
+# All cases run in one process for each rank.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("host waits")]
+
+Guarded = Callable[[], AbstractContextManager[None]]
+RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "warmup_steps=2")
+FREE_STEPS, STEPS = 6, 4  # in the first, buckets are planned and `auto` decides
+MORE = {
+    "auto": ("exchange.trials=1",),  # for each bucket: decided in step 5
+    "local_sgd": ("sync.every=2",),
+    "diloco": ("sync.every=2",),
+}
+# All over torch; Horovod's own optimizer waits for its thread.
+CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES} | {
+    "cntk, double buffer": ("strategy=cntk", "sync.double_buffer=true"),
+    "clipped": ("strategy=onebit", "clip_grad_norm=1", "accumulate=2", "precision=bf16"),
+    "precision=fp16": ("strategy=onebit", "precision=fp16"),
+}
+# Places that may wait, and why.
+MAY_WAIT = {
+    "lab/trainer.py _gradients_finite": "fp16: whether there is an update, the host must know",
+    "lab/codec/topk.py _above_sampled_threshold": "on CPUs alone; on GPUs topk takes all values",
+}
+
+
+def steps(settings: tuple[str, ...], world: World, guarded: Guarded) -> None:
+    """Train for some steps, the last of them within `guarded()`."""
+    with assembled(load([*RUN, *settings]), world) as part:
+        loop = part.trainer.steps()
+        for _ in range(FREE_STEPS):
+            next(loop)
+        for _ in range(STEPS):
+            with guarded():
+                next(loop)
+
+
+def waits_in_steps() -> dict[str, list[Wait]]:
+    """By case, what waits in steps after the first ones."""
+    assemble.make_worker = lambda *_, **__: InlineWorker()
+    world, found = join(), {}
+    for name, settings in CASES.items():
+        with Guard() as guard:
+            steps(("device=cpu", *settings), world, guard.step)
+        found[name] = guard.waits
+    worlds.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def waits() -> dict[str, list[Wait]]:
+    return spawn(2, waits_in_steps, timeout_s=110)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_for_nothing_in_a_step(case: str, waits: dict[str, list[Wait]]) -> None:
+    assert not {str(wait) for wait in waits[case] if wait.place not in MAY_WAIT}
+
+
+def test_what_may_wait_still_does(waits: dict[str, list[Wait]]) -> None:
+    assert {wait.place for found in waits.values() for wait in found} >= MAY_WAIT.keys()

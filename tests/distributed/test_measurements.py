@@ -1,0 +1,103 @@
+"""What a run's record counts: time between steps, but no warm-up, evaluation or checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab import report
+from lab.benchmarks.step import assembled
+from lab.config import load
+from lab.distributed import world as worlds
+from lab.measure.memory import Memory
+from lab.record.run_directory import RunDirectory
+from tests.distributed.ranks import join, spawn
+
+BETWEEN_S, EVALUATION_S = 0.03, 0.7
+
+
+class Noted(Memory):
+    """Notes after how many steps it was told what."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log: list[str] = []
+
+    def resume(self) -> None:
+        if not self._running:
+            self.log.append("steady")
+        super().resume()
+
+    def pause(self) -> None:
+        super().pause()
+        self.log.append("pause")
+
+
+def measured(path: Path) -> tuple[dict[str, Any], float, list[str]]:
+    """Ten steps, an evaluation after six: the record, seconds of timed steps, what memory knew."""
+    config = load(["device=cpu", "data.size=16", "batch_size=24", "steps=10", "warmup_steps=3"])
+    with assembled(config, join()) as part:
+        trainer = part.trainer
+        trainer.memory = memory = Noted()
+        batches = trainer.data.test_batches
+
+        def slow(*arguments: int) -> Iterator[Any]:
+            time.sleep(EVALUATION_S)
+            return batches(*arguments)
+
+        trainer.data.test_batches = slow  # type: ignore[method-assign]
+        for step in trainer.steps():
+            time.sleep(BETWEEN_S)
+            memory.log.append(str(step))
+            if step == 6:
+                trainer.evaluate()
+        trainer.evaluate()
+        record = report.measurements(trainer, RunDirectory(path), None)
+        seconds = float(trainer.clock.step_seconds()[3:].sum())
+    worlds.stop()
+    return record, seconds, memory.log
+
+
+def test_wall_clock_and_memory_are_those_of_steady_steps(tmp_path: Path) -> None:
+    (answer,) = spawn(1, measured, tmp_path)
+    record, seconds, log = answer
+    steady = ["1", "2", "3", "steady", "4", "5", "6", "pause", "steady", "7", "8", "9", "10"]
+    assert log == [*steady, "pause", "pause"]
+    assert record["num_timed_steps"] == 7
+    wall_s = 7 * 24 / record["wall_images_per_s"]
+    least = seconds + 5 * BETWEEN_S  # of six times between seven steps one has the evaluation
+    assert least <= wall_s < least + 0.8 * EVALUATION_S
+    assert record["peak_memory_of"] == "resident set of the process, since its start"
+    assert record["peak_memory_bytes"][0] > 2**20
+    assert record["reserved_memory_bytes"] is None and record["device_memory_bytes"] is None
+    assert f"{record['wall_images_per_s']:.0f} by wall clock" in report.summary(
+        {**record, "strategy": "overlap", "world_size": 1, "backend": "gloo", "device": "cpu"}
+        | {"batch_size": 24, "gradient_bytes": 4, "emulation": "none"},
+        tmp_path,
+    )
+
+
+def test_on_a_gpu_the_peak_is_that_of_steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [700]  # of the warm-up
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda _: peak.__setitem__(slice(None), [0])
+    )
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: max(peak))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 800)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 3000))
+    memory = Memory(torch.device("cuda"))
+    assert memory.sizes() == (0, 800, 2000)
+    for in_use in (300, 500, 400):
+        for _ in range(3):
+            memory.resume()
+            peak.append(in_use)
+        memory.pause()
+        peak.append(900)  # an evaluation
+    memory.pause()
+    assert memory.sizes() == (500, 800, 2000)
+    assert memory.kind == "tensors, in steady steps"

@@ -1,0 +1,97 @@
+"""A gradient that is not finite: all ranks find it, a step late, and nothing of it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lab.benchmarks.step import assembled
+from lab.config import load
+from lab.distributed import world as worlds
+from lab.trainer import Trainer
+from tests.distributed.ranks import join, spawn
+
+# All cases run in one process for each rank.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("not finite")]
+
+RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "bucket_mb=0.05")
+BAD_STEP, BAD = 3, "classifier.3.weight"
+NAMED = f"gradient not finite at step {BAD_STEP}, first in {BAD}; try a smaller optim.lr"
+LATER = NAMED.replace("step 3", "step 4")
+
+Then = Callable[[Trainer], Any]  # what follows the steps
+
+
+def train_on(trainer: Trainer) -> None:
+    raise AssertionError("steps went on to their end")
+
+
+# Settings, how many steps are done before something else follows, and what the failure says.
+CASES: dict[str, tuple[tuple[str, ...], int, Then, str]] = {
+    "onebit": (("strategy=onebit",), 12, train_on, NAMED),
+    # The value was not among those that are sent: no weight shows it.
+    "randomk": (("strategy=randomk",), 12, train_on, NAMED.replace(f", first in {BAD}", "")),
+    "clipped": (("strategy=onebit", "clip_grad_norm=1"), 12, train_on, NAMED),
+    "cntk": (("strategy=cntk",), 12, train_on, NAMED),
+    # The mean of step 3 is applied in step 4.
+    "double buffer": (("strategy=cntk", "sync.double_buffer=true"), 12, train_on, LATER),
+    # No all-reduce looks: the loss of the next step shows it, whose gradients are all spoiled.
+    "allreduce": (
+        ("strategy=overlap",), 12, train_on, LATER.replace(f"first in {BAD}", "in all parameters")
+    ),
+    "evaluated": (("strategy=onebit",), 4, Trainer.evaluate, NAMED),
+    "saved": (("strategy=onebit",), 4, Trainer.state, NAMED),
+    "saved, no exchange looked": (("strategy=overlap",), 4, Trainer.state, NAMED),
+    "saved, not applied yet": (
+        ("strategy=cntk", "sync.double_buffer=true"), 4, Trainer.state, NAMED
+    ),
+    "last step": (("strategy=onebit", "steps=4"), 12, train_on, NAMED),
+}  # fmt: skip
+
+
+def plant(trainer: Trainer) -> None:
+    """Make one value of one gradient of rank 1 not a number, in one step."""
+    weight = dict(trainer.model.named_parameters())[BAD]
+
+    def hook(parameter: nn.Parameter) -> None:
+        if trainer.world.rank == 1 and trainer.progress.step == BAD_STEP:
+            assert parameter.grad is not None
+            parameter.grad.view(-1)[0] = torch.nan
+
+    weight.register_post_accumulate_grad_hook(hook)
+
+
+def failures() -> dict[str, tuple[str, int]]:
+    """By case, what a rank fails with, and after how many steps."""
+    world, found = join(), {}
+    for name, (settings, num_steps, then, _) in CASES.items():
+        with assembled(load(["device=cpu", *RUN, *settings]), world) as part:
+            trainer = part.trainer
+            plant(trainer)
+            try:
+                for step in trainer.steps():
+                    if step == num_steps:
+                        break
+                then(trainer)
+            except FloatingPointError as error:
+                found[name] = str(error), trainer.progress.step
+    worlds.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, tuple[str, int]]]:
+    return spawn(2, failures, timeout_s=110)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_name_step_and_parameter(
+    case: str, found: list[dict[str, tuple[str, int]]]
+) -> None:
+    *_, message = CASES[case]
+    num_steps = 5 if "step 4" in message else 4  # one more than the step that is named
+    assert [of_rank[case] for of_rank in found] == [(message, num_steps)] * 2
