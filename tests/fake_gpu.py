@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,15 +34,11 @@ class FakeGpu:
         self.log.append("synchronize")
         self.host_s = max(self.host_s, self.free_s)
 
-    def event(self) -> float:
-        """The moment at which the stream passes what is queued now."""
-        return max(self.free_s, self.host_s)
-
     def install(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         """Let torch.cuda, and the host's clock in `modules`, be this one's."""
         monkeypatch.setattr(torch.cuda, "_sleep", lambda c: self.kernel("sleep", c / 2e9))
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent(self))
+        monkeypatch.setattr(torch.cuda, "Event", type("Event", (FakeEvent,), {"gpu": self}))
         for module in modules:
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.host_s))
 
@@ -51,13 +46,15 @@ class FakeGpu:
 class FakeEvent:
     """torch.cuda.Event on a FakeGpu."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
-        self.synchronize: Callable[[], None] = gpu.synchronize
+    gpu: FakeGpu
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.synchronize = self.gpu.synchronize
 
     def record(self) -> None:
-        self._gpu.log.append("event")
-        self.at_s = self._gpu.event()
+        self.gpu.log.append("event")
+        self.at_s = max(self.gpu.free_s, self.gpu.host_s)
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return 1000 * (end.at_s - self.at_s)

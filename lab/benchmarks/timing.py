@@ -15,7 +15,6 @@ import torch
 from lab.measure.hold import hold
 
 NUM_CALLS = 20  # timed together, as nccl-tests does
-AHEAD = 1.5  # the stream is held for so many times what the host should need
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def _in_stream(
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     call()  # not timed: tells for how long the stream must be held
-    hold(AHEAD * num_calls * (time.perf_counter() - began))
+    hold(num_calls * (time.perf_counter() - began))
     if align:
         align()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -7,17 +7,18 @@ import warnings
 import torch
 
 CYCLES_PER_S = 2e9  # of a GPU's clock, about: a slower one holds a little longer
+SLACK = 1.5
 LONGEST_S = 0.1
 
 
-def hold(seconds: float) -> None:
-    """Keep the current stream busy for about `seconds`, at most LONGEST_S; the host goes on.
+def hold(launch_s: float) -> None:
+    """Keep the current stream busy while the host queues what takes it about `launch_s`.
 
-    What is queued meanwhile then runs without gaps, so it lasts as long as its kernels, and not as
-    long as the host takes to launch them.
+    It is held a little longer, but never beyond LONGEST_S. What was queued meanwhile then runs
+    without gaps: it lasts as long as its kernels, and not as long as the host takes to launch them.
     """
     sleep = getattr(torch.cuda, "_sleep", None)  # private, so it may go
     if sleep is None:
         warnings.warn("torch.cuda._sleep is gone: times may hold launches", stacklevel=2)
         return
-    sleep(int(min(seconds, LONGEST_S) * CYCLES_PER_S))
+    sleep(int(min(SLACK * launch_s, LONGEST_S) * CYCLES_PER_S))
