@@ -30,7 +30,7 @@ lint: $(VENV)/.dev
 
 horovod: $(VENV)/.horovod
 
-gpu gpu-first-hour: export LAB_TEST_DEVICE ?= cuda
+gpu: export LAB_TEST_DEVICE ?= cuda
 gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu tests/unit/test_codec.py -v > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
 
