@@ -107,5 +107,5 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 
 def _times(row: dict[str, Any]) -> list[str]:
-    times = [f"{1e3 * row['time_s'][key]:.2f}" for key in ("median", "mad")]
+    times = [f"{1e3 * row['time_s'][key]:.3f}" for key in ("median", "mad")]
     return [*times, f"{row['gb_per_s']:.2f}"]

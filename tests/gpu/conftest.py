@@ -20,14 +20,16 @@ DEVICE = WANTED or "cuda"
 
 
 def pytest_sessionstart() -> None:
-    """End at once where GPUs are wanted and there is none: all skipped would look like a success.
+    """Refuse to run where GPUs are wanted and there is none: all skipped would look like success.
 
     Raises:
-        pytest.exit.Exception: with code 2.
+        pytest.UsageError: pytest prints it as one line.
     """
     if WANTED == "cuda" and not torch.cuda.is_available():
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-        pytest.exit(f"no GPU that torch {torch.__version__} (built for {built}) can use", 2)
+        built = f"built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
+        raise pytest.UsageError(
+            f"LAB_TEST_DEVICE=cuda: no GPU that torch {torch.__version__} ({built}) can use"
+        )
 
 
 def pytest_report_header() -> list[str]:
