@@ -37,8 +37,13 @@ def less(name: str, key: str, scale: float, this: str, other: str) -> Read:
 
 
 def value(name: str, key: str, scale: float = 1.0) -> Read:
-    """A number of a JSON file."""
-    return lambda results: scale * float(_dig(results.json(name), key))
+    """A number of a JSON file; NaN for null, which is what could not be found out."""
+
+    def read(results: Results) -> float:
+        found = _dig(results.json(name), key)
+        return math.nan if found is None else scale * float(found)
+
+    return read
 
 
 def recorded(cell: str, key: str, scale: float = 1.0) -> Read:

@@ -96,13 +96,18 @@ def text(result: dict[str, Any]) -> str:
 
 def _rows(item: dict[str, Any]) -> list[str]:
     name = f"{item['key']} {item['title']}"
-    problems = [f"| {name} | | | | {why} | **{item['verdict']}** |" for why in item["problems"]]
+    problems = [f"| {name} | | | | {why} | {_marked(item)} |" for why in item["problems"]]
     return problems + [
-        f"| {name} | {each['name']} | {value(each)} | {each['expected']} | {each['why']} | "
-        + (each["verdict"] if each["verdict"] in ("holds", "noted") else f"**{each['verdict']}**")
-        + " |"
+        f"| {name} | {each['name']} | {value(each)} | {each['expected']} | {each['why']} "
+        f"| {_marked(each)} |"
         for each in item["figures"]
     ]
+
+
+def _marked(judged: dict[str, Any]) -> str:
+    """A verdict; in bold what somebody should look at."""
+    verdict = judged["verdict"]
+    return f"**{verdict}**" if verdict in ("differs", "failed") else verdict
 
 
 def _commands(items: list[dict[str, Any]]) -> list[str]:

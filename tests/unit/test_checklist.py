@@ -16,6 +16,7 @@ from lab import plot, profile_layers, study
 from lab.analysis.timeline import write_trace
 from lab.benchmarks import request
 from lab.checklist import check, page
+from lab.checklist.figures import value
 from lab.checklist.item import Command, Figure, Item, Machine, Results
 from lab.config import check_batch, load
 from lab.measure.spans import Span
@@ -232,6 +233,7 @@ def test_a_figure_that_nobody_can_expect_is_noted(tmp_path: Path) -> None:
     figure = Figure("x", "s", lambda _: 7.0, 0, 1, "why")
     assert check.judge(figure, Results(tmp_path))["verdict"] == "differs"
     assert check.judge(replace(figure, known=False), Results(tmp_path))["verdict"] == "noted"
-    unseen = replace(figure, read=lambda _: float("nan"))
+    (tmp_path / "hardware.json").write_text('{"max_sm_mhz": null}')
+    unseen = replace(figure, read=value("hardware", "max_sm_mhz"))
     assert check.judge(unseen, Results(tmp_path))["verdict"] == "noted"
     assert (figure.expected(), page.value({"value": None, "unit": "s"})) == ("0 to 1", "- s")
