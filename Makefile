@@ -1,4 +1,4 @@
-# make run | test | curves | lint | format | horovod | gpu
+# make run | test | curves | lint | format | horovod | gpu | gpu-first-hour
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ RANKS  ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || e
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 
-.PHONY: run test curves lint format horovod gpu
+.PHONY: run test curves lint format horovod gpu gpu-first-hour
 
 export OMP_NUM_THREADS ?= 1
 
@@ -30,8 +30,12 @@ lint: $(VENV)/.dev
 
 horovod: $(VENV)/.horovod
 
+gpu: export LAB_TEST_DEVICE ?= cuda
 gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu tests/unit/test_codec.py -v > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
+
+gpu-first-hour: $(VENV)/.dev
+	$(BIN)/python -m lab.first_hour
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

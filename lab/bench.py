@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from lab.benchmarks.request import BENCHES, OWN, Request, read
-from lab.benchmarks.start import REFUSED, RanksFailed, answer, ask_ranks, is_rank, was_asked
+from lab.benchmarks.start import (
+    REFUSED,
+    RanksFailed,
+    answer,
+    ask_ranks,
+    is_rank,
+    was_asked,
+    with_world_size,
+)
 from lab.cli import answer_help, report_error
 from lab.config import ConfigError
 from lab.distributed.launcher import is_first_rank
@@ -70,6 +78,7 @@ def _measure(request: Request) -> dict[str, Any] | None:
     benchmark = importlib.import_module(f"lab.benchmarks.{request.bench}")
     if is_rank():
         return benchmark.measure(request)
+    request = with_world_size(request)
     if BENCHES[request.bench].apart:
         return benchmark.combine(list(_one_by_one(request)))
     if request.own.get("world_size", 1) == 1 and not request.cluster():

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from dataclasses import astuple
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ EXAMPLES = (
     "batch_size=256 precision=bf16",
 )
 FEWER = 4  # the second batch is so many times smaller
+KERNELS = "kernels of a step but the optimizer's, by torch.profiler:"
+CHECKED = 5  # steps of which torch.profiler counts the kernels
 DEFAULTS = ("strategy=none", "steps=30")
 
 
@@ -44,8 +47,8 @@ def main(arguments: list[str]) -> int:
     try:
         settings = [argument for argument in arguments if not argument.startswith("out=")]
         out = _out([argument for argument in arguments if argument not in settings])
-        profile = measure(_configs(settings), out.stem if out else "measured", settings)
-        _present(profile, out)
+        profile, kernels_ms = measure(_configs(settings), out.stem if out else "measured", settings)
+        _present(profile, kernels_ms, out)
         return 0
     except ConfigError as error:
         report_error("lab.profile_layers", error)
@@ -55,8 +58,12 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
-def measure(configs: list[DictConfig], name: str, settings: list[str]) -> Profile:
-    """The profile of a model on the device at hand.
+def measure(
+    configs: list[DictConfig], name: str, settings: list[str]
+) -> tuple[Profile, float | None]:
+    """The profile of a model on the device at hand; on a GPU also what torch.profiler finds.
+
+    That is the time of all kernels of a step but the optimizer's, in ms, at the batch of reference.
 
     Args:
         configs: of the run at the batch of reference, and at a smaller one.
@@ -74,12 +81,13 @@ def measure(configs: list[DictConfig], name: str, settings: list[str]) -> Profil
     world = join(configs[0])
     try:
         whole, fewer = (_layers(config, world) for config in configs)
+        kernels_ms = _kernels_ms(configs[0], world) if world.device.type == "cuda" else None
         command = shlex.join(["python", "-m", "lab.profile_layers", *settings])
         source = f"measured on {device_and_torch(world.device)}: {command}"
     finally:
         worlds.stop()
     layers = with_fixed_parts(whole, fewer, configs[0].batch_size / configs[1].batch_size)
-    return Profile(name, source, configs[0].batch_size, tuple(layers))
+    return Profile(name, source, configs[0].batch_size, tuple(layers)), kernels_ms
 
 
 def table(profile: Profile) -> str:
@@ -120,6 +128,19 @@ def _layers(config: DictConfig, world: World) -> list[Layer]:
     return clock.layers(config.warmup_steps)
 
 
+def _kernels_ms(config: DictConfig, world: World) -> float:
+    from lab.benchmarks.step import assembled
+    from lab.measure.kernels import kernels_ms, profiled
+
+    with assembled(config, world) as part:
+        steps = part.trainer.steps()
+        for _ in islice(steps, config.warmup_steps):
+            pass
+        with profiled() as profiler:
+            num_steps = sum(1 for _ in islice(steps, CHECKED))
+    return kernels_ms(profiler.key_averages(), num_steps)
+
+
 def _configs(settings: list[str]) -> list[DictConfig]:
     """The run's settings as they were given, and with a smaller batch."""
     for setting in settings:
@@ -150,8 +171,11 @@ def _out(given: list[str]) -> Path | None:
     return path
 
 
-def _present(profile: Profile, out: Path | None) -> None:
+def _present(profile: Profile, kernels_ms: float | None, out: Path | None) -> None:
     print(table(profile))
+    if kernels_ms is not None:
+        whole_ms = sum(layer.forward_ms + layer.backward_ms for layer in profile.layers)
+        print(f"\nlayers {whole_ms:.3f} ms; {KERNELS} {kernels_ms:.3f} ms")
     if out is None:
         print(f"\n{profile.to_yaml()}", end="")
         return

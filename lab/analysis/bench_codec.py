@@ -11,7 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from lab.analysis import style
-from lab.analysis.bench_text import about, as_interval, machine, ranged
+from lab.analysis.bench_text import about, as_interval, in_cache, machine, ranged, with_host_time
+from lab.measure.profile import VALUE_BYTES
 
 COLOURS = {"encode": style.BLUE, "decode": style.ORANGE}
 TEXTS = {"encode": "encode, with residual", "decode": "decode and add"}
@@ -25,7 +26,8 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     """A header, a line for the memory-bound operation, and two for each codec."""
     memory = result["reference"]
     first = [memory["name"], "", "", *_times(memory), "1", "1", str(memory["num_rounds"]), ""]
-    return [HEADER, first, *(_line(row) for row in result["rows"])]
+    lines = [HEADER, first, *(_line(row) for row in result["rows"])]
+    return with_host_time(lines, [memory, *result["rows"]])
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -35,6 +37,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",
         f"ratio: of times, to {result['reference']['name']} right before or after, with 95 % "
         "intervals; GB/s: of what must be read and written at least, once",
+        *in_cache(result, VALUE_BYTES * result["num_values"]),
     ]
 
 
@@ -104,5 +107,5 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 
 def _times(row: dict[str, Any]) -> list[str]:
-    times = [f"{1e3 * row['time_s'][key]:.2f}" for key in ("median", "mad")]
+    times = [f"{1e3 * row['time_s'][key]:.3f}" for key in ("median", "mad")]
     return [*times, f"{row['gb_per_s']:.2f}"]

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from lab.analysis import style
-from lab.analysis.bench_text import about, as_interval, machine, ranged
+from lab.analysis.bench_text import about, as_interval, in_cache, machine, ranged, with_host_time
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
@@ -23,7 +23,7 @@ HEADER = [
 
 def table(result: dict[str, Any]) -> list[list[str]]:
     """A header, and a line for each size and algorithm."""
-    return [HEADER, *(_line(row) for row in result["rows"])]
+    return with_host_time([HEADER, *(_line(row) for row in result["rows"])], result["rows"])
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -33,6 +33,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"({result['backend']}); a call takes as long as on its slowest rank",
         "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: of times, with 95 % intervals",
         "of bound: what the busiest rank sends and receives, at the rate of sendrecv, / time",
+        *in_cache(result, min(row["size_bytes"] for row in result["rows"])),
     ]
 
 

@@ -22,6 +22,26 @@ def aligned(table: list[list[str]]) -> list[str]:
     ]
 
 
+def with_host_time(lines: list[list[str]], rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The lines, and where rows have it, what the host took to queue each row's call."""
+    times = [row.get("host_s") for row in rows]
+    if not any(times):
+        return lines
+    texts = ["host (us)", *("-" if each is None else f"{1e6 * each:.1f}" for each in times)]
+    return [[*line, text] for line, text in zip(lines, texts, strict=True)]
+
+
+def in_cache(result: dict[str, Any], smallest_bytes: int) -> list[str]:
+    """On a GPU: what the host's times are, and whether the smallest tensors stay in its cache."""
+    cache = result.get("cache_bytes")
+    if not cache:
+        return []
+    notes = ["host: what it takes to queue a call; above the call's time, launches are the limit"]
+    if smallest_bytes <= cache:
+        notes.append(f"tensors of up to {cache / 1e6:.0f} MB stay in the GPU's cache between calls")
+    return notes
+
+
 def ranged(value: Named | None, scale: float = 1.0) -> str:
     """The text 1.02 [0.99, 1.05], or what is known of it."""
     known = as_interval(value).scaled(scale)

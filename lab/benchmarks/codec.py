@@ -7,7 +7,6 @@ operation it is compared with. All tensors are written before anything is timed.
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from lab.benchmarks import turns
 from lab.benchmarks.baselines import DeepSpeedLike, GraceLike
-from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.benchmarks.request import NUM_VALUES, VALUE_BYTES, Request
+from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
 from lab.codec import native, onebit, reference
 from lab.config import ConfigError
 from lab.distributed.world import check_gpus
@@ -75,45 +75,57 @@ CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
 
 @dataclass
 class Operation:
-    """One thing that is timed, and its times beside those of the memory-bound reference."""
+    """One thing that is timed, and its times beside those of the memory-bound reference.
+
+    Attributes:
+        num_calls: timed together in one turn.
+        host_s: what the host took to queue a call; empty on CPUs.
+    """
 
     codec: str
     name: str
     run: Callable[[], None]
     moved_bytes: int
+    num_calls: int
     own_s: list[float] = field(default_factory=list)
     reference_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
 
     def wants_turn(self) -> bool:
-        return len(self.own_s) < FEWEST_ROUNDS or sum(self.own_s) < BUDGET_S
+        return len(self.own_s) < FEWEST_ROUNDS or self.num_calls * sum(self.own_s) < BUDGET_S
 
 
 def measure(request: Request) -> dict[str, Any]:
     """The result.
 
     Raises:
-        ConfigError: an unknown codec, fewer values than columns, or a GPU that is not there.
+        ConfigError: an unknown codec, fewer values than columns or more than fit, or a GPU that is
+            not there.
     """
     own, wanted = request.own, request.variants[0].config.device
     names = own["codec"] or list(CODECS)
     for name in names:
         if name not in CODECS:
             raise ConfigError(f"codec={name}: allowed are {', '.join(CODECS)}")
-    rows = own["num_values"] // own["columns"]
-    if rows == 0:
-        raise ConfigError(
-            f"num_values={own['num_values']}: must be at least columns={own['columns']}"
-        )
     try:
         device = torch.device("cuda" if check_gpus(wanted, 1) else "cpu")
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    num_values = own["num_values"] or NUM_VALUES[device.type]
+    rows = num_values // own["columns"]
+    if rows == 0:
+        raise ConfigError(f"num_values={num_values}: must be at least columns={own['columns']}")
     torch.set_num_threads(own["threads"])
+    try:
+        measured = _measure_all(names, (rows, own["columns"]), device, own["rounds"])
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"num_values={num_values}: too many for this GPU's memory") from None
     return {
-        **_measure_all(names, (rows, own["columns"]), device, own["rounds"]),
+        **measured,
         "shape": [rows, own["columns"]],
         "num_values": rows * own["columns"],
         "device": device.type,
+        "cache_bytes": cache_bytes(device),
         "kernels": kernels(device),
         "emulation": _emulation(own["threads"], device),
         "environment": environment(1),
@@ -128,13 +140,15 @@ def _measure_all(
     out = torch.ones(shape, device=device)
     codecs = {name: CODECS[name](shape[0], shape[1], device) for name in names}
     wrong = {name: count_wrong(codec, gradient, residual) for name, codec in codecs.items()}
+    together = NUM_CALLS if device.type == "cuda" else 1
     operations = []
     for name, codec in codecs.items():
         moved = VALUE_BYTES * gradient.numel()  # once through memory: what no codec can avoid
         encode = partial(codec.encode, gradient, residual)
+        decode = partial(codec.decode, out)
         operations += [
-            Operation(name, "encode", encode, 3 * moved + codec.payload_bytes),
-            Operation(name, "decode", partial(codec.decode, out), 2 * moved + codec.payload_bytes),
+            Operation(name, "encode", encode, 3 * moved + codec.payload_bytes, together),
+            Operation(name, "decode", decode, 2 * moved + codec.payload_bytes, together),
         ]
     against, reference_bytes, run = _reference(gradient, residual, out)
     for number in turns.progress(range(num_rounds), 0):
@@ -191,11 +205,10 @@ def _take_turn(
 ) -> None:
     pair = [(operation.reference_s, run), (operation.own_s, operation.run)]
     for seconds, call in pair if reference_first else reversed(pair):
-        turns.synchronize(device)
-        began = time.perf_counter()
-        call()
-        turns.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        took = per_call(call, operation.num_calls, device)
+        seconds.append(took.call_s)
+        if call is operation.run and took.host_s is not None:
+            operation.host_s.append(took.host_s)
 
 
 def _row(
@@ -210,6 +223,7 @@ def _row(
         "ratio": turns.ratio(own, other),
         "of_bandwidth": turns.interval(lambda took, memory: share * memory / took, own, other),
         "bits_per_value": 8 * payload_bytes / num_values,
+        "host_s": turns.middle(operation.host_s)["median"] if operation.host_s else None,
     }
 
 

@@ -8,9 +8,9 @@ and recv has in the same run while all ranks are in pairs and one of each sends 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from lab.assemble import join
 from lab.benchmarks import turns
 from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
 from lab.config import ConfigError, build
 from lab.distributed import world as worlds
 from lab.distributed.comm import Comm
@@ -30,8 +31,7 @@ from lab.exchange.exchange import Exchange
 from lab.report import surroundings
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
-NUM_CALLS = 20  # timed together, as nccl-tests does; fewer where they move more than
-CALLS_BYTES = 2**22
+CALLS_BYTES = 2**22  # where the host waits for each call, no more are timed together
 LARGEST_SUM = 256  # whole numbers up to it are exact even in bfloat16
 
 
@@ -51,7 +51,11 @@ def measure(request: Request) -> dict[str, Any] | None:
         ConfigError: a single rank, or an exchange that is no all-reduce or cannot run here.
     """
     if request.own["world_size"] == 1:
-        raise ConfigError("world_size=1: nothing is exchanged; must be at least 2")
+        raise ConfigError(
+            "world_size=1: nothing is exchanged; must be at least 2. With one GPU set device=cpu, "
+            "or world_size=2 share_gpus=true backend=gloo exchange=bf16 (Gloo has no send and recv "
+            "on GPUs)"
+        )
     world = join(request.variants[0].config)
     try:
         exchanges = {v.label: build(v.config.exchange) for v in request.variants}
@@ -67,6 +71,7 @@ def measure(request: Request) -> dict[str, Any] | None:
             "num_rounds": num_rounds,
             "world_size": world.size,
             "backend": world.comm.backend,
+            "cache_bytes": cache_bytes(world.device),
             **surroundings(world),
         }
         return result if world.rank == 0 else None
@@ -107,19 +112,36 @@ def measure_size(
     flat = torch.empty(size // VALUE_BYTES, device=world.device)
     before = [count_wrong(each, flat, world.rank, world.comm) for each in contestants]  # warms up
     sent = [_busiest_bytes(each, flat, world) for each in contestants]
-    num_calls = max(1, min(NUM_CALLS, CALLS_BYTES // size))
-    own_s = np.empty((len(contestants), num_rounds))
+    num_calls = calls_together(size, world)
+    align = _aligner(world)
+    own_s = np.full((2, len(contestants), num_rounds), np.nan)
     for number in range(num_rounds):
         for index in turns.order(len(contestants), number):
-            own_s[index, number] = _call_seconds(contestants[index], flat, num_calls, world)
+            run = partial(contestants[index].run, flat, world.comm)
+            took = per_call(run, num_calls, world.device, align)
+            own_s[:, index, number] = took.call_s, took.host_s or np.nan
     after = [count_wrong(each, flat, world.rank, world.comm) for each in contestants]
     wrong = world.gather(torch.tensor([before, after])).sum(dim=(0, 1)).tolist()
-    seconds = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()  # of the slowest rank
-    times = {each.name: taken for each, taken in zip(contestants, seconds, strict=True)}
+    calls_s, hosts_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()  # of the slowest
+    times = {each.name: taken for each, taken in zip(contestants, calls_s, strict=True)}
     return [
         _row(each.name, size, times, num_wrong, busiest, world.size)
-        for each, num_wrong, busiest in zip(contestants, wrong, sent, strict=True)
+        | {"host_s": float(np.median(host_s)) if world.device.type == "cuda" else None}
+        for each, num_wrong, busiest, host_s in zip(contestants, wrong, sent, hosts_s, strict=True)
     ]
+
+
+def calls_together(size: int, world: World) -> int:
+    """How many calls on `size` bytes are timed together: fewer large ones, unless in a stream."""
+    most = NUM_CALLS if world.comm.backend == "nccl" else CALLS_BYTES // size
+    return max(1, min(NUM_CALLS, most))
+
+
+def _aligner(world: World) -> Callable[[], None]:
+    """What ranks leave together: by their streams an all-reduce, by their hosts a barrier."""
+    if world.device.type == "cpu":
+        return world.barrier
+    return partial(world.comm.all_reduce, torch.zeros(1, device=world.device))
 
 
 def count_wrong(contestant: Contestant, flat: Tensor, rank: int, comm: Comm) -> int:
@@ -173,16 +195,6 @@ def _busiest_bytes(contestant: Contestant, flat: Tensor, world: World) -> int:
     before = world.comm.traffic.payload_bytes
     contestant.run(flat, world.comm)
     return int(world.gather(torch.tensor(world.comm.traffic.payload_bytes - before)).max())
-
-
-def _call_seconds(contestant: Contestant, flat: Tensor, num_calls: int, world: World) -> float:
-    turns.synchronize(world.device)
-    world.barrier()
-    began = time.perf_counter()
-    for _ in range(num_calls):
-        contestant.run(flat, world.comm)
-    turns.synchronize(world.device)
-    return (time.perf_counter() - began) / num_calls
 
 
 def _row(

@@ -17,13 +17,18 @@ from lab.distributed.launcher import was_launched, world_size
 
 UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 VALUE_BYTES = 4  # everything here is float32
+NUM_RANKS = 2  # where nothing says otherwise
+NUM_VALUES = {"cpu": 25_000_000, "cuda": 400_000_000}  # beyond the caches: those of GPUs are large
 OWN = {
     "out": ("null", "FILE.json for the result; its figure goes beside it"),
-    "world_size": ("2", "ranks to start, where no launcher has (recording: 1)"),
+    "world_size": (
+        "null",
+        "ranks to start, where no launcher has; null: 2, or 1 with one GPU (recording: 1)",
+    ),
     "rounds": ("20", "collective, codec: how often everything takes its turn"),
     "sizes": ("[4kb,64kb,1mb,16mb,64mb]", "collective: of the tensor"),
     "codec": ("null", "codec: a list of those to measure; null: all"),
-    "num_values": ("25_000_000", "codec: float32 values"),
+    "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
     "columns": ("4096", "codec: values that share two reconstruction values"),
     "threads": ("2", "codec: of each operation, on CPUs"),
 }
@@ -95,7 +100,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Request:
-    """A benchmark, what it compares, and its own settings, parsed."""
+    """A benchmark, what it compares, and its own settings, parsed.
+
+    Attributes:
+        own: by key; None where the machine decides (world_size, num_values).
+    """
 
     bench: str
     variants: list[Variant]
@@ -105,7 +114,7 @@ class Request:
     def cluster(self, alone: Variant | None = None) -> Cluster | None:
         """The emulated one that ranks are started on, if any: for all variants, or `alone`."""
         config = (alone or self.variants[0]).config
-        return cluster_of(config, self.own.get("world_size"))
+        return cluster_of(config, self.own.get("world_size") or NUM_RANKS)
 
     @property
     def over_horovod(self) -> bool:
@@ -141,7 +150,7 @@ def read(arguments: list[str]) -> Request:
     own = {key: PARSERS.get(key, whole_number)(key, text) for key, text in texts.items()}
     variants = _variants(name, others)
     for variant in () if BENCHES[name].only else variants:
-        check_batch(variant.config, own["world_size"])
+        check_batch(variant.config, own["world_size"] or NUM_RANKS)
     request = Request(name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not BENCHES[name].apart:
         raise ConfigError("cluster: what is compared takes turns on the same one")
@@ -157,6 +166,10 @@ def whole_number(key: str, text: str) -> int:
     if not re.fullmatch(r"\d+(_\d+)*", text) or int(text) < 1:
         raise ConfigError(f"{key}={text}: must be an integer of at least 1")
     return int(text)
+
+
+def _number_or_null(key: str, text: str) -> int | None:
+    return None if text == "null" else whole_number(key, text)
 
 
 def sizes_in_bytes(key: str, text: str) -> list[int]:
@@ -194,6 +207,8 @@ def _json_file(key: str, text: str) -> Path | None:
 PARSERS: dict[str, Callable[[str, str], Any]] = {
     "sizes": sizes_in_bytes,
     "codec": _names,
+    "num_values": _number_or_null,
+    "world_size": _number_or_null,
     "out": _json_file,
 }
 

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.request import BENCHES, Request, Variant
+from lab.benchmarks.request import BENCHES, NUM_RANKS, Request, Variant
 from lab.config import ConfigError
 from lab.distributed.launcher import was_launched
 from lab.record.files import write_json
@@ -30,6 +31,27 @@ def was_asked() -> bool:
 def is_rank() -> bool:
     """Whether this process is one of the ranks, started from here or by the user's launcher."""
     return was_asked() or was_launched()
+
+
+def with_world_size(request: Request) -> Request:
+    """The request with a number of ranks: what it asks for, or NUM_RANKS as far as GPUs go.
+
+    Raises:
+        ConfigError: GPUs are asked for, and there is none.
+    """
+    if request.own.get("world_size", 0) is not None:
+        return request
+    import torch
+
+    from lab.distributed.world import check_gpus
+
+    config = request.variants[0].config
+    try:
+        alone = check_gpus(config.device, 1) and not config.share_gpus
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    most = torch.cuda.device_count() if alone else NUM_RANKS
+    return replace(request, own={**request.own, "world_size": min(NUM_RANKS, most)})
 
 
 def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -57,9 +56,3 @@ def progress(rounds: Iterable[T], rank: int, total: int | None = None) -> Iterab
     """The rounds, with a bar on rank 0; seldom drawn where nobody looks."""
     every_s = 0.5 if sys.stderr.isatty() else 10
     return tqdm(rounds, total=total, disable=rank != 0, mininterval=every_s, unit="round")
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done what was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

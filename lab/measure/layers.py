@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lab.measure.clock import Mark, mark, seconds
+from lab.measure.hold import hold
 from lab.measure.profile import Layer
 
 
@@ -39,6 +42,9 @@ class LayerClock:
     own), in backward from the last gradient of the layer above to its own (the loss is the last
     layer's).
 
+    On a GPU each pass is queued behind what holds the stream for as long as the host takes to
+    launch a pass: a layer then lasts as long as its kernels.
+
     A context manager: hooks live between `__enter__` and `__exit__`.
 
     Args:
@@ -55,6 +61,8 @@ class LayerClock:
         }
         self._passes: list[Pass] = []
         self._hooks: list[RemovableHandle] = []
+        # Of the host: when a pass began, when its last gradient was noted, and the shortest pass.
+        self._begun_s, self._noted_s, self._launch_s = 0.0, math.inf, math.inf
 
     def __enter__(self) -> Self:
         self._hooks = [
@@ -94,6 +102,11 @@ class LayerClock:
         ]
 
     def _begin(self, *_: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # or the host gets further ahead at each pass
+            self._launch_s = min(self._launch_s, self._noted_s - self._begun_s)
+            hold(self._launch_s)
+        self._begun_s = time.perf_counter()
         self._passes.append(Pass(mark(self._device)))
 
     def _turn(self, *_: Any) -> None:
@@ -102,6 +115,7 @@ class LayerClock:
     def _note(self, way: str, name: str) -> Callable[..., None]:
         def note(*_: Any) -> None:
             getattr(self._passes[-1], way).append((name, mark(self._device)))
+            self._noted_s = time.perf_counter()
 
         return note
 

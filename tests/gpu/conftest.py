@@ -1,6 +1,7 @@
 """Tests that need a GPU: `make gpu` runs them and writes gpu.log.
 
-LAB_TEST_DEVICE=cpu runs the same cases on a CPU, to find mistakes in the tests themselves.
+LAB_TEST_DEVICE=cuda, as `make gpu` sets it, wants a GPU; without it the tests are skipped where
+there is none. LAB_TEST_DEVICE=cpu runs the same cases on a CPU, to find mistakes in the tests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,21 @@ import torch
 
 from lab.measure.environment import environment, git_commit
 
-DEVICE = os.environ.get("LAB_TEST_DEVICE", "cuda")
+WANTED = os.environ.get("LAB_TEST_DEVICE")
+DEVICE = WANTED or "cuda"
+
+
+def pytest_sessionstart() -> None:
+    """Refuse to run where GPUs are wanted and there is none: all skipped would look like success.
+
+    Raises:
+        pytest.UsageError: pytest prints it as one line.
+    """
+    if WANTED == "cuda" and not torch.cuda.is_available():
+        built = f"built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
+        raise pytest.UsageError(
+            f"LAB_TEST_DEVICE=cuda: no GPU that torch {torch.__version__} ({built}) can use"
+        )
 
 
 def pytest_report_header() -> list[str]:

@@ -1,69 +1,28 @@
 """Every strategy on one GPU, by NCCL alone or as several ranks that share it, as an emulation.
 
-NCCL refuses two ranks on one GPU unless each believes to be on a host of its own (NCCL_HOSTID), or
-NCCL is new enough for NCCL_MULTI_RANK_GPU_ENABLE. `sharing` finds out what this machine allows;
-Gloo moves CUDA tensors on every one, but has no send and recv for them.
+The GPU is the first one, also where there are several: test_several_gpus.py has those.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
 
-from tests.distributed.ranks import STRATEGIES, Outcome, execute, join, spawn
-from tests.distributed.test_strategies import EXACT, distance
+from tests.distributed.ranks import STRATEGIES
 from tests.gpu.conftest import DEVICE
-
-RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
-NEED_SEND_RECV = ("tree", "tree_pipelined", "tree_double", "ring", "star")
-
-
-def on_gpu(settings: tuple[str, ...], sharing: str = "gloo") -> Outcome:
-    """One rank of a run on the GPU that all share."""
-    allow_sharing(sharing)
-    backend = "backend=nccl" if sharing.startswith("nccl") else "backend=gloo"
-    alone = os.environ["WORLD_SIZE"] == "1" and DEVICE == "cuda"
-    return execute(
-        (f"device={DEVICE}", "share_gpus=true", "backend=auto" if alone else backend, *settings)
-    )
-
-
-def allow_sharing(sharing: str) -> None:
-    if sharing == "nccl by host":
-        os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
-    if sharing == "nccl by switch":
-        os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
-
-
-def reduce_once(sharing: str) -> float:
-    """Whether two NCCL ranks on one GPU can do anything at all."""
-    allow_sharing(sharing)
-    world = join("device=cuda", "share_gpus=true", "backend=nccl", "exchange_timeout_s=20")
-    ones = torch.ones(1000, device=world.device)
-    world.comm.all_reduce(ones)
-    return float(ones.sum())
+from tests.gpu.runs import (
+    RUN,
+    check_exact,
+    first_way_to_share,
+    needs_send_recv,
+    train,
+    train_on_cpu,
+    transform_of,
+)
 
 
 @pytest.fixture(scope="module")
 def sharing() -> str:
-    """The first way to share the GPU that works."""
-    for way in ("nccl by host", "nccl by switch") if DEVICE == "cuda" else ():
-        try:
-            if spawn(2, reduce_once, way, timeout_s=60) == [2000.0, 2000.0]:
-                return way
-        except AssertionError:
-            continue
-    return "gloo"
-
-
-def train(size: int, *settings: str, sharing: str = "gloo") -> list[Outcome]:
-    return spawn(size, on_gpu, settings, sharing, timeout_s=100)
-
-
-def on_cpu(*settings: str) -> Outcome:
-    return spawn(1, execute, settings)[0]
+    return first_way_to_share()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -72,26 +31,20 @@ def test_alone_on_its_gpu(strategy: str) -> None:
     assert outcome.record["status"] == "done"
     assert outcome.record["device"] == DEVICE
     assert outcome.record["backend"] == ("nccl" if DEVICE == "cuda" else "gloo")
-    if strategy in EXACT:
-        transform = "fc1x1" if strategy == "fc1x1" else "none"
-        reference = on_cpu("strategy=none", f"transform={transform}", *RUN)
-        weights = {name: weight.cpu() for name, weight in outcome.weights.items()}
-        assert distance(weights, reference.weights) < 1e-3  # GPUs multiply in TF32 and other orders
+    check_exact(strategy, outcome, train_on_cpu("strategy=none", transform_of(strategy), *RUN))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shared_by_several_ranks(strategy: str, size: int, sharing: str) -> None:
-    if sharing == "gloo" and DEVICE == "cuda" and strategy in NEED_SEND_RECV:
+    if sharing == "gloo" and DEVICE == "cuda" and needs_send_recv(strategy):
         pytest.skip("NCCL refuses to share this GPU, and Gloo has no send and recv on GPUs")
     outcomes = train(size, f"strategy={strategy}", *RUN, sharing=sharing)
     assert {outcome.record["status"] for outcome in outcomes} == {"done"}
     if DEVICE == "cuda":
         assert "share 1 GPU" in outcomes[0].record["emulation"]
-    if strategy in EXACT:
-        transform = "fc1x1" if strategy == "fc1x1" else "none"
-        (alone,) = train(1, "strategy=none", f"transform={transform}", *RUN)
-        assert distance(outcomes[0].weights, alone.weights) < 1e-3
+    (alone,) = train(1, "strategy=none", transform_of(strategy), *RUN)
+    check_exact(strategy, outcomes[0], alone)
 
 
 @pytest.mark.parametrize("exchange", ["allreduce", "onebit", "bf16"])

@@ -254,8 +254,8 @@ def results() -> dict[str, dict[str, Any]]:
         for size in (4096, 2**20)
         for name in by_algorithm
     ]
-    operation = codec.Operation("onebit", "encode", lambda: None, 10**6, [0.1] * 3, [0.1] * 3)
-    slow = codec.Operation("grace_like", "decode", lambda: None, 10**6, [5.0], [0.1])
+    operation = codec.Operation("onebit", "encode", lambda: None, 10**6, 1, [0.1] * 3, [0.1] * 3)
+    slow = codec.Operation("grace_like", "decode", lambda: None, 10**6, 1, [5.0], [0.1])
     coded = [{**codec._row(each, 10**6, 10, 10), "wrong": 0} for each in (operation, slow)]
     reference = {"name": "torch.add(a, b, out=c)", **codec._rate([0.1], 10**6)}
     kernels = {"kernels": {"level": "AVX2", "compiler": "c++ 1"}, "device": "cpu"}

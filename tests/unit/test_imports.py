@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "record": {"measure"},
     "analysis": {"measure", "record"},
     "simulate": {"config", "exchange", "measure", "analysis"},
+    "checklist": {"config", "record", "measure", "analysis"},
     "cluster": {"config", "cli", "distributed", "measure"},
 }
 ONLY_IN = {
@@ -33,7 +34,7 @@ ONLY_IN = {
 }
 COMMANDS = (
     *("train", "sweep", "plot", "bench", "predict", "verify", "explain", "profile_layers"),
-    "cluster.__main__",
+    *("first_hour", "cluster.__main__"),
 )
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from torch.autograd import DeviceType
 
 from lab import profile_layers
 from lab.measure import layers
+from lab.measure.kernels import kernels_ms
 from lab.measure.layers import LayerClock, with_fixed_parts
 from lab.measure.profile import Layer, Profile
+from tests.fake_gpu import CUDA, FakeGpu
 from tests.unit.test_replay import PROFILE, Time, replay, train
 
 CPU = torch.device("cpu")
@@ -63,6 +68,55 @@ def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
         assert same.parameters == layer.parameters
         assert same.backward_ms == pytest.approx(layer.backward_ms)
     assert sum(layer.forward_ms for layer in found.values()) == pytest.approx(90)
+
+
+def launched(gpu: FakeGpu) -> nn.Module:
+    """Two layers, whose kernels run for 20 us forward and 40 us backward, and launch in 100 us."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for layer in model:
+        layer.register_forward_hook(lambda *_: gpu.kernel("forward", 2e-5, launch_s=1e-4))
+        for parameter in layer.parameters():
+            parameter.register_hook(lambda _: gpu.kernel("backward", 2e-5, launch_s=1e-4))
+    return model
+
+
+def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    gpu.install(monkeypatch, layers)
+    model = launched(gpu)
+    with LayerClock(model, CUDA) as clock:
+        for _ in range(4):
+            model(torch.ones(2, 3)).sum().backward()
+            gpu.host_s += 5e-3  # what else a step has to do
+    for layer in clock.layers(warmup=1):
+        assert layer.forward_ms == pytest.approx(0.02), layer.name
+        assert layer.backward_ms == pytest.approx(0.04), layer.name
+    assert gpu.log.count("sleep") == 4
+
+
+class Averages(list[Any]):
+    """What torch.profiler's key_averages() gives: microseconds."""
+
+    def add(self, key: str, kind: str, own_us: float, whole_us: float, note: bool = False) -> None:
+        self.append(
+            SimpleNamespace(
+                key=key,
+                device_type=getattr(DeviceType, kind),
+                self_device_time_total=own_us,
+                device_time_total=whole_us,
+                is_user_annotation=note,
+            )
+        )
+
+
+def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
+    averages = Averages()
+    averages.add("aten::conv", "CPU", 900, 900)  # what it launched, which is listed itself
+    averages.add("conv_kernel", "CUDA", 900, 900)
+    averages.add("sgd_kernel", "CUDA", 60, 60)
+    averages.add("Optimizer.step#SGD.step", "CPU", 0, 60)
+    averages.add("Optimizer.step#SGD.step", "CUDA", 75, 75, note=True)
+    assert kernels_ms(averages, num_steps=3) == pytest.approx(0.3)
 
 
 def test_the_fixed_part_is_what_a_line_has_at_no_images() -> None:

@@ -1,0 +1,135 @@
+"""What a checklist is made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUNS = "runs"  # the lab's own default
+STUDY = "first_hour"  # of all runs that a checklist starts
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the lab, or another Python program.
+
+    Attributes:
+        name: of the files that it leaves; a run's is its cell's too.
+        words: what follows `python`.
+        num_ranks: how many torchrun starts; 0: it is started as it is.
+        one_gpu: it sees the first GPU alone.
+        code: the exit code that it must have.
+        counts_processes: nvidia-smi is asked meanwhile who uses GPUs.
+        stop_rank_after_s: then its rank 1 is stopped (SIGSTOP), as a lost one would be.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    num_ranks: int = 0
+    one_gpu: bool = False
+    code: int = 0
+    counts_processes: bool = False
+    stop_rank_after_s: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What commands have left: by name, their output, their JSON, and the records of runs."""
+
+    folder: Path
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / f"{name}.json").read_text())
+
+    def output(self, name: str) -> str:
+        """What a command printed, on both of its streams."""
+        return (self.folder / f"{name}.out").read_text(errors="replace")
+
+    def ended(self, name: str) -> dict[str, Any]:
+        """How a command ended: see lab.checklist.process.run."""
+        return self.json(f"{name}.ended")
+
+    def run(self, cell: str) -> Path:
+        """The directory of a run."""
+        return Path(RUNS) / STUDY / cell
+
+    def record(self, cell: str) -> dict[str, Any]:
+        return json.loads((self.run(cell) / "record.json").read_text())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number, and between which two it is expected.
+
+    Attributes:
+        why: what the expectation rests on. None of them was measured: they are estimates.
+        known: whether there is one for this machine; elsewhere the number is noted.
+    """
+
+    name: str
+    unit: str
+    read: Callable[[Results], float]
+    low: float
+    high: float
+    why: str
+    known: bool = True
+
+    def expected(self) -> str:
+        """The range in words."""
+        if not self.known:
+            return "not known for this machine"
+        if self.low == self.high:
+            return f"{self.low:g}"
+        if math.isinf(self.high):
+            return f"at least {self.low:g}"
+        return f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the checklist.
+
+    Attributes:
+        key: its number, and a letter where a line has several parts: "4a".
+        num_gpus: that it needs at least.
+    """
+
+    key: str
+    title: str
+    commands: tuple[Command, ...]
+    figures: tuple[Figure, ...]
+    num_gpus: int = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a checklist is made for.
+
+    Attributes:
+        gpus: the name of each.
+        folder: where commands leave their files.
+        memory_gb_per_s: peak rate of the first GPU's memory; None: not known.
+    """
+
+    gpus: tuple[str, ...]
+    folder: Path
+    memory_gb_per_s: float | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.gpus)
+
+    def has(self, *kinds: str) -> bool:
+        """Whether the first GPU is of one of these kinds."""
+        return any(kind in self.gpus[0] for kind in kinds)
+
+
+def place(key: str) -> tuple[int, str]:
+    """Where an item stands: its number, then its letter."""
+    return int(re.sub(r"\D", "", key)), key

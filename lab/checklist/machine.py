@@ -1,0 +1,48 @@
+"""The machine that a checklist is for, and where its page goes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lab.checklist.item import Machine
+from lab.config import ConfigError
+
+ASK = ("-m", "lab.checklist.hardware")
+
+
+def query() -> dict[str, Any]:
+    """What lab.checklist.hardware finds.
+
+    Raises:
+        ConfigError: it fails, or torch can use no GPU here.
+    """
+    done = subprocess.run([sys.executable, *ASK], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(f"lab.checklist.hardware failed: {said[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not found["usable"]:
+        raise ConfigError(
+            f"no GPU that torch {found['torch']} (built for {found['built_for']}) can use; "
+            f"nvidia-smi lists {found['num_listed']}"
+        )
+    return found
+
+
+def machine_of(found: dict[str, Any], page: str | None) -> tuple[Machine, Path]:
+    """The machine, and its page: the one given, or docs/results/gpu-NAME.md."""
+    gpus = tuple(found["environment"]["gpus"])
+    path = Path(page or f"docs/results/gpu-{_name(gpus)}.md")
+    return Machine(gpus, path.with_suffix(""), found["memory_gb_per_s"]), path
+
+
+def _name(gpus: tuple[str, ...]) -> str:
+    """`h200`, or `8-h200` of eight."""
+    words = re.sub(r"nvidia|geforce|tesla", "", gpus[0].lower())
+    number = f"{len(gpus)}-" if len(gpus) > 1 else ""
+    return number + re.sub(r"[^a-z0-9]+", "-", words).strip("-")

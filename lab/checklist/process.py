@@ -1,0 +1,138 @@
+"""One command of the checklist as processes: run, watched, ended in time, and nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lab.checklist.item import Command, Results
+from lab.record.files import write_json
+
+MARK = "LAB_FIRST_HOUR"  # tells our processes from others: ranks have sessions of their own
+STOP_S = 45.0  # torchrun kills its ranks 30 s after it was asked to end
+POLL_S = 1.0
+QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
+
+
+def run(command: Command, results: Results, limit_s: float) -> dict[str, Any]:
+    """Run a command in the current directory; how it ended, which NAME.ended.json holds too.
+
+    Returns:
+        code (None if it took longer than `limit_s`), seconds, num_left (processes that it left,
+        which are ended), and as nvidia-smi saw them, if asked to: most_processes, on_one_gpu.
+    """
+    _clear(command, results)
+    marked = f"{os.getpid()}-{command.name}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **command.environment, MARK: marked}
+    if command.one_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = first_gpu()
+    most = {"most_processes": 0, "on_one_gpu": 0}
+    began = time.monotonic()
+    with (results.folder / f"{command.name}.out").open("wb") as output:
+        process = subprocess.Popen(
+            argv(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = _wait(process, command, marked, began, limit_s, most)
+        finally:
+            left = _end(process, marked)
+    found = {"code": code, "seconds": time.monotonic() - began, "num_left": left, **most}
+    write_json(results.folder / f"{command.name}.ended.json", found)
+    return found
+
+
+def argv(command: Command) -> list[str]:
+    """The command line; torchrun is a module, so that it needs no installed script."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    ranks = [*torchrun, f"--nproc-per-node={command.num_ranks}"] if command.num_ranks else []
+    return [sys.executable, *ranks, *command.words]
+
+
+def first_gpu() -> str:
+    """CUDA_VISIBLE_DEVICES of one GPU: the first that this process may use."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+
+
+def _clear(command: Command, results: Results) -> None:
+    """Remove what an earlier run of it left: it would be taken for this one's."""
+    for ending in ("out", "json", "yaml", "png", "ended.json"):
+        (results.folder / f"{command.name}.{ending}").unlink(missing_ok=True)
+    shutil.rmtree(results.run(command.name), ignore_errors=True)
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    command: Command,
+    marked: str,
+    began: float,
+    limit_s: float,
+    most: dict[str, int],
+) -> int | None:
+    stop_at = began + (command.stop_rank_after_s or limit_s)
+    while time.monotonic() < began + limit_s:
+        try:
+            return process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            if command.counts_processes:
+                _count_processes(most)
+        if time.monotonic() > stop_at:
+            stop_at = began + limit_s
+            _signal(_marked(marked, "RANK=1"), signal.SIGSTOP)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes], marked: str) -> int:
+    """End what still runs, gently first; how many processes had to be killed."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    left = _marked(marked)
+    _signal(left, signal.SIGKILL)
+    return len(left)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(pid, number)
+
+
+def _marked(marked: str, *variables: str) -> list[int]:
+    """Processes with our mark, and these variables, in their environment."""
+    wanted = {f"{MARK}={marked}".encode(), *(each.encode() for each in variables)}
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted <= set((path / "environ").read_bytes().split(b"\0")):
+                found.append(int(path.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _count_processes(most: dict[str, int]) -> None:
+    """Note how many processes nvidia-smi sees, at most; in a container it may see none."""
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return
+    gpus = [line.split(",")[0] for line in done.stdout.splitlines() if "," in line]
+    counts = [gpus.count(gpu) for gpu in set(gpus)]
+    most["most_processes"] = max(most["most_processes"], len(gpus))
+    most["on_one_gpu"] = max(most["on_one_gpu"], *counts, 0)

@@ -1,0 +1,60 @@
+"""The first hour on GPUs, as a checklist: `python -m lab.first_hour`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from lab.checklist import page
+from lab.checklist.check import check, checklist, chosen
+from lab.checklist.item import Results
+from lab.checklist.machine import machine_of, query
+from lab.checklist.process import run
+from lab.checklist.settings import HELP, Settings, read
+from lab.cli import report_error
+from lab.config import ConfigError
+from lab.record.files import write_json
+
+
+def main(arguments: list[str]) -> int:
+    """Run a checklist; print each figure beside what is expected, and write all to a page.
+
+    Returns:
+        0 if every figure holds; 1 if one differs or failed; 2 for a wrong setting, or without a
+        GPU; 130 after Ctrl-C.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(HELP, end="")
+        return 0
+    try:
+        settings = read(arguments)
+        return _run(settings, shlex.join(["python", "-m", "lab.first_hour", *arguments]))
+    except ConfigError as error:
+        report_error("lab.first_hour", error)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the page has what was done", file=sys.stderr)
+        return 130
+
+
+def _run(settings: Settings, command: str) -> int:
+    found = query()
+    machine, path = machine_of(found, settings.out)
+    items = chosen(checklist(machine), settings.items)
+    try:
+        machine.folder.mkdir(parents=True, exist_ok=True)
+        write_json(machine.folder / "hardware.json", found)
+    except OSError as error:
+        raise ConfigError(f"out={path}: cannot be written: {error.strerror}") from None
+    done = []
+    for item in items:
+        print(f"[{item.key}] {item.title}", flush=True)
+        done.append(check(item, machine, Results(machine.folder), settings.time_limit_s, run))
+        print("\n".join(page.lines(done[-1])), flush=True)
+        page.write(path, page.merged(path, page.result(found, command, done)))
+    print(f"wrote {path} and {path.with_suffix('.json')}")
+    return int(any(each["verdict"] in ("differs", "failed") for each in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
