@@ -25,6 +25,8 @@ from lab.exchange.onebit import OneBit
 from lab.model.alexnet import alexnet
 
 pytest.importorskip("triton", reason="no triton here")
+# Without a GPU, conftest.py has Triton's interpreter on.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Launches each kernel for a GPU that is not there, so that Triton specialises and compiles it as it
 # would for one, and prints what it became: {name: {"threads": ..., "registers": ..., ...}}.
@@ -185,12 +187,16 @@ def test_an_exchange_by_these_kernels_is_the_cpus(
 
     def rank_main(comm: Comm) -> torch.Tensor:
         exchange = OneBit()
-        buckets = [Bucket(shapes, g[comm.rank].clone(), s) for s, g in enumerate(gradients)]
+        buckets = [
+            Bucket(shapes, g[comm.rank].to(device, copy=True), s) for s, g in enumerate(gradients)
+        ]
         for bucket in buckets:
             exchange.average(bucket, comm)
-        return torch.stack([bucket.flat for bucket in buckets])
+        return torch.stack([bucket.flat.cpu() for bucket in buckets])
 
+    device = torch.device("cpu")
     on_cpu = run_ranks(size, rank_main)
+    device = DEVICE
     gpu_kernels(monkeypatch)
     for ours, theirs in zip(run_ranks(size, rank_main), on_cpu, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -213,14 +219,14 @@ def test_a_kernel_that_fails_its_trial_is_replaced_with_one_warning(
 
     monkeypatch.setattr(importlib.import_module("lab.codec.gpu"), kernel, fail)
     with pytest.warns(UserWarning, match=r"RuntimeError: Failed to find C compiler\.\); plain"):
-        assert onebit._triton(torch.device("cpu")) is None
+        assert onebit._triton(DEVICE) is None
     with warnings.catch_warnings(action="error"):
-        assert onebit._triton(torch.device("cpu")) is None
+        assert onebit._triton(DEVICE) is None
 
 
 @pytest.mark.usefixtures("untried")
 def test_kernels_that_pass_their_trial_are_used() -> None:
-    assert onebit._triton(torch.device("cpu")) is importlib.import_module("lab.codec.gpu")
+    assert onebit._triton(DEVICE) is importlib.import_module("lab.codec.gpu")
 
 
 def test_matrices_of_a_gathered_bucket_begin_where_wide_loads_can() -> None:
