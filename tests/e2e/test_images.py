@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from tests.conftest import ROOT, Finished, record
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
 CPU, CUDA, HOROVOD = (ROOT / "docker" / f"Dockerfile{kind}" for kind in (".cpu", "", ".horovod"))
 COMPOSE = ROOT / "docker" / "compose.yaml"
-TRAIN = ("strategy=onebit", "batch_size=24", "data.size=16", "steps=3", "device=cpu", "cell=image")
+QUICK = ("batch_size=24", "data.size=16", "steps=3", "device=cpu")
+TRAIN = ("strategy=onebit", *QUICK, "cell=image")
 
 # Reads what root reads, as root's own Python may lie in its home, and writes what anybody writes.
 NOBODY = [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -133,6 +135,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 @pytest.mark.timeout(600)
 def test_cpu_image_installs_and_trains_without_the_checkout(image: Image) -> None:
     assert [line.split()[0] for line in image.skipped] == ["useradd", "apt-get"]
+    assert {"gcc", "g++", "libc6-dev"} <= set(image.skipped[1].split())
     package = image.run("python", "-c", "import lab; print(lab.__file__)").strip()
     assert Path(package).is_relative_to(image.root / "venv")
     assert "strategy=" in image.start()
@@ -142,40 +145,50 @@ def test_cpu_image_installs_and_trains_without_the_checkout(image: Image) -> Non
     assert (written["status"], written["num_steps"]) == ("done", 3)
 
 
-@pytest.mark.xdist_group("image")
-@pytest.mark.timeout(600)
-def test_wheel_runs_without_root_home_compiler_and_git(image: Image, tmp_path: Path) -> None:
+@pytest.fixture
+def anybody(image: Image, tmp_path: Path) -> Callable[[str, Path], Finished]:
+    """Run a command in the image's environment, with the wheel in it, as a user who has little.
+
+    He is not root, may write in tmp_path/"work" alone, and finds neither compiler nor git.
+    """
     image.run("python", "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=ROOT)
     (wheel,) = map(str, tmp_path.glob("*.whl"))
     image.run("pip", "uninstall", "--yes", "scaling-lab")
     image.run("pip", "install", "--no-index", wheel)  # refused if the lock lacks what it requires
     home, work = tmp_path / "home", tmp_path / "work"
-    home.mkdir()
+    home.mkdir(mode=0o555)
     work.mkdir()
-    if as_nobody := NOBODY if os.getuid() == 0 else []:
+    is_root = os.getuid() == 0
+    if is_root:
         os.chown(work, 65534, 65534)
-    else:
-        home.chmod(0o500)
     variables = {"PATH": f"{image.root}/venv/bin", "HOME": str(home), "OMP_NUM_THREADS": "1"}
 
-    def run(line: str, cwd: Path = work) -> Finished:
-        command = [*as_nobody, *line.split()]
+    def run(line: str, cwd: Path) -> Finished:
+        command = [*(NOBODY if is_root else []), *line.split()]
         done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
         return Finished(done.returncode, done.stdout, done.stderr)
 
-    job = "batch_size=24 data.size=16 steps=6"
+    return run
+
+
+@pytest.mark.xdist_group("image")
+@pytest.mark.timeout(600)
+def test_wheel_runs_without_root_home_compiler_and_git(
+    anybody: Callable[[str, Path], Finished], image: Image, tmp_path: Path
+) -> None:
     (carried,) = (image.root / "venv").glob("lib/*/site-packages/lab/slurm.sbatch")
     assert carried.read_text() == (ROOT / "launch" / "slurm.sbatch").read_text()
-    main = run(f"torchrun --standalone --nproc-per-node 2 -m lab.train strategy=onebit {job}")
+    home, work, job = tmp_path / "home", tmp_path / "work", " ".join(QUICK)
+    main = anybody(f"torchrun --nproc-per-node 2 -m lab.train strategy=onebit {job}", work)
     assert main.code == 0, main.err
     assert main.err.count("plain torch is used") == main.err.count("Warning") == 1
-    sweep = run(f"python -m lab.sweep study=mine strategy=none,onebit world_size=1 {job}")
-    plot = run("python -m lab.plot runs/mine")
+    sweep = anybody(f"python -m lab.sweep study=mine strategy=none,onebit {job}", work)
+    plot = anybody("python -m lab.plot runs/mine", work)
     assert (sweep.code, plot.code) == (0, 0), sweep.err + plot.err
     assert len(list(work.glob("runs/mine/*/record.json"))) == 2
     assert list(work.glob("runs/mine/**/*.png"))
     for line in (f"lab.train {job}", "lab.bench codec out=a.json"):
-        closed = run(f"python -m {line}", cwd=home)
+        closed = anybody(f"python -m {line}", home)
         assert (closed.code, len(closed.err.splitlines())) == (2, 1)
         assert f": cannot write {home}" in closed.err
 

@@ -44,7 +44,9 @@ def pins(text: str) -> dict[str, str]:
     """Versions by name, of the lines that hold for this Python on this platform."""
     lines = [line for line in text.splitlines() if line and line[0] not in "# "]
     needed = [each for each in map(Requirement, lines) if not each.marker or each.marker.evaluate()]
-    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in needed}
+    return {
+        str(canonicalize_name(each.name)): str(each.specifier).removeprefix("==") for each in needed
+    }
 
 
 def is_cuda(name: str) -> bool:
@@ -76,7 +78,9 @@ def test_a_wrong_pin_is_named(tmp_path: Path) -> None:
 
 def not_as_locked(lock: str) -> dict[str, str]:
     """Installed versions of packages that the lock has at another one."""
-    installed = {canonicalize_name(each.name): each.version for each in metadata.distributions()}
+    installed = {
+        str(canonicalize_name(each.name)): each.version for each in metadata.distributions()
+    }
     public = {name: version.split("+")[0] for name, version in installed.items()}  # 2.13.0+cpu
     return {
         name: public[name]
