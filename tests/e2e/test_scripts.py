@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,21 @@ def test_ranks_are_bound_to_the_cpus_beside_their_gpus(
     words = done.out.split()
     assert ("--numa-binding node" in " ".join(words)) == bound
     assert words.count("-m") == words.count("lab.train") == 1
+
+
+def test_make_takes_torch_alone_from_another_index_and_once(tmp_path: Path) -> None:
+    index = "https://download.pytorch.org/whl/cu126"
+    line = ["make", "--dry-run", "run", f"VENV={tmp_path}", f"TORCH_INDEX={index}", "RANKS=2"]
+
+    def installs() -> list[str]:
+        said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return re.findall(r"pip install .* constraints\.txt (.*)", said)
+
+    assert installs() == [f"--force-reinstall --no-deps --index-url {index} torch", "--editable ."]
+    (tmp_path / "bin").mkdir()
+    put(tmp_path / "bin", "pip", "")
+    (tmp_path / ".torch-cu126").touch()
+    assert installs() == ["--editable ."]
 
 
 def test_torchrun_knows_the_binding() -> None:
