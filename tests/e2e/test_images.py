@@ -179,7 +179,9 @@ def test_wheel_runs_without_root_home_compiler_and_git(
     (carried,) = (image.root / "venv").glob("lib/*/site-packages/lab/slurm.sbatch")
     assert carried.read_text() == (ROOT / "launch" / "slurm.sbatch").read_text()
     home, work, job = tmp_path / "home", tmp_path / "work", " ".join(QUICK)
-    main = anybody(f"torchrun --nproc-per-node 2 -m lab.train strategy=onebit {job}", work)
+    main = anybody(
+        f"torchrun --standalone --nproc-per-node 2 -m lab.train strategy=onebit {job}", work
+    )
     assert main.code == 0, main.err
     assert main.err.count("plain torch is used") == main.err.count("Warning") == 1
     sweep = anybody(f"python -m lab.sweep study=mine strategy=none,onebit {job}", work)
