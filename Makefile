@@ -1,14 +1,21 @@
-# make run | test | curves | lint | format | horovod | gpu | gpu-first-hour
+# make run | test | curves | lint | format | lock | horovod | gpu | gpu-first-hour
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Two ranks, or one where the machine has exactly one GPU.
-RANKS  ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
+# Two ranks, or one where torch sees exactly one GPU. Asked when `run` begins: torch is there then.
+RANKS  ?= $(shell $(BIN)/python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)')
+
+# Where torch alone comes from, instead of PyPI, whose torch for Linux is built for CUDA 13:
+#   make run TORCH_INDEX=https://download.pytorch.org/whl/cpu     without CUDA
+#   make run TORCH_INDEX=https://download.pytorch.org/whl/cu126   GPUs before Turing, or drivers before 580
+TORCH_INDEX ?=
+TORCH  := $(if $(TORCH_INDEX),$(VENV)/.torch-$(notdir $(TORCH_INDEX:/=)))
+PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 
-.PHONY: run test curves lint format horovod gpu gpu-first-hour
+.PHONY: run test curves lint format lock horovod gpu gpu-first-hour
 
 export OMP_NUM_THREADS ?= 1
 
@@ -28,11 +35,21 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Pins that still resolve stay: to renew one, delete its line. CUDA has none, because each build of
+# torch names the CUDA that it wants. There are no hashes: with them pip takes no editable install,
+# and no torch but PyPI's.
+lock: $(VENV)/bin/pip
+	$(PIP_INSTALL) uv
+	$(BIN)/uv pip compile --quiet --python $(BIN)/python --python-version 3.11 --universal --all-extras \
+	  --no-annotate --custom-compile-command 'make lock' --output-file constraints.txt pyproject.toml
+	sed -E -i.old '/^(cuda|nvidia)-/d' constraints.txt && rm constraints.txt.old
+
 horovod: $(VENV)/.horovod
 
 gpu: export LAB_TEST_DEVICE ?= cuda
 gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/gpu tests/unit/test_codec.py -v > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
+	$(BIN)/python -m pytest tests/gpu tests/unit/test_codec.py tests/unit/test_gpu_kernels.py -v \
+	  > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
 
 gpu-first-hour: $(VENV)/.dev
 	$(BIN)/python -m lab.first_hour
@@ -46,17 +63,23 @@ $(VENV)/bin/pip:
 	  { echo "Python >= 3.11 is needed; name one with: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+# What such a torch needs comes from PyPI with the rest, and later commands keep it.
+$(VENV)/.torch-%: $(VENV)/bin/pip
+	@rm -f $(VENV)/.torch-*
+	$(PIP_INSTALL) --force-reinstall --no-deps --index-url $(TORCH_INDEX) torch
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wandb]'
+$(VENV)/.run: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(PIP_INSTALL) --editable '.[dev,wandb]'
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.horovod: $(VENV)/.dev docker/horovod/build.sh docker/horovod/cxx17.patch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[horovod]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --force-reinstall --no-deps \
+	$(PIP_INSTALL) --editable '.[horovod]'
+	$(PIP_INSTALL) --force-reinstall --no-deps \
 	  "$$(docker/horovod/build.sh $(abspath $(BIN))/python $(HOROVOD_WHEELS))"
 	$(BIN)/horovodrun --check-build
 	@touch $@

@@ -26,11 +26,14 @@ done
 for setting in "$@"; do
   [[ $setting != -* ]] || fail "$setting: options come before settings"
 done
+command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .venv/bin/activate"
+# shellcheck source-path=SCRIPTDIR
+. "${0%/*}/gpus.sh"
 if [ -z "$ranks" ]; then
-  ranks=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
-  [ "$ranks" != 0 ] || fail "no GPU here; say how many ranks: --ranks N"
+  ranks=$(num_gpus)
+  [ "$ranks" != 0 ] || fail "torch sees no GPU here; say how many ranks: --ranks N"
 fi
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
-command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .venv/bin/activate"
 
-exec torchrun --standalone --nproc-per-node "$ranks" -m lab.train "$@"
+# shellcheck disable=SC2046  # options, or none
+exec torchrun --standalone --nproc-per-node "$ranks" $(numa_options "$ranks" "$@") -m lab.train "$@"

@@ -53,6 +53,9 @@ for setting in "$@"; do
 done
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .venv/bin/activate"
 
+# shellcheck source-path=SCRIPTDIR
+. "${0%/*}/gpus.sh"
+
 options=(--rdzv-conf "last_call_timeout=$wait")
 if [ -n "$address" ]; then
   options=(--local-addr "$address" --rdzv-conf "last_call_timeout=$wait")
@@ -63,6 +66,7 @@ fi
 
 # Ranks that are started again would find what earlier ones left in the store of torchrun itself.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# shellcheck disable=SC2046  # options, or none
 exec torchrun --nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts "$restarts" \
   --rdzv-backend c10d --rdzv-endpoint "$rendezvous" --rdzv-id "$job" \
-  "${options[@]}" -m lab.train "$@"
+  "${options[@]}" $(numa_options "$ranks" "$@") -m lab.train "$@"

@@ -18,7 +18,8 @@ from tests.conftest import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 NUM_CPUS = 4  # pretended: SLURM shares out what it is told there is
-# No cgroups and no accounting, so that it needs no privileges; and short waits.
+# No cgroups and no accounting, so that it needs no privileges; short waits; and ranks are bound to
+# CPUs only where the batch script says so.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost=localhost(127.0.0.1)
@@ -32,7 +33,7 @@ SlurmdSpoolDir={directory}/spool
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd.pid
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -42,7 +43,7 @@ FirstJobId={first_job}
 JobRequeue=1
 KillWait=5
 GresTypes=gpu
-NodeName=localhost NodeAddr=127.0.0.1 CPUs={num_cpus} Gres=gpu:2
+NodeName=localhost NodeAddr=127.0.0.1 CPUs={num_cpus} Gres=gpu:2 CpuBind=none
 PartitionName=all Nodes=ALL Default=YES
 """
 

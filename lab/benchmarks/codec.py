@@ -21,7 +21,7 @@ from lab.benchmarks.request import NUM_VALUES, VALUE_BYTES, Request
 from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
 from lab.codec import native, onebit, reference
 from lab.config import ConfigError
-from lab.distributed.world import check_gpus
+from lab.distributed.gpus import check_gpus
 from lab.measure.environment import environment, git_commit, num_cores
 
 BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # of one operation: a slow one takes part in fewer rounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -201,6 +202,8 @@ def _json_file(key: str, text: str) -> Path | None:
         return None
     if path.suffix != ".json" or not path.parent.is_dir():
         raise ConfigError(f"{key}={text}: must name a file FILE.json in a folder that is there")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{key}={text}: cannot write {path.parent}")
     return path
 
 

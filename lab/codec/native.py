@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -105,13 +107,14 @@ def build(level: str) -> Kernels | None:
     options = (*OPTIONS, *LEVELS.get(level, ()))
     try:
         return Kernels(ctypes.CDLL(str(_built(compiler(), options))))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        warnings.warn(
+        text = (
             f"1-bit codec: its C++ cannot be built ({said.strip().splitlines()[0]}); "
-            "plain torch is used, which is many times slower",
-            stacklevel=1,
+            "plain torch is used, which is many times slower"
         )
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host; without a line of source below
+            warnings.warn_explicit(text, UserWarning, __name__, 0)
         return None
 
 
@@ -121,11 +124,10 @@ def compiler() -> list[str]:
 
 
 def _built(command: list[str], options: tuple[str, ...]) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaling-lab"
+    cache = _cache()
     recipe = repr((command, options)).encode() + SOURCE.read_bytes()
     library = cache / f"onebit-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
     if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
         # Ranks that start together each build it, and the last one's stays: all are the same.
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             fresh = Path(folder) / library.name
@@ -133,3 +135,22 @@ def _built(command: list[str], options: tuple[str, ...]) -> Path:
             subprocess.run(line, check=True, capture_output=True, text=True)
             fresh.replace(library)
     return library
+
+
+def _cache() -> Path:
+    """The user's cache folder; where that cannot be written, one of the user's own in /tmp.
+
+    Raises:
+        OSError: somebody else has made the latter, or could write to it.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaling-lab"
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    cache = Path(tempfile.gettempdir()) / f"scaling-lab-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    found = cache.lstat()  # what is loaded from here runs as this user
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{cache} is not a folder of this user alone")
+    return cache

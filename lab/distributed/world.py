@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lab.distributed.comm import Comm
+from lab.distributed.gpus import pick_device
 from lab.distributed.place import Place
 from lab.distributed.torch_comm import all_gather_flat
 
@@ -111,10 +112,11 @@ def start(
         share_gpus: allow several ranks on one GPU.
 
     Raises:
-        ValueError: more ranks than GPUs on this host, or a backend the device cannot use.
+        ValueError: more ranks than GPUs on this host, GPUs that this torch cannot use, or a backend
+            that the device cannot.
     """
     place = _find_place()
-    where = _pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
+    where = pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
     limit = timedelta(seconds=timeout_s + 10)
     if place.local_size == place.size and sys.platform == "linux":
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -174,28 +176,3 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def check_gpus(device: str, local_size: int) -> bool:
-    """Whether `local_size` ranks on this host compute on GPUs, one each.
-
-    Raises:
-        ValueError: there are fewer GPUs than ranks that want one.
-    """
-    num_gpus = torch.cuda.device_count()
-    if device == "cpu" or (device == "auto" and num_gpus == 0):
-        return False
-    if local_size > num_gpus:
-        raise ValueError(
-            f"device={device}: {local_size} ranks on this host but {num_gpus} GPUs; start at most "
-            f"{num_gpus} ranks, or set device=cpu or share_gpus=true"
-        )
-    return True
-
-
-def _pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
-    if not check_gpus(device, local_size):
-        return torch.device("cpu")
-    index = local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)

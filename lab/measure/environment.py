@@ -26,7 +26,7 @@ SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 def environment(num_hosts: int) -> dict[str, Any]:
     """What somebody else needs to know to judge or repeat a measurement."""
     has_gpus = torch.cuda.is_available()
-    visible = range(torch.cuda.device_count())
+    visible = range(torch.cuda.device_count() if has_gpus else 0)  # counts what it cannot use too
     return {
         "hostname": platform.node(),
         "os": platform.platform(),

@@ -10,18 +10,24 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.conftest import ROOT, record
+from tests.conftest import ROOT, Finished, record
 
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
 CPU, CUDA, HOROVOD = (ROOT / "docker" / f"Dockerfile{kind}" for kind in (".cpu", "", ".horovod"))
 COMPOSE = ROOT / "docker" / "compose.yaml"
-TRAIN = ("strategy=onebit", "batch_size=24", "data.size=16", "steps=3", "device=cpu", "cell=image")
+QUICK = ("batch_size=24", "data.size=16", "steps=3", "device=cpu")
+TRAIN = ("strategy=onebit", *QUICK, "cell=image")
+
+# Reads what root reads, as root's own Python may lie in its home, and writes what anybody writes.
+NOBODY = [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+NOBODY += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 
 
 def run_tool(name: str, *arguments: str, text: str | None = None) -> str:
@@ -85,8 +91,8 @@ class Image:
                 *sources, target = rest.split()
                 for source in sources:
                     self._copy(source, self.workdir / target)
-            case "RUN" if rest.startswith("useradd "):
-                self.skipped.append(rest)  # a container's users are its own
+            case "RUN" if rest.startswith(("useradd ", "apt-get ")):
+                self.skipped.append(rest)  # a container's users and system are its own
             case "RUN":
                 self.run("sh", "-c", rest)
             case "ENTRYPOINT" | "CMD":
@@ -105,10 +111,11 @@ class Image:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy)
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, cwd: Path | None = None) -> str:
         """Standard output of a command in the image."""
+        where = cwd or self.workdir
         done = subprocess.run(
-            command, cwd=self.workdir, env=self.environment, capture_output=True, text=True
+            command, cwd=where, env=self.environment, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -118,17 +125,74 @@ class Image:
         return self.run(*self.command["ENTRYPOINT"], *(arguments or self.command["CMD"]))
 
 
-@pytest.mark.timeout(600)  # installs torch
-def test_cpu_image_installs_and_trains_without_the_checkout(tmp_path: Path) -> None:
-    image = Image(tmp_path, CPU)
-    assert [line.split()[0] for line in image.skipped] == ["useradd"]
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """Dockerfile.cpu's, which takes half a minute: torch is installed."""
+    return Image(tmp_path_factory.mktemp("image"), CPU)
+
+
+@pytest.mark.xdist_group("image")
+@pytest.mark.timeout(600)
+def test_cpu_image_installs_and_trains_without_the_checkout(image: Image) -> None:
+    assert [line.split()[0] for line in image.skipped] == ["useradd", "apt-get"]
+    assert {"gcc", "g++", "libc6-dev"} <= set(image.skipped[1].split())
     package = image.run("python", "-c", "import lab; print(lab.__file__)").strip()
-    assert Path(package).is_relative_to(tmp_path / "venv")
+    assert Path(package).is_relative_to(image.root / "venv")
     assert "strategy=" in image.start()
     image.start(*TRAIN)
-    assert image.workdir == tmp_path / "workspace"
+    assert image.workdir == image.root / "workspace"
     written = record(image.workdir / "runs/default/image")
     assert (written["status"], written["num_steps"]) == ("done", 3)
+
+
+@pytest.fixture
+def anybody(image: Image, tmp_path: Path) -> Callable[[str, Path], Finished]:
+    """Run a command in the image's environment, with the wheel in it, as a user who has little.
+
+    He is not root, may write in tmp_path/"work" alone, and finds neither compiler nor git.
+    """
+    image.run("python", "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=ROOT)
+    (wheel,) = map(str, tmp_path.glob("*.whl"))
+    image.run("pip", "uninstall", "--yes", "scaling-lab")
+    image.run("pip", "install", "--no-index", wheel)  # refused if the lock lacks what it requires
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir(mode=0o555)
+    work.mkdir()
+    is_root = os.getuid() == 0
+    if is_root:
+        os.chown(work, 65534, 65534)
+    variables = {"PATH": f"{image.root}/venv/bin", "HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+    def run(line: str, cwd: Path) -> Finished:
+        command = [*(NOBODY if is_root else []), *line.split()]
+        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.mark.xdist_group("image")
+@pytest.mark.timeout(600)
+def test_wheel_runs_without_root_home_compiler_and_git(
+    anybody: Callable[[str, Path], Finished], image: Image, tmp_path: Path
+) -> None:
+    (carried,) = (image.root / "venv").glob("lib/*/site-packages/lab/slurm.sbatch")
+    assert carried.read_text() == (ROOT / "launch" / "slurm.sbatch").read_text()
+    home, work, job = tmp_path / "home", tmp_path / "work", " ".join(QUICK)
+    main = anybody(
+        f"torchrun --standalone --nproc-per-node 2 -m lab.train strategy=onebit {job}", work
+    )
+    assert main.code == 0, main.err
+    assert main.err.count("plain torch is used") == main.err.count("Warning") == 1
+    sweep = anybody(f"python -m lab.sweep study=mine strategy=none,onebit {job}", work)
+    plot = anybody("python -m lab.plot runs/mine", work)
+    assert (sweep.code, plot.code) == (0, 0), sweep.err + plot.err
+    assert len(list(work.glob("runs/mine/*/record.json"))) == 2
+    assert list(work.glob("runs/mine/**/*.png"))
+    for line in (f"lab.train {job}", "lab.bench codec out=a.json"):
+        closed = anybody(f"python -m {line}", home)
+        assert (closed.code, len(closed.err.splitlines())) == (2, 1)
+        assert f": cannot write {home}" in closed.err
 
 
 def test_images_install_alike() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +23,17 @@ def run(name: str, *arguments: str, path: str = os.environ["PATH"]) -> Finished:
 
 @pytest.fixture
 def launchers(tmp_path: Path) -> str:
-    """A PATH on which launchers show what they would have started."""
+    """A PATH on which launchers show what they would have started, on a host without GPUs."""
     for name in ("torchrun", "horovodrun"):
-        program = tmp_path / name
-        program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-        program.chmod(0o755)
+        put(tmp_path, name, 'printf "%s\\n" "$@"')
+    put(tmp_path, "python", "echo 0")
     return f"{tmp_path}:{os.environ['PATH']}"
+
+
+def put(folder: Path, name: str, line: str) -> None:
+    """A program that does what `line` says."""
+    (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+    (folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,7 @@ def launchers(tmp_path: Path) -> str:
         ((*NODE, "--wait", "x"), "--wait x: must be a number"),
         ((*NODE, "--restarts", "-1"), "--restarts -1: must be a number"),
         ((*NODE, "--job"), "--job needs a value"),
+        (("local.sh", "steps=2"), "torch sees no GPU here; say how many ranks: --ranks N"),
         (("horovod.sh", "steps=2"), "--ranks is missing (--help)"),
         (("horovod.sh", "--ranks", "0"), "--ranks 0: must be a number of at least 1"),
     ],
@@ -75,6 +82,61 @@ def test_settings_reach_the_ranks_as_they_were_written(
     assert done.code == 0, done.err
     assert done.out.splitlines()[-len(nasty) :] == nasty
     assert "lab.train" in done.out.splitlines()
+
+
+def test_ranks_are_as_many_as_torch_counts_gpus(launchers: str, tmp_path: Path) -> None:
+    put(tmp_path, "python", "echo 3")
+    assert "--nproc-per-node 3" in " ".join(run("local.sh", path=launchers).out.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "num_nodes", "num_gpus", "bound"),
+    [
+        (("local.sh",), 2, 8, True),
+        (("local.sh", "--ranks", "2", "steps=1"), 2, 2, True),
+        ((*NODE, "steps=1"), 2, 1, True),
+        (("local.sh",), 1, 8, False),
+        (("local.sh",), None, 8, False),
+        (("local.sh", "--ranks", "2", "share_gpus=true"), 2, 1, False),
+        (("local.sh", "--ranks", "2", "steps=1", "device=cpu"), 2, 8, False),
+    ],
+)
+def test_ranks_are_bound_to_the_cpus_beside_their_gpus(
+    launchers: str,
+    tmp_path: Path,
+    line: tuple[str, ...],
+    num_nodes: int | None,
+    num_gpus: int,
+    bound: bool,
+) -> None:
+    put(tmp_path, "python", f"echo {num_gpus}")
+    put(tmp_path, "numactl", f"echo 'available: {num_nodes} nodes'" if num_nodes else "exit 1")
+    done = run(*line, path=launchers)
+    assert done.code == 0, done.err
+    words = done.out.split()
+    assert ("--numa-binding node" in " ".join(words)) == bound
+    assert words.count("-m") == words.count("lab.train") == 1
+
+
+def test_make_takes_torch_alone_from_another_index_and_once(tmp_path: Path) -> None:
+    index = "https://download.pytorch.org/whl/cu126"
+    line = ["make", "--dry-run", "run", f"VENV={tmp_path}", f"TORCH_INDEX={index}", "RANKS=2"]
+
+    def installs() -> list[str]:
+        said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return re.findall(r"pip install .* constraints\.txt (.*)", said)
+
+    assert installs() == [f"--force-reinstall --no-deps --index-url {index} torch", "--editable ."]
+    (tmp_path / "bin").mkdir()
+    put(tmp_path / "bin", "pip", "")
+    (tmp_path / ".torch-cu126").touch()
+    assert installs() == ["--editable ."]
+
+
+def test_torchrun_knows_the_binding() -> None:
+    from torch.distributed.run import get_args_parser
+
+    assert get_args_parser().parse_args(["--numa-binding", "node", "a.py"]).numa_binding == "node"
 
 
 def test_node_that_has_the_rendezvous_hosts_it_however_it_is_spelled(launchers: str) -> None:

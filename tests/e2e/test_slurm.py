@@ -75,6 +75,7 @@ def test_a_task_is_a_rank_and_sees_all_gpus_that_the_job_has_on_its_node(
     for setting in (
         *("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", "CUDA_VISIBLE_DEVICES=0,1", "OMP_NUM_THREADS=2"),
         *("MASTER_ADDR=localhost", f"MASTER_PORT={20000 + int(job) % 12000}"),
+        *("SLURM_DISTRIBUTION=block:block", "SLURM_CPU_BIND_TYPE=mask_cpu:"),  # by NUMA node
     ):
         assert lines.count(setting) == 2, setting
     for setting in ("RANK=0", "RANK=1", "LOCAL_RANK=0", "LOCAL_RANK=1"):

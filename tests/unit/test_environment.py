@@ -95,14 +95,15 @@ def test_nvls_is_what_the_driver_says_of_the_gpu(
     assert nvidia.adds_in_switch(5) is expected
 
 
+@pytest.mark.parametrize("counted", [0, 8])  # eight that the driver is too old for
 def test_without_gpus_no_tool_is_asked_and_the_keys_are_there(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, counted: int
 ) -> None:
     def smi(*arguments: str) -> str:
         raise AssertionError(f"nvidia-smi {arguments} was run")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: counted)
     monkeypatch.setattr(nvidia, "_smi", smi)
     found = environment(num_hosts=1)
     assert found["gpus"] == found["nvls"] == found["compute_capability"] == []
