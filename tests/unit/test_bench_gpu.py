@@ -13,7 +13,7 @@ from lab.analysis import bench as drawn
 from lab.benchmarks import codec, collective, timing
 from lab.benchmarks.request import read
 from lab.benchmarks.start import with_world_size
-from lab.distributed import world
+from lab.distributed import gpus
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from tests.fake_gpu import CUDA, FakeGpu
@@ -26,7 +26,7 @@ def num_ranks(*settings: str) -> int:
 
 def has_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(world, "check_gpus", lambda device, _: device != "cpu" and count > 0)
+    monkeypatch.setattr(gpus, "check_gpus", lambda device, _: device != "cpu" and count > 0)
 
 
 def test_two_ranks_are_started_unless_there_is_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
