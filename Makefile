@@ -8,7 +8,8 @@ RANKS  ?= $(shell $(BIN)/python -c 'import torch; print(1 if torch.cuda.device_c
 # Where torch alone comes from, instead of PyPI, whose torch for Linux is built for CUDA 13:
 #   make run TORCH_INDEX=https://download.pytorch.org/whl/cpu     without CUDA
 #   make run TORCH_INDEX=https://download.pytorch.org/whl/cu126   GPUs before Turing, or drivers before 580
-TORCH_INDEX ?=
+# A torch that was taken so stays, and is renewed with the lock; https://pypi.org/simple ends that.
+TORCH_INDEX ?= $(shell cat $(VENV)/.torch-* 2>/dev/null)
 TORCH  := $(if $(TORCH_INDEX),$(VENV)/.torch-$(notdir $(TORCH_INDEX:/=)))
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 
@@ -63,11 +64,11 @@ $(VENV)/bin/pip:
 	  { echo "Python >= 3.11 is needed; name one with: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-# What such a torch needs comes from PyPI with the rest, and later commands keep it.
-$(VENV)/.torch-%: $(VENV)/bin/pip
+# What such a torch needs comes from PyPI with the rest.
+$(VENV)/.torch-%: $(VENV)/bin/pip constraints.txt
 	@rm -f $(VENV)/.torch-*
 	$(PIP_INSTALL) --force-reinstall --no-deps --index-url $(TORCH_INDEX) torch
-	@touch $@
+	@echo $(TORCH_INDEX) > $@
 
 $(VENV)/.run: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable .

@@ -66,7 +66,7 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
     return {
         "emulation": emulation(world, *configs),
         "comm_settings": world.comm.settings,
-        "environment": environment(world.num_hosts),
+        "environment": environment(world.num_hosts, asks_tools=world.place.local_rank == 0),
         "git_commit": git_commit(),
     }
 

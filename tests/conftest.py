@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+from lab.distributed.gpus import is_available
 
 # Kernels for GPUs run in Triton's interpreter where there is none; it asks when it is imported.
-if not torch.cuda.is_available():
+if not is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]

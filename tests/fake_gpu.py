@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lab.measure.hold import CYCLES_PER_S
+
 CUDA = torch.device("cuda")
 
 
@@ -36,7 +38,7 @@ class FakeGpu:
 
     def install(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         """Let torch.cuda, and the host's clock in `modules`, be this one's."""
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda c: self.kernel("sleep", c / 2e9))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda c: self.kernel("sleep", c / CYCLES_PER_S))
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "Event", type("Event", (FakeEvent,), {"gpu": self}))
         for module in modules:

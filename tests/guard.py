@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = tuple(f"{ROOT / folder}/" for folder in ("lab", "tests"))
 
 READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu)
 MAKES = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -84,7 +85,7 @@ class Guard:
         if not self.armed:
             return
         frames = [f for f in traceback.extract_stack() if f.filename != __file__]
-        ours = [f for f in frames if f.filename.startswith(str(ROOT))]
+        ours = [f for f in frames if f.filename.startswith(OURS)]
         if direct and ours[-1] is not frames[-1]:
             return
         file = Path(ours[-1].filename).relative_to(ROOT).as_posix()

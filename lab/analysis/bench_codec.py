@@ -89,7 +89,7 @@ def figure(result: dict[str, Any]) -> Figure:
 def _engine(result: dict[str, Any]) -> str:
     kernels, threads = result["kernels"], result["environment"]["num_threads"]
     if result["device"] == "cuda":
-        return f"on {kernels['device']}"
+        return f"on {kernels['device']}, kernels {kernels['level']}"
     return f"{threads} threads, kernels {kernels['level']} ({kernels['compiler']})"
 
 

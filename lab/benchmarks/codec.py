@@ -247,7 +247,8 @@ def _emulation(threads: int, device: torch.device) -> str:
 def kernels(device: torch.device) -> dict[str, Any]:
     """What "onebit" runs on: the level of its C++ kernels, and the compiler that built them."""
     if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device)}
+        level = "Triton" if onebit.triton_kernels(device) else "plain torch"
+        return {"level": level, "device": torch.cuda.get_device_name(device)}
     level = torch.backends.cpu.get_cpu_capability()
     if native.build(level) is None:
         return {"level": "plain torch", "compiler": None}

@@ -20,7 +20,7 @@ from torch import Tensor
 from lab.assemble import join
 from lab.benchmarks import turns
 from lab.benchmarks.request import VALUE_BYTES, Request
-from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
+from lab.benchmarks.timing import NUM_CALLS, aligner, cache_bytes, per_call
 from lab.config import ConfigError, build
 from lab.distributed import world as worlds
 from lab.distributed.comm import Comm
@@ -113,7 +113,7 @@ def measure_size(
     before = [count_wrong(each, flat, world.rank, world.comm) for each in contestants]  # warms up
     sent = [_busiest_bytes(each, flat, world) for each in contestants]
     num_calls = calls_together(size, world)
-    align = _aligner(world)
+    align = aligner(world)
     own_s = np.full((2, len(contestants), num_rounds), np.nan)
     for number in range(num_rounds):
         for index in turns.order(len(contestants), number):
@@ -135,13 +135,6 @@ def calls_together(size: int, world: World) -> int:
     """How many calls on `size` bytes are timed together: fewer large ones, unless in a stream."""
     most = NUM_CALLS if world.comm.backend == "nccl" else CALLS_BYTES // size
     return max(1, min(NUM_CALLS, most))
-
-
-def _aligner(world: World) -> Callable[[], None]:
-    """What ranks leave together: by their streams an all-reduce, by their hosts a barrier."""
-    if world.device.type == "cpu":
-        return world.barrier
-    return partial(world.comm.all_reduce, torch.zeros(1, device=world.device))
 
 
 def count_wrong(contestant: Contestant, flat: Tensor, rank: int, comm: Comm) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
 from lab.config import ConfigError, Override, check_batch, load, parse_overrides
@@ -33,7 +33,8 @@ OWN = {
     "columns": ("4096", "codec: values that share two reconstruction values"),
     "threads": ("2", "codec: of each operation, on CPUs"),
 }
-OF_A_PROCESS = ("deterministic", "tf32")  # what lab.arithmetic switches for all that it runs
+# What torch and NCCL have once, for all that a process runs.
+OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
 LETTERED = re.compile(r"[a-z]=")
 
 
@@ -237,7 +238,8 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
 
 def _refuse_what_cannot_take_turns(variants: list[Variant]) -> None:
     for key in OF_A_PROCESS:
-        if len({variant.config[key] for variant in variants}) > 1:
+        # comm=horovod has none of NCCL's.
+        if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:
             raise ConfigError(
                 f"{key}: what is compared takes turns in one process, which has one value of it; "
                 "compare with python -m lab.sweep"

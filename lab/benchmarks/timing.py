@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from lab.distributed.world import World
 from lab.measure.hold import hold
 
 NUM_CALLS = 20  # timed together, as nccl-tests does
@@ -74,6 +75,24 @@ def _in_stream(
     end.record()
     end.synchronize()
     return Took(begin.elapsed_time(end) / 1000 / num_calls, host_s / num_calls)
+
+
+def aligner(world: World) -> Callable[[], None]:
+    """What ranks leave together: by their streams an all-reduce, by their hosts a barrier.
+
+    On a GPU a host's barrier would align nothing: hosts run ahead of their devices. The all-reduce
+    is not counted in the traffic.
+    """
+    if world.device.type == "cpu":
+        return world.barrier
+    nothing = torch.zeros(1, device=world.device)
+
+    def align() -> None:
+        counted = replace(world.comm.traffic)
+        world.comm.all_reduce(nothing)
+        world.comm.traffic = counted
+
+    return align
 
 
 def cache_bytes(device: torch.device) -> int | None:

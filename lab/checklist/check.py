@@ -15,6 +15,7 @@ from lab.checklist.several_gpus import several_gpus
 from lab.config import ConfigError
 
 Run = Callable[[Command, Results, float], dict[str, Any]]
+LEAST_S = 60.0  # that a command has, however long those before it took
 # Worst last: an item is as good as the worst of its figures.
 VERDICTS = ("not applicable", "noted", "holds", "differs", "failed")
 
@@ -54,7 +55,7 @@ def check(
     deadline = time.monotonic() + limit_s
     commands, problems = [], list[str]()
     for command in item.commands:
-        found = run(command, results, max(1.0, deadline - time.monotonic()))
+        found = run(command, results, max(LEAST_S, deadline - time.monotonic()))
         commands.append({"command": shlex.join(["python", *argv(command)[1:]]), **found})
         if problem := _problem(command, found, limit_s):
             problems.append(problem)

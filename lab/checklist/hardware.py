@@ -7,50 +7,39 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lab.measure import nvidia
 from lab.measure.environment import environment, git_commit
 
 DRIVERS = {13: 580, 12: 525}  # the oldest that a CUDA of this major version runs on
-QUERY = ("driver_version", "mig.mode.current", "clocks.max.sm")
 
 
 def hardware() -> dict[str, Any]:
     """GPUs, the software on them, and what Triton needs to compile."""
-    rows = _nvidia_smi()
+    listed = nvidia.gpus() or []
     usable = torch.cuda.is_available()
     cuda = int((torch.version.cuda or "0").split(".")[0])
-    driver = int(rows[0][0].split(".")[0]) if rows else 0
+    driver = int(listed[0]["driver"].split(".")[0]) if listed else 0
     return {
         "usable": usable,
-        "num_listed": len(rows),
+        "num_listed": len(listed),
         "torch": torch.__version__,
         "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs",
         "driver": driver,
         "driver_is_new_enough": driver >= DRIVERS.get(cuda, 0),
-        "num_mig": sum(row[1] == "Enabled" for row in rows),
-        "max_sm_mhz": float(rows[0][2]) if rows and rows[0][2].isdigit() else None,
+        "num_mig": sum(gpu["mig"] == "Enabled" for gpu in listed),
+        "max_sm_mhz": listed[0]["max_sm_clock_mhz"] if listed else None,
         "memory_gb_per_s": _memory_gb_per_s() if usable else None,
         "compiler": shutil.which("gcc") is not None or shutil.which("cc") is not None,
         "python_header": Path(sysconfig.get_path("include"), "Python.h").exists(),
         "environment": environment(1),
         "git_commit": git_commit(),
     }
-
-
-def _nvidia_smi() -> list[list[str]]:
-    """The values of QUERY for each GPU that nvidia-smi lists."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
 def _memory_gb_per_s() -> float | None:

@@ -38,8 +38,9 @@ STEPS = {  # strategies beside none, by name of the run and what it changes
     "step_256_bf16": ("b", "batch 256, bf16", ("batch_size=256", "precision=bf16")),
     "step_32": ("c", "batch 32", ("batch_size=32",)),
 }
+CODEC_TESTS = ("tests/unit/test_codec.py", "tests/unit/test_gpu_kernels.py")
 TESTS = {
-    "tests_codec": ("a", ("tests/unit/test_codec.py",), "the codec's kernels"),
+    "tests_codec": ("a", CODEC_TESTS, "the codec's kernels"),
     "tests_alone": ("b", ("tests/gpu", "-k", "test_alone"), "a rank alone"),
     "tests_two": ("c", ("tests/gpu", "-k", "test_shared and 2"), "two ranks share"),
     "tests_three": ("d", ("tests/gpu", "-k", "test_shared and 3"), "three ranks share"),

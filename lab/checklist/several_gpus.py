@@ -122,7 +122,7 @@ def _scaling(machine: Machine) -> Item:
     sizes = [n for n in (1, 2, 4, 8) if n <= machine.num_gpus]
     most = sizes[-1]
     settings = ("strategy=none,overlap,onebit,ddp", f"world_size={','.join(map(str, sizes))}")
-    runs = ("scaling=weak", "batch_size=256", *ALEXNET, "steps=120", "repeats=3")
+    runs = ("scaling=weak", "batch_size=256", *ALEXNET, "steps=120", "repeats=1")
     commands = (
         Command("sweep", ("-m", "lab.sweep", f"study={SCALING}", *settings, *runs)),
         Command("plot", ("-m", "lab.plot", f"{RUNS}/{SCALING}")),

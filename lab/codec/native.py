@@ -109,13 +109,15 @@ def build(level: str) -> Kernels | None:
         return Kernels(ctypes.CDLL(str(_built(compiler(), options))))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        text = (
-            f"1-bit codec: its C++ cannot be built ({said.strip().splitlines()[0]}); "
-            "plain torch is used, which is many times slower"
-        )
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host; without a line of source below
-            warnings.warn_explicit(text, UserWarning, __name__, 0)
+        warn(f"its C++ cannot be built ({said.strip().splitlines()[0]})")
         return None
+
+
+def warn(reason: str) -> None:
+    """Say, once a host and in one line, why the codec is slow."""
+    text = f"1-bit codec: {reason}; plain torch is used, which is many times slower"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
 
 
 def compiler() -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
+from itertools import product
 from types import ModuleType
 
 import torch
@@ -20,6 +20,7 @@ from lab.codec import native, reference
 
 THRESHOLDS = ("zero", "mean")
 SCALE_BYTES = 8  # two float32 reconstruction values for each row
+TRIED_COLUMNS = (16, 16384)  # the shortest row, and the longest that a GPU's registers hold
 
 
 def bit_bytes(columns: int) -> int:
@@ -85,35 +86,36 @@ def _implementation(*tensors: Tensor | None) -> native.Kernels | ModuleType:
         return reference
     if given[0].device.type == "cpu":
         return native.build(torch.backends.cpu.get_cpu_capability()) or reference
-    return _triton(given[0].device) or reference
+    return triton_kernels(given[0].device) or reference
 
 
 @functools.cache
-def _triton(device: torch.device) -> ModuleType | None:
+def triton_kernels(device: torch.device) -> ModuleType | None:
     """Triton's kernels if they run on `device`; else None, and a warning.
 
     Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
     headers, and it knows some GPUs and drivers alone: so whether it works shows only then.
+
+    Raises:
+        torch.OutOfMemoryError: which is no fault of Triton's.
     """
     try:
         kernels = importlib.import_module("lab.codec.gpu")
-        for threshold in THRESHOLDS:
-            _try(kernels, threshold, device)
+        for threshold, columns in product(THRESHOLDS, TRIED_COLUMNS):
+            _try(kernels, threshold, columns, device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a compiler or a driver raises
         said = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-        warnings.warn(
-            f"1-bit codec: Triton does not work on {device} ({type(error).__name__}: "
-            f"{said.strip()}); plain torch is used, which is many times slower",
-            stacklevel=1,
-        )
+        native.warn(f"Triton does not work on {device} ({type(error).__name__}: {said.strip()})")
         return None
     return kernels
 
 
-def _try(kernels: ModuleType, threshold: str, device: torch.device) -> None:
-    """Launch each kernel once, on a row of 16 zeros."""
-    values, scales = torch.zeros(1, 16, device=device), torch.zeros(1, 1, 2, device=device)
-    bits = torch.zeros(1, 1, 2, dtype=torch.uint8, device=device)
+def _try(kernels: ModuleType, threshold: str, columns: int, device: torch.device) -> None:
+    """Launch each kernel once, on a row of zeros."""
+    values, scales = torch.zeros(1, columns, device=device), torch.zeros(1, 1, 2, device=device)
+    bits = torch.zeros(1, 1, bit_bytes(columns), dtype=torch.uint8, device=device)
     kernels.encode(values, values.clone(), threshold, scales, bits)
     kernels.reduce(scales, bits, values, None, threshold, scales[0], bits[0])
     kernels.decode(scales, bits, values, True)

@@ -51,7 +51,7 @@ def check_gpus(device: str, local_size: int) -> bool:
     """
     if device == "cpu":
         return False
-    if not _is_available():
+    if not is_available():
         driver = _driver()
         if driver:
             raise ValueError(
@@ -70,7 +70,7 @@ def check_gpus(device: str, local_size: int) -> bool:
     return True
 
 
-def _is_available() -> bool:
+def is_available() -> bool:
     """As torch has it, without its warning: device_count() counts GPUs it cannot use as well."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -80,17 +80,28 @@ def _is_available() -> bool:
 def _driver() -> str | None:
     """Version of NVIDIA's driver; None where no GPU is to be used.
 
-    A container sees its host's /proc, but only the devices that it was given.
+    A container sees its host's /proc, but only the devices that it was given; a job of SLURM sees
+    all of them, but can open only its own. Linux under Windows has a driver without either.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in NONE_WANTED:
         return None
+    if (ROOT / "dev/dxg").exists() and (ROOT / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        return "of Windows"
     try:
         text = (ROOT / "proc/driver/nvidia/version").read_text()
     except OSError:
         return None
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", text)
     devices = (ROOT / "dev").glob("nvidia[0-9]*")
-    return found[0] if found and any(devices) else None
+    return found[0] if found and any(map(_opens, devices)) else None
+
+
+def _opens(device: Path) -> bool:
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def _torch() -> str:

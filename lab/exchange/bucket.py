@@ -68,14 +68,15 @@ class GradBucket:
     def __init__(self, parameters: dict[str, nn.Parameter], in_place: bool = False) -> None:
         self.parameters = parameters
         self.in_place = in_place
-        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._in_memory = _aligned_first(parameters)
+        self.shapes = {name: parameter.shape for name, parameter in self._in_memory.items()}
         self._buffers = defaultdict[str, Buffers](Buffers)
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
 
     def pack(self, step: int, divided: bool = False) -> Bucket:
         """This step's bucket. A parameter that backward did not reach counts as zeros."""
-        parameters = list(self.parameters.values())
+        parameters = list(self._in_memory.values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         if self.in_place and gradients[0].stride() == parameters[0].stride():
             flat = gradients[0].as_strided((gradients[0].numel(),), (1,))
@@ -124,14 +125,14 @@ def plan(
     groups = group(sizes, bucket_mb, getattr(model, "bytes_scale", 1.0))
     own = dict(named)
     return [
-        GradBucket(_aligned_first(names, own), len(names) == 1 and names[0] in fresh)
+        GradBucket({name: own[name] for name in names}, len(names) == 1 and names[0] in fresh)
         for names in groups
     ]
 
 
-def _aligned_first(names: list[str], own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Parameters of a bucket, odd ones last, so that the others begin where wide loads can."""
-    return {name: own[name] for name in sorted(names, key=lambda n: own[n].nbytes % ALIGNED != 0)}
+def _aligned_first(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those of odd sizes last, so that in memory the others begin where wide loads can."""
+    return dict(sorted(parameters.items(), key=lambda named: named[1].nbytes % ALIGNED != 0))
 
 
 def _with_fresh_gradients(model: nn.Module) -> set[str]:

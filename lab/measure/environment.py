@@ -23,9 +23,14 @@ PREFIXES = (
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-def environment(num_hosts: int) -> dict[str, Any]:
-    """What somebody else needs to know to judge or repeat a measurement."""
-    has_gpus = torch.cuda.is_available()
+def environment(num_hosts: int, asks_tools: bool = True) -> dict[str, Any]:
+    """What somebody else needs to know to judge or repeat a measurement.
+
+    Args:
+        asks_tools: nvidia-smi too, of which one process a host is enough: it takes seconds.
+    """
+    with warnings.catch_warnings(action="ignore"):  # of a driver that is too old
+        has_gpus = torch.cuda.is_available()
     visible = range(torch.cuda.device_count() if has_gpus else 0)  # counts what it cannot use too
     return {
         "hostname": platform.node(),
@@ -40,13 +45,13 @@ def environment(num_hosts: int) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in visible],
         "compute_capability": [torch.cuda.get_device_capability(i) for i in visible],
         "nvls": [nvidia.adds_in_switch(i) for i in visible],
-        "host_gpus": nvidia.gpus() if has_gpus else None,
+        "host_gpus": nvidia.gpus() if has_gpus and asks_tools else None,
         "cpu": cpu_model(),
         "num_cores": num_cores(),
         "num_threads": torch.get_num_threads(),
         "numa_nodes": _numa_nodes(),
         "num_hosts": num_hosts,
-        "gpu_links": nvidia.links() if has_gpus else None,
+        "gpu_links": nvidia.links() if has_gpus and asks_tools else None,
         "network_interfaces": _network_interfaces(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if _shapes_speed(k)},
     }

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-CYCLES_PER_S = 2e9  # of a GPU's clock, about: a slower one holds a little longer
+CYCLES_PER_S = 3e9  # of the fastest GPUs' clocks: a slower one holds longer
 SLACK = 1.5
 LONGEST_S = 0.1
 

@@ -122,15 +122,20 @@ def test_make_takes_torch_alone_from_another_index_and_once(tmp_path: Path) -> N
     index = "https://download.pytorch.org/whl/cu126"
     line = ["make", "--dry-run", "run", f"VENV={tmp_path}", f"TORCH_INDEX={index}", "RANKS=2"]
 
-    def installs() -> list[str]:
+    def installs(*line: str) -> list[str]:
         said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         return re.findall(r"pip install .* constraints\.txt (.*)", said)
 
-    assert installs() == [f"--force-reinstall --no-deps --index-url {index} torch", "--editable ."]
+    both = [f"--force-reinstall --no-deps --index-url {index} torch", "--editable ."]
+    assert installs(*line) == both
     (tmp_path / "bin").mkdir()
     put(tmp_path / "bin", "pip", "")
-    (tmp_path / ".torch-cu126").touch()
-    assert installs() == ["--editable ."]
+    marker = tmp_path / ".torch-cu126"
+    marker.write_text(index)
+    *without_index, _, _ = line
+    assert installs(*line) == installs(*without_index, "RANKS=2") == ["--editable ."]
+    os.utime(marker, (0, 0))  # the lock is newer
+    assert installs(*without_index, "RANKS=2") == both
 
 
 def test_torchrun_knows_the_binding() -> None:

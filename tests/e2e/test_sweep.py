@@ -97,7 +97,7 @@ def test_a_cell_that_takes_too_long_is_a_timeout(command: Command, tmp_path: Pat
         (("world_size=0",), "world_size=0: must be an integer of at least 1"),
         (("repeats=many",), "repeats=many: must be an integer"),
         (("batch_size=100", "world_size=1,3"), "nearest are 99 and 102"),
-        (("world_size=2", "device=cuda"), "world_size=2: device=cuda: 2 ranks on this host but"),
+        (("world_size=2", "device=cuda"), "world_size=2: device=cuda: torch sees no GPU"),
         (("cell=mine",), "cell=mine: a sweep sets this itself"),
     ],
 )

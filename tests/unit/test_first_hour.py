@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,10 +99,11 @@ def test_without_a_gpu_one_line_says_so(
 def test_the_machine_is_asked_for_what_the_checklist_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listed = "570.65.06, Disabled, 1980\n570.65.06, Enabled, [N/A]\n"
-    monkeypatch.setattr(
-        hardware, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=listed))
-    )
+    listed = [
+        {"driver": "570.65.06", "mig": mig, "max_sm_clock_mhz": clock}
+        for mig, clock in (("Disabled", 1980.0), ("Enabled", None))
+    ]
+    monkeypatch.setattr(hardware.nvidia, "gpus", lambda: listed)
     monkeypatch.setattr(hardware, "environment", lambda _: {})
     for cuda, new_enough in (("13.0", False), ("12.8", True), (None, True)):
         monkeypatch.setattr(torch.version, "cuda", cuda)

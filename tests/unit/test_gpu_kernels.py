@@ -78,7 +78,7 @@ def compiled(arch, columns, threshold="zero"):
 TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 made, driver = [], Driver()
 triton.runtime.driver.set_active(driver)
-gpu._encode, gpu._decode = Compiling(gpu._encode), Compiling(gpu._decode)
+gpu.encode_rows, gpu.decode_rows = map(Compiling, (gpu.encode_rows, gpu.decode_rows))
 found = {}
 for arch, columns in [(80, 4096), (100, 4096), *((90, c) for c in (64, 363, 4096, 9216, 25088))]:
     found |= compiled(arch, columns)
@@ -102,8 +102,8 @@ def test_values_move_in_wide_words_and_stay_in_registers(
     for name, used in compiled.items():
         kind, columns, _ = name.split()
         assert used["registers"] * used["threads"] <= 65536, name  # of a multiprocessor
-        assert used["spilled"] <= 32, name
-        assert used["shared"] <= 48 * 1024, name
+        assert used["spilled"] <= 64, name  # bytes of a thread
+        assert used["shared"] <= 99 * 1024, name  # as much as the smallest of these GPUs has
         if int(columns) % 16 == 0:
             assert used["wide_stores"] >= 4, name
             assert used["narrow_stores"] == (0 if kind == "decode" else 2), name  # two scales a row
@@ -154,8 +154,8 @@ def test_a_step_of_alexnet_takes_three_launches_a_matrix(
 ) -> None:
     kernels = gpu_kernels(monkeypatch)
     counter = Counter()
-    monkeypatch.setattr(kernels, "_encode", counter)
-    monkeypatch.setattr(kernels, "_decode", counter)
+    monkeypatch.setattr(kernels, "encode_rows", counter)
+    monkeypatch.setattr(kernels, "decode_rows", counter)
     shapes = _small_shapes()
     num_values = sum(shape.numel() for shape in shapes.values())
 
@@ -204,9 +204,9 @@ def test_an_exchange_by_these_kernels_is_the_cpus(
 
 @pytest.fixture
 def untried() -> Iterator[None]:
-    onebit._triton.cache_clear()
+    onebit.triton_kernels.cache_clear()
     yield
-    onebit._triton.cache_clear()
+    onebit.triton_kernels.cache_clear()
 
 
 @pytest.mark.usefixtures("untried")
@@ -219,14 +219,24 @@ def test_a_kernel_that_fails_its_trial_is_replaced_with_one_warning(
 
     monkeypatch.setattr(importlib.import_module("lab.codec.gpu"), kernel, fail)
     with pytest.warns(UserWarning, match=r"RuntimeError: Failed to find C compiler\.\); plain"):
-        assert onebit._triton(DEVICE) is None
+        assert onebit.triton_kernels(DEVICE) is None
     with warnings.catch_warnings(action="error"):
-        assert onebit._triton(DEVICE) is None
+        assert onebit.triton_kernels(DEVICE) is None
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(importlib.import_module("lab.codec.gpu"), "encode", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        onebit.triton_kernels(DEVICE)
 
 
 @pytest.mark.usefixtures("untried")
 def test_kernels_that_pass_their_trial_are_used() -> None:
-    assert onebit._triton(DEVICE) is importlib.import_module("lab.codec.gpu")
+    assert onebit.triton_kernels(DEVICE) is importlib.import_module("lab.codec.gpu")
 
 
 def test_matrices_of_a_gathered_bucket_begin_where_wide_loads_can() -> None:

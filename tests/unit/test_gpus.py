@@ -100,6 +100,26 @@ def test_without_gpus_or_with_hidden_ones_ranks_compute_on_the_cpu(
         gpus.pick_device("cuda", 0, 1)
 
 
+def test_a_gpu_that_this_job_may_not_open_is_not_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    machine("535.104.05", ("nvidia0",))
+    monkeypatch.setattr(gpus.os, "open", refuse)
+    assert gpus.pick_device("auto", 0, 1) == torch.device("cpu")
+
+
+def test_linux_under_windows_has_a_driver_of_its_own(machine: Machine, tmp_path: Path) -> None:
+    machine(devices=("dxg",), cuda=None)
+    assert gpus.pick_device("auto", 0, 1) == torch.device("cpu")  # another maker's GPU
+    (tmp_path / "usr/lib/wsl/lib").mkdir(parents=True)
+    (tmp_path / "usr/lib/wsl/lib/libcuda.so.1").touch()
+    with pytest.raises(ValueError, match=r"has NVIDIA GPUs \(driver of Windows\), but torch"):
+        gpus.pick_device("auto", 0, 1)
+
+
 def test_gpus_older_than_torch_are_refused(machine: Machine) -> None:
     machine("580.65.06", ("nvidia0",), counted=1, usable=True, capability=(7, 0))
     with pytest.raises(ValueError, match=r"GPU 0 is of capability 7\.0, older .*whl/cu126"):

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "cluster": {"config", "cli", "distributed", "measure"},
 }
 ONLY_IN = {
-    "triton": {"lab/codec/gpu.py"},
+    "triton": {"lab/codec/gpu.py", "lab/codec/gpu_kernels.py"},
     "wandb": {"lab/record/wandb.py"},
     "hydra": {"lab/config.py"},
     "horovod": {"lab/distributed/horovod_comm.py"},

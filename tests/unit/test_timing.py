@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from lab.benchmarks import timing
-from lab.benchmarks.timing import NUM_CALLS, Took, per_call
+from lab.benchmarks.timing import NUM_CALLS, Took, aligner, per_call
+from lab.distributed.comm import Traffic
 from lab.measure.hold import LONGEST_S, hold
 from tests.fake_gpu import CUDA, FakeGpu
 
@@ -49,6 +53,18 @@ def test_on_cpus_the_host_waits_for_all_ranks_and_times_itself(gpu: FakeGpu) -> 
 
     took = per_call(call, 3, torch.device("cpu"), lambda: gpu.log.append("barrier"))
     assert took == Took(0.5, None) and gpu.log == ["barrier"]
+
+
+def test_on_gpus_ranks_are_aligned_by_their_streams_which_nobody_counts() -> None:
+    def all_reduce(tensor: torch.Tensor) -> None:
+        comm.traffic.payload_bytes += tensor.nbytes
+        aligned.append(tensor)
+
+    aligned: list[torch.Tensor] = []
+    comm = SimpleNamespace(all_reduce=all_reduce, traffic=Traffic())
+    world: Any = SimpleNamespace(device=torch.device("meta"), comm=comm)  # stands for a GPU
+    aligner(world)()
+    assert len(aligned) == 1 and comm.traffic == Traffic()
 
 
 def test_a_stream_is_never_held_for_long(gpu: FakeGpu) -> None:
