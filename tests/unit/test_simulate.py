@@ -53,6 +53,22 @@ def profile() -> Profile:
     return replace(whole, bytes_scale=0.02)
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_onebit_has_three_calls_a_matrix(size: int, strategies: dict[str, Strategy]) -> None:
+    counting = Network(replace(FLAT, codec_s=1.0), size)
+    shapes = [(2048, 1024), (7,), (64, 3, 11, 11)]
+    stages = stages_of(shapes, strategies["onebit"].exchange, counting)
+    assert sum(stage.seconds for stage in stages if stage.row == "codec") == 3 * 2
+
+
+def test_codecs_of_gpus_are_said_to_be_assumed() -> None:
+    texts = [path.read_text() for path in (conf_dir() / "hardware").glob("*.yaml")]
+    lines = [li for text in texts if "library: nccl" in text for li in text.splitlines()]
+    codec = [line for line in lines if line.startswith(("codec_s:", "codec_bytes_per_s:"))]
+    assert len(codec) == 2 * sum("library: nccl" in text for text in texts) > 0
+    assert all("# assumed" in line for line in codec)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 1024])
 def test_a_blocking_tree_is_the_closed_form(
     size: int, profile: Profile, strategies: dict[str, Strategy]
