@@ -97,10 +97,10 @@ def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
 def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
     """Seconds of each, [parts, ranks, steps]."""
     loops = [part.trainer.steps() for part in parts]
-    aligners = [aligner(part.trainer.world) for part in parts]
+    align = aligner(world)
     for step in turns.progress(range(parts[0].trainer.total_steps), world.rank):
         for index in turns.order(len(loops), step):
-            aligners[index]()
+            align()
             next(loops[index])
     own = np.stack([part.trainer.clock.step_seconds() for part in parts])
     return world.gather(torch.from_numpy(own)).transpose(0, 1).numpy()
