@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lab.distributed.gpus import is_available, torch_build
 from lab.measure import nvidia
 from lab.measure.environment import environment, git_commit
 
@@ -22,14 +23,13 @@ DRIVERS = {13: 580, 12: 525}  # the oldest that a CUDA of this major version run
 def hardware() -> dict[str, Any]:
     """GPUs, the software on them, and what Triton needs to compile."""
     listed = nvidia.gpus() or []
-    usable = torch.cuda.is_available()
+    usable = is_available()
     cuda = int((torch.version.cuda or "0").split(".")[0])
     driver = int(listed[0]["driver"].split(".")[0]) if listed else 0
     return {
         "usable": usable,
         "num_listed": len(listed),
-        "torch": torch.__version__,
-        "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs",
+        "torch": torch_build(),
         "driver": driver,
         "driver_is_new_enough": driver >= DRIVERS.get(cuda, 0),
         "num_mig": sum(gpu["mig"] == "Enabled" for gpu in listed),

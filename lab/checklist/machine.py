@@ -28,8 +28,7 @@ def query() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if not found["usable"]:
         raise ConfigError(
-            f"no GPU that torch {found['torch']} (built for {found['built_for']}) can use; "
-            f"nvidia-smi lists {found['num_listed']}"
+            f"no GPU that {found['torch']} can use; nvidia-smi lists {found['num_listed']}"
         )
     return found
 

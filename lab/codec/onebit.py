@@ -20,7 +20,6 @@ from lab.codec import native, reference
 
 THRESHOLDS = ("zero", "mean")
 SCALE_BYTES = 8  # two float32 reconstruction values for each row
-TRIED_COLUMNS = (16, 16384)  # the shortest row, and the longest that a GPU's registers hold
 
 
 def bit_bytes(columns: int) -> int:
@@ -101,7 +100,7 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
     """
     try:
         kernels = importlib.import_module("lab.codec.gpu")
-        for threshold, columns in product(THRESHOLDS, TRIED_COLUMNS):
+        for threshold, columns in product(THRESHOLDS, (16, kernels.LONGEST)):
             _try(kernels, threshold, columns, device)
     except torch.OutOfMemoryError:
         raise

@@ -35,7 +35,9 @@ def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
         torch.cuda.set_device(index)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device={device}: {_torch()} cannot use GPU {index}: {reason}") from None
+        raise ValueError(
+            f"device={device}: {torch_build()} cannot use GPU {index}: {reason}"
+        ) from None
     _check_capability(device, index)
     return torch.device("cuda", index)
 
@@ -55,8 +57,8 @@ def check_gpus(device: str, local_size: int) -> bool:
         driver = _driver()
         if driver:
             raise ValueError(
-                f"device={device}: this host has NVIDIA GPUs (driver {driver}), but {_torch()} "
-                f"cannot use them; {REMEDY}"
+                f"device={device}: this host has NVIDIA GPUs (driver {driver}), but "
+                f"{torch_build()} cannot use them; {REMEDY}"
             )
         if device == "cuda":
             raise ValueError("device=cuda: torch sees no GPU on this host; set device=cpu")
@@ -104,7 +106,8 @@ def _opens(device: Path) -> bool:
     return True
 
 
-def _torch() -> str:
+def torch_build() -> str:
+    """This torch's version, and the CUDA that it was built for."""
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return f"torch {torch.__version__} (built {built})"
 
@@ -115,5 +118,5 @@ def _check_capability(device: str, index: int) -> None:
     if built_for and 10 * major + minor < min(built_for):
         raise ValueError(
             f"device={device}: GPU {index} is of capability {major}.{minor}, older than any that "
-            f"{_torch()} knows; {REMEDY}"
+            f"{torch_build()} knows; {REMEDY}"
         )

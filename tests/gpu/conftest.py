@@ -11,9 +11,8 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from lab.distributed.gpus import is_available
+from lab.distributed.gpus import is_available, torch_build
 from lab.measure.environment import environment, git_commit
 
 WANTED = os.environ.get("LAB_TEST_DEVICE")
@@ -27,10 +26,7 @@ def pytest_sessionstart() -> None:
         pytest.UsageError: pytest prints it as one line.
     """
     if WANTED == "cuda" and not is_available():
-        built = f"built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
-        raise pytest.UsageError(
-            f"LAB_TEST_DEVICE=cuda: no GPU that torch {torch.__version__} ({built}) can use"
-        )
+        raise pytest.UsageError(f"LAB_TEST_DEVICE=cuda: no GPU that {torch_build()} can use")
 
 
 def pytest_report_header() -> list[str]:

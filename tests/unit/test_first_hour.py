@@ -15,7 +15,7 @@ from lab.checklist.item import Command, Results
 from tests.unit.test_checklist import leaves, running
 
 FOUND: dict[str, Any] = {
-    **{"usable": True, "torch": "2", "built_for": "CUDA 13.0", "num_listed": 1, "num_mig": 0},
+    **{"usable": True, "torch": "torch 2 (built for CUDA 13.0)", "num_listed": 1, "num_mig": 0},
     **{"driver": 580, "driver_is_new_enough": True, "max_sm_mhz": 1980.0, "compiler": True},
     **{"python_header": True, "memory_gb_per_s": 4900.0},
     "environment": {
@@ -88,11 +88,11 @@ def test_wrong_settings_are_one_line(
 def test_without_a_gpu_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = json.dumps({**FOUND, "usable": False, "built_for": "CPUs"})
+    answer = json.dumps({**FOUND, "usable": False, "torch": "torch 2 (built without CUDA)"})
     monkeypatch.setattr(machine.sys, "executable", "/bin/echo")
     monkeypatch.setattr(machine, "ASK", (answer,))
     assert first_hour.main([]) == 2
-    wanted = "no GPU that torch 2 (built for CPUs) can use; nvidia-smi lists 1\n"
+    wanted = "no GPU that torch 2 (built without CUDA) can use; nvidia-smi lists 1\n"
     assert capsys.readouterr().err == f"lab.first_hour: error: {wanted}"
 
 

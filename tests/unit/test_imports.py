@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "record": {"measure"},
     "analysis": {"measure", "record"},
     "simulate": {"config", "exchange", "measure", "analysis"},
-    "checklist": {"config", "record", "measure", "analysis"},
+    "checklist": {"distributed", "config", "record", "measure", "analysis"},
     "cluster": {"config", "cli", "distributed", "measure"},
 }
 ONLY_IN = {
