@@ -90,7 +90,9 @@ print(json.dumps(found))
 def compiled() -> dict[str, dict[str, int]]:
     """Registers, spilled bytes, shared memory and moves of each kernel, by name and GPU."""
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=outside, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMPILE], env=outside, capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     return json.loads(done.stdout)
 
