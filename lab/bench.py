@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from lab.benchmarks.request import BENCHES, OWN, Request, read
-from lab.benchmarks.start import (
+from lab.benchmarks.ranks import (
     REFUSED,
     RanksFailed,
     answer,
@@ -18,9 +17,10 @@ from lab.benchmarks.start import (
     was_asked,
     with_world_size,
 )
-from lab.cli import answer_help, report_error
-from lab.config import ConfigError
+from lab.benchmarks.request import BENCHES, OWN, Request, read
 from lab.distributed.launcher import is_first_rank
+from lab.settings.command_line import answer_help, report_error
+from lab.settings.config import ConfigError
 
 PURPOSE = """\
 collective: all-reduces by size, exchange=A,B,..., with nccl-tests' columns.
@@ -96,15 +96,15 @@ def _present(request: Request, result: dict[str, Any]) -> int:
     if was_asked():
         answer(result)
         return 0
-    from lab.analysis import bench
+    from lab.benchmarks.views import show
     from lab.record.files import write_json
 
     command = shlex.join(["python", "-m", "lab.bench", *request.arguments])
     result = {"bench": request.bench, "command": command, **result}
-    print(bench.table(result))
+    print(show.table(result))
     if request.own["out"]:
         write_json(request.own["out"], result)
-        print(f"wrote {request.own['out']} and {bench.draw(request.own['out'])}")
+        print(f"wrote {request.own['out']} and {show.draw(request.own['out'])}")
     if any(row.get("wrong") for row in result["rows"]):
         raise WrongResult("what was timed gives wrong values: see #wrong in the table")
     return 0

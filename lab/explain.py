@@ -11,7 +11,7 @@ EXAMPLES = """examples:
   python -m lab.explain runs/demo/onebit-n2-b128-r0
   python -m lab.explain runs/demo
 
-Rules and thresholds: lab/analysis/explain.py and docs/measuring.md.
+Rules and thresholds: lab/diagnosis/rules.py and docs/measuring.md.
 """
 
 
@@ -23,11 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(arguments)
     # Here, not above: --help and a wrong flag then answer before pandas loads.
-    from lab.analysis import explain_text
-    from lab.analysis.evidence import gather, gather_all
-    from lab.analysis.explain import judge
     from lab.analysis.records import load_study
-    from lab.analysis.remedies import remedies
+    from lab.diagnosis import view
+    from lab.diagnosis.evidence import gather, gather_all
+    from lab.diagnosis.remedies import remedies
+    from lab.diagnosis.rules import judge
 
     path: Path = asked.run
     try:
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             study = load_study(path.resolve().parent)
             evidence = gather(study, next(c for c in study.cells if c.name == path.resolve().name))
             verdict = judge(evidence)
-            print(explain_text.full(evidence, verdict, remedies(evidence, verdict)))
+            print(view.full(evidence, verdict, remedies(evidence, verdict)))
         else:
             for evidence in gather_all(load_study(path)):
-                print(explain_text.headline(evidence, judge(evidence)))
+                print(view.headline(evidence, judge(evidence)))
             print(f"\nevidence, and what to try: python -m lab.explain {path}/CELL")
     except (ValueError, OSError) as error:
         print(f"lab.explain: error: {error}", file=sys.stderr)

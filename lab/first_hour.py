@@ -11,9 +11,9 @@ from lab.checklist.item import Results
 from lab.checklist.machine import machine_of, query
 from lab.checklist.process import run
 from lab.checklist.settings import HELP, Settings, read
-from lab.cli import report_error
-from lab.config import ConfigError
 from lab.record.files import write_json
+from lab.settings.command_line import report_error
+from lab.settings.config import ConfigError
 
 
 def main(arguments: list[str]) -> int:

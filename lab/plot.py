@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(arguments)
     # Here, not above: --help and a wrong flag then answer before pandas and matplotlib load.
-    from lab.analysis.report import report
+    from lab.analysis.plot import report
 
     try:
         report(

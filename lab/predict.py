@@ -12,15 +12,15 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lab.cli import answer_help, report_error
-from lab.config import ConfigError, parse_overrides, read_file
-from lab.measure.profile import Profile, replayed
 from lab.measure.spans import Span
-from lab.naming import AXES
+from lab.model.profile import Profile, replayed
+from lab.settings.command_line import answer_help, report_error
+from lab.settings.config import ConfigError, parse_overrides, read_file
+from lab.settings.names import AXES
 from lab.simulate.calibrate import calibrate
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Prediction, Strategy, predict
-from lab.study import SWEEP_SETTINGS, Cell, read
+from lab.study.grid import SWEEP_SETTINGS, Cell, read
 
 PURPOSE = """\
 Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
@@ -71,15 +71,15 @@ def main(arguments: list[str]) -> int:
         report_error("lab.predict", error)
         return 2
     # Here, not above: a wrong setting is answered before pandas and matplotlib load.
-    from lab.analysis import predictions
+    from lab.simulate import view
 
     result = {"command": shlex.join(["python", "-m", "lab.predict", *arguments]), **result}
-    print(predictions.table(result))
+    print(view.table(result))
     written = []
     if request.out:
-        written += predictions.write(request.out, result)
+        written += view.write(request.out, result)
     if request.trace:
-        written += predictions.write_timeline(request.trace, result, spans)
+        written += view.write_timeline(request.trace, result, spans)
     if written:
         print(f"wrote {', '.join(map(str, written))}")
     return 0

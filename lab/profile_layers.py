@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from lab.cli import answer_help, report_error
-from lab.config import ConfigError, load
 from lab.distributed.launcher import world_size
-from lab.measure.profile import Layer, Profile
+from lab.model.profile import Layer, Profile
+from lab.settings.command_line import answer_help, report_error
+from lab.settings.config import ConfigError, load
 
 if TYPE_CHECKING:
     from lab.distributed.world import World
@@ -73,10 +73,10 @@ def measure(
         ConfigError: a setting that proves wrong with data and devices at hand.
     """
     # Only now is torch imported: help and wrong settings have been answered without it.
-    from lab.assemble import join
     from lab.distributed import world as worlds
     from lab.measure.environment import device_and_torch
     from lab.measure.layers import with_fixed_parts
+    from lab.training.assemble import join
 
     world = join(configs[0])
     try:
@@ -92,7 +92,7 @@ def measure(
 
 def table(profile: Profile) -> str:
     """Times of each layer, for people."""
-    from lab.analysis.bench_text import aligned
+    from lab.draw.text import aligned
 
     header = ["layer", "parameters", "forward ms", "of it fixed", "backward ms", "of it fixed"]
     return "\n".join(aligned([header, *map(_line, profile.layers), _line(_sum(profile.layers))]))

@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lab.cli import answer_help, report_error
 from lab.cluster import sandbox
-from lab.config import ConfigError
-from lab.study import SWEEP_SETTINGS, Cell, Study, read
+from lab.settings.command_line import answer_help, report_error
+from lab.settings.config import ConfigError
+from lab.study.grid import SWEEP_SETTINGS, Cell, Study, read
 
 EXAMPLES = (
     "python -m lab.sweep study=demo",
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
     """Run every cell that has no record yet, in order; the status of each."""
-    from lab.launch import run_cell
+    from lab.study.launch import run_cell
 
     durations: list[float] = []
     for number, cell in enumerate(study.cells, start=1):
@@ -73,7 +73,7 @@ def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
 
 def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
     """Submit every cell that has no record yet; the status of each, as they end."""
-    from lab.slurm import run_cells
+    from lab.study.slurm import run_cells
 
     records = [(cell, _recorded(root, cell)) for cell in study.cells]
     missing = [cell for cell, record in records if record is None]
@@ -128,7 +128,7 @@ def _check_launcher(study: Study) -> None:
     for cluster in clusters:
         sandbox.find(cluster)
     if study.launcher == "slurm":
-        from lab.slurm import check_installed
+        from lab.study.slurm import check_installed
 
         check_installed()
         return

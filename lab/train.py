@@ -12,11 +12,11 @@ import time
 
 from omegaconf import DictConfig
 
-from lab.cli import answer_help, report_error
 from lab.cluster import sandbox
 from lab.cluster.settings import cluster_of
-from lab.config import ConfigError, check_batch, load
 from lab.distributed.launcher import is_first_rank, was_launched, world_size
+from lab.settings.command_line import answer_help, report_error
+from lab.settings.config import ConfigError, check_batch, load
 
 EXAMPLES = (
     "torchrun --nproc-per-node 2 -m lab.train strategy=onebit",
@@ -63,9 +63,9 @@ def _stopped_early(number: int, _frame: object) -> None:
 
 def _run(config: DictConfig, arguments: list[str]) -> int:
     # Only now is torch imported: help and wrong settings have been answered without it.
-    from lab.assemble import join
     from lab.distributed import world
-    from lab.run import Run, claim_directory
+    from lab.training.assemble import join
+    from lab.training.run import Run, claim_directory
 
     ranks = join(config)
     try:

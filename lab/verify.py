@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lab.analysis.claims import Paper
-from lab.analysis.paper_tables import claims_table
-from lab.analysis.quantities import MeasuredFacts
-from lab.cli import report_error
-from lab.config import ConfigError, build, choices_of, load, read_file
+from lab.claims.claims import Paper
+from lab.claims.metrics import MeasuredFacts
+from lab.claims.predicted import Predicted
+from lab.claims.tables import claims_table
+from lab.settings.command_line import report_error
+from lab.settings.config import ConfigError, build, choices_of, load, read_file
 from lab.simulate.hardware import Hardware
-from lab.simulate.predicted import Predicted
 
 EXAMPLES = """examples:
   python -m lab.verify kim2017                           predicted beside published
@@ -41,11 +41,11 @@ def main(arguments: Sequence[str]) -> int:
         lines = [f"# {paper.title}", "", *table, "", *_about(paper, measured)]
         print("\n".join(lines))
         if asked.out:
-            from lab import paper_page  # which takes pandas and matplotlib
+            from lab.claims import page  # which takes pandas and matplotlib
 
             command = shlex.join(["python", "-m", "lab.verify", *arguments])
-            page = paper_page.Page(asked.out, lines, command, paper, predicted, measured)
-            paper_page.write(page, asked.runs)
+            made = page.Page(asked.out, lines, command, paper, predicted, measured)
+            page.write(made, asked.runs)
             print(f"wrote {asked.out}")
     except (ConfigError, ValueError, OSError) as error:
         report_error("lab.verify", error)
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measured(folder: Path, paper: Paper) -> MeasuredFacts:
     # Here, not above: without runs there is no need of pandas and torch.
-    from lab.analysis.measured import Measured
     from lab.analysis.records import load_study
+    from lab.claims.measured import Measured
     from lab.model.counts import parameters_of
 
     if not paper.reproduction:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from lab.analysis.bootstrap import UNKNOWN, Interval, of_medians
 from lab.analysis.records import PHASES, STATUSES, Cell, Study, order
+from lab.measure.intervals import UNKNOWN, Interval, of_medians
 
 CEILING = "none"
 

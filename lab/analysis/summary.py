@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from lab.analysis.bootstrap import ENOUGH_REPEATS, Interval
 from lab.analysis.records import CONTEXT, Study
 from lab.analysis.speedup import CEILING, Row, leaders
+from lab.measure.intervals import ENOUGH_REPEATS, Interval
 
 INTERVALS = ("images_per_s", "speedup", "efficiency", "exposed_exchange_s")
 

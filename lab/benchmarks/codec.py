@@ -15,14 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lab.benchmarks import turns
+from lab.benchmarks import interleave
 from lab.benchmarks.baselines import DeepSpeedLike, GraceLike
 from lab.benchmarks.request import NUM_VALUES, VALUE_BYTES, Request
 from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
-from lab.codec import native, onebit, reference
-from lab.config import ConfigError
+from lab.codec.onebit import codec as onebit
+from lab.codec.onebit import native, reference
 from lab.distributed.gpus import check_gpus
 from lab.measure.environment import environment, git_commit, num_cores
+from lab.settings.config import ConfigError
 
 BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # of one operation: a slow one takes part in fewer rounds
 TOLERANCE = 1e-6  # relative: a few roundings of float32
@@ -151,8 +152,8 @@ def _measure_all(
             Operation(name, "decode", decode, 2 * moved + codec.payload_bytes, together),
         ]
     against, reference_bytes, run = _reference(gradient, residual, out)
-    for number in turns.progress(range(num_rounds), 0):
-        for index in turns.order(len(operations), number):
+    for number in interleave.progress(range(num_rounds), 0):
+        for index in interleave.order(len(operations), number):
             if operations[index].wants_turn():
                 _take_turn(operations[index], run, device, reference_first=number % 2 == 0)
     reference_s = [seconds for each in operations for seconds in each.reference_s]
@@ -220,15 +221,15 @@ def _row(
         "codec": operation.codec,
         "operation": operation.name,
         **_rate(own, operation.moved_bytes),
-        "ratio": turns.ratio(own, other),
-        "of_bandwidth": turns.interval(lambda took, memory: share * memory / took, own, other),
+        "ratio": interleave.ratio(own, other),
+        "of_bandwidth": interleave.interval(lambda took, memory: share * memory / took, own, other),
         "bits_per_value": 8 * payload_bytes / num_values,
-        "host_s": turns.middle(operation.host_s)["median"] if operation.host_s else None,
+        "host_s": interleave.middle(operation.host_s)["median"] if operation.host_s else None,
     }
 
 
 def _rate(seconds: list[float], moved_bytes: int) -> dict[str, Any]:
-    middle = turns.middle(seconds)
+    middle = interleave.middle(seconds)
     return {
         "num_rounds": len(seconds),
         "time_s": middle,

@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.assemble import join
-from lab.benchmarks import turns
+from lab.benchmarks import interleave
 from lab.benchmarks.request import VALUE_BYTES, Request
 from lab.benchmarks.timing import NUM_CALLS, aligner, cache_bytes, per_call
-from lab.config import ConfigError, build
 from lab.distributed import world as worlds
 from lab.distributed.comm import Comm
 from lab.distributed.world import World
 from lab.exchange.allreduce import AllReduce
+from lab.exchange.base import Exchange
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Exchange
-from lab.report import surroundings
+from lab.settings.config import ConfigError, build
+from lab.training.assemble import join
+from lab.training.outcome import surroundings
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 CALLS_BYTES = 2**22  # where the host waits for each call, no more are timed together
@@ -63,7 +63,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         sizes, num_rounds = request.own["sizes"], request.own["rounds"]
         rows = [
             row
-            for size in turns.progress(sizes, world.rank)
+            for size in interleave.progress(sizes, world.rank)
             for row in measure_size(size, contestants, world, num_rounds)
         ]
         result = {
@@ -116,7 +116,7 @@ def measure_size(
     align = aligner(world)
     own_s = np.full((2, len(contestants), num_rounds), np.nan)
     for number in range(num_rounds):
-        for index in turns.order(len(contestants), number):
+        for index in interleave.order(len(contestants), number):
             run = partial(contestants[index].run, flat, world.comm)
             took = per_call(run, num_calls, world.device, align)
             own_s[:, index, number] = took.call_s, took.host_s or np.nan
@@ -208,13 +208,13 @@ def _row(
         "size_bytes": size,
         "count": size // VALUE_BYTES,
         "type": "float",
-        "time_s": turns.middle(own),
+        "time_s": interleave.middle(own),
         "algbw_gb_per_s": algbw,
         "busbw_gb_per_s": algbw * factor,
         "wrong": num_wrong,
         "busiest_rank_bytes": busiest_bytes,
-        "ratio_to_library": turns.ratio(own, times[LIBRARY]),
+        "ratio_to_library": interleave.ratio(own, times[LIBRARY]),
         "of_bound": None
         if plain is None
-        else turns.interval(lambda sent, took: share * sent / took, plain, own),
+        else interleave.interval(lambda sent, took: share * sent / took, plain, own),
     }

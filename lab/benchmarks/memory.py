@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.assemble import Assembly, join
-from lab.benchmarks import turns
+from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING, assembled
-from lab.config import ConfigError
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.exchange.auto import Auto
 from lab.exchange.chunks import chunk_mb_over
-from lab.exchange.gradsync import GradSync
 from lab.exchange.grouping import MB
 from lab.exchange.pipeline import LAG
 from lab.exchange.tree import binomial_node
 from lab.exchange.tree_double import in_order_node
-from lab.report import surroundings
+from lab.settings.config import ConfigError
+from lab.sync.gradsync import GradSync
+from lab.training.assemble import Assembly, join
+from lab.training.outcome import surroundings
 
 NUM_STEPS = 7  # after the warm-up
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -138,7 +138,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         everyones = world.gather(torch.tensor([theory], dtype=torch.float64))[:, 0].tolist()
         row = {
             "name": request.variants[0].label,
-            "peak_bytes": [turns.middle(own) for own in peaks.numpy()],
+            "peak_bytes": [interleave.middle(own) for own in peaks.numpy()],
             "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
             "num_steps": peaks.shape[1],
             **part.sizes,

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from lab.assemble import join
-from lab.benchmarks import turns
+from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import assembled
 from lab.distributed import world as worlds
 from lab.measure.clock import PHASES
-from lab.report import surroundings
+from lab.training.assemble import join
+from lab.training.outcome import surroundings
 
 STEP_S = 0.05  # a fast step, which it is compared with
 
@@ -35,7 +35,7 @@ def measure(request: Request) -> dict[str, Any] | None:
 
             trainer._step = step_without_work  # type: ignore[method-assign]
             began = time.perf_counter()
-            for _ in turns.progress(trainer.steps(), world.rank, trainer.total_steps):
+            for _ in interleave.progress(trainer.steps(), world.rank, trainer.total_steps):
                 pass
             seconds = (time.perf_counter() - began) / trainer.total_steps
         row = {"seconds_per_step": seconds, "share_of_a_50_ms_step": seconds / STEP_S}

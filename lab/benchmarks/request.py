@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
-from lab.config import ConfigError, Override, check_batch, load, parse_overrides
 from lab.distributed.launcher import was_launched, world_size
+from lab.settings.config import ConfigError, Override, check_batch, load, parse_overrides
 
 UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 VALUE_BYTES = 4  # everything here is float32

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from lab.assemble import Assembly, assemble, join
-from lab.benchmarks import turns
+from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.timing import aligner
 from lab.distributed import world as worlds
-from lab.distributed.watch import Watch
+from lab.distributed.watchdog import Watch
 from lab.distributed.world import World
 from lab.measure.statistics import round_means
-from lab.report import surroundings
+from lab.training.assemble import Assembly, assemble, join
+from lab.training.outcome import surroundings
 
 NEVER_S = 1e9  # no exchange of a benchmark is watched: the process group's timeout ends a hang
 CEILING, REFERENCE = "none", "ddp"
@@ -75,8 +75,8 @@ def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     return [
         {
             "name": label,
-            "step_s": turns.middle(own),
-            "ratio": None if label == last else turns.ratio(own, times[last]),
+            "step_s": interleave.middle(own),
+            "ratio": None if label == last else interleave.ratio(own, times[last]),
             **_exposed(label, times),
         }
         for label, own in times.items()
@@ -87,10 +87,10 @@ def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
     if CEILING not in times or label == CEILING:
         return {"exposed_exchange_s": None, "exposed_to_ddp": None}
     own, ceiling = times[label], times[CEILING]
-    exposed = turns.interval(lambda a, c: a - c, own, ceiling)
+    exposed = interleave.interval(lambda a, c: a - c, own, ceiling)
     if REFERENCE not in times or label == REFERENCE:
         return {"exposed_exchange_s": exposed, "exposed_to_ddp": None}
-    to_ddp = turns.interval(lambda a, c, d: (a - c) / (d - c), own, ceiling, times[REFERENCE])
+    to_ddp = interleave.interval(lambda a, c, d: (a - c) / (d - c), own, ceiling, times[REFERENCE])
     return {"exposed_exchange_s": exposed, "exposed_to_ddp": to_ddp}
 
 
@@ -98,8 +98,8 @@ def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
     """Seconds of each, [parts, ranks, steps]."""
     loops = [part.trainer.steps() for part in parts]
     align = aligner(world)
-    for step in turns.progress(range(parts[0].trainer.total_steps), world.rank):
-        for index in turns.order(len(loops), step):
+    for step in interleave.progress(range(parts[0].trainer.total_steps), world.rank):
+        for index in interleave.order(len(loops), step):
             align()
             next(loops[index])
     own = np.stack([part.trainer.clock.step_seconds() for part in parts])

@@ -12,7 +12,7 @@ from lab.checklist.item import Command, Figure, Item, Machine, Results, place
 from lab.checklist.one_gpu import one_gpu
 from lab.checklist.process import argv
 from lab.checklist.several_gpus import several_gpus
-from lab.config import ConfigError
+from lab.settings.config import ConfigError
 
 Run = Callable[[Command, Results, float], dict[str, Any]]
 LEAST_S = 60.0  # that a command has, however long those before it took

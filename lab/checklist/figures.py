@@ -125,7 +125,7 @@ def share_within(cell: str, row_name: str, other: str) -> Read:
     """Of the spans of one row of a timeline: the share of their time that lies in another row's."""
 
     def read(results: Results) -> float:
-        from lab.analysis.timeline import TIMELINE, read_trace
+        from lab.record.trace import TIMELINE, read_trace
 
         spans = read_trace(results.run(cell) / TIMELINE).spans
         inside = whole = 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.checklist.item import Machine
-from lab.config import ConfigError
+from lab.settings.config import ConfigError
 
 ASK = ("-m", "lab.checklist.hardware")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lab.config import ConfigError
+from lab.settings.config import ConfigError
 
 DEFAULTS = {"items": "null", "time_limit_s": "570", "out": "null"}
 HELP = f"""\

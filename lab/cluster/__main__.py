@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from lab.cli import report_error
 from lab.cluster import sandbox
 from lab.cluster.settings import Cluster, cluster_of
-from lab.config import ConfigError, conf_dir, load
+from lab.settings.command_line import report_error
+from lab.settings.config import ConfigError, conf_dir, load
 
 USAGE = """\
 usage: python -m lab.cluster run [setting=value ...] -- TORCHRUN-ARGUMENTS

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 from lab.cluster.settings import Cluster
-from lab.config import ConfigError
+from lab.settings.config import ConfigError
 
 FORWARDED = {signal.SIGINT, signal.SIGTERM}
 AWAITED = FORWARDED | {signal.SIGCHLD}

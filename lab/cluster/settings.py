@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 from omegaconf import DictConfig
 
-from lab.config import ConfigError, build
 from lab.distributed.launcher import was_launched
+from lab.settings.config import ConfigError, build
 
 EMULATION = "LAB_EMULATION"  # tells ranks, and their records, on what they run
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}

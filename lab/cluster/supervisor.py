@@ -20,7 +20,7 @@ from lab.cluster.network import address, build, change, execute, name_hosts, on_
 from lab.cluster.sandbox import AWAITED, FORWARDED, exit_code
 from lab.cluster.settings import EMULATION, Change, Cluster
 from lab.cluster.straggler import slow_down
-from lab.measure.profile import SLOW_FACTOR
+from lab.model.profile import SLOW_FACTOR
 
 PORT = 29400  # of the rendezvous on h0, in a network where nothing else is
 GRACE_S = 30.0  # what the other hosts have once h0, and with it rank 0, has ended

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lab.codec import onebit
+from lab.codec.onebit import codec as onebit
 
 # Eight bytes that are 0 or 1, as one number times this, have their bits in its highest byte, the
 # first lowest.

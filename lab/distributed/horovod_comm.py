@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Done
-from lab.distributed.place import Place
+from lab.distributed.rank_info import Place
 
 ADDRESS_BYTES = 256
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.distributed import nccl
 from lab.distributed.comm import Collective, Comm, Transfer
-from lab.distributed.place import Place
+from lab.distributed.rank_info import Place
 
 # torch 2.13 renamed the one that older releases, down to our oldest, know by another name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lab.distributed.comm import Comm
 from lab.distributed.gpus import pick_device
-from lab.distributed.place import Place
+from lab.distributed.rank_info import Place
 from lab.distributed.torch_comm import all_gather_flat
 
 NUM_BARRIERS = 9  # at which clocks are compared; the median counts

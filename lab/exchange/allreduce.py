@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from lab.distributed.comm import Collective, Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Staged
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

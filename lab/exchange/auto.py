@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
+from lab.exchange.base import Exchange
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Exchange
-from lab.exchange.residual import ErrorFeedback
+from lab.exchange.error_feedback import ErrorFeedback
 from lab.measure.clock import Mark, mark, seconds
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lab.exchange.buffers import Buffers
+from lab.codec.buffers import Buffers
 from lab.exchange.grouping import group
 
 ALIGNED = 64  # bytes: a whole number of 16-byte loads, and of what NCCL copies at once

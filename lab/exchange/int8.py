@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from lab.codec import minmax
+from lab.codec import int8
 from lab.distributed.comm import Collective, Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Staged
 
 
 class Int8(Staged):
@@ -45,22 +45,22 @@ class Int8(Staged):
             return
         num_blocks = -(-len(flat) // self.block_size)
         part_blocks = -(-num_blocks // size)
-        shape = (size, part_blocks, minmax.HEADER_BYTES + self.block_size)
+        shape = (size, part_blocks, int8.HEADER_BYTES + self.block_size)
         # Zeros, because the last parts may end in records that no block fills.
         outgoing = torch.zeros(shape, dtype=torch.uint8, device=flat.device)
-        minmax.encode(flat, outgoing.flatten(0, 1))
+        int8.encode(flat, outgoing.flatten(0, 1))
         received = torch.empty_like(outgoing)
         yield comm.iall_to_all(received, outgoing)
 
         # The gradient has been encoded: its place is free for this rank's part of the mean.
         part_values = part_blocks * self.block_size
         mean = flat[comm.rank * part_values : (comm.rank + 1) * part_values]
-        minmax.decode(received[0], mean)
+        int8.decode(received[0], mean)
         other = torch.empty_like(mean)
         for part in received[1:]:
-            minmax.decode(part, other)
+            int8.decode(part, other)
             mean += other
         reply = torch.zeros_like(outgoing[0])
-        minmax.encode(mean.div_(size), reply)
+        int8.encode(mean.div_(size), reply)
         yield comm.iall_gather(received, reply)
-        minmax.decode(received.flatten(0, 1), flat)
+        int8.decode(received.flatten(0, 1), flat)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.codec import onebit
+from lab.codec.onebit import codec as onebit
 from lab.distributed.comm import Collective, Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
-from lab.exchange.exact import ExactMeans, gaps
-from lab.exchange.exchange import Staged
-from lab.exchange.residual import ErrorFeedback, last_use
+from lab.exchange.error_feedback import ErrorFeedback, last_use
 from lab.exchange.stripes import Matrix, Message
+from lab.exchange.uncompressed import ExactMeans, gaps
 
 GRANULARITIES = ("column", "block")
 
@@ -34,7 +34,7 @@ class OneBit(Staged, ErrorFeedback):
     needs memory for four messages of n/8 bytes or less: sums are taken in the bucket itself.
 
     Args:
-        threshold: "zero" or "mean", see lab.codec.onebit.
+        threshold: "zero" or "mean", see lab.codec.onebit.codec.
         granularity: what shares two scales. "column": all weights into one output unit, a row of
             the [out, in*height*width] view, CNTK's column. "block": `block_size` values.
         block_size: values per block; what remains of a tensor after whole blocks travels exactly.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
-from lab.exchange.exact import average_exactly, gaps
-from lab.exchange.residual import ErrorFeedback
+from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.uncompressed import average_exactly, gaps
 
 
 class PowerSGD(ErrorFeedback):

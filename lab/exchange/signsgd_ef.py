@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lab.codec import sign
 from lab.distributed.comm import Collective, Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
-from lab.exchange.exact import ExactMeans, gaps
-from lab.exchange.exchange import Staged
-from lab.exchange.residual import ErrorFeedback
+from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.uncompressed import ExactMeans, gaps
 
 
 class SignSGD(Staged, ErrorFeedback):

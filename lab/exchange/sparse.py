@@ -8,9 +8,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Staged
-from lab.exchange.residual import ErrorFeedback
+from lab.exchange.error_feedback import ErrorFeedback
 
 
 class Sparse(Staged, ErrorFeedback):

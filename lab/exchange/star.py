@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
+from lab.exchange.base import Rooted
 from lab.exchange.bucket import Bucket
-from lab.exchange.exchange import Rooted
 
 
 class Star(Rooted):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.codec import onebit
-from lab.exchange.buffers import Buffers
+from lab.codec.buffers import Buffers
+from lab.codec.onebit import codec as onebit
 
 LINE_BYTES = 128  # lines are multiples of it: NCCL and GPUs copy aligned memory in wide words
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lab.codec.buffers import Buffers
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
+from lab.exchange.base import Rooted
 from lab.exchange.bucket import Bucket
-from lab.exchange.buffers import Buffers
 from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
-from lab.exchange.exchange import Rooted
 from lab.exchange.pipeline import LAG, Tick
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from lab.codec.buffers import Buffers
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
+from lab.exchange.base import Exchange
 from lab.exchange.bucket import Bucket
-from lab.exchange.buffers import Buffers
 from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
-from lab.exchange.exchange import Exchange
 from lab.exchange.tree import Node, up_and_down
 
 

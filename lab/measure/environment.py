@@ -98,7 +98,7 @@ def _shapes_speed(variable: str) -> bool:
 def _tf32() -> dict[str, bool]:
     """Where float32 may be rounded to TF32 on GPUs."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # see lab.arithmetic
+        warnings.simplefilter("ignore", UserWarning)  # see lab.training.arithmetic
         return {
             "products": bool(torch.backends.cuda.matmul.allow_tf32),
             "convolutions": bool(torch.backends.cudnn.allow_tf32),

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.measure.clock import Mark, mark, seconds
 from lab.measure.hold import hold
-from lab.measure.profile import Layer
+from lab.model.profile import Layer
 
 
 @dataclass

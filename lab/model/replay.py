@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.measure.profile import SLOW_FACTOR, Layer, Profile, require_positive, shapes
+from lab.model.profile import SLOW_FACTOR, Layer, Profile, require_positive, shapes
 
 SLACK_S = 0.002
 
@@ -113,7 +113,7 @@ class Replay(nn.Module):
 
 
 class ReplayedLayer(nn.Module):
-    """One layer of a profile, with parameters as lab.measure.profile.shapes has them."""
+    """One layer of a profile, with parameters as lab.model.profile.shapes has them."""
 
     def __init__(self, layer: Layer, profile: Profile, pace: Pace) -> None:
         super().__init__()

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lab.config import choices_of, load
-from lab.measure.profile import VALUE_BYTES
-from lab.simulate.exchanges import stages_of
+from lab.model.profile import VALUE_BYTES
+from lab.settings.config import choices_of, load
+from lab.simulate.costs import stages_of
 from lab.simulate.fit import LINK, get, least_squares, with_values
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lab.measure.profile import Profile
+from lab.model.profile import Profile
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.step import CEILING, Strategy, simulate
 

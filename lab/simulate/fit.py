@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from lab.measure.profile import Profile
+from lab.model.profile import Profile
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy, simulate
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lab.analysis.records import Cell, load_study
-from lab.measure.profile import VALUE_BYTES, Profile, replayed
+from lab.model.profile import VALUE_BYTES, Profile, replayed
 from lab.simulate.fit import LARGEST_FITTED, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy

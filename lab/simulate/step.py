@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.exchange.grouping import group
-from lab.measure.profile import VALUE_BYTES, Profile, shapes
 from lab.measure.spans import Span
+from lab.model.profile import VALUE_BYTES, Profile, shapes
+from lab.simulate.costs import Stage, model_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
-from lab.simulate.exchanges import Stage, model_of, stages_of
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from torch import Tensor
 
-from lab import checkpoint
+from lab.training import checkpoint
 from tests.conftest import ROOT, Finished, record, wait_for
-from tests.distributed.ranks import train
 from tests.distributed.test_strategies import distance
+from tests.support.ranks import train
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: make horovod"

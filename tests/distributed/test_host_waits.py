@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from lab import assemble
 from lab.benchmarks.step import assembled
-from lab.config import load
 from lab.distributed import world as worlds
 from lab.distributed.worker import InlineWorker
 from lab.distributed.world import World
-from tests.distributed.ranks import STRATEGIES, join, spawn
-from tests.guard import Guard, Wait
+from lab.settings.config import load
+from lab.training import assemble
+from tests.support.guard import Guard, Wait
+from tests.support.ranks import STRATEGIES, join, spawn
 
 # All cases run in one process for each rank.
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("host waits")]
@@ -38,7 +38,7 @@ CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES}
 }
 # Places that may wait, and why.
 MAY_WAIT = {
-    "lab/trainer.py _gradients_finite": "fp16: whether there is an update, the host must know",
+    "lab/training/trainer.py _gradients_finite": "fp16: the host must know whether to update",
     "lab/codec/topk.py _above_sampled_threshold": "on CPUs alone; on GPUs topk takes all values",
 }
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lab import report
 from lab.benchmarks.step import assembled
-from lab.config import load
 from lab.distributed import world as worlds
 from lab.measure.memory import Memory
 from lab.record.run_directory import RunDirectory
-from tests.distributed.ranks import join, spawn
+from lab.settings.config import load
+from lab.training import outcome
+from tests.support.ranks import join, spawn
 
 BETWEEN_S, EVALUATION_S = 0.03, 0.7
 
@@ -57,7 +57,7 @@ def measured(path: Path) -> tuple[dict[str, Any], float, list[str]]:
             if step == 6:
                 trainer.evaluate()
         trainer.evaluate()
-        record = report.measurements(trainer, RunDirectory(path), None)
+        record = outcome.measurements(trainer, RunDirectory(path), None)
         seconds = float(trainer.clock.step_seconds()[3:].sum())
     worlds.stop()
     return record, seconds, memory.log
@@ -75,7 +75,7 @@ def test_wall_clock_and_memory_are_those_of_steady_steps(tmp_path: Path) -> None
     assert record["peak_memory_of"] == "resident set of the process, since its start"
     assert record["peak_memory_bytes"][0] > 2**20
     assert record["reserved_memory_bytes"] is None and record["device_memory_bytes"] is None
-    assert f"{record['wall_images_per_s']:.0f} by wall clock" in report.summary(
+    assert f"{record['wall_images_per_s']:.0f} by wall clock" in outcome.summary(
         {**record, "strategy": "overlap", "world_size": 1, "backend": "gloo", "device": "cpu"}
         | {"batch_size": 24, "gradient_bytes": 4, "emulation": "none"},
         tmp_path,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.ranks import Outcome, train
 from tests.distributed.test_strategies import distance
+from tests.support.ranks import Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=10", "warmup_steps=2")
 
@@ -68,7 +68,7 @@ def test_lower_precision_trains(strategy: str, precision: str) -> None:
 
 def test_a_step_that_fp16_skips_changes_neither_weights_nor_residuals() -> None:
     fp16 = ("strategy=onebit", "precision=fp16", *RUN)
-    fault = "exchange._target_=tests.faults.OneBitNanOnRank1"
+    fault = "exchange._target_=tests.support.faults.OneBitNanOnRank1"
     before, after = (train(2, *fp16, fault, f"steps={steps}") for steps in (3, 4))
     assert before[0].record["num_skipped_steps"] + 1 == after[0].record["num_skipped_steps"]
     for one, other in zip(before, after, strict=True):

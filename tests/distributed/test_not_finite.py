@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lab.benchmarks.step import assembled
-from lab.config import load
 from lab.distributed import world as worlds
-from lab.trainer import Trainer
-from tests.distributed.ranks import join, spawn
+from lab.settings.config import load
+from lab.training.trainer import Trainer
+from tests.support.ranks import join, spawn
 
 # All cases run in one process for each rank.
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("not finite")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.ranks import Outcome, train
+from tests.support.ranks import Outcome, train
 
 RUN = (
     *("model=replay", "profile=alexnet_titanx", "model.bytes_scale=0.002", "model.time_scale=0.01"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab import checkpoint
-from lab.config import build, load
-from tests.distributed.ranks import STRATEGIES, Outcome, train
+from lab.settings.config import build, load
+from lab.training import checkpoint
+from tests.support.ranks import STRATEGIES, Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=1")
 HALF_WAY = Path("runs/default/a/checkpoints/step_000005")

@@ -1,6 +1,7 @@
 """Every strategy on 1 to 3 ranks, through the whole trainer, on real data.
 
-On four, test_wire.py and test_resume.py; on up to 17, as threads, tests/unit/test_exchanges.py.
+On four, test_wire.py and test_resume.py; on up to 17, as threads,
+tests/unit/exchange/test_exchanges.py.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.config import build, choices_of, load
-from tests.distributed.ranks import STRATEGIES, Outcome, train
+from lab.settings.config import build, choices_of, load
+from tests.support.ranks import STRATEGIES, Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
 EXACT = (

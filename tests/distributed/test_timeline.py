@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.analysis.timeline import read_trace
 from lab.distributed import world as worlds
 from lab.measure.clock import KEPT_STEPS
 from lab.measure.spans import Span
-from tests.distributed import ranks
+from lab.record.trace import read_trace
+from tests.support import ranks
 
 QUICK = ("model=mlp", "model.hidden=[512,512]", "batch_size=32", "data.size=16", "optim.lr=0.01")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lab.config import build, load
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.bucket import Bucket
-from tests.distributed.ranks import join, spawn
+from lab.settings.config import build, load
+from tests.support.ranks import join, spawn
 
 pytestmark = pytest.mark.alone  # the interface counts what everyone sends
 ROWS, COLUMNS = 1536, 1024

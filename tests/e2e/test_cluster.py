@@ -13,7 +13,7 @@ import pytest
 
 from lab.cluster import sandbox
 from lab.cluster.settings import Cluster
-from lab.config import ConfigError
+from lab.settings.config import ConfigError
 from tests.conftest import Finished, record, wait_for
 
 Command = Callable[..., Finished]

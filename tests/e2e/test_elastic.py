@@ -20,11 +20,11 @@ import psutil
 import pytest
 import torch
 
-from lab import checkpoint
+from lab.training import checkpoint
 from tests.conftest import ROOT, record, wait_for
-from tests.distributed.ranks import train
 from tests.distributed.test_resume import sum_of_residuals
-from tests.hosts import Host, two_hosts
+from tests.support.hosts import Host, two_hosts
+from tests.support.ranks import train
 
 RUN = ("strategy=onebit", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2")
 STEPS = 60
@@ -106,7 +106,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
     draw = random.Random(seed)
     kill = f"{draw.randrange(4)}:{draw.randrange(1, STEPS)}"
     settings = ("cell=a", "checkpoint_every=10", f"steps={STEPS}")
-    fault = "exchange._target_=tests.faults.OneBitKilled"
+    fault = "exchange._target_=tests.support.faults.OneBitKilled"
     nodes = [start(host, hosts[0], "2", fault, *settings, LAB_TEST_KILL=kill) for host in hosts]
     for node in nodes:
         wait(node)
@@ -130,7 +130,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
 
 def test_first_rank_lost_for_good_leaves_a_record(hosts: list[Host]) -> None:
     """With it goes the store in which ranks tell each other why they fail."""
-    settings = ("exchange._target_=tests.faults.OneBitKilled", f"steps={STEPS}", "cell=a")
+    settings = ("exchange._target_=tests.support.faults.OneBitKilled", f"steps={STEPS}", "cell=a")
     for node in [
         start(host, hosts[0], "2", *settings, restarts=0, LAB_TEST_KILL="0:5") for host in hosts
     ]:

@@ -123,7 +123,11 @@ def test_faults_end_the_run_and_are_recorded(
     train: Train, tmp_path: Path, fault: str, status: str, message: str
 ) -> None:
     began = time.monotonic()
-    settings = (f"exchange._target_=tests.faults.{fault}", "cell=bad", "exchange_timeout_s=3")
+    settings = (
+        f"exchange._target_=tests.support.faults.{fault}",
+        "cell=bad",
+        "exchange_timeout_s=3",
+    )
     done = train(2, *QUICK, *settings)
     assert time.monotonic() - began < 40  # torchrun and torch take most of it
     assert done.code != 0
@@ -245,7 +249,11 @@ def test_killed_rank_is_started_again_by_plain_torchrun(
 ) -> None:
     environment["LAB_TEST_KILL"] = "1:30"
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    fault = ("exchange._target_=tests.faults.OneBitKilled", "checkpoint_every=20", "device=cpu")
+    fault = (
+        "exchange._target_=tests.support.faults.OneBitKilled",
+        "checkpoint_every=20",
+        "device=cpu",
+    )
     done = command(*torchrun, "-m", "lab.train", *LONG[:-1], "steps=60", *fault, timeout_s=100)
     assert done.code == 0, done.err[-2000:]
     (run,) = (tmp_path / "runs/default").iterdir()
@@ -258,7 +266,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_a_failed_run_has_every_key_of_the_contract(train: Train, tmp_path: Path) -> None:
-    fault = ("exchange._target_=tests.faults.RaisesOnRank1", "cell=bad")
+    fault = ("exchange._target_=tests.support.faults.RaisesOnRank1", "cell=bad")
     train(2, *QUICK, *fault)
     train(2, *QUICK, "cell=good")
     bad, good = (record(tmp_path / "runs/default" / cell) for cell in ("bad", "good"))
@@ -315,7 +323,7 @@ def test_epochs_are_counted_in_samples_when_the_batch_changes(
 def test_a_signal_while_a_rank_is_stuck_is_recorded(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    stuck = ("exchange._target_=tests.faults.HangsOnRank1", "cell=a", *QUICK)
+    stuck = ("exchange._target_=tests.support.faults.HangsOnRank1", "cell=a", *QUICK)
     process = start(environment, tmp_path, *stuck)
     wait_for(lambda: (tmp_path / "runs/default/a/config.yaml").exists())
     time.sleep(3)

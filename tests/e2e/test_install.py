@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.config import choices_of
+from lab.settings.config import choices_of
 from tests.conftest import Finished, record
 
 COMMANDS = ("lab.train", "lab.sweep", "lab.plot", "lab.bench")

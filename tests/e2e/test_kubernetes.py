@@ -11,7 +11,7 @@ import pytest
 import yaml
 from kubeflow.training import models
 
-from lab.config import check_batch, load
+from lab.settings.config import check_batch, load
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "launch" / "kubernetes"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lab.measure.profile import Profile
+from lab.model.profile import Profile
 from tests.conftest import Finished
 
 MODEL = ("model=mlp", "model.hidden=[40]", "data=synthetic", "data.shape=[1,4,4]", "device=cpu")

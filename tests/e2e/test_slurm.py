@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import slurm
 from tests.conftest import ROOT, Finished, record, wait_for
+from tests.support import slurm
 
 Command = Callable[..., Finished]
 SCRIPT = ROOT / "launch/slurm.sbatch"

@@ -112,8 +112,8 @@ def test_wrong_sweeps_run_nothing(
 
 
 def test_named_studies_compose() -> None:
-    from lab.config import choices_of
-    from lab.study import read
+    from lab.settings.config import choices_of
+    from lab.study.grid import read
 
     for name in choices_of("study"):
         study = read([f"study={name}"])
@@ -122,7 +122,7 @@ def test_named_studies_compose() -> None:
 
 
 def test_repeats_are_the_outermost_loop() -> None:
-    from lab.study import read
+    from lab.study.grid import read
 
     study = read(["strategy=none,tree", "world_size=1,2", "batch_size=64,128", "repeats=2"])
     assert [cell.repeat for cell in study.cells] == [0] * 8 + [1] * 8

@@ -13,10 +13,10 @@ import os
 
 import torch
 
-from lab.config import build, load
-from tests.distributed.ranks import Outcome, execute, join, spawn
+from lab.settings.config import build, load
 from tests.distributed.test_strategies import EXACT, distance
 from tests.gpu.conftest import DEVICE
+from tests.support.ranks import Outcome, execute, join, spawn
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
 APART = "apart"  # each rank has a GPU of its own

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lab.distributed import world as worlds
-from tests.distributed.ranks import join, spawn
 from tests.distributed.test_host_waits import CASES, steps
 from tests.gpu.conftest import DEVICE
+from tests.support.ranks import join, spawn
 
 NUM_RANKS = min(2, torch.cuda.device_count()) if DEVICE == "cuda" else 2
 # Cases that may wait, and where they do.

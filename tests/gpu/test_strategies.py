@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.ranks import STRATEGIES
 from tests.gpu.conftest import DEVICE
 from tests.gpu.runs import (
     RUN,
@@ -18,6 +17,7 @@ from tests.gpu.runs import (
     train_on_cpu,
     transform_of,
 )
+from tests.support.ranks import STRATEGIES
 
 
 @pytest.fixture(scope="module")

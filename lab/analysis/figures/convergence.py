@@ -1,0 +1,123 @@
+"""Does a faster step also learn faster?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lab.analysis.records import Cell
+from lab.analysis.speedup import CEILING
+from lab.draw import style
+from lab.draw.style import Look, NothingToDraw, Sheet
+
+NUM_DRAWN, NUM_SMOOTHED = 400, 50
+AXES = {"step": "step", "seconds": "training time (s)"}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """How one run learned: columns `step`, `seconds` and `loss`, or `accuracy` in percent."""
+
+    cell: Cell
+    loss: pd.DataFrame
+    accuracy: pd.DataFrame
+
+
+def convergence(sheet: Sheet) -> Figure:
+    """Training loss and test accuracy against steps and seconds, one run per series.
+
+    The point is the one with the most ranks, and of those the largest batch; the run is its
+    lowest repeat. `none` has no line at several ranks: its replicas are not one model.
+
+    Raises:
+        NothingToDraw: no run of such a point kept losses or evaluations.
+    """
+    runs = _representatives(sheet)
+    curves = [Curves(run, _losses(run), _accuracies(run)) for run in runs]
+    kinds = [
+        name for name in ("loss", "accuracy") if any(not getattr(one, name).empty for one in curves)
+    ]
+    if not kinds:
+        raise NothingToDraw("no losses and no evaluations")
+    figure, axes = style.canvas(
+        len(kinds), 2, 8.6, 2.9 * len(kinds) + 1, sharex="col", sharey="row"
+    )
+    for line, kind in zip(axes, kinds, strict=True):
+        for panel, (key, text) in zip(line, AXES.items(), strict=True):
+            for one in curves:
+                look = sheet.looks[one.cell.series]
+                _draw(panel, getattr(one, kind), key, kind, look, bool(one.cell.emulation))
+            panel.grid(linewidth=0.4)
+            panel.set_xlabel(text if line is axes[-1] else "")
+        line[0].set_ylabel("training loss" if kind == "loss" else "test accuracy (%)")
+    return _finish(figure, sheet, runs)
+
+
+def _finish(figure: Figure, sheet: Sheet, runs: list[Cell]) -> Figure:
+    one = runs[0]
+    title = f"Convergence at {one.world_size} ranks, {sheet.batch_name()} {one.batch}"
+    repeats = style.unique(run.repeat for run in runs)
+    sample = f"one run per series (repeat {', '.join(map(str, repeats))}): no intervals"
+    note = ""
+    if one.world_size > 1 and any(row.strategy == CEILING for row in sheet.rows):
+        note = "none is left out: its replicas are not one model"
+    handles = [style.line_handle(sheet, run.series) for run in runs]
+    hollow = style.emulated_handle(sheet, bars=False) if any(r.emulation for r in runs) else []
+    return style.finish(figure, sheet, title, [*handles, *hollow], sample, note)
+
+
+def _representatives(sheet: Sheet) -> list[Cell]:
+    done = [
+        cell
+        for cell in sheet.study.cells
+        if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", sheet.scaling)
+        and (cell.strategy != CEILING or cell.world_size == 1)
+    ]
+    if not done:
+        raise NothingToDraw("no finished throughput run that trains one model")
+    largest = max((cell.world_size, cell.batch) for cell in done)
+    here = [cell for cell in done if (cell.world_size, cell.batch) == largest]
+    here.sort(key=lambda cell: (cell.repeat, cell.started_at))
+    first = {cell.series: cell for cell in reversed(here)}
+    return [first[name] for name in sheet.looks if name in first]
+
+
+def _losses(cell: Cell) -> pd.DataFrame:
+    """Mean over ranks, smoothed by a running mean and thinned to at most `NUM_DRAWN` points."""
+    steps = cell.steps()
+    if steps is None or bool(np.isnan(steps["loss"].to_numpy(float)).all()):
+        return pd.DataFrame()
+    by_step = steps.groupby("step").agg({"end_s": "max", "loss": "mean"}).reset_index()
+    window = max(1, len(by_step) // NUM_SMOOTHED)
+    by_step["loss"] = by_step["loss"].rolling(window, min_periods=1).mean()
+    thin = by_step.iloc[:: math.ceil(len(by_step) / NUM_DRAWN)]
+    return thin.rename(columns={"end_s": "seconds"})
+
+
+def _accuracies(cell: Cell) -> pd.DataFrame:
+    rows = [e for e in cell.evaluations if e.get("accuracy") is not None]
+    table = pd.DataFrame(rows, columns=["step", "seconds", "accuracy"])
+    return table.assign(accuracy=100 * table["accuracy"].astype(float))
+
+
+def _draw(panel: Axes, table: pd.DataFrame, x: str, y: str, look: Look, emulated: bool) -> None:
+    if table.empty:
+        return
+    face = "white" if emulated else look.colour
+    every = max(1, len(table) // 8)
+    panel.plot(
+        table[x],
+        table[y],
+        color=look.colour,
+        linestyle=look.line,
+        marker=look.marker,
+        markevery=every,
+        markerfacecolor=face,
+        linewidth=1.2,
+        ms=5,
+    )

@@ -1,0 +1,187 @@
+"""Speedup, efficiency and throughput against the number of ranks."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from lab.analysis.speedup import Row
+from lab.draw import style
+from lab.draw.style import NothingToDraw, Sheet
+from lab.measure.intervals import Interval
+
+MOST_COLUMNS, TITLE_LETTERS = 4, 32
+
+
+def speedup_bars(sheet: Sheet) -> Figure:
+    """One panel per series, a group per batch, a bar per world size (the layout of H. Kim et
+    al., "Performance Analysis of CNN Frameworks for GPUs", ISPASS 2017, slide 26).
+    """
+    rows = _with_speedup(sheet)
+    series, sizes = style.series_of(rows), style.unique(row.world_size for row in rows)
+    batches = style.unique(row.batch for row in rows)
+    lines = math.ceil(len(series) / MOST_COLUMNS)
+    columns = math.ceil(len(series) / lines)
+    figure, axes = style.canvas(lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sharey=True)
+    panels = [panel for line in axes for panel in line]
+    for panel, name in zip(panels, series, strict=False):
+        _panel(panel, sheet, [row for row in rows if row.series == name], sizes, batches)
+    for panel in panels[len(series) :]:
+        panel.remove()
+    for index in range(len(series)):
+        panels[index].set_xlabel(sheet.batch_name() if index + columns >= len(series) else "")
+    for line in axes:
+        line[0].set_ylabel("speedup")
+    shades = [
+        Patch(facecolor=_shade(style.GREY, sizes, size), edgecolor="black", label=_ranks(size))
+        for size in sizes
+    ]
+    handles: list[Artist] = [*shades, *style.emulated_handle(sheet, bars=True)]
+    title = f"Speedup over {_baselines(rows)}, {sheet.scaling} scaling"
+    return style.finish(figure, sheet, title, handles, style.repeats(rows))
+
+
+def scaling(sheet: Sheet) -> Figure:
+    """Speedup above, efficiency below, against world size; one column per batch."""
+    rows = _with_speedup(sheet)
+    batches = style.unique(row.batch for row in rows)
+    figure, axes = style.canvas(2, len(batches), _width(batches), 6, sharex=True, sharey="row")
+    sizes = style.unique(row.world_size for row in rows)
+    for column, batch in enumerate(batches):
+        here = [row for row in rows if row.batch == batch]
+        top, bottom = axes[0][column], axes[1][column]
+        top.plot(sizes, sizes, color=style.GREY, linestyle=":", linewidth=1)
+        bottom.axhline(1, color=style.GREY, linestyle=":", linewidth=1)
+        _lines(top, sheet, here, lambda row: row.speedup)
+        _lines(bottom, sheet, here, lambda row: row.efficiency)
+        top.set_title(f"{sheet.batch_name()} {batch}")
+        bottom.set_xlabel("ranks")
+    for line in axes:
+        line[0].set_ylim(bottom=0)  # at last: it ends autoscaling of the axes that share it
+    axes[0][0].set_ylabel("speedup")
+    axes[1][0].set_ylabel("efficiency (speedup / ranks)")
+    ideal = Line2D([], [], color=style.GREY, linestyle=":", label="ideal")
+    title = f"Speedup and efficiency over {_baselines(rows)}, {sheet.scaling} scaling"
+    handles = [*_handles(sheet, rows), ideal]
+    return style.finish(figure, sheet, title, handles, style.repeats(rows))
+
+
+def throughput(sheet: Sheet) -> Figure:
+    """Images per second against world size; one column per batch."""
+    rows = [row for row in sheet.measured() if not math.isnan(row.images_per_s.mid)]
+    if not rows:
+        raise NothingToDraw("no record gives images_per_s")
+    batches = style.unique(row.batch for row in rows)
+    figure, axes = style.canvas(1, len(batches), _width(batches), 3.8, sharey=True)
+    for panel, batch in zip(axes[0], batches, strict=True):
+        _lines(panel, sheet, [r for r in rows if r.batch == batch], lambda row: row.images_per_s)
+        panel.set_title(f"{sheet.batch_name()} {batch}")
+        panel.set_xlabel("ranks")
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][0].set_ylabel("images/s, all ranks")
+    title = f"Throughput, {sheet.scaling} scaling"
+    return style.finish(figure, sheet, title, _handles(sheet, rows), style.repeats(rows))
+
+
+def _width(batches: list[int]) -> float:
+    """Inches for a column per batch and the legend."""
+    return max(7.0, 2.8 * len(batches) + 2.4)
+
+
+def _with_speedup(sheet: Sheet) -> list[Row]:
+    rows = [row for row in sheet.measured() if not math.isnan(row.speedup.mid)]
+    if not rows:
+        raise NothingToDraw("no 1-rank run to measure speedup from")
+    return rows
+
+
+def _panel(
+    panel: Axes, sheet: Sheet, rows: list[Row], sizes: list[int], batches: list[int]
+) -> None:
+    colour, width = sheet.looks[rows[0].series].colour, 0.8 / len(sizes)
+    for row in rows:
+        x = batches.index(row.batch) + (sizes.index(row.world_size) - (len(sizes) - 1) / 2) * width
+        panel.bar(
+            x,
+            row.speedup.mid,
+            width,
+            yerr=style.whiskers([row.speedup]),
+            color=_shade(colour, sizes, row.world_size),
+            edgecolor="black",
+            linewidth=0.6,
+            hatch=style.HATCH if row.emulation else None,
+            error_kw={"elinewidth": 1, "capsize": 2},
+        )
+    panel.axhline(1, color="black", linewidth=0.8)
+    panel.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    panel.grid(axis="y", linewidth=0.4)
+    panel.tick_params(labelleft=True)
+    panel.set_title(_panel_title(sheet, rows))
+
+
+def _panel_title(sheet: Sheet, rows: list[Row]) -> str:
+    """The series; beside it the accuracy, where a transform made it another model."""
+    name = rows[0].series
+    title = textwrap.fill(sheet.label(name), TITLE_LETTERS)
+    if not rows[0].transform:
+        return title
+    base = [r for r in sheet.rows if r.series in {row.baseline for row in rows} - {name}]
+    against = f"\n({base[0].strategy}: {_accuracies(base)})" if base else ""
+    return f"{title}\naccuracy {_accuracies(rows)}{against}"
+
+
+def _accuracies(rows: list[Row]) -> str:
+    known = [100 * row.accuracy for row in rows if not math.isnan(row.accuracy)]
+    if not known:
+        return "unknown"
+    low, high = f"{min(known):.1f}", f"{max(known):.1f}"
+    return f"{low} %" if low == high else f"{low}–{high} %"
+
+
+def _shade(colour: str, sizes: list[int], size: int) -> tuple[float, float, float]:
+    """The colour, the lighter the fewer ranks."""
+    strength = 0.15 + 0.5 * (sizes.index(size) + 1) / len(sizes)
+    red, green, blue = (1 - strength * (1 - part) for part in to_rgb(colour))
+    return red, green, blue
+
+
+def _lines(axes: Axes, sheet: Sheet, rows: list[Row], value: Callable[[Row], Interval]) -> None:
+    """One line per series with intervals; moved aside a little, so that none hides another."""
+    names, sizes = list(sheet.looks), style.unique(row.world_size for row in sheet.rows)
+    for name in style.series_of(rows):
+        look, mine = sheet.looks[name], [row for row in rows if row.series == name]
+        aside = min(0.16, 0.04 * sizes[-1]) * ((names.index(name) + 0.5) / len(names) - 0.5)
+        x, intervals = [row.world_size + aside for row in mine], [value(row) for row in mine]
+        y = [interval.mid for interval in intervals]
+        axes.errorbar(
+            x, y, style.whiskers(intervals), color=look.colour, linestyle=look.line, linewidth=1.2
+        )
+        for point_x, point_y, row in zip(x, y, mine, strict=True):
+            face = "white" if row.emulation else look.colour
+            axes.plot(point_x, point_y, look.marker, color=look.colour, markerfacecolor=face, ms=5)
+    axes.set_xticks(sizes)
+    axes.grid(linewidth=0.4)
+
+
+def _handles(sheet: Sheet, rows: list[Row]) -> list[Artist]:
+    lines = [style.line_handle(sheet, name) for name in style.series_of(rows)]
+    return [*lines, *style.emulated_handle(sheet, bars=False)]
+
+
+def _baselines(rows: list[Row]) -> str:
+    """What speedup is measured from, for a title."""
+    own = all(row.baseline == row.series for row in rows)
+    names = {row.strategy if own else row.baseline.split(" ")[0] for row in rows}
+    return "each series' own 1-rank run" if len(names) > 1 else f"{names.pop()} at 1 rank"
+
+
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"

@@ -1,0 +1,167 @@
+"""A step as slide 27 of Kim et al. (2017) draws it: what each rank computes, and what it sends."""
+
+from __future__ import annotations
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lab.analysis.figures.step import PHASE_LOOKS
+from lab.draw import style
+from lab.measure.spans import Span
+from lab.record.trace import Timeline, lanes
+
+MAX_RANKS = 8  # more would not be legible
+LETTER_INCHES = 0.075  # of a name inside a bar
+LABEL_INCHES = 0.65  # what "Backward" takes
+ABOVE_CODEC = 0.12  # of a row's height, what a name moves to make room
+WIDTH = 10.0
+COMPUTE, TRANSFER, CODEC = "compute", "exchange", "codec"
+NAMES = {
+    "data": "Data",
+    "forward": "Forward",
+    "backward": "Backward",
+    "wait": "Waits",
+    "optimizer": "Update",
+    TRANSFER: "Transfer",
+    CODEC: "Encode, decode",
+}
+COLOURS = {
+    "data": PHASE_LOOKS["data"],
+    "forward": PHASE_LOOKS["forward"],
+    "backward": PHASE_LOOKS["backward"],
+    "wait": "white",
+    "optimizer": PHASE_LOOKS["update"],
+    TRANSFER: PHASE_LOOKS["exchange"],
+    CODEC: style.ORANGE,
+}
+ON_ONE_LINE = ("data", "forward", "backward", "wait", "optimizer")
+
+
+def timeline_of_step(timeline: Timeline) -> Figure:
+    """Bars along time: for each rank a row of what it computes, and one or more of transfers.
+
+    Transfers that overlap lie below each other. A transfer's own work, encoding and decoding, is a
+    narrower bar within it. Bars of an emulated run are hatched.
+
+    Args:
+        timeline: of one step, so that bars are wide enough for their names.
+    """
+    num_ranks = len({span.rank for span in timeline.spans})
+    spans = [span for span in timeline.spans if span.rank < MAX_RANKS and span.row in COLOURS]
+    origin = min(span.start_s for span in spans)
+    end = max(span.end_s for span in spans)
+    heights, ticks = _rows(spans)
+    figure, axes = style.canvas(1, 1, WIDTH, 1.5 + 0.34 * (max(heights.values()) + 1))
+    panel = axes[0][0]
+    hatch = style.HATCH if _emulated(timeline) else None
+    coded = any(span.row == CODEC for span in spans)
+    for span, height, thick in _bars(spans, heights):
+        left, length = 1e3 * (span.start_s - origin), 1e3 * (span.end_s - span.start_s)
+        low = height + 0.4 - 0.8 * thick
+        colour = COLOURS[span.row]
+        shape = [(left, length)], (low, 0.8 * thick)
+        panel.broken_barh(*shape, facecolor=colour, edgecolor="black", linewidth=0.4, hatch=hatch)
+        if thick == 1 and (name := _fitting_name(span, end - origin)):
+            up = ABOVE_CODEC if coded and span.row == TRANSFER else 0.0
+            _label(panel, name, left + length / 2, height - up, span.row)
+    panel.set_xlim(0, 1e3 * (end - origin))
+    panel.set_yticks([height for height, _ in ticks], [name for _, name in ticks])
+    panel.set_ylim(max(heights.values()) + 0.6, -0.6)
+    panel.set_xlabel("time from the step's begin (ms)")
+    panel.grid(axis="x", linewidth=0.4)
+    return style.frame(
+        figure, _title(timeline), _legend(spans, hatch), _footer(timeline, num_ranks)
+    )
+
+
+Place = tuple[int, str, int]  # rank, compute or exchange, lane
+
+
+def _lanes(spans: list[Span]) -> list[tuple[Span, Place]]:
+    """Where spans go that have a row of their own; compute never overlaps itself."""
+    transfers = lanes(span for span in spans if span.row == TRANSFER)
+    return [
+        *((span, (span.rank, COMPUTE, 0)) for span in spans if span.row in ON_ONE_LINE),
+        *((span, (span.rank, TRANSFER, lane)) for span, lane in transfers),
+    ]
+
+
+def _rows(spans: list[Span]) -> tuple[dict[Place, float], list[tuple[float, str]]]:
+    """How far down each row lies, and what stands beside the first of its kind."""
+    heights: dict[Place, float] = {}
+    ticks: list[tuple[float, str]] = []
+    down = 0.0
+    for place in sorted({place for _, place in _lanes(spans)}):
+        rank, kind, lane = place
+        if kind == COMPUTE and heights:
+            down += 0.5  # between ranks
+        heights[place] = down
+        if lane == 0:
+            ticks.append((down, f"rank {rank}" if kind == COMPUTE else "transfers"))
+        down += 1
+    return heights, ticks
+
+
+def _bars(spans: list[Span], heights: dict[Place, float]) -> list[tuple[Span, float, float]]:
+    """Every span with its row, and its share of the row's thickness."""
+    whole = [(span, heights[place], 1.0) for span, place in _lanes(spans)]
+    transfers = [bar for bar in whole if bar[0].row == TRANSFER]
+    pieces = [
+        (piece, height, 0.35)
+        for piece in spans
+        if piece.row == CODEC
+        for span, height, _ in transfers
+        if (span.rank, span.name) == (piece.rank, piece.name)
+        and span.start_s <= piece.start_s <= span.end_s
+    ]
+    return [*whole, *pieces]
+
+
+def _fitting_name(span: Span, shown_s: float) -> str:
+    """As much of the name as the bar has room for; maybe nothing."""
+    first = span.name.split(" ")[0]  # of a bucket's parameters
+    names = (span.name, first, first.rpartition(".")[0])
+    room = (span.end_s - span.start_s) / shown_s * (WIDTH - style.LEGEND_ROOM - 1)
+    fitting = (name for name in names if len(name) * LETTER_INCHES < room)
+    return next(fitting, "") if span.row == TRANSFER else NAMES[span.row] * (room > LABEL_INCHES)
+
+
+def _label(panel: Axes, name: str, middle: float, height: float, row: str) -> None:
+    box = {"facecolor": COLOURS[row], "edgecolor": "none", "pad": 0.6}  # no hatching behind it
+    colour = "white" if row in ("data", "backward", "optimizer") else "black"
+    panel.text(middle, height, name, size=7, ha="center", va="center", color=colour, bbox=box)
+
+
+def _legend(spans: list[Span], hatch: str | None) -> list[Artist]:
+    used = {span.row for span in spans}
+    entries: list[Artist] = [
+        Patch(facecolor=COLOURS[row], edgecolor="black", label=name)
+        for row, name in NAMES.items()
+        if row in used
+    ]
+    if hatch:
+        entries.append(
+            Patch(facecolor="white", edgecolor=style.GREY, hatch=hatch, label="emulated")
+        )
+    return entries
+
+
+def _emulated(timeline: Timeline) -> str:
+    emulation = str(timeline.about.get("emulation") or "none")
+    return "" if emulation == "none" else emulation
+
+
+def _title(timeline: Timeline) -> str:
+    about = timeline.about
+    step = f"{about['step'].capitalize()} of" if "step" in about else "Timeline of"
+    return f"{step} {about.get('strategy', 'a run')} on {about.get('world_size', '?')} ranks"
+
+
+def _footer(timeline: Timeline, num_ranks: int) -> list[str]:
+    facts = ("model", "batch_size", "scaling", "device", "source")
+    known = [f"{key} {timeline.about[key]}" for key in facts if key in timeline.about]
+    left_out = f"the first {MAX_RANKS} of {num_ranks} ranks" if num_ranks > MAX_RANKS else ""
+    how = _emulated(timeline)
+    return [" · ".join(known), left_out, f"emulated: {how}" if how else ""]

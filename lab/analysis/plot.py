@@ -1,0 +1,97 @@
+"""Everything `lab.plot` writes about a study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from lab.analysis import summary
+from lab.analysis.figures.convergence import convergence
+from lab.analysis.figures.payload import payload
+from lab.analysis.figures.speedup import scaling, speedup_bars, throughput
+from lab.analysis.figures.step import step_time
+from lab.analysis.figures.timeline import timeline_of_step
+from lab.analysis.records import SCALINGS, load_study
+from lab.analysis.speedup import table
+from lab.draw import style
+from lab.draw.style import NothingToDraw, Sheet
+from lab.record.trace import TIMELINE, read_trace
+
+FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
+    *(speedup_bars, scaling, throughput),
+    *(step_time, payload, convergence),
+)
+# Without a date in it, a file depends on its records alone.
+METADATA = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
+
+
+def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None = None) -> None:
+    """Write summary.csv and all figures of the study in `folder` to `out`; print its table.
+
+    Of a single cell, and of a study's cells that have one, that is the timeline.
+
+    Args:
+        folder: `runs/<study>`, or `runs/<study>/<cell>`.
+        out: where files go; made if need be.
+        formats: any of png, svg, pdf.
+        baseline: as in `speedup.table`.
+
+    Raises:
+        ValueError: the study cannot be read, or has no such baseline; the cell has no timeline.
+        OSError: `out` cannot be written to.
+    """
+    if (folder / "record.json").is_file():
+        _report_cell(folder, out, formats)
+    else:
+        _report_study(folder, out, formats, baseline)
+
+
+def _report_study(folder: Path, out: Path, formats: Sequence[str], baseline: str | None) -> None:
+    study = load_study(folder)
+    rows = table(study, baseline)
+    out.mkdir(parents=True, exist_ok=True)
+    summary.write_csv(rows, out / "summary.csv")
+    print(summary.text(rows, study), end="\n\n")
+    looks = style.looks(row.series for row in rows)
+    present = [name for name in SCALINGS if any(row.scaling == name for row in rows)]
+    for name in present:
+        mine = tuple(row for row in rows if row.scaling == name)
+        suffix = "_weak" if name == "weak" and len(present) > 1 else ""
+        _draw_all(Sheet(study, name, mine, looks), out, suffix, formats)
+    for cell in study.cells:
+        if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
+            _draw_timeline(cell.folder, out / f"timeline_{cell.name}", formats)
+
+
+def _report_cell(folder: Path, out: Path, formats: Sequence[str]) -> None:
+    if not (folder / TIMELINE).is_file():
+        raise ValueError(f"{folder}: holds no {TIMELINE}; runs with measure=breakdown leave one")
+    out.mkdir(parents=True, exist_ok=True)
+    _draw_timeline(folder, out / "timeline", formats)
+
+
+def _draw_timeline(cell: Path, stem: Path, formats: Sequence[str]) -> None:
+    with matplotlib.rc_context(style.RC):
+        _save(timeline_of_step(read_trace(cell / TIMELINE).typical_step()), stem, formats)
+
+
+def _draw_all(sheet: Sheet, out: Path, suffix: str, formats: Sequence[str]) -> None:
+    for draw in FIGURES:
+        stem = out / f"{draw.__name__}{suffix}"
+        with matplotlib.rc_context(style.RC):
+            try:
+                figure = draw(sheet)
+            except NothingToDraw as reason:
+                print(f"skipped {stem.name}: {reason}")
+                continue
+            _save(figure, stem, formats)
+
+
+def _save(figure: Figure, stem: Path, formats: Sequence[str]) -> None:
+    for kind in formats:
+        path = stem.with_name(f"{stem.name}.{kind}")
+        figure.savefig(path, dpi=150, bbox_inches="tight", metadata=METADATA[kind])
+    print(f"wrote {', '.join(str(stem) + '.' + kind for kind in formats)}")

@@ -1,0 +1,99 @@
+"""Start the ranks of a benchmark, and take their answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.request import BENCHES, NUM_RANKS, Request, Variant
+from lab.distributed.launcher import was_launched
+from lab.record.files import write_json
+from lab.settings.config import ConfigError
+
+ANSWER = "LAB_BENCH_ANSWER"  # names the file that rank 0 answers in
+REFUSED = "refused"
+
+
+class RanksFailed(RuntimeError):
+    """The ranks ended without an answer; what they printed says why."""
+
+
+def was_asked() -> bool:
+    """Whether this process is a rank that another lab.bench has started."""
+    return ANSWER in os.environ
+
+
+def is_rank() -> bool:
+    """Whether this process is one of the ranks, started from here or by the user's launcher."""
+    return was_asked() or was_launched()
+
+
+def with_world_size(request: Request) -> Request:
+    """The request with a number of ranks: what it asks for, or NUM_RANKS as far as GPUs go.
+
+    Raises:
+        ConfigError: GPUs are asked for, and there is none.
+    """
+    if request.own.get("world_size", 0) is not None:
+        return request
+    import torch
+
+    from lab.distributed.gpus import check_gpus
+
+    config = request.variants[0].config
+    try:
+        alone = check_gpus(config.device, 1) and not config.share_gpus
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    most = torch.cuda.device_count() if alone else NUM_RANKS
+    return replace(request, own={**request.own, "world_size": min(NUM_RANKS, most)})
+
+
+def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
+    """What fresh ranks, under a torchrun or horovodrun of their own, measure for a request.
+
+    Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, as in a sweep.
+
+    Args:
+        alone: the only one of the request's variants that these ranks are for; None: all.
+
+    Raises:
+        ConfigError: the ranks refused a setting.
+        RanksFailed: a rank failed.
+    """
+    from lab.study.launch import end_with_parent, starter, stop  # it imports torch
+
+    arguments = [request.bench, *alone.arguments] if alone else request.arguments
+    defaults = {"OMP_NUM_THREADS": "1", **dict(BENCHES[request.bench].environment)}
+    cluster = request.cluster(alone)
+    launcher = starter(request.own["world_size"], request.over_horovod, cluster)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        process = subprocess.Popen(
+            [*launcher, "-m", "lab.bench", *arguments],
+            stdin=subprocess.DEVNULL,
+            env={**defaults, **os.environ, ANSWER: str(answer)},
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            stop(process)
+            raise
+        if process.returncode or not answer.exists():
+            raise RanksFailed(f"the ranks ended with exit code {process.returncode}, see above")
+        result: dict[str, Any] = json.loads(answer.read_text())
+    if REFUSED in result:
+        raise ConfigError(result[REFUSED])
+    return result
+
+
+def answer(result: dict[str, Any]) -> None:
+    """Hand a result, or a refusal, to the process that started the ranks."""
+    write_json(Path(os.environ[ANSWER]), result)

@@ -1,0 +1,111 @@
+"""Encode and decode of each codec, beside a memory-bound operation on the same tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from lab.draw import style
+from lab.draw.text import about, as_interval, in_cache, machine, ranged, with_host_time
+from lab.model.profile import VALUE_BYTES
+
+COLOURS = {"encode": style.BLUE, "decode": style.ORANGE}
+TEXTS = {"encode": "encode, with residual", "decode": "decode and add"}
+HEADER = [
+    *("codec", "", "bits/value", "time (ms)", "mad", "GB/s", "ratio", "of bandwidth"),
+    *("rounds", "#wrong"),
+]
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """A header, a line for the memory-bound operation, and two for each codec."""
+    memory = result["reference"]
+    first = [memory["name"], "", "", *_times(memory), "1", "1", str(memory["num_rounds"]), ""]
+    lines = [HEADER, first, *(_line(row) for row in result["rows"])]
+    return with_host_time(lines, [memory, *result["rows"]])
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """What the columns mean."""
+    rows, columns = result["shape"]
+    return [
+        f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",
+        f"ratio: of times, to {result['reference']['name']} right before or after, with 95 % "
+        "intervals; GB/s: of what must be read and written at least, once",
+        *in_cache(result, VALUE_BYTES * result["num_values"]),
+    ]
+
+
+def figure(result: dict[str, Any]) -> Figure:
+    """A mark for each operation of each codec: its time over that of the memory-bound one."""
+    names = list(dict.fromkeys(row["codec"] for row in result["rows"]))
+    drawn, axes = style.canvas(1, 1, 8.5, 0.55 * len(names) + 1.6)
+    panel = axes[0][0]
+    hollow = result["emulation"] != "none"
+    for row in result["rows"]:
+        place = names.index(row["codec"]) + (0.17 if row["operation"] == "decode" else -0.17)
+        value, colour = as_interval(row["ratio"]), COLOURS[row["operation"]]
+        panel.plot(
+            [1, value.mid], [place, place], color=colour, lw=4, alpha=0.3, solid_capstyle="butt"
+        )
+        mark: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if hollow else colour}
+        error = style.whiskers([value])
+        panel.errorbar(value.mid, place, xerr=error, marker="o", ms=5, capsize=3, **mark)
+        end = max(1, value.mid if math.isnan(value.hi) else value.hi)
+        panel.annotate(
+            f"{value.mid:.3g}",
+            (end, place),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            size=8,
+        )
+    panel.set_xscale("log")
+    low, high = panel.get_xlim()
+    panel.set_xlim(min(low, 0.5), 2 * high)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.axvline(1, color="black", linewidth=1)
+    panel.grid(axis="x", linewidth=0.4)
+    panel.set_yticks(range(len(names)), names)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_xlabel(f"time / time of {result['reference']['name']}")
+    handles: list[Artist] = [
+        Line2D([], [], color=colour, marker="o", label=TEXTS[name])
+        for name, colour in COLOURS.items()
+    ]
+    counts = sorted({row["num_rounds"] for row in result["rows"]})
+    rounds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    sample = f"medians of {rounds} interleaved rounds, 95 % bootstrap intervals"
+    title = f"Codecs on {result['num_values'] / 1e6:.3g} M values, against memory"
+    footer = [f"{machine(result)} · {_engine(result)} · {sample}", *about(result)]
+    return style.frame(drawn, title, handles, footer)
+
+
+def _engine(result: dict[str, Any]) -> str:
+    kernels, threads = result["kernels"], result["environment"]["num_threads"]
+    if result["device"] == "cuda":
+        return f"on {kernels['device']}, kernels {kernels['level']}"
+    return f"{threads} threads, kernels {kernels['level']} ({kernels['compiler']})"
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    return [
+        row["codec"],
+        row["operation"],
+        f"{row['bits_per_value']:.3f}",
+        *_times(row),
+        ranged(row["ratio"]),
+        ranged(row["of_bandwidth"]),
+        str(row["num_rounds"]),
+        str(row["wrong"]),
+    ]
+
+
+def _times(row: dict[str, Any]) -> list[str]:
+    times = [f"{1e3 * row['time_s'][key]:.3f}" for key in ("median", "mad")]
+    return [*times, f"{row['gb_per_s']:.2f}"]

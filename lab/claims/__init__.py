@@ -1,0 +1,1 @@
+"""A paper's claims, and what was measured and predicted of them."""

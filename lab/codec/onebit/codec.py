@@ -1,0 +1,121 @@
+"""One bit per value and two reconstruction values per row: the codec of 1-bit SGD.
+
+Defined in lab.codec.onebit.reference. C++ for CPUs (native.py) and Triton for GPUs
+(triton_codec.py) do the same at the memory's speed: they read gradient and residual, write the new
+residual and the bits, and keep nothing of the gradient's size in between. Each takes a whole matrix
+in one call, whose rows may belong to the lines of a message, one line for each rank
+(lab.exchange.stripes).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from itertools import product
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lab.codec.onebit import native, reference
+
+THRESHOLDS = ("zero", "mean")
+SCALE_BYTES = 8  # two float32 reconstruction values for each row
+
+
+def bit_bytes(columns: int) -> int:
+    """Bytes that the packed bits of one row of `columns` values take."""
+    return (columns + 7) // 8
+
+
+def encode(
+    gradient: Tensor, residual: Tensor | None, threshold: str, scales: Tensor, bits: Tensor
+) -> None:
+    """Quantise every row of gradient + residual, and keep what that loses as the new residual.
+
+    `threshold="zero"` splits at 0 and reconstructs each side by its mean; `"mean"` splits at the
+    row's mean m and reconstructs m - d and m + d, with d the mean absolute deviation. A row that
+    holds a value that is not finite gets a scale that is not finite.
+
+    Args:
+        gradient: float32 [rows, columns].
+        residual: float32 [rows, columns], replaced. None: nothing is carried over.
+        threshold: one of THRESHOLDS.
+        scales: float32 [lines, height, 2], receives what bit 0 and bit 1 stand for. Row r goes to
+            line r // height, so lines * height >= rows; what no row goes to is left as it is.
+        bits: uint8 [lines, height, bit_bytes(columns)], receives the bits, least significant first.
+    """
+    implementation = _implementation(gradient, residual, scales[0], bits[0])
+    implementation.encode(gradient, residual, threshold, scales, bits)
+
+
+def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None:
+    """Put into `out`, float32 [rows, columns], what scales and bits stand for, or add it there.
+
+    Args:
+        scales, bits: as `encode` fills them.
+    """
+    _implementation(out, scales[0], bits[0]).decode(scales, bits, out, add)
+
+
+def reduce(
+    scales: Tensor,
+    bits: Tensor,
+    total: Tensor,
+    residual: Tensor | None,
+    threshold: str,
+    out_scales: Tensor,
+    out_bits: Tensor,
+) -> None:
+    """Encode the sum, in rank order, of what several ranks have encoded.
+
+    Args:
+        scales, bits: of each rank: float32 [ranks, rows, 2], uint8 [ranks, rows, bytes].
+        total: float32 [rows, columns], memory that the sum may be written to.
+        residual, threshold: as in `encode`.
+        out_scales, out_bits: [rows, 2] and [rows, bytes], receive what stands for the sum.
+    """
+    implementation = _implementation(total, residual, scales[0], bits[0], out_scales, out_bits)
+    implementation.reduce(scales, bits, total, residual, threshold, out_scales, out_bits)
+
+
+def _implementation(*tensors: Tensor | None) -> native.Kernels | ModuleType:
+    """The fastest of the three that can work on `tensors`, which are all on one device."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(tensor.is_contiguous() for tensor in given):
+        return reference
+    if given[0].device.type == "cpu":
+        return native.build(torch.backends.cpu.get_cpu_capability()) or reference
+    return triton_kernels(given[0].device) or reference
+
+
+@functools.cache
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """Triton's kernels if they run on `device`; else None, and a warning.
+
+    Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
+    headers, and it knows some GPUs and drivers alone: so whether it works shows only then.
+
+    Raises:
+        torch.OutOfMemoryError: which is no fault of Triton's.
+    """
+    try:
+        kernels = importlib.import_module("lab.codec.onebit.triton_codec")
+        for threshold, columns in product(THRESHOLDS, (16, kernels.LONGEST)):
+            _try(kernels, threshold, columns, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or a driver raises
+        said = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        native.warn(f"Triton does not work on {device} ({type(error).__name__}: {said.strip()})")
+        return None
+    return kernels
+
+
+def _try(kernels: ModuleType, threshold: str, columns: int, device: torch.device) -> None:
+    """Launch each kernel once, on a row of zeros."""
+    values, scales = torch.zeros(1, columns, device=device), torch.zeros(1, 1, 2, device=device)
+    bits = torch.zeros(1, 1, bit_bytes(columns), dtype=torch.uint8, device=device)
+    kernels.encode(values, values.clone(), threshold, scales, bits)
+    kernels.reduce(scales, bits, values, None, threshold, scales[0], bits[0])
+    kernels.decode(scales, bits, values, True)

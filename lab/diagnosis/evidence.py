@@ -1,0 +1,231 @@
+"""What the records of a study know about where the time of a multi-rank run goes."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from lab.analysis.records import Cell, Study
+from lab.analysis.speedup import CEILING, Point, points_of, same_work
+from lab.record.trace import TIMELINE, read_trace
+
+OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
+DDP = "lab.sync.ddp.DDPSync"  # exchanges in backward, which then is no work of the rank's own
+OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that `none` has no use for
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Times are seconds of one step, by rank the median over steps; NaN is unknown.
+
+    Attributes:
+        point: the runs that are explained.
+        step_s: of its throughput runs, or, without any, of its breakdowns.
+        one_s: the step of `none` (or of the strategy) on one rank, at the same batch.
+        ceiling_s: the step of `none` on as many ranks.
+        exposed_s: exchange that nothing hid: the step less the ceiling; without a ceiling, what the
+            rank that waited least spent in the breakdown's phase.
+        input_s: waiting for data, mean over ranks.
+        straggler_s: what the slowest rank's own work takes beyond the median of the other ranks.
+        slowest_rank: that rank; -1 is unknown.
+        backward_s: mean over ranks.
+        codec_s: what exchanges spent on encoding and decoding, mean over ranks.
+        payload_bytes, messages: sent in a step by the rank that sent most.
+        settings: the run's resolved ones.
+        to_run: commands that would tell what is unknown, by what they tell.
+    """
+
+    point: Point
+    step_s: float
+    one_s: float = math.nan
+    ceiling_s: float = math.nan
+    exposed_s: float = math.nan
+    input_s: float = math.nan
+    straggler_s: float = math.nan
+    slowest_rank: int = -1
+    backward_s: float = math.nan
+    codec_s: float = math.nan
+    payload_bytes: float = math.nan
+    messages: float = math.nan
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    to_run: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def one(self) -> Cell:
+        """For what all runs of the point share."""
+        return self.point.one
+
+    @property
+    def ideal_s(self) -> float:
+        """A step whose compute is divided evenly over the ranks, and costs nothing more."""
+        return self.one_s / (self.one.world_size if self.one.scaling == "strong" else 1)
+
+    @property
+    def fixed_s(self) -> float:
+        """Compute beyond the ideal: what neither exchange, input nor a straggler accounts for."""
+        lost = [part for part in (self.input_s, self.straggler_s) if not math.isnan(part)]
+        rest = self.step_s - self.exposed_s - self.ideal_s - sum(lost)
+        return rest if math.isnan(rest) else max(0.0, rest)
+
+
+def gather(study: Study, cell: Cell) -> Evidence:
+    """What `study` knows about the point of the grid that `cell` belongs to.
+
+    Raises:
+        ValueError: the cell's run failed, or has one rank.
+    """
+    if cell.status != "done":
+        raise ValueError(f"{cell.folder}: status={cell.status}: {cell.error}; only done runs count")
+    if cell.world_size < 2:
+        raise ValueError(f"{cell.folder}: world_size=1: a single rank exchanges nothing")
+    points = points_of(study.cells)
+    point = next(point for point in points if cell in point.cells)
+    settings = _settings(cell)
+    breakdowns = list(point.done("breakdown").values())
+    step_s = _median(point.step_s().values()) or _median(run.step_s for run in breakdowns)
+    if not step_s:
+        raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
+    base = same_work(points, point, CEILING, 1) or same_work(points, point, cell.strategy, 1)
+    ceiling = same_work(points, point, CEILING, cell.world_size)
+    telling = [] if settings.get("sync", {}).get("_target_") == DDP else breakdowns
+    every = settings.get("sync", {}).get("every", 1)
+    ranks = _own_work(telling, ceiling, every)
+    return Evidence(
+        point=point,
+        step_s=step_s,
+        one_s=_step_s(base),
+        ceiling_s=_step_s(ceiling),
+        exposed_s=_exposed_s(point, ceiling, telling, every),
+        input_s=_phase_s(breakdowns, "data"),
+        straggler_s=_straggler_s(ranks),
+        slowest_rank=int(np.argmax(ranks)) if len(ranks) else -1,
+        backward_s=_phase_s(telling, "backward"),
+        codec_s=_codec_s(breakdowns),
+        payload_bytes=max(cell.payload_bytes, default=math.nan),
+        messages=max(cell.messages, default=math.nan),
+        settings=settings,
+        to_run=_to_run(study, point, base, ceiling),
+    )
+
+
+def gather_all(study: Study) -> list[Evidence]:
+    """Of every point of `study` with more than one rank and a timed run.
+
+    Raises:
+        ValueError: there is none.
+    """
+    points = (point.one for point in points_of(study.cells) if point.one.world_size > 1)
+    timed = [cell for cell in points if cell.status == "done" and not math.isnan(cell.step_s)]
+    if not timed:
+        raise ValueError(f"{study.folder}: world_size: no finished, timed run of several ranks")
+    return [gather(study, cell) for cell in timed]
+
+
+def _median(values: Any) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else 0.0
+
+
+def _step_s(point: Point | None) -> float:
+    return _median(point.step_s().values()) if point else math.nan
+
+
+def _exposed_s(point: Point, ceiling: Point | None, runs: Sequence[Cell], every: int) -> float:
+    if point.one.strategy == CEILING:
+        return 0.0
+    if ceiling and point.step_s():
+        return max(0.0, _step_s(point) - _step_s(ceiling))
+    waits = _by_rank(runs, ("exchange_s",), every)
+    return float(waits.min()) if len(waits) else math.nan
+
+
+def _phase_s(breakdowns: Sequence[Cell], name: str) -> float:
+    times = [run.phases_s[name] for run in breakdowns if name in run.phases_s]
+    return _median(times) if times else math.nan
+
+
+def _own_work(runs: Sequence[Cell], ceiling: Point | None, every: int) -> np.ndarray:
+    """Seconds by rank that it works by itself. In `none` no rank waits for another."""
+    if ceiling and len(ranks := _by_rank([*ceiling.done("throughput").values()], ("step_s",))):
+        return ranks
+    return _by_rank(runs, OWN_WORK, every)
+
+
+def _by_rank(runs: Sequence[Cell], columns: Sequence[str], every: int = 1) -> np.ndarray:
+    """Seconds of a step in `columns`, [ranks]; empty where no run has them.
+
+    The median over whole rounds of `every` steps of their mean, averaged over `runs`.
+    """
+    medians = []
+    for run in runs:
+        steps = run.steps()
+        if steps is not None and {"timed", *columns} <= set(steps.columns):
+            timed = steps.query("timed")
+            of_round = timed.assign(of=timed[[*columns]].sum(axis=1), round=timed["step"] // every)
+            rounds = of_round.groupby(["rank", "round"])["of"].agg(["mean", "size"])
+            whole = rounds.query("size == @every")
+            medians.append(whole.groupby("rank")["mean"].median().to_numpy())
+    same = [one for one in medians if len(one) == len(medians[0])]
+    return np.mean(same, axis=0) if same else np.empty(0)
+
+
+def _straggler_s(ranks: np.ndarray) -> float:
+    if len(ranks) < 2:
+        return math.nan
+    *others, slowest = np.sort(ranks)
+    return float(slowest - np.median(others))
+
+
+def _codec_s(breakdowns: Sequence[Cell]) -> float:
+    """From timelines: seconds per rank and step."""
+    paths = [run.folder / TIMELINE for run in breakdowns if (run.folder / TIMELINE).is_file()]
+    spans = [span for path in paths for span in read_trace(path).spans]
+    num_steps = sum(span.row == "step" for span in spans)
+    coded = [span.end_s - span.start_s for span in spans if span.row == "codec"]
+    return sum(coded) / num_steps if num_steps else math.nan
+
+
+def _settings(cell: Cell) -> dict[str, Any]:
+    path = cell.folder / "config.yaml"
+    content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _to_run(
+    study: Study, point: Point, base: Point | None, ceiling: Point | None
+) -> dict[str, str]:
+    cell, size = point.one, str(point.one.world_size)
+    lacking = [ranks for ranks, at in (("1", base), (size, ceiling)) if at is None]
+    commands = {}
+    if lacking:
+        what = " and ".join("one rank" if ranks == "1" else "the ceiling" for ranks in lacking)
+        commands[what] = _sweep(study, cell, CEILING, ",".join(lacking))
+    if not point.step_s():
+        commands["its step, unmarked"] = _sweep(study, cell, cell.strategy, size)
+    if not point.done("breakdown"):
+        commands["its phases"] = _sweep(study, cell, cell.strategy, size, "measure=breakdown")
+    return commands
+
+
+def _sweep(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:
+    """The command that adds runs to the study which may be compared with `cell`."""
+    folder = study.folder.resolve()
+    where = [f"study={folder.name}"]
+    if folder.parent.name != "runs":
+        where.append(f"runs_dir={folder.parent}")
+    given = [f"strategy={strategy}", f"world_size={sizes}", f"batch_size={cell.batch}"]
+    given += [f"scaling={cell.scaling}"] if cell.scaling != "strong" else []
+    given += [
+        f"{key}={value}"
+        for key, value in cell.variant.items()
+        if strategy == cell.strategy or key.split(".")[0] not in OF_EXCHANGE
+    ]
+    if strategy != cell.strategy and cell.transform:
+        given.append("transform=fc1x1")  # there is no other
+    return shlex.join(["python", "-m", "lab.sweep", *where, *given, *more])

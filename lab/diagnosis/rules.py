@@ -1,0 +1,121 @@
+"""Why a multi-rank run is not faster: the rules, all in one place.
+
+A step is divided into what computing would take if it were divided evenly (`ideal`), and what is
+lost. The verdict is the largest loss:
+
+    input      waiting for data (breakdown)                                   input-bound
+    straggler  the slowest rank's own work less the others' median            straggler-bound, or
+               compute-bound if ranks share processors
+    exchange   the step less that of `none` on as many ranks                  bandwidth-bound, or
+               latency-bound if messages are small; compute-bound if encoding is most of it
+    fixed      the rest: compute that did not shrink as ranks were added      launch-bound, or
+               compute-bound if ranks share processors or each has a batch of the same size
+
+and compute-bound, which is as it should be, where no loss counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lab.diagnosis.evidence import Evidence
+
+# A loss below this share of the step is no reason by itself: without it, speedup would be at most a
+# ninth higher.
+LOSS_SHARE = 0.1
+# A second loss that is this share of the largest is named beside it.
+CLOSE = 0.8
+# Below it a message costs the same whatever its size: all-reduces of 4 and of 64 kB take equally
+# long (docs/results/exchange/collective_2.json and collective_4.json).
+SMALL_MESSAGE_BYTES = 2**16
+# Encoding that takes this share of the exposed exchange is what is exposed.
+CODEC_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Time of a step that ideal compute does not account for.
+
+    Attributes:
+        part: "input", "straggler", "exchange" or "fixed".
+        verdict: what a run is called that loses most here.
+        seconds: of a step.
+        what: as a sentence's end, "… of the step" before it.
+    """
+
+    part: str
+    verdict: str
+    seconds: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What explains a run.
+
+    Attributes:
+        losses: those that count, the largest first; the first ones, as many as are `named`, are
+            too close to be told apart. Empty for a run that computes, or that is undecided.
+        decided: False where the records cannot tell exchange from compute.
+    """
+
+    losses: tuple[Loss, ...]
+    decided: bool
+
+    @property
+    def named(self) -> tuple[Loss, ...]:
+        """The losses the verdict is made of."""
+        return tuple(x for x in self.losses if x.seconds >= CLOSE * self.losses[0].seconds)
+
+    @property
+    def name(self) -> str:
+        """ "bandwidth-bound", or two of them; "compute-bound"; "undecided"."""
+        if not self.decided:
+            return "undecided"
+        return " and ".join(dict.fromkeys(x.verdict for x in self.named)) or "compute-bound"
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Apply the rules."""
+    known = [loss for loss in _losses(evidence) if not math.isnan(loss.seconds)]
+    counting = [loss for loss in known if loss.seconds >= LOSS_SHARE * evidence.step_s]
+    decided = not math.isnan(evidence.exposed_s)
+    ordered = sorted(counting, key=lambda loss: -loss.seconds) if decided else []
+    return Verdict(tuple(ordered), decided)
+
+
+def _losses(e: Evidence) -> Iterator[Loss]:
+    yield Loss("input", "input-bound", e.input_s, "waits for data")
+    yield Loss("straggler", *_straggler(e))
+    yield Loss("exchange", *_exchange(e))
+    yield Loss("fixed", *_fixed(e))
+
+
+def _straggler(e: Evidence) -> tuple[str, float, str]:
+    what = f"waits for rank {e.slowest_rank}"
+    if _shared(e):
+        return "compute-bound", e.straggler_s, f"{what} while {e.one.emulation}"
+    return "straggler-bound", e.straggler_s, what
+
+
+def _shared(e: Evidence) -> bool:
+    """Whether ranks have no processor each, as lab.training.outcome words it."""
+    return "share" in e.one.emulation
+
+
+def _exchange(e: Evidence) -> tuple[str, float, str]:
+    if e.codec_s >= CODEC_SHARE * e.exposed_s:
+        return "compute-bound", e.exposed_s, "waits for gradients, mostly to be encoded and decoded"
+    if e.payload_bytes < SMALL_MESSAGE_BYTES * e.messages:
+        return "latency-bound", e.exposed_s, "waits for gradients in small messages"
+    return "bandwidth-bound", e.exposed_s, "waits for gradients"
+
+
+def _fixed(e: Evidence) -> tuple[str, float, str]:
+    if _shared(e):
+        return "compute-bound", e.fixed_s, f"is lost because {e.one.emulation}"
+    if e.one.scaling == "weak":
+        return "compute-bound", e.fixed_s, "is lost because ranks slow each other's compute"
+    return "launch-bound", e.fixed_s, "is compute that did not shrink with the batch of a rank"

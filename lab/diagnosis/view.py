@@ -1,0 +1,95 @@
+"""A verdict and its evidence, as lines for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lab.diagnosis.evidence import Evidence
+from lab.diagnosis.remedies import Remedy
+from lab.diagnosis.rules import Verdict
+
+MAX_REMEDIES = 3
+
+
+def headline(evidence: Evidence, verdict: Verdict) -> str:
+    """The verdict in a line."""
+    one = evidence.one
+    batch = "batch" if one.scaling == "strong" else "batch per rank"
+    run = f"{one.series} on {one.world_size} ranks, {batch} {one.batch}"
+    return f"{run}: {verdict.name}: {_reason(evidence, verdict)}"
+
+
+def full(evidence: Evidence, verdict: Verdict, remedies: list[Remedy]) -> str:
+    """The verdict, what it rests on, what to try, and what to run to know more."""
+    sections = (_evidence_lines(evidence), _remedy_lines(remedies), _unknown_lines(evidence))
+    blocks = ["\n".join(f"  {name:<11} {text}" for name, text in lines) for lines in sections]
+    return "\n\n".join([headline(evidence, verdict), *(block for block in blocks if block)])
+
+
+def _reason(e: Evidence, verdict: Verdict) -> str:
+    if not verdict.decided:
+        return "nothing tells exchange from compute yet"
+    if not verdict.losses:
+        if math.isnan(e.fixed_s):
+            return "no exchange, input or straggler counts; whether compute shrank is unknown"
+        return "no loss counts; more ranks should help"
+    return ", ".join(f"{_share(loss.seconds, e)} of the step {loss.what}" for loss in verdict.named)
+
+
+Lines = Iterator[tuple[str, str]]
+
+
+def _evidence_lines(e: Evidence) -> Lines:
+    yield "step", f"{_ms(e.step_s)}{_speedup(e)}"
+    if not math.isnan(e.one_s):
+        yield "computing", f"{_ms(e.ideal_s)} ({_share(e.ideal_s, e)}) if divided evenly"
+    if not math.isnan(e.exposed_s):
+        against = "" if math.isnan(e.ceiling_s) else f"; the step of none takes {_ms(e.ceiling_s)}"
+        yield "exchange", f"{_ms(e.exposed_s)} ({_share(e.exposed_s, e)}) not hidden{against}"
+    yield "payload", _payload(e)
+    if e.codec_s > 0:
+        yield "encoding", f"{_ms(e.codec_s)} on each rank, and decoding"
+    if not math.isnan(e.straggler_s):
+        rest = f"rank {e.slowest_rank} works {_ms(e.straggler_s)} ({_share(e.straggler_s, e)})"
+        yield "ranks", f"{rest} longer than the others"
+    if not math.isnan(e.input_s):
+        yield "input", f"{_ms(e.input_s)} ({_share(e.input_s, e)}) waiting for data"
+    if not math.isnan(e.fixed_s):
+        yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute beyond that"
+    if e.one.emulation:
+        yield "emulated", e.one.emulation
+
+
+def _speedup(e: Evidence) -> str:
+    if math.isnan(e.one_s):
+        return ""
+    size = e.one.world_size
+    speedup = size * e.ideal_s / e.step_s
+    return f": {speedup:.2f} times as fast as one rank ({_ms(e.one_s)}), of {size} possible"
+
+
+def _payload(e: Evidence) -> str:
+    sent = f"{e.payload_bytes / 1e6:.4g} MB in {e.messages:.4g} messages by the busiest rank"
+    if not (e.exposed_s > 0 and e.payload_bytes > 0):
+        return sent
+    return f"{sent}: {e.payload_bytes / e.exposed_s / 1e6:.4g} MB/s of what is not hidden"
+
+
+def _remedy_lines(remedies: list[Remedy]) -> Lines:
+    for number, remedy in enumerate(remedies[:MAX_REMEDIES]):
+        saves = "" if math.isnan(remedy.saves_s) else f" (up to {_ms(remedy.saves_s)} less)"
+        yield "or" if number else "try", f"{remedy.switch}: {remedy.why}{saves}"
+
+
+def _unknown_lines(e: Evidence) -> Lines:
+    for what, command in e.to_run.items():
+        yield "to know", f"{what}:\n{'':14}{command}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _share(seconds: float, e: Evidence) -> str:
+    return f"{100 * seconds / e.step_s:.0f} %"

@@ -1,0 +1,1 @@
+"""Styles, text tables and saving: how all figures and tables look."""

@@ -1,0 +1,1 @@
+"""Settings, how they are composed and checked, and how a command answers."""

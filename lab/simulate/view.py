@@ -1,0 +1,164 @@
+"""What lab.predict says, as a table for a terminal and as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from lab.analysis.figures.timeline import timeline_of_step
+from lab.draw import style
+from lab.draw.text import aligned
+from lab.measure.spans import Span
+from lab.record.files import write_json
+from lab.record.trace import read_trace, write_trace
+
+Row = dict[str, Any]
+HEADER = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "efficiency"]
+SCORES = ["measured ms", "error %", "evidence"]
+FITTED = ("alpha_s", "beta_bytes_per_s", "codec_bytes_per_s", "codec_s", "contention", "overhead_s")
+
+
+def table(result: Row) -> str:
+    """A line for each cell, and what stands behind them."""
+    rows = result["rows"]
+    lines = aligned([[*HEADER, *SCORES], *(_line(row) for row in rows)])
+    return "\n".join([*lines, "", *notes(result)])
+
+
+def notes(result: Row) -> list[str]:
+    """What the figures are of, and how far they may be trusted."""
+    hardware = result["hardware"]
+    profiles = ", ".join(
+        f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
+    )
+    about = (
+        f"predicted: profile {profiles}, hardware "
+        f"{hardware['name']}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
+    )
+    return [about, _fitted(result), _held_out(result["rows"])]
+
+
+def write(target: Path, result: Row) -> list[Path]:
+    """Write the result as JSON and its figure beside it, or the figure alone into a PNG."""
+    picture = target.with_suffix(".png")
+    with matplotlib.rc_context(style.RC):
+        figure(result).savefig(picture, dpi=150, bbox_inches="tight")
+    if target != picture:
+        write_json(target, result)
+    return list(dict.fromkeys((target, picture)))
+
+
+def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Path]:
+    """Write the one cell's step as trace events, and a figure of it beside them.
+
+    Args:
+        spans: of one rank, which stands for all.
+    """
+    (row,) = result["rows"]
+    facts = {key: row[key] for key in ("strategy", "world_size", "batch_size", "scaling")}
+    facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"]["name"]}
+    write_trace(target, spans, {**facts, "source": "predicted; one rank stands for all"})
+    picture = target.with_suffix(".png")
+    with matplotlib.rc_context(style.RC):
+        timeline_of_step(read_trace(target)).savefig(picture, dpi=150, bbox_inches="tight")
+    return [target, picture]
+
+
+def figure(result: Row) -> Figure:
+    """Speedup against ranks, a panel for each batch: hollow marks and lines are predicted."""
+    rows = result["rows"]
+    batches = style.unique(row["batch_size"] for row in rows)
+    looks = style.looks(row["series"] for row in rows)
+    drawn, axes = style.canvas(1, len(batches), max(7.0, 2.8 * len(batches) + 2.4), 3.8)
+    for panel, batch in zip(axes[0], batches, strict=True):
+        here = [row for row in rows if row["batch_size"] == batch]
+        sizes = style.unique(row["world_size"] for row in here)
+        panel.plot(sizes, sizes, color=style.GREY, linestyle=":", linewidth=1)
+        for name, look in looks.items():
+            _draw(panel, [row for row in here if row["series"] == name], look)
+        panel.set_title(f"{'per-rank' if rows[0]['scaling'] == 'weak' else 'global'} batch {batch}")
+        _size_axis(panel, sizes)
+    axes[0][0].set_ylabel("speedup")
+    handles = [_handle(name, look) for name, look in looks.items()]
+    if any("measured_s" in row for row in rows):
+        measured = Line2D([], [], color=style.GREY, marker="o", linestyle="", label="measured step")
+        handles.append(measured)
+    title = f"Predicted speedup over none at 1 rank, {rows[0]['scaling']} scaling"
+    return style.frame(drawn, title, [*handles], notes(result))
+
+
+def _draw(panel: Axes, rows: list[Row], look: style.Look) -> None:
+    """A series: predicted as a line with hollow marks, measured as full ones."""
+    rows = sorted(rows, key=lambda row: row["world_size"])
+    known = [row for row in rows if "measured_s" in row]
+    line: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 5}
+    x = [row["world_size"] for row in rows]
+    y = [row["speedup"] for row in rows]
+    panel.plot(x, y, linestyle=look.line, linewidth=1.2, markerfacecolor="white", **line)
+    x = [row["world_size"] for row in known]
+    panel.plot(x, [_measured_speedup(row) for row in known], linestyle="", **line)
+
+
+def _measured_speedup(row: Row) -> float:
+    """Of the measured step, over the predicted one of a single rank."""
+    return row["speedup"] * row["step_s"] / row["measured_s"]
+
+
+def _size_axis(panel: Axes, sizes: list[int]) -> None:
+    panel.set_xlabel("ranks")
+    panel.grid(linewidth=0.4)
+    if sizes[-1] > 16:
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
+    else:
+        panel.set_ylim(bottom=0)
+    panel.set_xticks(sizes, [str(size) for size in sizes])
+    panel.minorticks_off()
+
+
+def _handle(name: str, look: style.Look) -> Line2D:
+    text = f"{name} (predicted)"
+    handle = Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, label=text)
+    handle.set_markerfacecolor("white")
+    return handle
+
+
+def _line(row: Row) -> list[str]:
+    measured = "measured_s" in row
+    return [
+        row["series"],
+        str(row["world_size"]),
+        str(row["batch_size"]),
+        f"{1e3 * row['step_s']:.2f}",
+        f"{1e3 * row['exposed_s']:.2f}",
+        f"{row['speedup']:.2f}",
+        f"{row['efficiency']:.2f}",
+        f"{1e3 * row['measured_s']:.2f}" if measured else "-",
+        f"{100 * row['error']:+.1f}" if measured else "-",
+        row["evidence"],
+    ]
+
+
+def _fitted(result: Row) -> str:
+    if not result["fit"]:
+        return "hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"
+    hardware = result["hardware"]
+    pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
+    values = ", ".join(f"{name}={({**hardware, **pair})[name]:.3g}" for name in FITTED)
+    cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
+    return f"fitted to {cells}{result['fit']}: {values}"
+
+
+def _held_out(rows: list[Row]) -> str:
+    errors = [abs(row["error"]) for row in rows if row["evidence"] == "held out"]
+    if not errors:
+        return "no held-out cell: every prediction beyond what was fitted is an extrapolation"
+    middle, worst = 100 * median(errors), 100 * max(errors)
+    return f"held out: {len(errors)} cells, median error {middle:.1f} %, worst {worst:.1f} %"

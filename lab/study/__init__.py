@@ -1,0 +1,1 @@
+"""Grids of settings, and how their cells are started."""

@@ -1,0 +1,129 @@
+"""Start the ranks of one cell, wait for them, and make sure that a record is left."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lab.cluster.settings import Cluster
+from lab.record.files import write_json
+from lab.record.run_directory import SCHEMA
+from lab.study.grid import Cell
+
+STOP_S = 40.0  # what a launcher has to end its ranks when asked; torchrun itself kills after 30
+PR_SET_PDEATHSIG = 1
+
+
+def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, Any]:
+    """Run one cell in `root` under a fresh torchrun or horovodrun; its record.
+
+    Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, at every number of
+    ranks: torchrun would give a single rank all cores, and scaling would be measured against that.
+
+    Args:
+        lock: descriptor of the study's lock, which the launcher keeps should this process die.
+    """
+    directory = make_directory(root, cell)
+    log = directory / "output.log"
+    train = ["-m", "lab.train", *settings_of(root, cell)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*starter(cell.world_size, cell.over_horovod, cell.cluster), *train],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,
+            pass_fds=[lock],
+            preexec_fn=end_with_parent,
+        )
+        try:
+            process.wait(timeout_s)
+            failure = "failed", last_error(log) or f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            stop(process)
+            failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
+        except KeyboardInterrupt:
+            stop(process)
+            raise
+    return record_of(directory, cell, *failure)
+
+
+def make_directory(root: Path, cell: Cell) -> Path:
+    """A cell's directory, empty: what a killed attempt left there is no measurement."""
+    directory = root / cell.name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    return directory
+
+
+def settings_of(root: Path, cell: Cell) -> list[str]:
+    """The settings of `lab.train` that run `cell` in `root`."""
+    place = [f"runs_dir={root.parent}", f"study={root.name}", f"cell={cell.name}"]
+    return [*cell.arguments, *place, f"repeat={cell.repeat}"]
+
+
+def starter(world_size: int, over_horovod: bool, cluster: Cluster | None) -> list[str]:
+    """What starts `-m MODULE SETTINGS`, put after it, as ranks on this host or on a cluster."""
+    if cluster:
+        return [sys.executable, "-m", "lab.cluster", "run", *cluster.settings(), "--"]
+    if over_horovod:
+        horovodrun = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
+        return [*horovodrun, "-np", str(world_size), sys.executable]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc-per-node={world_size}"]
+
+
+def end_with_parent() -> None:
+    """Have Linux end the launcher, and so its ranks, when what started it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop(launcher: subprocess.Popen[bytes]) -> None:
+    """End a launcher, which ends its ranks."""
+    launcher.terminate()
+    try:
+        launcher.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
+
+
+def record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str, Any]:
+    """What the run recorded; where it could not, or was ended from here, what is known here."""
+    path = directory / "record.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if record and status != "timeout":
+        return record
+    record |= {
+        "schema": SCHEMA,
+        "study": directory.parent.name,
+        "cell": cell.name,
+        "strategy": cell.strategy,
+        "variant": cell.variant,
+        "world_size": cell.world_size,
+        "batch_size": cell.batch_size,
+        "per_rank_batch_size": cell.batch_size // cell.world_size,
+        "scaling": cell.config.scaling,
+        "repeat": cell.repeat,
+        "status": status,
+        "error": error,
+    }
+    write_json(path, record)
+    return record
+
+
+def last_error(log: Path) -> str:
+    """The line of a run's output that says most about its end."""
+    lines = log.read_text(errors="replace").splitlines()
+    own = [line.partition("lab.train: error: ")[2] for line in lines]
+    errors = [line.strip() for line in lines if "error:" in line.lower()]
+    return next((line for line in (*own, *errors, *reversed(lines)) if line), "")

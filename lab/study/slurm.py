@@ -1,0 +1,253 @@
+"""Cells as SLURM jobs: one array per number of ranks, and a look at the queue until all have ended.
+
+Everything goes through SLURM's own commands and files that people can read; launch/slurm.sbatch
+starts the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.settings.config import ConfigError
+from lab.study.grid import Cell
+from lab.study.launch import last_error, make_directory, record_of, settings_of
+
+POLL_S = 1.0  # between looks at the queue at first; a long sweep looks less often
+LONGEST_POLL_S = 15.0
+FILES_S = 60.0  # what a network file system may take to show here what was written there
+VANISHED = "VANISHED"  # SLURM forgets a job some minutes after its end
+# What SLURM may say of a job that will not run again, and the status of a cell without a record.
+ENDED = {
+    "CANCELLED": "interrupted",
+    "PREEMPTED": "interrupted",
+    "OUT_OF_MEMORY": "oom",
+    "TIMEOUT": "timeout",
+    **dict.fromkeys(
+        ("COMPLETED", "FAILED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", VANISHED), "failed"
+    ),
+}
+
+
+@dataclass
+class Task:
+    """One cell's place in a job array."""
+
+    cell: Cell
+    job: str
+    number: int
+    state: str = "PENDING"
+    reason: str = ""  # why it is pending
+    running_since: float | None = None
+    timed_out: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}_{self.number}"
+
+    def update(self, state: str, reason: str) -> None:
+        """Take what the queue says."""
+        self.state, self.reason = state, reason
+        if state == "RUNNING" and self.running_since is None:
+            self.running_since = time.monotonic()
+
+    def overdue(self, timeout_s: float) -> bool:
+        """Whether it has run, not waited, for longer than `timeout_s`."""
+        if self.running_since is None or self.state != "RUNNING" or self.timed_out:
+            return False
+        return time.monotonic() - self.running_since > timeout_s
+
+
+def check_installed() -> None:
+    """Refuse where there is no SLURM.
+
+    Raises:
+        ConfigError: says so.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
+
+
+def run_cells(
+    root: Path, cells: list[Cell], timeout_s: float
+) -> Generator[tuple[Cell, dict[str, Any]], None, None]:
+    """Run `cells` in `root` as SLURM finds room; each with its record, as it ends.
+
+    Nothing of it is left in the queue when this generator is closed early or interrupted.
+
+    Raises:
+        ConfigError: jobs of a killed sweep of this study are still there, or sbatch refuses.
+    """
+    _check_alone(root)
+    folder = root / ".slurm"
+    shutil.rmtree(folder, ignore_errors=True)
+    tasks: list[Task] = []
+    try:
+        for size in sorted({cell.world_size for cell in cells}):
+            group = [cell for cell in cells if cell.world_size == size]
+            tasks += _submit(root, folder / f"n{size}", group)
+        for task in _ended(tasks, timeout_s):
+            yield task.cell, _record(root / task.cell.name, task, timeout_s)
+    finally:
+        _cancel([task for task in tasks if task.state not in ENDED])
+        with contextlib.suppress(ConfigError):  # what an interrupt came upon while it was submitted
+            _scancel(*_jobs_of(root))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_alone(root: Path) -> None:
+    jobs = _jobs_of(root)
+    if jobs:
+        raise ConfigError(
+            f"study={root.name}: jobs of an earlier sweep are still queued or running; "
+            f"wait for their end, or: scancel {' '.join(jobs)}"
+        )
+
+
+def _jobs_of(root: Path) -> list[str]:
+    """Jobs of this study that have not ended."""
+    listed = _ask("squeue", "--me", "--noheader", "--format=%F|%k")
+    found = (line.partition("|") for line in listed)
+    return sorted({job for job, _, comment in found if comment == _comment(root)})
+
+
+def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
+    """Submit `cells`, all of one number of ranks. `folder` holds what their jobs read."""
+    folder.mkdir(parents=True)
+    for number, cell in enumerate(cells, start=1):
+        log = make_directory(root, cell) / "output.log"
+        log.touch()
+        (folder / f"{number}.log").symlink_to(log)
+    listing = folder / "cells"
+    listing.write_text("".join(shlex.join(settings_of(root, cell)) + "\n" for cell in cells))
+    size = cells[0].world_size
+    (answer,) = _ask(
+        "sbatch",
+        "--parsable",
+        "--no-requeue",  # a measurement in two parts is none
+        f"--job-name={root.name}",
+        f"--comment={_comment(root)}",
+        f"--array=1-{len(cells)}",
+        f"--ntasks={size}",
+        f"--output={str(folder).replace('%', '%%')}/%a.log",
+        str(_script()),
+        "--cells",
+        str(listing),
+    )
+    job = answer.partition(";")[0]  # the cluster's name may follow
+    print(f"SLURM job {job}: world_size={size}, {len(cells)} to run", flush=True)
+    return [Task(cell, job, number) for number, cell in enumerate(cells, start=1)]
+
+
+def _ended(tasks: list[Task], timeout_s: float) -> Iterator[Task]:
+    """Each task when it has ended; one that runs for too long is made to."""
+    waiting = tasks
+    began, shown = time.monotonic(), ""
+    while waiting:
+        time.sleep(min(POLL_S + (time.monotonic() - began) / 60, LONGEST_POLL_S))
+        _look(waiting)
+        for task in waiting:
+            if task.overdue(timeout_s):
+                _scancel(task.name)
+                task.timed_out = True
+        yield from (task for task in waiting if task.state in ENDED)
+        waiting = [task for task in waiting if task.state not in ENDED]
+        counts = _counts(waiting)
+        if counts and counts != shown:
+            print(f"  {counts}", flush=True)
+            shown = counts
+
+
+def _counts(tasks: list[Task]) -> str:
+    """How many tasks wait, and for what, and how many run."""
+    names = [
+        f"pending ({task.reason})" if task.state == "PENDING" else task.state.lower()
+        for task in tasks
+    ]
+    return ", ".join(f"{count} {name}" for name, count in sorted(Counter(names).items()))
+
+
+def _look(tasks: list[Task]) -> None:
+    """Bring states up to date. While SLURM's controller does not answer they stay what they are."""
+    try:
+        listed = _ask(
+            "squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i|%T|%r"
+        )
+    except ConfigError:
+        return
+    found = {name: rest for name, _, rest in (line.partition("|") for line in listed)}
+    for task in tasks:
+        state, _, reason = found.get(task.name, VANISHED).partition("|")
+        task.update(state, reason)
+
+
+def _record(directory: Path, task: Task, timeout_s: float) -> dict[str, Any]:
+    """The record of a task that has ended, made here if it left none."""
+    deadline = time.monotonic() + FILES_S
+    while task.state == "COMPLETED" and not (directory / "record.json").exists():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    if task.timed_out:
+        failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
+    else:
+        said = last_error(directory / "output.log")
+        if task.state != "FAILED" or not said:
+            said = f"SLURM says {task.state}; {said}".removesuffix("; ")
+        failure = ENDED[task.state], said
+    return record_of(directory, task.cell, *failure)
+
+
+def _cancel(tasks: list[Task]) -> None:
+    """Cancel what has not ended, and wait until it has: SLURM kills what does not stop."""
+    jobs = sorted({task.job for task in tasks})
+    if not jobs:
+        return
+    print(f"\ncancelling SLURM job{'s' if len(jobs) > 1 else ''} {' '.join(jobs)}", file=sys.stderr)
+    _scancel(*jobs)
+    while any(task.state not in ENDED for task in tasks):
+        time.sleep(POLL_S)
+        _look(tasks)
+
+
+def _scancel(*names: str) -> None:
+    if not names:
+        return
+    with contextlib.suppress(ConfigError):  # it has just ended by itself
+        _ask("scancel", *names)
+
+
+def _ask(*command: str) -> list[str]:
+    """The lines that one of SLURM's commands answers.
+
+    Raises:
+        ConfigError: it failed; repeats what it says.
+    """
+    environment = {**os.environ, "PYTHON": sys.executable}  # the jobs' interpreter is this one
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.splitlines() or [f"{command[0]}: exit code {done.returncode}"]
+        raise ConfigError(f"launcher=slurm: {said[-1]}")
+    return done.stdout.splitlines()
+
+
+def _comment(root: Path) -> str:
+    """By this comment a sweep's jobs are found again."""
+    return f"lab.sweep {root}"
+
+
+def _script() -> Path:
+    """The batch script: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "slurm.sbatch"
+    return inside if inside.is_file() else package.parent / "launch" / "slurm.sbatch"

@@ -1,0 +1,1 @@
+"""When gradients or weights are exchanged."""

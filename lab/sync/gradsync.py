@@ -1,0 +1,191 @@
+"""GradSync: when gradients are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lab.distributed.comm import Collective, Comm
+from lab.distributed.worker import Worker
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import Bucket, GradBucket, plan
+from lab.sync.base import Sync
+
+
+class GradSync(Sync):
+    """Averages the gradients of a model over the ranks, once per optimizer step.
+
+    A context manager: hooks live between `__enter__` and `__exit__`. One step is
+
+        for each micro-batch:
+            with sync.micro_batch(last=...):
+                sync.module(images) ... (loss * sync.loss_factor).backward()
+        finite = sync.finish()
+
+    With `overlap`, gradient hooks count down each bucket during the last backward and hand full
+    buckets to the worker, always in bucket order: all ranks must start the same exchanges in the
+    same order, while their gradients may arrive in different ones. What backward did not complete
+    (unused parameters count as zeros) follows in `finish`. Without `overlap`, everything does.
+
+    Buckets are first planned in the reverse order of registration. After the first step they are
+    planned anew in the order in which rank 0's gradients arrived, on all ranks.
+
+    Args:
+        model: already on its device, the same weights on all ranks; names its parameters.
+        module: what runs forward: the model, or its compiled form.
+        exchange: how one bucket is averaged.
+        comm: over what.
+        worker: where exchanges run.
+        overlap: start exchanges from hooks.
+        bucket_mb: see lab.exchange.bucket.plan.
+
+    Raises:
+        ValueError: the exchange cannot run over this comm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        exchange: Exchange,
+        comm: Comm,
+        worker: Worker,
+        *,
+        overlap: bool = False,
+        bucket_mb: float | None = None,
+    ) -> None:
+        if exchange.needs_send_recv and comm.no_send_recv:
+            name = type(exchange).__name__
+            raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
+        self.module = module
+        self.exchange = exchange
+        self.comm = comm
+        self.worker = worker
+        self.overlap = overlap
+        self.step = 0
+        self.divides_loss = exchange.takes_divided
+        self.order: list[str] | None = None
+        self._plan = partial(plan, model, bucket_mb)
+        self._device = next(model.parameters()).device
+        self._arrived: list[str] = []
+        self._armed = False
+        self._hooks: list[RemovableHandle] = []
+        self._use(self._plan())
+
+    @property
+    def loss_factor(self) -> float:
+        """1/N where that spares the exchange a pass over all gradients, times the loss scale."""
+        return self.loss_scale / (self.comm.size if self.divides_loss else 1)
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return self.exchange.keeps_replicas_equal
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order of gradients: with other buckets, sums over three ranks round differently."""
+        order = {name: torch.tensor(place) for place, name in enumerate(self.order or ())}
+        return {"order": order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if order := state.get("order"):
+            self._follow(list(order))
+
+    def __enter__(self) -> Self:
+        for bucket in self.buckets if self.overlap or len(self.buckets) > 1 else ():
+            for name, parameter in bucket.parameters.items():
+                hook = partial(self._gradient_ready, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Forward and backward of one micro-batch. Only the last one's hooks start exchanges."""
+        self._armed = last
+        yield
+        self._armed = False
+
+    def finish(self) -> Tensor | None:
+        """Exchange what backward did not, and wait for all of it.
+
+        Returns:
+            Whether all gradients are finite, bool [], the same on all ranks; None if no exchange
+            looked. The mean is in place either way.
+
+        Raises:
+            Exception: the first error of an exchange.
+        """
+        while len(self._exchanged) < len(self.buckets):
+            self._submit_next()
+        self.worker.wait()
+        finite = self._all_finite()
+        if self.order is None and len(self.buckets) > 1:
+            self._follow(self._order_of_rank_0())
+        self._begin_step()
+        self.step += 1
+        return finite
+
+    def _all_finite(self) -> Tensor | None:
+        looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
+        return torch.stack(looked).all() if looked else None
+
+    def _follow(self, order: list[str]) -> None:
+        self.order = order
+        self._use(self._plan(order))
+
+    def _use(self, buckets: list[GradBucket]) -> None:
+        self.buckets = buckets
+        self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.parameters}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._exchanged: list[Bucket] = []
+
+    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        if self.order is None:
+            self._arrived.append(name)
+        self.worker.advance()
+        self._missing[self._bucket_of[name]] -= 1
+        while (
+            self.overlap
+            and len(self._exchanged) < len(self.buckets)
+            and self._missing[len(self._exchanged)] == 0
+        ):
+            self._submit_next()
+
+    def _order_of_rank_0(self) -> list[str]:
+        """Names of the parameters as gradients arrived there, those that did not at the end."""
+        position = {name: index for index, name in enumerate(self._bucket_of)}
+        arrived = dict.fromkeys([*self._arrived, *position])
+        order = torch.tensor([position[name] for name in arrived], device=self._device)
+        self.worker.submit("order of buckets", lambda: iter([self.comm.ibroadcast(order, 0)]))
+        self.worker.wait()
+        names = list(position)
+        return [names[index] for index in order.tolist()]
+
+    def _submit_next(self) -> None:
+        bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
+        self._exchanged.append(bucket)
+        label = f"{type(self.exchange).__name__} of bucket {bucket}"
+        job = partial(self._stages, bucket)
+        if self.clock:
+            job = self.clock.traced(str(bucket), job, coded=not self.exchange.exact)
+        self.worker.submit(label, job)
+
+    def _stages(self, bucket: Bucket) -> Iterator[Collective]:
+        if self.loss_scale != 1.0:
+            bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
+        yield from self.exchange.stages(bucket, self.comm)

@@ -1,0 +1,102 @@
+"""RootUpdate: rank 0 alone updates the weights, and sends them to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lab.distributed.comm import Collective, Comm
+from lab.distributed.worker import Worker
+from lab.exchange.base import Exchange, Rooted
+from lab.exchange.bucket import Bucket, GradBucket
+from lab.sync.gradsync import GradSync
+
+
+class RootUpdate(GradSync):
+    """Gradients go to rank 0, and after its update weights come back, along the same path.
+
+    What Caffe's P2PSync, Torch7's nn.DataParallelTable and TensorFlow's parameter server have in
+    common. The other ranks are left without gradients, so their optimizers do nothing and hold no
+    momentum. There the systems send weights when the next forward begins, which is the same moment:
+    nothing lies in between, and so replicas are equal after every step.
+
+    The weights of a bucket lie in one piece of memory, as Caffe's do, and travel from there.
+
+    Args:
+        exchange: the path, a tree or a star.
+        precision: of the run.
+        model, module, comm, worker, overlap, bucket_mb: see GradSync. `overlap` concerns gradients.
+
+    Raises:
+        ValueError: an exchange that does not go by way of rank 0, or fp16.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        exchange: Exchange,
+        comm: Comm,
+        worker: Worker,
+        *,
+        precision: str = "fp32",
+        overlap: bool = False,
+        bucket_mb: float | None = None,
+    ) -> None:
+        if not isinstance(exchange, Rooted) or not exchange.in_halves:
+            raise ValueError(
+                f"exchange={type(exchange).__name__}: the root alone updates; allowed are those "
+                "that go to it and back, tree (with exchange.chunk_mb=null) and star"
+            )
+        if precision == "fp16":
+            raise ValueError(
+                "precision=fp16: only the root would know which steps to skip; allowed are fp32, "
+                "bf16"
+            )
+        self.path = exchange
+        super().__init__(
+            model, module, exchange, comm, worker, overlap=overlap, bucket_mb=bucket_mb
+        )
+
+    def finish(self) -> Tensor | None:
+        """Wait until rank 0 has the mean gradient, which it alone keeps."""
+        finite = super().finish()
+        if self.comm.rank:
+            for bucket in self.buckets:
+                for parameter in bucket.parameters.values():
+                    parameter.grad = None
+        return finite
+
+    def after_update(self, last: bool) -> None:
+        """Send rank 0's weights to all."""
+        for bucket, weights in zip(self.buckets, self._weights, strict=True):
+            label = f"{type(self.path).__name__} of weights {bucket}"
+            self.worker.submit(label, partial(self._from_root, weights))
+        self.worker.wait()
+
+    def _use(self, buckets: list[GradBucket]) -> None:
+        super()._use(buckets)
+        self._weights = [flatten(list(bucket.parameters.values())) for bucket in buckets]
+
+    def _stages(self, bucket: Bucket) -> Iterator[Collective]:
+        self.path.to_root(bucket, self.comm)
+        yield from ()
+
+    def _from_root(self, weights: Tensor) -> Iterator[Collective]:
+        self.path.from_root(weights, self.comm)
+        yield from ()
+
+
+def flatten(parameters: list[nn.Parameter]) -> Tensor:
+    """Let `parameters` share one piece of memory, each in its layout: [number of values]."""
+    rows = [p.detach().as_strided((p.numel(),), (1,)) for p in parameters]
+    if len(rows) == 1:
+        return rows[0]
+    flat = torch.cat(rows)
+    parts = flat.split([len(row) for row in rows])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part.as_strided(parameter.shape, parameter.stride())
+    return flat

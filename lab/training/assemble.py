@@ -1,0 +1,149 @@
+"""The composition root: settings become data, model, exchange and trainer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from lab.data import Data
+from lab.distributed import replicas
+from lab.distributed import world as worlds
+from lab.distributed.watchdog import Watch
+from lab.distributed.worker import Worker, make_worker
+from lab.distributed.world import World
+from lab.exchange.base import Exchange
+from lab.settings.config import ConfigError, build
+from lab.sync.base import Sync
+from lab.training.arithmetic import set_arithmetic
+from lab.training.compiled import compiled
+from lab.training.trainer import Progress, Trainer
+
+DEFAULT_EPOCHS = 30
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One rank's parts of a run.
+
+    Attributes:
+        sizes: of the model, before and after its transform, as a record holds them.
+    """
+
+    trainer: Trainer
+    worker: Worker
+    sizes: dict[str, Any]
+
+
+def join(config: DictConfig) -> World:
+    """The ranks that were started with this one, which compute as `config` says from here on.
+
+    Raises:
+        ConfigError: more ranks than GPUs, or a way to communicate or to compute that is not to be
+            had.
+    """
+    try:
+        set_arithmetic(config.tf32, config.deterministic)
+        return worlds.start(
+            build(config.comm),
+            config.device,
+            config.backend,
+            config.exchange_timeout_s,
+            config.share_gpus,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def global_batch_size(config: DictConfig, world_size: int) -> int:
+    """Images of one optimizer step over all ranks."""
+    return config.batch_size * (world_size if config.scaling == "weak" else 1)
+
+
+def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
+    """Build everything that trains, in the order in which it can fail.
+
+    Raises:
+        ConfigError: a setting that proves wrong with data, devices and files at hand.
+    """
+    seed = config.seed + config.repeat
+    torch.manual_seed(seed)
+    data: Data = build(config.data, seed=seed, device=world.device)
+    model, sizes = _build_model(config, data, world)
+    batch_size = global_batch_size(config, world.size)
+    total = total_steps(config, data.num_train, batch_size)
+    optim = build(config.optim, batch_size=batch_size, total_steps=total)
+    exchange: Exchange = build(config.exchange)
+    asynchronous = exchange.asynchronous(world.comm)
+    worker = make_worker(config.overlap, world.device, world.comm.backend, asynchronous)
+    watch.worker = worker
+    sync = build(
+        config.sync,
+        model=model,
+        module=compiled(model, config),
+        exchange=exchange,
+        comm=world.comm,
+        worker=worker,
+        overlap=config.overlap,
+        bucket_mb=config.bucket_mb,
+    )
+    _require_like_gpus(exchange, sync, world)
+    trainer = Trainer(config, world, watch, data, model, sync, optim, batch_size)
+    torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
+    return Assembly(trainer, worker, sizes)
+
+
+def count(model: nn.Module) -> dict[str, int]:
+    """Number of parameters, and bytes of the gradients that are exchanged."""
+    parameters = list(model.parameters())
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+    }
+
+
+def _build_model(config: DictConfig, data: Data, world: World) -> tuple[nn.Module, dict[str, Any]]:
+    model: nn.Module = build(
+        config.model, image_shape=data.image_shape, num_classes=data.num_classes
+    )
+    sizes: dict[str, Any] = {"transform": None, "untransformed": None}
+    if "_target_" in config.transform:
+        transform = build(config.transform)
+        sizes = {"transform": type(transform).__name__, "untransformed": count(model)}
+        try:
+            model = transform(model)
+        except ValueError as error:
+            raise ConfigError(f"strategy={config.strategy}: {error}") from None
+    model = model.to(world.device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    replicas.broadcast_state(model, world)
+    return model, {**sizes, **count(model)}
+
+
+def _require_like_gpus(exchange: Exchange, sync: Sync, world: World) -> None:
+    for part in (exchange, sync):
+        if part.needs_like_gpus:
+            try:
+                replicas.require_like_gpus(type(part).__name__, world)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+
+
+def total_steps(
+    config: DictConfig, num_train: int, batch_size: int, done: Progress | None = None
+) -> int:
+    """Optimizer steps of the whole run.
+
+    Args:
+        done: what a checkpoint has behind it, maybe in batches of another size.
+    """
+    if config.steps is not None:
+        return config.steps
+    epochs = DEFAULT_EPOCHS if config.epochs is None else config.epochs
+    step, samples = (done.step, done.samples) if done else (0, 0)
+    return step + max(0 if done else 1, math.ceil((epochs * num_train - samples) / batch_size))

@@ -1,0 +1,281 @@
+"""One run from its settings to its record."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from lab.distributed import launcher
+from lab.distributed.watchdog import Failure, Watch
+from lab.distributed.world import World, end_process
+from lab.record.run_directory import RunDirectory
+from lab.settings.command_line import EXIT_INTERRUPTED
+from lab.settings.config import ConfigError, build
+from lab.settings.names import run_name, variant
+from lab.training import checkpoint, outcome
+from lab.training.assemble import Assembly, assemble, global_batch_size, total_steps
+from lab.training.compiled import compiled_as
+
+RECORD_WAIT_S = 5.0  # what rank 0 has to record a failure before another rank does it
+
+
+class Run:
+    """One rank of one run.
+
+    Args:
+        config: see lab.settings.config.
+        arguments: the command line that made it; names the run.
+        world: this rank among the others.
+        directory: claimed for this run.
+    """
+
+    def __init__(
+        self, config: DictConfig, arguments: list[str], world: World, directory: RunDirectory
+    ) -> None:
+        self.config, self.world, self.directory = config, world, directory
+        self.began = time.monotonic()
+        self.record = self._identity(arguments)
+        self.launch = launcher.launch_id(arguments)
+        self.continues = directory.was_started_by(self.launch)
+        self.parts: Assembly | None = None
+        self.recorder: Any = None
+        self.recorded = False  # a rank that is lost after this changes nothing
+        self.watch = Watch(
+            world.store,
+            world.rank,
+            world.size,
+            world.device,
+            config.exchange_timeout_s,
+            self._end_process,
+        )
+
+    def execute(self) -> int:
+        """Build, train, evaluate, record. The process's exit code.
+
+        Raises:
+            ConfigError: a setting that proved wrong with data, devices and files at hand. The run
+                had not begun and leaves nothing behind.
+        """
+        try:
+            self.watch.listen_to_signals()
+            parts = self.build()
+            if self.world.rank == 0:
+                self._open_records(parts.trainer.progress.step)
+            self._train(parts)
+            stop_signal = self.watch.stop_signal
+            self.record |= outcome.measurements(parts.trainer, self.directory, stop_signal)
+            outcome.write_timeline(parts.trainer, self.record, self.directory)
+            if self.world.rank == 0:
+                self._write_record()
+                self.recorded = True
+        except ConfigError as error:
+            self.watch.publish(Failure("failed", str(error)))
+            self.directory.discard_if_empty()
+            self.close()  # a thread in the library when Python ends would abort the process
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            self._end_process(self.watch.publish(outcome.classify(error, self.world.rank)))
+        if self.world.rank == 0:
+            print(outcome.summary(self.record, self.directory.path))
+        self.world.barrier()
+        self.close()
+        return self._exit_code()
+
+    def build(self) -> Assembly:
+        """Everything that trains, at the step where it is to go on.
+
+        Raises:
+            ConfigError: see `execute`.
+        """
+        self.parts = assemble(self.config, self.world, self.watch)
+        self.record |= self.parts.sizes
+        if "_target_" in self.config.recorder:
+            self.recorder = build(self.config.recorder)
+        self._resume(self.parts)
+        return self.parts
+
+    def save(self, parts: Assembly) -> None:
+        """Write a checkpoint; called by all ranks after the same step."""
+        shared, own = parts.trainer.state()
+        step = parts.trainer.progress.step
+        outcome.write_steps(parts.trainer, self.directory)  # rows of a step are written over
+        checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
+
+    def close(self) -> None:
+        """Stop the threads beside this rank, and let go of the directory."""
+        self.directory.release()
+        self.watch.close()
+        if self.parts:
+            self.parts.worker.close()
+
+    def _resume(self, parts: Assembly) -> None:
+        # Rank 0 decides: other hosts may see a shared directory as it was a moment ago.
+        chosen = self.world.broadcast_text(str(self._checkpoint() or ""))
+        if not chosen:
+            return
+        path = Path(chosen)
+        try:
+            parts.trainer.load_state(*checkpoint.load(path))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        trainer = parts.trainer
+        done, images = trainer.progress, trainer.data.num_train
+        trainer.optim.total_steps = total_steps(self.config, images, trainer.batch_size, done)
+        if done.step > trainer.total_steps:
+            raise ConfigError(
+                f"resume={path}: is at step {done.step}, this run ends at {trainer.total_steps}"
+            )
+
+    def _checkpoint(self) -> Path | None:
+        """Where to go on. A job that is started anew has its own checkpoint to go on from."""
+        resume = self.config.resume
+        if resume == "auto" or self.continues:
+            own = checkpoint.newest(self.directory.checkpoints)
+            if own or resume == "auto":
+                return own
+        return Path(resume) if resume else None
+
+    def _train(self, parts: Assembly) -> None:
+        config, trainer = self.config, parts.trainer
+        bar = tqdm(
+            total=trainer.total_steps,
+            initial=trainer.progress.step,
+            desc=self.directory.path.name,
+            unit="step",
+            disable=self.world.rank != 0,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
+        with bar:
+            for step in trainer.steps():
+                bar.update()
+                if config.eval_every and step % config.eval_every == 0:
+                    self._note(bar, trainer.evaluate())
+                if config.checkpoint_every and step % config.checkpoint_every == 0:
+                    self.save(parts)
+            if trainer.progress.step < trainer.total_steps:
+                self.save(parts)
+            elif not trainer.evaluated():
+                self._note(bar, trainer.evaluate())
+
+    def _note(self, bar: tqdm[Any], result: dict[str, float]) -> None:
+        bar.set_postfix({key: f"{result[key]:.4g}" for key in ("loss", "accuracy")})
+        if self.recorder and self.world.rank == 0:
+            values = {f"test/{key}": result[key] for key in ("loss", "accuracy", "seconds")}
+            self.recorder.log(int(result["step"]), values)
+
+    def _open_records(self, first_step: int) -> None:
+        attempt = {"first_step": first_step, "world_size": self.world.size}
+        attempt |= {"started_at": self.record["started_at"], "launch": self.launch}
+        self.directory.begin_attempt(attempt)
+        self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
+        if self.recorder:
+            config: Any = OmegaConf.to_container(self.config, resolve=True)
+            self.recorder.start(self.directory.path, self.config.study, config)
+
+    def _write_record(self) -> None:
+        self.record["attempts"] = self.directory.attempts()
+        self.record["duration_s"] = time.monotonic() - self.began
+        self.directory.write_record(self.record)
+        if self.recorder and self.world.rank == 0:
+            self.recorder.finish(self.record)
+
+    def _end_process(self, failure: Failure) -> None:
+        """Record a failure and leave, whatever the threads and devices of this process wait for.
+
+        Rank 0 records; should it be lost, another rank does.
+        """
+        if self.recorded:
+            end_process(self._exit_code())
+        if self.world.rank and self._recorded_by_rank_0():
+            end_process(1)
+        self.record["num_steps"] = self.parts.trainer.progress.step if self.parts else 0
+        self.record |= asdict(failure)
+        with contextlib.suppress(OSError):  # the error itself must still be printed
+            self._write_record()
+        print(f"lab.train: error: {failure.error}", file=sys.stderr)
+        end_process(self._exit_code())
+
+    def _exit_code(self) -> int:
+        """EXIT_INTERRUPTED only if another start like this one would get further."""
+        trainer = self.parts and self.parts.trainer
+        progressed = trainer is not None and trainer.progress.step > trainer.first_step
+        codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
+        return codes.get(self.record["status"], 1)
+
+    def _recorded_by_rank_0(self) -> bool:
+        began = datetime.fromisoformat(self.record["started_at"]).timestamp()
+        deadline = time.monotonic() + RECORD_WAIT_S
+        while time.monotonic() < deadline:
+            if self.directory.recorded_since(began):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _identity(self, arguments: list[str]) -> dict[str, Any]:
+        """What a record says of a run that has only just begun."""
+        config, world = self.config, self.world
+        batch_size = global_batch_size(config, world.size)
+        return {
+            "status": "failed",
+            "error": None,
+            "study": config.study,
+            "cell": self.directory.path.name,
+            "repeat": config.repeat,
+            "strategy": config.strategy,
+            "variant": variant(arguments),
+            "model": config.model["_target_"].rpartition(".")[2],
+            "data": config.data["_target_"].rpartition(".")[2],
+            "world_size": world.size,
+            "batch_size": batch_size,
+            "per_rank_batch_size": batch_size // world.size,
+            "scaling": config.scaling,
+            "precision": config.precision,
+            "compile": compiled_as(config),
+            "measure": config.measure,
+            "launcher": world.place.launcher,
+            "device": world.device.type,
+            "backend": world.comm.backend,
+            "started_at": datetime.now(UTC).isoformat(),
+            **outcome.NOTHING_MEASURED,
+            **outcome.surroundings(world, config),
+        }
+
+
+def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
+    """Rank 0 claims the run's directory, and tells the others where it is or why there is none.
+
+    Returns:
+        None if an earlier start of this job has come to the end already.
+
+    Raises:
+        ConfigError: it is taken, or cannot be written.
+    """
+    answer, own = "", None
+    if world.rank == 0:
+        parent = Path(config.runs_dir).absolute() / config.study
+        name = run_name(arguments, config.strategy, world.size)
+        try:
+            found = RunDirectory.claim(
+                parent, config.cell, name, config.resume, launcher.launch_id(arguments)
+            )
+            answer = f"{'done' if found.status() == 'done' else 'at'} {found.path}"
+            own = found
+        except ValueError as error:
+            answer = f"no {error}"
+    verdict, _, text = world.broadcast_text(answer).partition(" ")
+    if verdict == "no":
+        raise ConfigError(text)
+    if verdict == "done":
+        if own:
+            own.release()
+            print(f"done already, by an earlier start of this job: {text}")
+        return None
+    return own or RunDirectory(Path(text))  # rank 0's holds the lock

@@ -1,0 +1,284 @@
+"""Speedup, intervals and leaders, from synthetic studies whose times are known."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import operator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lab.analysis import summary
+from lab.analysis.records import Study, load_study
+from lab.analysis.speedup import Row, leaders, table
+from lab.draw.style import looks
+from lab.measure.intervals import of_medians
+
+
+def write_cell(study: Path, strategy: str, ranks: int, seconds: float | None, **more: Any) -> None:
+    """One run with a global batch of 64 (strong) or 64 per rank (weak) and `seconds` per step."""
+    weak = more.get("scaling") == "weak"
+    record = {
+        "status": "done" if seconds is not None else "failed",
+        "study": "demo",
+        "strategy": strategy,
+        "model": "AlexNet",
+        "data": "Synthetic",
+        "device": "cpu",
+        "precision": "fp32",
+        "variant": {},
+        "world_size": ranks,
+        "batch_size": 64 * ranks if weak else 64,
+        "per_rank_batch_size": 64 if weak else 64 // ranks,
+        "scaling": "strong",
+        "repeat": 0,
+        "measure": "throughput",
+        "emulation": "none",
+        "step_s": None if seconds is None else {"median": seconds, "p95": seconds, "mad": 0.001},
+        "images_per_s": None if seconds is None else 64 / seconds,
+        "payload_bytes_per_step": None if seconds is None else [100 * ranks] + [100] * (ranks - 1),
+        "num_parameters": 1000,
+        "final": {"loss": 0.5, "accuracy": 0.75},
+    } | more
+    number = len(list(study.glob("*"))) if study.exists() else 0
+    folder = study / f"{strategy}-{number:03d}"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps(record))
+
+
+def one(rows: list[Row], series: str, ranks: int) -> Row:
+    return next(row for row in rows if (row.series, row.world_size) == (series, ranks))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "demo"
+
+
+def test_strong_speedup_and_exposed_exchange(folder: Path) -> None:
+    for strategy, ranks, seconds in (("none", 1, 1.0), ("none", 4, 0.25), ("tree", 4, 0.5)):
+        write_cell(folder, strategy, ranks, seconds)
+    row = one(table(load_study(folder)), "tree", 4)
+    assert (row.speedup.mid, row.efficiency.mid) == (2.0, 0.5)
+    assert row.exposed_exchange_s.mid == 0.25
+    assert row.baseline == "none"
+
+
+def test_weak_speedup_counts_the_larger_batch(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0, scaling="weak")
+    write_cell(folder, "tree", 4, 2.0, scaling="weak")
+    row = one(table(load_study(folder)), "tree", 4)
+    assert (row.batch, row.speedup.mid, row.efficiency.mid) == (64, 2.0, 0.5)
+
+
+def test_strong_and_weak_do_not_share_a_baseline(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0, scaling="strong")
+    write_cell(folder, "tree", 4, 2.0, scaling="weak")
+    assert math.isnan(one(table(load_study(folder)), "tree", 4).speedup.mid)
+
+
+def test_interval_covers_the_true_ratio_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(7)
+    covered = 0
+    for _ in range(100):
+        base, cell = rng.lognormal(math.log(2.0), 0.1, 15), rng.lognormal(0.0, 0.1, 15)
+        interval = of_medians(operator.truediv, base.tolist(), cell.tolist())
+        covered += interval.lo <= 2.0 <= interval.hi
+    assert 88 <= covered <= 100
+
+
+def test_pairing_by_repeat_removes_drift_that_both_share(folder: Path) -> None:
+    for repeat, drift in enumerate((1.0, 1.3, 1.7, 2.2, 3.0, 4.0)):
+        write_cell(folder, "none", 1, 1.0 * drift, repeat=repeat)
+        write_cell(folder, "tree", 2, 0.5 * drift, repeat=repeat)
+    speedup = one(table(load_study(folder)), "tree", 2).speedup
+    assert [speedup.lo, speedup.mid, speedup.hi] == pytest.approx([2.0, 2.0, 2.0])
+
+
+def test_only_repeats_that_both_have_are_paired(folder: Path) -> None:
+    write_cell(folder, "none", 1, 9.0, repeat=0)
+    write_cell(folder, "none", 1, 1.0, repeat=1)
+    write_cell(folder, "tree", 2, 0.5, repeat=1)
+    assert one(table(load_study(folder)), "tree", 2).speedup.mid == 2.0
+
+
+def test_one_repeat_gives_no_interval(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0)
+    speedup = one(table(load_study(folder)), "none", 1).speedup
+    assert speedup.mid == 1.0 and math.isnan(speedup.lo) and math.isnan(speedup.hi)
+
+
+def test_a_run_made_again_replaces_the_earlier_one(folder: Path) -> None:
+    write_cell(folder, "none", 1, 9.0, started_at="2026-01-01T00:00:00")
+    write_cell(folder, "none", 1, 1.0, started_at="2026-01-02T00:00:00")
+    row = one(table(load_study(folder)), "none", 1)
+    assert (row.num_repeats, row.step_s) == (1, 1.0)
+
+
+def test_breakdown_runs_feed_phases_and_never_speedup(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0)
+    phases = {"data": 1.0, "forward": 2.0, "backward": 3.0, "exchange": 4.0, "update": None}
+    write_cell(folder, "none", 1, 8.0, measure="breakdown", phases_s=phases)
+    row = one(table(load_study(folder)), "none", 1)
+    assert (row.step_s, row.num_repeats, row.num_breakdowns) == (1.0, 1, 1)
+    assert row.phases_s["backward"] == 3.0 and math.isnan(row.phases_s["update"])
+
+
+def strategies_with_times(folder: Path, times: dict[str, list[float]]) -> list[Row]:
+    for repeat in range(len(times["none"])):
+        for strategy, seconds in times.items():
+            ranks = 1 if strategy == "none" else 2
+            write_cell(folder, strategy, ranks, seconds[repeat], repeat=repeat)
+    return [row for row in table(load_study(folder)) if row.world_size == 2]
+
+
+def test_overlapping_strategies_are_not_ranked(folder: Path) -> None:
+    times = {
+        "none": [1.0] * 6,
+        "overlap": [0.50, 0.52, 0.54, 0.51, 0.53, 0.55],
+        "ddp": [0.51, 0.53, 0.55, 0.50, 0.52, 0.54],
+        "tree": [0.90, 0.92, 0.94, 0.91, 0.93, 0.95],
+    }
+    rows = strategies_with_times(folder, times)
+    assert leaders(rows) == ["overlap", "ddp"]
+    text = summary.text(rows, load_study(folder))
+    assert "N=2 strong batch 64: leaders, not told apart: overlap, ddp" in text
+
+
+def test_single_repeats_are_not_ranked(folder: Path) -> None:
+    rows = strategies_with_times(folder, {"none": [1.0], "overlap": [0.5], "tree": [0.9]})
+    assert leaders(rows) == ["tree", "overlap"]
+
+
+def test_the_ceiling_is_no_leader(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0)
+    write_cell(folder, "none", 2, 0.5)
+    assert leaders(table(load_study(folder))) == []
+
+
+def test_without_none_each_series_is_its_own_baseline(folder: Path) -> None:
+    for strategy, ranks, seconds in (("tree", 1, 1.0), ("tree", 2, 0.8), ("ring", 2, 0.5)):
+        write_cell(folder, strategy, ranks, seconds)
+    rows = table(load_study(folder))
+    assert (one(rows, "tree", 2).speedup.mid, one(rows, "tree", 2).baseline) == (1.25, "tree")
+    assert math.isnan(one(rows, "ring", 2).speedup.mid)
+
+
+def test_a_named_baseline_is_used_and_an_absent_one_refused(folder: Path) -> None:
+    for strategy, ranks, seconds in (("none", 1, 1.0), ("tree", 1, 2.0), ("tree", 2, 1.0)):
+        write_cell(folder, strategy, ranks, seconds)
+    study = load_study(folder)
+    assert one(table(study, "tree"), "tree", 2).speedup.mid == 2.0
+    with pytest.raises(ValueError, match=r"baseline='ring'.*allowed are none, tree"):
+        table(study, "ring")
+
+
+def test_settings_that_vary_name_series_and_find_their_own_baseline(folder: Path) -> None:
+    for model, seconds in (("AlexNet", 1.0), ("VGG", 4.0)):
+        write_cell(folder, "none", 1, seconds, model=model)
+        for size in ("4", "25"):
+            variant = {"bucket_mb": size, "steps": "20"}
+            write_cell(folder, "onebit", 2, seconds / 2, model=model, variant=variant)
+    rows = table(load_study(folder))
+    mine = [row for row in rows if row.strategy == "onebit"]
+    assert [row.series for row in mine] == [
+        f"onebit bucket_mb={size} model={model} steps=20"
+        for size in ("4", "25")
+        for model in ("AlexNet", "VGG")
+    ]
+    assert [row.speedup.mid for row in mine] == [2.0] * 4
+
+
+def test_a_transform_keeps_the_baseline_but_needs_a_ceiling_of_its_own_model(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0)
+    write_cell(folder, "none", 2, 0.5)
+    write_cell(folder, "fc1x1", 2, 0.4, transform="FCToConv")
+    row = one(table(load_study(folder)), "fc1x1", 2)
+    assert row.speedup.mid == 2.5 and math.isnan(row.exposed_exchange_s.mid)
+    variant = {"transform": "fc1x1"}
+    write_cell(folder, "none", 2, 0.3, transform="FCToConv", variant=variant)
+    row = one(table(load_study(folder)), "fc1x1", 2)
+    assert row.speedup.mid == 2.5 and row.exposed_exchange_s.mid == pytest.approx(0.1)
+
+
+def test_failed_and_missing_cells_are_named_and_the_rest_survives(folder: Path) -> None:
+    write_cell(folder, "tree", 2, None, status="oom", error="rank 1: out of memory", final=None)
+    write_cell(folder, "none", 1, 1.0, environment={"cpu": "a processor"})
+    write_cell(folder, "tree", 2, 0.5, repeat=0, environment={"cpu": "a processor"})
+    write_cell(folder, "ring", 2, None, status="timeout", world_size=None, variant=None, model=None)
+    (folder / "killed").mkdir()
+    study = load_study(folder)
+    rows = table(study)
+    assert [row.series for row in rows] == ["none", "tree"]
+    assert rows[1].statuses["oom"] == 1 and rows[1].speedup.mid == 2.0
+    text = summary.text(rows, study)
+    assert "oom: tree-000: rank 1: out of memory" in text
+    assert "timeout: ring-003: no error was recorded" in text
+    assert "missing: killed: left no record.json" in text
+
+
+def test_a_point_where_every_run_failed_keeps_its_row(folder: Path) -> None:
+    write_cell(folder, "tree", 2, None, error="rank 0: ValueError: no")
+    study = load_study(folder)
+    (row,) = table(study)
+    assert row.num_repeats == 0 and math.isnan(row.step_s) and row.statuses["failed"] == 1
+    assert "1 failed" in summary.text([row], study)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"status": "dnoe"}, r"status='dnoe'; allowed are done, failed"),
+        ({"scaling": "strnog"}, r"scaling='strnog'; allowed are strong, weak"),
+        ({"batch_size": None}, r"batch_size=null"),
+    ],
+)
+def test_a_record_that_breaks_the_contract_is_refused(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
+    write_cell(folder, "none", 1, 1.0, **change)
+    with pytest.raises(ValueError, match=message):
+        load_study(folder)
+
+
+def test_a_record_that_is_no_object_is_refused(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0)
+    record = folder / "none-000" / "record.json"
+    for text, message in (("{", "not JSON"), ("[]", "holds a list")):
+        record.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_study(folder)
+
+
+def test_csv_holds_every_number(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0)
+    write_cell(folder, "tree", 2, 0.5, emulation="two ranks share a device")
+    summary.write_csv(table(load_study(folder)), folder / "summary.csv")
+    with (folder / "summary.csv").open(newline="") as file:
+        none, tree = csv.DictReader(file)
+    assert (none["series"], none["emulation"], none["transform"]) == ("none", "none", "none")
+    assert tree["emulation"] == "two ranks share a device"
+    numbers = ("step_s", "speedup_mid", "efficiency_mid", "images_per_s_mid", "accuracy")
+    assert [float(tree[name]) for name in numbers] == [0.5, 2.0, 1.0, 128.0, 0.75]
+    assert (tree["speedup_lo"], tree["speedup_hi"]) == ("", "")
+    assert (float(tree["payload_max_bytes"]), float(tree["payload_min_bytes"])) == (200, 100)
+    assert (tree["num_done"], tree["num_oom"], tree["baseline"]) == ("1", "0", "none")
+
+
+def test_looks_are_fixed_by_strategy_and_all_differ() -> None:
+    many = [f"onebit bucket_mb={size}" for size in range(8)] + ["none", "mine", "overlap"]
+    given = looks(many)
+    assert given["none"] == looks(["none", "ddp"])["none"]
+    assert given["onebit bucket_mb=0"] == looks(["onebit"])["onebit"]
+    assert len({(look.colour, look.line) for look in given.values()}) == len(many)
+    assert list(given)[:3] == ["none", "overlap", "onebit bucket_mb=0"]
+
+
+def test_a_study_takes_its_name_from_its_records(folder: Path) -> None:
+    write_cell(folder, "none", 1, 1.0)
+    study = load_study(folder)
+    assert isinstance(study, Study) and study.name == "demo"

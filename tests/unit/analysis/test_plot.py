@@ -1,0 +1,183 @@
+"""The command: which files it writes, what it skips, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lab.plot import main
+
+FIGURES = ("speedup_bars", "scaling", "throughput", "step_time", "payload", "convergence")
+PHASES_S = {"data": 0.01, "forward": 0.1, "backward": 0.2, "exchange": 0.05, "update": 0.01}
+
+
+def write_run(study: Path, strategy: str, ranks: int, repeat: int = 0, **more: Any) -> None:
+    """A finished run of 20 steps with a loss curve and two evaluations."""
+    scaling, seconds = more.get("scaling", "strong"), 1.0 / ranks + 0.1 * (ranks - 1)
+    record = {
+        "status": "done",
+        "study": "demo",
+        "strategy": strategy,
+        "model": "AlexNet",
+        "data": "Synthetic",
+        "device": "cpu",
+        "precision": "fp32",
+        "variant": {},
+        "world_size": ranks,
+        "batch_size": 64 * ranks if scaling == "weak" else 64,
+        "per_rank_batch_size": 64 if scaling == "weak" else 64 // ranks,
+        "scaling": scaling,
+        "repeat": repeat,
+        "measure": "throughput",
+        "emulation": "none" if ranks < 4 else "ranks share a device",
+        "step_s": {"median": seconds * (1 + 0.01 * repeat), "p95": seconds, "mad": 0.001},
+        "images_per_s": 64 / seconds,
+        "phases_s": {},
+        "payload_bytes_per_step": [0 if strategy == "none" else 4e6 * (ranks - 1)] * ranks,
+        "num_parameters": 1_000_000,
+        "final": {"loss": 0.5, "accuracy": 0.75},
+        "evaluations": [
+            {"step": 10, "seconds": 10 * seconds, "loss": 1.0, "accuracy": None},
+            {"step": 20, "seconds": 20 * seconds, "loss": 0.5, "accuracy": 0.75},
+        ],
+    } | more
+    folder = study / f"{strategy}-{ranks}-{repeat}-{scaling}-{record['measure']}"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps(record))
+    step = np.tile(np.arange(20), ranks)
+    steps = {"step": step, "loss": 2.0 / (1 + step), "end_s": (step + 1) * seconds}
+    pd.DataFrame({"rank": np.repeat(np.arange(ranks), 20), **steps}).to_parquet(
+        folder / "steps.parquet"
+    )
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    folder = tmp_path / "demo"
+    for repeat in range(2):
+        for ranks in (1, 2, 4):
+            for strategy in ("none", "tree"):
+                write_run(folder, strategy, ranks, repeat)
+            write_run(folder, "fc1x1", ranks, repeat, transform="FCToConv")
+    return folder
+
+
+def test_all_figures_and_the_table_are_written(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(study)]) == 0
+    written = {path.name for path in (study / "figures").iterdir()}
+    expected = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    assert written == expected | {"summary.csv"}
+    assert "skipped" not in capsys.readouterr().out
+
+
+def test_the_figures_folder_is_no_missing_cell(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(study), "--format", "svg"])
+    main([str(study), "--format", "svg"])
+    assert "missing" not in capsys.readouterr().out
+
+
+def test_svg_depends_on_the_records_alone(study: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert main([str(study), "--out", str(tmp_path / name), "--format", "svg"]) == 0
+    for figure in FIGURES:
+        first, second = (tmp_path / name / f"{figure}.svg" for name in ("a", "b"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_weak_and_strong_are_drawn_apart(study: Path) -> None:
+    write_run(study, "none", 1, scaling="weak")
+    write_run(study, "none", 2, scaling="weak")
+    assert main([str(study), "--format", "svg"]) == 0
+    names = {path.stem for path in (study / "figures").glob("*.svg")}
+    assert {"scaling", "scaling_weak", "speedup_bars", "speedup_bars_weak"} <= names
+
+
+def test_breakdown_runs_alone_give_the_phases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for strategy in ("none", "tree"):
+        write_run(tmp_path, strategy, 2, measure="breakdown", phases_s=PHASES_S)
+    assert main([str(tmp_path), "--format", "svg"]) == 0
+    assert (tmp_path / "figures" / "step_time.svg").is_file()
+    out = capsys.readouterr().out
+    assert "skipped speedup_bars: no finished throughput run" in out
+    assert "skipped convergence: no finished throughput run that trains one model" in out
+
+
+def test_a_study_of_none_skips_what_it_cannot_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "none", 2)
+    assert main([str(tmp_path), "--format", "svg"]) == 0
+    out = capsys.readouterr().out
+    assert "skipped scaling: no 1-rank run to measure speedup from" in out
+    assert "skipped payload: no finished run sent anything" in out
+
+
+def test_failed_runs_alone_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "tree", 2, status="failed", error="rank 1: broken", step_s=None)
+    assert main([str(tmp_path), "--format", "svg"]) == 0
+    assert "failed: tree-2-0-strong-throughput: rank 1: broken" in capsys.readouterr().out
+
+
+def test_runs_without_curves_skip_convergence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "tree", 1, evaluations=[])
+    next(tmp_path.glob("*/steps.parquet")).unlink()
+    assert main([str(tmp_path), "--format", "svg"]) == 0
+    assert "skipped convergence: no losses and no evaluations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent"], "absent: no such folder"),
+        (["."], "holds no <cell>/record.json"),
+        (["demo", "--baseline", "ring"], "baseline='ring'"),
+        (["demo", "--format", "gif"], "format='gif'; allowed are png, svg, pdf"),
+        (["demo", "--out", "demo/none-1-0-strong-throughput/record.json"], "File exists"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    write_run(tmp_path / "demo", "none", 1)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lab.plot: error: ") and message in error
+    assert error.count("\n") == 1
+
+
+def test_analysis_imports_no_torch() -> None:
+    code = "import sys, lab.plot, lab.analysis.plot; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=50)
+
+
+def test_help_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, lab.plot\n"
+        "try: lab.plot.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'pandas', 'matplotlib', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=50, capture_output=True, text=True
+    )
+    assert done.stdout.count("python -m lab.plot") == 4

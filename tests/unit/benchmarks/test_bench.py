@@ -1,0 +1,288 @@
+"""Benchmarks: what they take, what they count as wrong, what they make of times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lab import bench
+from lab.benchmarks import codec, collective, memory, step
+from lab.benchmarks.request import read
+from lab.benchmarks.views import show as drawn
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import Bucket
+from lab.settings.config import ConfigError, build, load
+
+CPU = torch.device("cpu")
+
+
+def labels(*arguments: str) -> list[str]:
+    return [variant.label for variant in read(list(arguments)).variants]
+
+
+def test_one_list_or_sets_of_settings_are_compared() -> None:
+    assert labels("step", "strategy=none,onebit,ddp") == ["none", "onebit", "ddp"]
+    assert labels("step", "strategy=overlap", "bucket_mb=1,4") == ["bucket_mb=1", "bucket_mb=4"]
+    sets = labels("step", "a=strategy=overlap exchange=none", "b=strategy=ddp", "model=mlp")
+    assert sets == ["overlap exchange=none", "ddp"]
+    assert labels("collective", "exchange=star") == ["star"]
+    assert labels("memory", "strategy=tree") == ["none", "tree"]  # what it is compared with
+
+
+def test_settings_of_a_set_reach_its_run_alone() -> None:
+    first, second = read(
+        ["step", "a=strategy=overlap bucket_mb=4", "b=strategy=ddp", "model=mlp"]
+    ).variants
+    assert (first.config.bucket_mb, second.config.bucket_mb) == (4, 25)
+    assert {first.config.model["_target_"], second.config.model["_target_"]} == {
+        "lab.model.mlp.mlp"
+    }
+
+
+def test_sizes_are_read_in_units_of_1024() -> None:
+    assert read(["collective", "sizes=[4b,64kb,1MB]"]).own["sizes"] == [4, 65536, 2**20]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "(nothing): the first word must be collective, codec, step"),
+        (["step", "strategy=overlap"], "a comparison needs two"),
+        (["step", "strategy=overlap,nope"], "strategy=nope: allowed are allreduce"),
+        (["step", "strategy=ddp,ddp"], "ddp, ddp: the same is listed twice"),
+        (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
+        (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
+        (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
+        (["step", "strategy=tree,ddp", "out=absent/a.json"], "out=absent/a.json: must name a file"),
+        (["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"], "others' turns"),
+        (["step", "strategy=ddp", "tf32=true,false"], "tf32: what is compared takes turns in one"),
+        (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: what is compared"),
+        (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: what is"),
+        (["collective", "sizes=[4kb,6b]"], "'6b' is no size; allowed are whole float32 values"),
+        (["collective", "batch_size=8"], "batch_size=8: means nothing to collective; allowed are"),
+        (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
+        (["codec", "num_values=1e6"], "num_values=1e6: must be an integer of at least 1"),
+        (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
+        (["codec", "codec=zip", "num_values=4096"], "codec=zip: allowed are onebit"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert bench.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lab.bench: error: ") and message in error
+    assert error.count("\n") == 1
+
+
+def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert read(["step", "strategy=tree,ddp"]).own["world_size"] == 4
+    with pytest.raises(ConfigError, match="world_size=2: a launcher has started 4 ranks"):
+        read(["step", "strategy=tree,ddp", "world_size=2"])
+
+
+class Forgetful(Exchange):
+    """Broken: the last value of the last rank is left out."""
+
+    def average(self, bucket: Bucket, comm: Comm) -> None:
+        if comm.rank == comm.size - 1:
+            bucket.flat[-1] += 1
+        comm.all_reduce(bucket.flat)
+        bucket.flat.div_(comm.size)
+
+
+def wrong_by_rank(size: int, make: dict[str, Callable[[], Exchange]]) -> list[dict[str, int]]:
+    def rank_main(comm: Comm) -> dict[str, int]:
+        exchanges = {name: made() for name, made in make.items()}  # each rank has its own
+        flat = torch.empty(1000)
+        return {
+            each.name: collective.count_wrong(each, flat, comm.rank, comm)
+            for each in collective.make_contestants(exchanges, comm)
+        }
+
+    return run_ranks(size, rank_main)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_reduces_of_the_lab_are_exact_on_whole_numbers(size: int) -> None:
+    names = ("ring", "tree", "tree_pipelined", "tree_double", "star", "bf16", "fp16")
+    nodes = {name: load([f"exchange={name}"]).exchange for name in names}
+    nothing = dict.fromkeys(("allreduce", *names, "sendrecv"), 0)
+    make = {name: partial(build, node) for name, node in nodes.items()}
+    assert wrong_by_rank(size, make) == [nothing] * size
+
+
+def test_one_wrong_value_is_counted_on_every_rank() -> None:
+    assert [each["broken"] for each in wrong_by_rank(3, {"broken": Forgetful})] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["none", "onebit"])
+def test_what_is_no_all_reduce_is_refused(name: str) -> None:
+    exchanges = {name: build(load([f"exchange={name}"]).exchange)}
+    with pytest.raises(ConfigError, match=f"exchange={name}: is no all-reduce"):
+        run_ranks(2, lambda comm: collective.make_contestants(exchanges, comm))
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+def test_codecs_lose_nothing_beside_the_residual(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradient, residual = torch.randn(2, 7, 101, generator=generator)
+    made = codec.CODECS[name](7, 101, CPU)
+    before = residual.clone()
+    assert codec.count_wrong(made, gradient, residual) == 0
+    assert torch.equal(residual, before)  # the check leaves the tensors as they were
+
+
+def test_eager_baselines_quantise_as_their_formulas_say() -> None:
+    gradient = torch.tensor([[-3.0, -1.0, 0.0, 4.0]])
+    expected = {"grace_like": [-2.0, -2.0, 2.0, 2.0], "deepspeed_like": [-1, -1, 1, 1]}
+    for name, values in expected.items():
+        made, out = codec.CODECS[name](1, 4, CPU), torch.zeros(1, 4)
+        made.encode(gradient, torch.zeros(1, 4))
+        made.decode(out)
+        scale = (26 / 4) ** 0.5 if name == "deepspeed_like" else 1.0
+        torch.testing.assert_close(out, scale * torch.tensor([values]).float())
+
+
+class Broken(codec.RowCodec):
+    """The first bit is flipped, and one residual is off."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        super().__init__(codec.reference, "zero", rows, columns, device)
+
+    def encode(self, gradient: Tensor, residual: Tensor) -> None:
+        super().encode(gradient, residual)
+        self.bits[0, 0, 0] ^= 1
+        residual[1, 1] += 1
+
+
+def test_a_flipped_bit_and_a_lost_residual_are_counted() -> None:
+    # What is decoded of the first value, its bit, and the second residual, found twice.
+    assert codec.count_wrong(Broken(2, 64, CPU), torch.randn(2, 64), torch.zeros(2, 64)) == 4
+
+
+def test_a_wrong_result_is_shown_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(codec.CODECS, "onebit", Broken)
+    settings = ["codec=onebit", "num_values=128", "columns=64", "threads=1", "device=cpu"]
+    assert bench.main(["codec", *settings, "rounds=1"]) == 1
+    shown = capsys.readouterr()
+    assert "#wrong" in shown.out
+    assert "lab.bench: error: what was timed gives wrong values" in shown.err
+
+
+def test_ratios_are_to_the_last_and_exposed_exchange_is_beyond_none() -> None:
+    times = {"none": 0.1, "onebit": 0.15, "ddp": 0.2}
+    rows = step.compare({name: np.full(9, seconds) for name, seconds in times.items()})
+    none, onebit, ddp = rows
+    assert none["ratio"]["median"] == pytest.approx(0.5) and ddp["ratio"] is None
+    assert none["exposed_exchange_s"] is None and ddp["exposed_to_ddp"] is None
+    assert onebit["exposed_exchange_s"]["median"] == pytest.approx(0.05)
+    assert onebit["exposed_to_ddp"]["median"] == pytest.approx(0.5)
+    assert onebit["exposed_to_ddp"]["low"] == pytest.approx(0.5)
+
+
+def test_without_none_nothing_is_exposed_and_no_number_is_made_up() -> None:
+    (first, _) = step.compare({"a": np.ones(1), "b": np.ones(1)})
+    assert first["exposed_exchange_s"] is None
+    assert first["ratio"] == {"median": 1.0, "low": None, "high": None}
+
+
+def test_peak_sees_what_was_freed_before_it_is_read() -> None:
+    memory.reset_peak(CPU)
+    before = memory.peak_bytes(CPU)
+    torch.ones(2**24)
+    assert memory.peak_bytes(CPU) - before == pytest.approx(2**26, rel=0.05)
+    memory.reset_peak(CPU)
+    assert memory.peak_bytes(CPU) < before + 2**22
+
+
+def test_theory_counts_buffers_scratch_and_residuals() -> None:
+    sizes = memory.Sizes(n=1000, gathered=400, largest=800, rank=0, N=2)
+    expected = {
+        "allreduce": 1600,  # gathered
+        "bf16": 2000,  # all values as 2 bytes each, buckets under way
+        "tree": 3200,  # one bucket
+        "tree_pipelined": 1600 + 3 * 3200,  # three chunks as large as the bucket
+        "ring": 1600 + 3 * 1600,
+        "onebit": 1600 + 6000 + 437.5,  # both residuals, and 3.5 messages of 1000 bits
+        "topk": 1600 + 4000 + 10 * 32,  # the residual, and 1 % of the values four times
+    }
+    for name, extra in expected.items():
+        exchange = build(load([f"exchange={name}"]).exchange)
+        assert memory.THEORY[type(exchange).__name__](sizes, exchange) == extra, name
+
+
+def memory_answer(name: str, peak: float, theory: float | None) -> dict[str, Any]:
+    peaks = [{"median": peak - 5e6, "mad": 0.0}, {"median": peak, "mad": 1e5}]
+    row = {"name": name, "peak_bytes": peaks, "extra_theory_bytes": [theory, theory]}
+    return {**SURROUNDINGS, "rows": [{**row, "num_steps": 7, "num_parameters": 10**7}]}
+
+
+SURROUNDINGS = {
+    "command": "python -m lab.bench",
+    "world_size": 2,
+    "backend": "gloo",
+    "emulation": "2 threads of 2 ranks share 1 CPU cores",
+    "environment": {"gpus": [], "cpu": "a CPU", "num_cores": 1, "num_threads": 1, "torch": "2"},
+}
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """A small result of each benchmark that has a figure, as its JSON would hold it."""
+    answers = [memory_answer("none", 3e8, 1e7), memory_answer("gossip", 4e8, None)]
+    combined = memory.combine([*answers, memory_answer("tree", 3.5e8, 4e7)])
+    rng = np.random.default_rng(0)
+    times = {name: rng.random((3, 9))[i] + i for i, name in enumerate(("none", "tree", "ddp"))}
+    by_algorithm = {"allreduce": times["ddp"], "ring": times["tree"], "sendrecv": times["none"] + 1}
+    rows = [
+        collective._row(name, size, by_algorithm, 0, size, 2)
+        for size in (4096, 2**20)
+        for name in by_algorithm
+    ]
+    operation = codec.Operation("onebit", "encode", lambda: None, 10**6, 1, [0.1] * 3, [0.1] * 3)
+    slow = codec.Operation("grace_like", "decode", lambda: None, 10**6, 1, [5.0], [0.1])
+    coded = [{**codec._row(each, 10**6, 10, 10), "wrong": 0} for each in (operation, slow)]
+    reference = {"name": "torch.add(a, b, out=c)", **codec._rate([0.1], 10**6)}
+    kernels = {"kernels": {"level": "AVX2", "compiler": "c++ 1"}, "device": "cpu"}
+    values = {"shape": [10, 100], "num_values": 1000, "reference": reference, **kernels}
+    one = {"steps_per_round": 1}
+    return {
+        "memory": combined,
+        "step": {**SURROUNDINGS, "rows": step.compare(times), "num_pairs": 9, **one},
+        "collective": {**SURROUNDINGS, "rows": rows, "num_rounds": 9},
+        "codec": {**SURROUNDINGS, **values, "rows": coded},
+    }
+
+
+@pytest.mark.parametrize("name", ["memory", "step", "collective", "codec"])
+def test_table_and_figure_come_from_the_json_alone(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"bench": name, **results()[name]}, allow_nan=False))
+    text = drawn.table(json.loads(path.read_text()))
+    assert "nan" not in text and "emulated: 2 threads of 2 ranks share 1 CPU cores" in text
+    assert drawn.draw(path) == tmp_path / "a.png"
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
+    none, gossip, tree = results()["memory"]["rows"]
+    assert none["of_theory"] == 1.0 and none["rank"] == 1
+    assert gossip["of_theory"] is None and gossip["extra_bytes"] == pytest.approx(1.1e8)
+    assert tree["theory_bytes"] == pytest.approx(3.3e8)
+    assert tree["of_theory"] == pytest.approx(3.5 / 3.3)

@@ -1,0 +1,122 @@
+"""lab.verify: columns, verdicts, exit codes, and the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lab import verify
+from lab.claims.predicted import profile_of, strategy_of
+from lab.model.counts import parameters_of
+from lab.model.mlp import mlp
+from lab.settings.config import load, read_file
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.step import simulate
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study as it would be on links that are a little slower than those of the preset."""
+    folder = tmp_path_factory.mktemp("runs") / "kim2017"
+    preset = Hardware.parse(read_file("hardware", "emulated_1gbit"))
+    hardware = replace(preset, inter=Link(5e-4, 1.18e8), overhead_s=2e-3)
+    profile = profile_of("alexnet_titanx", 0.02143)
+    replays = ["model=replay", "profile=alexnet_titanx", "model.bytes_scale=0.02143"]
+    for name in ("none", "tree", "allreduce", "overlap", "tree_overlap", "onebit"):
+        config = OmegaConf.to_yaml(load([f"strategy={name}", *replays]))
+        for size in (1, 2, 4):
+            for batch in (128, 256, 512):
+                step = simulate(profile, hardware, strategy_of(name), size, batch // size)
+                record: dict[str, Any] = {"status": "done", "strategy": name, "world_size": size}
+                record |= {"batch_size": batch, "per_rank_batch_size": batch // size}
+                record |= {"scaling": "strong", "measure": "throughput", "emulation": "replayed"}
+                record |= {"step_s": {"median": step.step_s}, "model": "replay"}
+                record |= {"payload_bytes_per_step": [step.payload_bytes] * size}
+                cell = folder / f"{name}-n{size}-b{batch}"
+                cell.mkdir(parents=True)
+                (cell / "config.yaml").write_text(config)
+                (cell / "record.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_predictions_alone_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["kim2017"]) == 0
+    text = capsys.readouterr().out
+    assert "Measured: nothing" in text and "holds (measured)" not in text
+    assert text.count("holds (predicted)") == len(rows(text))
+
+
+def test_what_was_measured_decides(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["kim2017", "--runs", str(runs)]) == 0
+    table = rows(capsys.readouterr().out)
+    predicted_alone = [row for row in table if "(predicted)" in row]
+    # Nothing here counts operations, and no cell has the other profile.
+    assert len(predicted_alone) == 2
+    assert "Conv2" in predicted_alone[0] and "1x1" in predicted_alone[1]
+    megabytes = next(row for row in table if "250 MB" in row)
+    assert megabytes.split("|")[6].strip() == "2.474e+08"
+
+
+def test_a_claim_that_fails_is_an_exit_code(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = tmp_path / "kim2017"
+    slow.mkdir()
+    for cell in runs.iterdir():
+        (slow / cell.name).mkdir()
+        record = json.loads((cell / "record.json").read_text())
+        if (record["strategy"], record["world_size"]) == ("onebit", 4):
+            record["step_s"]["median"] *= 2
+        (slow / cell.name / "record.json").write_text(json.dumps(record))
+    assert verify.main(["kim2017", "--runs", str(slow)]) == 1
+    failed = [row for row in rows(capsys.readouterr().out) if "fails (measured)" in row]
+    assert len(failed) == 1 and "2.62" in failed[0]
+
+
+def test_the_page_scores_predictions_and_shows_figures(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "kim.md"
+    assert verify.main(["kim2017", "--runs", str(runs), "--out", str(page)]) == 0
+    capsys.readouterr()
+    text = page.read_text()
+    found = re.search(r"(\d+) held-out cells: median error ([\d.]+) %, worst ([\d.]+) %", text)
+    assert found and int(found[1]) == 18 and float(found[2]) < 1
+    assert f"python -m lab.verify kim2017 --runs {runs} --out {page}" in text
+    pictures = re.findall(r"!\[\w+\]\((kim/\w+\.png)\)", text)
+    assert pictures == ["kim/speedup.png", "kim/bandwidth.png", "kim/regimes.png"]
+    assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)
+
+
+def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["horovod"]) == 0
+    assert "weak efficiency 0.68 ± 10 % | 0.68 | 0.6" in capsys.readouterr().out
+    assert verify.main(["tf_benchmarks"]) == 1  # links at their peak do not explain 4 and 8 GPUs
+    table = rows(capsys.readouterr().out)
+    assert ["holds" in row for row in table] == [True, True, False, False, True]
+    assert verify.main(["horovod", "--runs", "runs/horovod"]) == 2
+    assert "there is no study of Horovod" in capsys.readouterr().err
+
+
+def test_wrong_paths_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["kim2017", "--runs", str(tmp_path / "no")]) == 2
+    assert verify.main(["kim2017", "--out", str(tmp_path / "no/page.md")]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_counted_parameters() -> None:
+    def make(**shape: Any) -> Any:
+        return mlp(**shape, hidden=[10])
+
+    inputs = 3 * 224 * 224
+    assert parameters_of(make) == (10 * inputs + 10 + 11 * 1000,) * 2
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("| ")][2:]

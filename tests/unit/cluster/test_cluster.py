@@ -1,0 +1,211 @@
+"""Emulated clusters: what their settings mean, and the command lines that make them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lab.cluster import __main__ as command
+from lab.cluster import network
+from lab.cluster.settings import EMULATION, Change, Cluster, bits_per_s, cluster_of
+from lab.cluster.straggler import descendants, slow_down
+from lab.settings.config import ConfigError, load
+from lab.study.grid import read
+from lab.study.launch import starter
+from tests.conftest import wait_for
+
+
+def cluster(*settings: str, world_size: int | None = None) -> Cluster:
+    own = [f"cluster.{setting}" for setting in settings]
+    made = cluster_of(load(["cluster=emulated", *own]), world_size)
+    assert made
+    return made
+
+
+def test_hosts_follow_from_the_number_of_ranks() -> None:
+    assert cluster_of(load([]), 4) is None
+    assert cluster(world_size=4).num_hosts == 4
+    assert cluster("ranks_per_host=2", world_size=4).num_hosts == 2
+    assert cluster("hosts=3", "ranks_per_host=2").num_ranks == 6
+
+
+def test_each_host_has_the_rate_or_one_of_its_own() -> None:
+    assert cluster("hosts=2", "rate=100mbit").rates == ("100mbit", "100mbit")
+    assert cluster("hosts=2", "rates=[1gbit,null]").rates == ("1gbit", None)
+    assert bits_per_s("2.5gbit") == 2.5e9
+
+
+def test_changes_are_in_order_of_time() -> None:
+    made = cluster("hosts=2", "changes=['20s h1 down','1.5s h0 10mbit']")
+    assert made.changes == (Change(1.5, 0, "10mbit"), Change(20, 1, "down"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["hosts=0"], "cluster.hosts=0: must be an integer from 1 to 150"),
+        (["hosts=a"], "cluster.hosts=a: must be an integer"),
+        ([], "cluster.hosts=null: say how many"),
+        (["hosts=2", "rate=5"], "cluster.rate=5: must be a rate in kbit, mbit or gbit"),
+        (["hosts=2", "rate=0mbit"], "cluster.rate=0mbit: must be"),
+        (["hosts=2", "rates=[1gbit]"], "2 hosts need as many rates"),
+        (["hosts=2", "rates=1gbit"], "cluster.rates=1gbit: must be a list"),
+        (["hosts=2", "loss_percent=100"], "cluster.loss_percent=100: must be a number from 0"),
+        (["hosts=2", "delay_ms=-1"], "cluster.delay_ms=-1: must be a number from 0"),
+        (["hosts=2", "changes=['h1 down']"], "cluster.changes='h1 down': must be a time, a host"),
+        (["hosts=2", "changes=['1s h1 0mbit']"], "cluster.changes='1s h1 0mbit': must be"),
+        (["hosts=2", "changes=['1s h2 down']"], "cluster.changes=h2: the hosts are h0 to h1"),
+        (["hosts=2", "slow_host=1"], "cluster.slow_host=1: the hosts are h0 to h1"),
+        (["hosts=2", "slow_factor=0.5"], "cluster.slow_factor=0.5: must be a number from 1 to 100"),
+        (
+            ["hosts=2", "rate=null", "delay_ms=1", "changes=['1s h1 1mbit']"],
+            "with netem, only of links with a rate",
+        ),
+        (["hosts=2", "changes=1"], "cluster.changes=1: must be a list"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cluster(*settings)
+    assert says in str(error.value)
+
+
+def test_hosts_must_fit_the_ranks() -> None:
+    with pytest.raises(ConfigError, match="have 4 ranks, but world_size=3"):
+        cluster("hosts=4", world_size=3)
+    with pytest.raises(ConfigError, match="have 2 ranks, but world_size=3"):
+        cluster("ranks_per_host=2", world_size=3)
+
+
+def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="leave the launcher out"):
+        cluster(world_size=2)
+    monkeypatch.setenv(EMULATION, "2 hosts")
+    assert cluster(world_size=2).num_hosts == 2
+
+
+def test_other_ways_to_start_are_refused() -> None:
+    with pytest.raises(ConfigError, match="horovodrun"):
+        cluster_of(load(["cluster=emulated", "comm=horovod"]), 2)
+
+
+def test_a_cluster_survives_its_journey_inside() -> None:
+    """As JSON to the supervisor, and as settings to the command that starts a cell."""
+    made = cluster(
+        "hosts=2",
+        "rates=[1gbit,null]",
+        "delay_ms=0.5",
+        "slow_host=h1",
+        "slow_factor=1.5",
+        "changes=['1.5s h1 down']",
+    )
+    assert Cluster.from_json(made.to_json()) == made
+    assert cluster(*made.settings()) == made
+    line = starter(2, False, made)
+    assert line == [sys.executable, "-m", "lab.cluster", "run", *made.settings(), "--"]
+
+
+def test_what_a_record_says() -> None:
+    made = cluster("hosts=2", "rates=[1gbit,null]", "changes=['1s h1 down']")
+    expected = "2 hosts as network namespaces, links of 1gbit, no limit (tbf), h1 down after 1 s"
+    assert made.describe() == expected
+    unlimited = "1 host as network namespaces, links of no limit"
+    assert cluster("hosts=1", "rate=null").describe() == unlimited
+    assert (
+        cluster("hosts=4")
+        .describe()
+        .endswith("4 hosts as network namespaces, links of 1gbit (tbf)")
+    )
+
+
+def test_cells_have_as_many_hosts_as_ranks() -> None:
+    study = read(["cluster=emulated", "world_size=1,2", "strategy=tree"])
+    assert [one.cluster.num_hosts for one in study.cells if one.cluster] == [1, 2]
+
+
+def test_addresses_sort_as_the_hosts_do() -> None:
+    """torchrun gives ranks to nodes in the order of their addresses as texts."""
+    addresses = [network.address(host) for host in range(150)]
+    assert sorted(addresses) == addresses
+
+
+def test_a_link_is_limited_at_both_ends() -> None:
+    shape = "root handle 1: tbf rate 100mbit burst 16384b latency 50ms"
+    assert [" ".join(line) for line in network.limit(1, "100mbit")] == [
+        f"tc -n h1 qdisc replace dev eth0 {shape}",
+        f"tc qdisc replace dev link1 {shape}",
+    ]
+    assert "125000b" in next(network.limit(0, "1gbit"))  # a millisecond
+
+
+def test_only_what_is_asked_for_is_shaped() -> None:
+    lines = [" ".join(line) for line in network.build(cluster("hosts=2", "rates=[null,1mbit]"))]
+    assert {line.split()[2] for line in lines if line.startswith("tc -n")} == {"h1"}
+    assert not any("netem" in line for line in lines)
+
+
+def test_delay_and_loss_are_what_a_host_sends() -> None:
+    made = cluster("hosts=1", "delay_ms=2", "loss_percent=0.1")
+    lines = [" ".join(line) for line in network.build(made) if "netem" in line]
+    assert lines == ["tc -n h0 qdisc add dev eth0 parent 1: netem delay 2ms loss 0.1%"]
+
+
+def test_changes_of_a_link() -> None:
+    assert list(network.change(Change(1, 2, "down"))) == [["ip", "link", "set", "link2", "down"]]
+    assert list(network.change(Change(1, 2, "1mbit"))) == list(network.limit(2, "1mbit"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "(nothing): the first word must be run or check"),
+        (["walk"], "walk: the first word must be run or check"),
+        (["run", "hosts=2"], "after -- stand torchrun's arguments"),
+        (["check", "hosts=2", "--", "-m", "lab.train"], "after -- stand torchrun's arguments"),
+        (["check", "rate=2"], "hosts=null: say how many, as in hosts=4"),
+        (["check", "host=2"], "host=2: no such setting; did you mean hosts?"),
+    ],
+)
+def test_command_lines_are_checked(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"lab.cluster: error: {says}")
+
+
+def test_a_straggler_is_halted_again_and_again_and_then_runs_on() -> None:
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", launcher], stdin=subprocess.PIPE, text=True)
+    throttle = threading.Thread(target=slow_down, args=(process, 3.0))
+    throttle.start()
+    seen: set[str] = set()
+    wait_for(lambda: list(descendants(process.pid)))
+    (rank,) = map(psutil.Process, descendants(process.pid))
+    wait_for(lambda: seen.add(rank.status()) or {"stopped", "sleeping"} <= seen)
+    process.communicate("\n", timeout=20)
+    throttle.join(20)
+    assert process.returncode == 0
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for key in load(["cluster=emulated"]).cluster:
+        assert str(key).startswith("_") or f"{key}:" in printed
+
+
+def test_without_the_tools_one_line_says_what_is_needed(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "lab.cluster", "check", "hosts=2"]
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN)" in done.stderr

@@ -1,0 +1,101 @@
+"""Codecs of plain torch, each against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.codec import int8, sign
+from lab.codec.topk import largest
+
+LENGTHS = [0, 1, 7, 8, 9, 64, 1000]
+
+
+def through_minmax(values: Tensor, block: int) -> Tensor:
+    num_blocks = -(-len(values) // block)
+    records = torch.empty(num_blocks, int8.HEADER_BYTES + block, dtype=torch.uint8)
+    int8.encode(values.clone(), records)
+    out = torch.empty_like(values)
+    int8.decode(records, out)
+    return out
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("shift", [0, 1000])
+def test_minmax_is_off_by_half_a_step_at_most(length: int, scale: float, shift: int) -> None:
+    values = (torch.randn(length) + shift) * scale
+    decoded = through_minmax(values, 16)
+    for block, got in zip(values.split(16), decoded.split(16), strict=True):
+        half_a_step = (block.max() - block.min()) / 510 if len(block) else torch.zeros(())
+        rounding = 2e-7 * block.abs().max() if len(block) else 0
+        assert ((got - block).abs() <= half_a_step + rounding).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -3.3, 1e-42, 3e38])
+def test_minmax_keeps_equal_values_exactly(value: float) -> None:
+    values = torch.full((21,), value)
+    assert torch.equal(through_minmax(values, 8), values)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_minmax_shows_what_is_not_finite_in_its_block_alone(bad: float) -> None:
+    values = torch.randn(20)
+    values[9] = bad
+    finite = through_minmax(values, 8).isfinite()
+    assert finite.tolist() == [True] * 8 + [False] * 8 + [True] * 4
+
+
+def through_sign(values: Tensor) -> Tensor:
+    out = torch.empty_like(values)
+    sign.decode(*sign.encode(values), out)
+    return out
+
+
+@pytest.mark.parametrize("length", [*LENGTHS[1:], 8192, 20_001])
+def test_sign_is_mean_magnitude_and_one_bit_each(length: int) -> None:
+    values = torch.randn(length)
+    assert sign.encode(values)[1].shape == (sign.bit_bytes(length),)
+    expected = torch.where(values < 0, -1.0, 1.0).double() * values.double().abs().mean()
+    torch.testing.assert_close(through_sign(values).double(), expected, rtol=1e-5, atol=0)
+
+
+def test_sign_adds_up() -> None:
+    magnitude, bits = sign.encode(torch.randn(10_000))
+    once, twice = torch.empty(2, 10_000)
+    sign.decode(magnitude, bits, once)
+    twice.copy_(once)
+    sign.decode(magnitude, bits, twice, add=True)
+    assert torch.equal(twice, 2 * once)
+
+
+def test_sign_packs_the_first_value_lowest() -> None:
+    magnitude, bits = sign.encode(torch.tensor([-1.0, 1, -1, 1, 1, 1, 1, 1, 1, -1]))
+    assert bits.tolist() == [0b00000101, 0b10]
+    assert magnitude == 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_sign_shows_what_is_not_finite(bad: float) -> None:
+    values = torch.randn(20)
+    values[9] = bad
+    assert not through_sign(values).isfinite().any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 100, 3000])
+@pytest.mark.parametrize("length", [1, 3000, 100_000])
+def test_largest_are_the_largest(length: int, count: int) -> None:
+    count = min(count, length)
+    for values in (torch.randn(length), torch.randn(length).clamp(-1, 1), torch.zeros(length)):
+        found = largest(values, count)
+        assert len(found.unique()) == count
+        expected = values.abs().sort(descending=True).values[:count]
+        assert torch.equal(values[found].abs().sort(descending=True).values, expected)
+
+
+@pytest.mark.parametrize("place", [0, 257 * 100, 4321])
+def test_nan_is_among_the_largest(place: int) -> None:
+    values = torch.randn(100_000)
+    values[place] = torch.nan
+    assert place in largest(values, 10)

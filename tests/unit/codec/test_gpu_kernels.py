@@ -1,0 +1,250 @@
+"""The 1-bit codec's GPU kernels, without a GPU: how many are launched, and what they compile to."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lab.codec.onebit import codec as onebit
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.exchange.bucket import Bucket, plan
+from lab.exchange.onebit import OneBit
+from lab.model.alexnet import alexnet
+
+pytest.importorskip("triton", reason="no triton here")
+# Without a GPU, conftest.py has Triton's interpreter on.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+# Launches each kernel for a GPU that is not there, so that Triton specialises and compiles it as it
+# would for one, and prints what it became: {name: {"threads": ..., "registers": ..., ...}}.
+COMPILE = """
+import json, re, subprocess, tempfile
+from pathlib import Path
+import torch, triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from lab.codec.onebit import triton_codec as gpu
+
+class Driver:
+    def get_current_device(self): return self.arch
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", self.arch, 32)
+
+class Compiling:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid):
+        return lambda *a, **k: made.append(self.kernel.warmup(*a, grid=grid, **k))
+
+def describe(kernel):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
+    used = {k: int(v) for k, v in re.findall(r"(REG|STACK):(\\d+)", said.stdout)}
+    moves = re.findall(r"(ld|st)\\.global(?:\\.\\w+)*?(\\.v4)?\\.b(8|32)\\b", kernel.asm["ptx"])
+    widths = {
+        f"{width}_{move}": moves.count((instruction, vector, "32"))
+        for width, vector in (("wide", ".v4"), ("narrow", ""))
+        for move, instruction in (("loads", "ld"), ("stores", "st"))
+    }
+    return {
+        "threads": 32 * kernel.metadata.num_warps, "registers": used["REG"],
+        "spilled": used["STACK"], "shared": kernel.metadata.shared, **widths,
+    }
+
+def compiled(arch, columns, threshold="zero"):
+    driver.arch = arch
+    made.clear()
+    values, scales = torch.zeros(4, columns), torch.zeros(2, 2, 2)
+    bits = torch.zeros(2, 2, (columns + 7) // 8, dtype=torch.uint8)
+    gpu.encode(values, values.clone(), threshold, scales, bits)
+    gpu.reduce(scales, bits, values[:2], values[2:], threshold, scales[0], bits[0])
+    gpu.decode(scales, bits, values, False)
+    names = ("encode", "sum", "decode")
+    return {f"{name} {columns} sm_{arch}": describe(k) for name, k in zip(names, made)}
+
+TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+made, driver = [], Driver()
+triton.runtime.driver.set_active(driver)
+gpu.encode_rows, gpu.decode_rows = map(Compiling, (gpu.encode_rows, gpu.decode_rows))
+found = {}
+for arch, columns in [(80, 4096), (100, 4096), *((90, c) for c in (64, 363, 4096, 9216, 25088))]:
+    found |= compiled(arch, columns)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, int]]:
+    """Registers, spilled bytes, shared memory and moves of each kernel, by name and GPU."""
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMPILE], env=outside, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(120)
+def test_values_move_in_wide_words_and_stay_in_registers(
+    compiled: dict[str, dict[str, int]],
+) -> None:
+    for name, used in compiled.items():
+        kind, columns, _ = name.split()
+        assert used["registers"] * used["threads"] <= 65536, name  # of a multiprocessor
+        assert used["spilled"] <= 64, name  # bytes of a thread
+        assert used["shared"] <= 99 * 1024, name  # as much as the smallest of these GPUs has
+        if int(columns) % 16 == 0:
+            assert used["wide_stores"] >= 4, name
+            assert used["narrow_stores"] == (0 if kind == "decode" else 2), name  # two scales a row
+            if kind == "encode":  # gradient and residual, 16 values for each thread
+                assert used["wide_loads"] in (8, 16) and used["narrow_loads"] == 0, name
+    assert compiled["encode 9216 sm_90"]["wide_loads"] == 8  # once, not in every pass
+    assert compiled["encode 25088 sm_90"]["wide_loads"] == 16
+
+
+class Counter:
+    """Stands for a kernel: counts its launches, and does nothing."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(size > 0 for size in grid)
+        return self._launch
+
+    def _launch(self, *_: Any, **__: Any) -> None:
+        self.launches += 1
+
+
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Triton's kernels, which the codec takes for every tensor from here on.
+
+    One at a time: the interpreter is not made for ranks that are threads.
+    """
+    kernels = importlib.import_module("lab.codec.onebit.triton_codec")
+    lock = threading.Lock()
+
+    def alone(kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            with lock:
+                kernel(*arguments)
+
+        return call
+
+    for name in ("encode", "reduce", "decode"):
+        monkeypatch.setattr(kernels, name, alone(getattr(kernels, name)))
+    monkeypatch.setattr(onebit, "_implementation", lambda *_: kernels)
+    return kernels
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_step_of_alexnet_takes_three_launches_a_matrix(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    kernels = gpu_kernels(monkeypatch)
+    counter = Counter()
+    monkeypatch.setattr(kernels, "encode_rows", counter)
+    monkeypatch.setattr(kernels, "decode_rows", counter)
+    shapes = _small_shapes()
+    num_values = sum(shape.numel() for shape in shapes.values())
+
+    def rank_main(comm: Comm) -> int:
+        exchange, bucket = OneBit(), Bucket(shapes, torch.zeros(num_values))
+        exchange.average(bucket, comm)
+        return len(exchange.matrices(bucket))
+
+    assert run_ranks(size, rank_main) == [8] * size
+    assert counter.launches == size * 8 * 3
+
+
+def _small_shapes() -> dict[str, torch.Size]:
+    """AlexNet's, with fewer rows and columns: launches depend on the number of matrices alone."""
+    with torch.device("meta"):
+        model = alexnet(image_shape=(3, 224, 224), num_classes=1000)
+    return {
+        name: torch.Size((min(p.shape[0], 64), 64) if p.dim() > 1 else p.shape)
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_exchange_by_these_kernels_is_the_cpus(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    shapes = {"fc": torch.Size((10, 70)), "bias": torch.Size((10,)), "conv": torch.Size((3, 64))}
+    gradients = torch.randn(2, size, 902)
+
+    def rank_main(comm: Comm) -> torch.Tensor:
+        exchange = OneBit()
+        buckets = [
+            Bucket(shapes, g[comm.rank].to(device, copy=True), s) for s, g in enumerate(gradients)
+        ]
+        for bucket in buckets:
+            exchange.average(bucket, comm)
+        return torch.stack([bucket.flat.cpu() for bucket in buckets])
+
+    device = torch.device("cpu")
+    on_cpu = run_ranks(size, rank_main)
+    device = DEVICE
+    gpu_kernels(monkeypatch)
+    for ours, theirs in zip(run_ranks(size, rank_main), on_cpu, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def untried() -> Iterator[None]:
+    onebit.triton_kernels.cache_clear()
+    yield
+    onebit.triton_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("kernel", ["encode", "reduce", "decode"])
+def test_a_kernel_that_fails_its_trial_is_replaced_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable")
+
+    monkeypatch.setattr(importlib.import_module("lab.codec.onebit.triton_codec"), kernel, fail)
+    with pytest.warns(UserWarning, match=r"RuntimeError: Failed to find C compiler\.\); plain"):
+        assert onebit.triton_kernels(DEVICE) is None
+    with warnings.catch_warnings(action="error"):
+        assert onebit.triton_kernels(DEVICE) is None
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(importlib.import_module("lab.codec.onebit.triton_codec"), "encode", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        onebit.triton_kernels(DEVICE)
+
+
+@pytest.mark.usefixtures("untried")
+def test_kernels_that_pass_their_trial_are_used() -> None:
+    assert onebit.triton_kernels(DEVICE) is importlib.import_module("lab.codec.onebit.triton_codec")
+
+
+def test_matrices_of_a_gathered_bucket_begin_where_wide_loads_can() -> None:
+    model = nn.Sequential(nn.Linear(16, 3), nn.Linear(3, 10), nn.Linear(10, 32))
+    (gathered,) = plan(model, None)
+    aligned = [name for name, p in gathered.parameters.items() if p.nbytes % 64 == 0]
+    assert len(aligned) > 1
+    spans = {name: start for name, start, _ in gathered.pack(0).spans()}
+    assert all(4 * spans[name] % 64 == 0 for name in aligned)

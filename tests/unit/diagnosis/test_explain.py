@@ -1,0 +1,324 @@
+"""Verdicts, from synthetic records whose losses are known."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+from lab.analysis.records import load_study
+from lab.diagnosis.evidence import Evidence, gather
+from lab.diagnosis.remedies import remedies
+from lab.diagnosis.rules import judge
+from lab.explain import main
+from lab.measure.spans import Span
+from lab.record.trace import write_trace
+from lab.settings.config import load
+from lab.study import grid as studies
+
+GRADIENT_BYTES = 8e6
+LARGE, SMALL = 4, 4000  # messages of a step
+PHASES = ("data", "forward", "backward", "exchange", "update")
+
+
+def write(
+    study: Path,
+    strategy: str,
+    ranks: int,
+    step_s: float | None,
+    phases: dict[str, list[float]] | None = None,
+    **more: Any,
+) -> Path:
+    """A run of 32 images on each of 4 ranks.
+
+    Args:
+        phases: of a breakdown, seconds by rank.
+        more: of the record; and of the settings, as `settings`.
+    """
+    settings = more.pop("settings", {})
+    weak = more.get("scaling") == "weak"
+    record = {
+        "status": "done",
+        "study": study.name,
+        "strategy": strategy,
+        "variant": {"model": "mlp"},
+        "model": "mlp",
+        "device": "cpu",
+        "world_size": ranks,
+        "batch_size": 32 * ranks if weak else 128,
+        "per_rank_batch_size": 32 if weak else 128 // ranks,
+        "scaling": "strong",
+        "measure": "breakdown" if phases else "throughput",
+        "emulation": "none",
+        "step_s": step_s and {"median": step_s, "p95": step_s, "mad": 0.0},
+        "phases_s": {name: float(np.mean(values)) for name, values in (phases or {}).items()},
+        "gradient_bytes": GRADIENT_BYTES,
+        "payload_bytes_per_step": [0.0 if strategy == "none" else 12e6] * ranks,
+        "messages_per_step": [float(LARGE)] * ranks,
+    } | more
+    folder = study / f"{strategy}-{ranks}-{len(list(study.glob('*')))}"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps(record))
+    defaults = {"overlap": strategy != "allreduce", "bucket_mb": 25, "compile": False}
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml({**defaults, **settings}))
+    if phases:
+        rows = [
+            {"rank": rank, "step": step, "timed": step >= 2, "step_s": step_s}
+            | {f"{name}_s": phases[name][rank] for name in PHASES}
+            for rank in range(ranks)
+            for step in range(6)
+        ]
+        pd.DataFrame(rows).to_parquet(folder / "steps.parquet")
+    return folder
+
+
+def phases(data: float, compute: list[float], exchange: list[float]) -> dict[str, list[float]]:
+    """Of each rank: a third of its compute forward, the rest backward."""
+    backward = [2 / 3 * seconds for seconds in compute]
+    forward = [seconds / 3 for seconds in compute]
+    same = [data] * len(compute), [0.0] * len(compute)
+    parts = (same[0], forward, backward, exchange, same[1])
+    return dict(zip(PHASES, parts, strict=True))
+
+
+def explain(run: Path) -> tuple[str, Evidence]:
+    study = load_study(run.parent)
+    evidence = gather(study, next(cell for cell in study.cells if cell.folder == run))
+    return judge(evidence).name, evidence
+
+
+def first_remedy(evidence: Evidence) -> str:
+    return remedies(evidence, judge(evidence))[0].switch
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """`none` scales perfectly here: 0.4 s on one rank, 0.1 s on four."""
+    folder = tmp_path / "runs" / "demo"
+    write(folder, "none", 1, 0.4)
+    write(folder, "none", 4, 0.1)
+    return folder
+
+
+def test_a_run_that_scales_is_compute_bound(study: Path) -> None:
+    verdict, evidence = explain(write(study, "overlap", 4, 0.105))
+    assert verdict == "compute-bound"
+    assert (evidence.ideal_s, evidence.fixed_s) == pytest.approx((0.1, 0.0))
+    assert first_remedy(evidence) == "world_size=8"
+
+
+def test_large_messages_are_bound_by_bandwidth(study: Path) -> None:
+    verdict, evidence = explain(write(study, "overlap", 4, 0.3))
+    assert verdict == "bandwidth-bound"
+    assert evidence.exposed_s == pytest.approx(0.2)
+    assert first_remedy(evidence) == "strategy=onebit"
+
+
+def test_small_messages_are_bound_by_latency(study: Path) -> None:
+    run = write(study, "overlap", 4, 0.3, messages_per_step=[SMALL] * 4)
+    verdict, evidence = explain(run)
+    assert verdict == "latency-bound"
+    assert "bucket_mb=25" in [r.switch for r in remedies(evidence, judge(evidence))]
+
+
+def test_overlap_is_preferred_where_backward_can_hide_the_exchange(study: Path) -> None:
+    """It keeps gradients exact; where backward is too short, fewer bytes save more."""
+    _, short = explain(write(study, "allreduce", 4, 0.14))
+    _, long = explain(write(study, "allreduce", 4, 0.5, variant={"model": "mlp", "a": "b"}))
+    assert first_remedy(short) == "overlap=true bucket_mb=25"
+    assert first_remedy(long) == "strategy=onebit"
+
+
+def test_a_busy_root_is_advised_to_share_its_load(study: Path) -> None:
+    run = write(study, "star", 4, 0.3, payload_bytes_per_step=[48e6, 8e6, 8e6, 8e6])
+    _, evidence = explain(run)
+    assert evidence.payload_bytes == 48e6
+    switches = [remedy.switch for remedy in remedies(evidence, judge(evidence))]
+    assert "exchange=allreduce" in switches
+
+
+def test_encoding_that_costs_what_it_saves_is_compute(study: Path) -> None:
+    write(study, "onebit", 4, 0.3)
+    run = write(study, "onebit", 4, 0.3, phases(0.0, [0.1] * 4, [0.2] * 4))
+    spans = [Span(0, "step", "step 5", 0.0, 0.3), Span(0, "codec", "fc", 0.1, 0.25)]
+    write_trace(run / "timeline.json", spans)
+    verdict, evidence = explain(run)
+    assert verdict == "compute-bound"
+    assert evidence.codec_s == pytest.approx(0.15)
+    assert first_remedy(evidence) == "strategy=auto"
+
+
+def test_waiting_for_data_is_bound_by_input(study: Path) -> None:
+    write(study, "overlap", 4, 0.105)
+    settings = {"data": {"workers": 2}}
+    run = write(study, "overlap", 4, 0.15, phases(0.05, [0.05] * 4, [0.0] * 4), settings=settings)
+    verdict, evidence = explain(run)
+    assert verdict == "input-bound"
+    assert first_remedy(evidence) in ("data.workers=4", "data=synthetic")
+
+
+def test_one_slow_rank_is_a_straggler(study: Path) -> None:
+    slow = phases(0.0, [0.1, 0.1, 0.19, 0.1], [0.09, 0.09, 0.001, 0.09])
+    run = write(study, "allreduce", 4, 0.2, slow, variant={"model": "mlp"})
+    verdict, evidence = explain(run)
+    assert verdict == "straggler-bound"
+    assert (evidence.slowest_rank, evidence.straggler_s) == (2, pytest.approx(0.09))
+    assert evidence.exposed_s == pytest.approx(0.001)  # the others wait for it, not for bytes
+
+
+def test_compute_that_does_not_shrink_is_bound_by_launches(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    write(folder, "none", 1, 0.4)
+    write(folder, "none", 4, 0.3)
+    verdict, evidence = explain(write(folder, "overlap", 4, 0.31))
+    assert verdict == "launch-bound"
+    assert evidence.fixed_s == pytest.approx(0.2)
+    assert first_remedy(evidence) == "batch_size=256"
+
+
+def test_ranks_that_share_cores_are_bound_by_compute(tmp_path: Path) -> None:
+    folder, shared = tmp_path / "demo", "4 threads of 4 ranks share 2 CPU cores"
+    write(folder, "none", 1, 0.4)
+    write(folder, "none", 4, 0.3, emulation=shared)
+    verdict, evidence = explain(write(folder, "overlap", 4, 0.31, emulation=shared))
+    assert verdict == "compute-bound"
+    assert evidence.fixed_s == pytest.approx(0.2)
+    assert first_remedy(evidence) == "world_size=2"
+
+
+def test_a_rank_that_is_late_because_ranks_share_cores_is_no_straggler(tmp_path: Path) -> None:
+    slow = phases(0.0, [0.1, 0.1, 0.19, 0.1], [0.09, 0.09, 0.0, 0.09])
+    run = write(tmp_path / "demo", "overlap", 4, 0.2, slow, emulation="4 ranks share 1 GPUs")
+    verdict, evidence = explain(run)
+    assert verdict == "compute-bound"
+    assert [remedy.switch for remedy in remedies(evidence, judge(evidence))] == ["world_size=2"]
+
+
+def test_weak_scaling_is_compared_with_the_same_batch_per_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    write(folder, "none", 1, 0.1, scaling="weak")
+    write(folder, "none", 4, 0.1, scaling="weak")
+    verdict, evidence = explain(write(folder, "overlap", 4, 0.2, scaling="weak"))
+    assert verdict == "bandwidth-bound"
+    assert evidence.ideal_s == pytest.approx(0.1)
+
+
+def test_two_losses_of_about_the_same_size_are_both_named(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    write(folder, "none", 1, 0.4)
+    write(folder, "none", 4, 0.2)  # 0.1 s fixed
+    verdict, evidence = explain(write(folder, "overlap", 4, 0.31))  # 0.11 s exposed
+    assert verdict == "bandwidth-bound and launch-bound"
+    switches = [remedy.switch for remedy in remedies(evidence, judge(evidence))]
+    assert switches[:2] == ["strategy=onebit", "batch_size=256"]
+
+
+def test_without_a_reference_or_phases_nothing_is_decided(tmp_path: Path) -> None:
+    run = write(tmp_path / "demo", "overlap", 4, 0.3)
+    verdict, evidence = explain(run)
+    assert verdict == "undecided"
+    assert remedies(evidence, judge(evidence)) == []
+    assert set(evidence.to_run) == {"one rank and the ceiling", "its phases"}
+
+
+def test_phases_alone_decide(tmp_path: Path) -> None:
+    run = write(tmp_path / "demo", "overlap", 4, 0.3, phases(0.0, [0.1] * 4, [0.2] * 4))
+    verdict, evidence = explain(run)
+    assert verdict == "bandwidth-bound"
+    assert evidence.exposed_s == pytest.approx(0.2)
+    assert set(evidence.to_run) == {"one rank and the ceiling", "its step, unmarked"}
+
+
+def test_phases_of_ddp_hide_its_exchange(tmp_path: Path) -> None:
+    settings = {"sync": {"_target_": "lab.sync.ddp.DDPSync"}}
+    hidden = phases(0.0, [0.3] * 4, [0.0] * 4)
+    verdict, _ = explain(write(tmp_path / "demo", "ddp", 4, 0.3, hidden, settings=settings))
+    assert verdict == "undecided"
+
+
+def test_another_model_is_no_reference(study: Path) -> None:
+    verdict, evidence = explain(write(study, "fc1x1", 4, 0.3, transform="FCToConv"))
+    assert verdict == "undecided"
+    assert "transform=fc1x1" in evidence.to_run["one rank and the ceiling"]
+
+
+def test_a_round_of_several_steps_counts_as_a_whole(tmp_path: Path) -> None:
+    """Only the last step of a round exchanges; its share of the others must count."""
+    run = write(
+        tmp_path / "demo",
+        *("local_sgd", 4, 0.15, phases(0.0, [0.1] * 4, [0.0] * 4)),
+        settings={"sync": {"every": 2}},
+    )
+    steps = pd.read_parquet(run / "steps.parquet")
+    steps.loc[steps["step"] % 2 == 1, "exchange_s"] = 0.1
+    steps.to_parquet(run / "steps.parquet")
+    verdict, evidence = explain(run)
+    assert verdict == "bandwidth-bound"
+    assert evidence.exposed_s == pytest.approx(0.05)
+    assert "sync.every=4" in [remedy.switch for remedy in remedies(evidence, judge(evidence))]
+
+
+def test_switches_and_commands_are_accepted(tmp_path: Path) -> None:
+    """What a user is told to type is what the lab takes."""
+    folder = tmp_path / "runs" / "demo"
+    variant = {"model": "alexnet_small", "steps": "20", "exchange.threshold": "mean"}
+    run = write(folder, "onebit", 4, 0.3, variant=variant, scaling="weak")
+    _, evidence = explain(run)
+    assert len(evidence.to_run) == 2
+    for command in evidence.to_run.values():
+        python, dash_m, module, *arguments = shlex.split(command)
+        assert (python, dash_m, module) == ("python", "-m", "lab.sweep")
+        cells = studies.read(arguments).cells
+        assert {cell.batch_size for cell in cells} <= {32, 128}
+    slow = write(folder, "allreduce", 4, 0.3, phases(0.0, [0.1] * 4, [0.2] * 4))
+    for remedy in remedies(explain(slow)[1], judge(explain(slow)[1])):
+        load(shlex.split(remedy.switch))
+
+
+def test_the_text_has_verdict_evidence_and_remedy(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(study, "overlap", 4, 0.3)
+    assert main([str(run)]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    expected = "bandwidth-bound: 67 % of the step waits for gradients"
+    assert first == f"overlap on 4 ranks, batch 128: {expected}"
+    text = "\n".join(rest)
+    assert "300.0 ms: 1.33 times as fast as one rank (400.0 ms), of 4 possible" in text
+    assert "12 MB in 4 messages by the busiest rank: 60 MB/s of what is not hidden" in text
+    assert re.search(r"try +strategy=onebit: .* \(up to 193\.[78] ms less\)", text)
+    assert "strategy=overlap world_size=4 batch_size=128 model=mlp measure=breakdown" in text
+
+
+def test_a_study_has_a_line_for_each_point(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(study, "overlap", 4, 0.3)
+    assert main([str(study)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in lines[:2]] == ["compute-bound", "bandwidth-bound"]
+
+
+def test_what_cannot_be_explained_is_refused(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = write(study, "tree", 4, None, status="oom", error="rank 0: out of memory")
+    single = write(study, "overlap", 1, 0.4)
+    untimed = write(study, "ring", 4, None)
+    reasons = {
+        failed: "status=oom: rank 0: out of memory",
+        single: "world_size=1: a single rank exchanges nothing",
+        untimed: "step_s=null: no step was timed",
+        tmp_path / "nothing": "no such folder",
+        tmp_path: "holds no <cell>/record.json",
+    }
+    for path, reason in reasons.items():
+        assert main([str(path)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lab.explain: error: ") and error.count("\n") == 1
+        assert reason in error

@@ -1,0 +1,78 @@
+"""Streams, threads and memory of GPUs, where a stand-in shows what they are asked for."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.distributed.watchdog import Watch
+from lab.distributed.worker import StreamWorker
+from lab.exchange.bucket import Bucket
+from lab.exchange.onebit import OneBit
+from lab.exchange.topk import TopK
+
+GPU_3 = torch.device("cuda", 3)
+
+
+def test_exchanges_have_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, priority=0: made.append((device, priority))
+    )
+    StreamWorker(GPU_3)
+    assert made == [(GPU_3, -1)]
+
+
+@pytest.mark.parametrize(("device", "expected"), [(GPU_3, [GPU_3]), (torch.device("cpu"), [])])
+def test_the_watch_is_on_its_ranks_gpu_before_it_asks_anything(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, expected: list[torch.device]
+) -> None:
+    set_on: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: set_on.append((threading.current_thread().name, device)),
+    )
+    store = dist.PrefixStore("lab", dist.HashStore())
+    Watch(store, 0, 1, device, 60.0, lambda failure: None).close()
+    assert set_on == [("watch", each) for each in expected]
+
+
+class OnGPU(Tensor):
+    """A tensor that says that it is on a GPU, and notes for which streams its memory is kept."""
+
+    is_cuda = True  # type: ignore[assignment]
+    kept_for: list[Any]
+
+    def record_stream(self, s: Any) -> None:
+        self.kept_for.append(s)
+
+
+def test_what_is_paid_back_stays_until_the_side_stream_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"side stream of {device}")
+    shapes = ((64,), (1, 64), (1, 64))
+    owed = [torch.ones(shape).as_subclass(OnGPU) for shape in shapes]
+    for residual in owed:
+        residual.kept_for = []
+    top_k, one_bit = TopK(ratio=0.5), OneBit()
+    top_k.residual["w"], one_bit.residual["w"], one_bit.stripe_residual["w"] = owed
+
+    def pay_back(comm: Comm) -> Tensor:
+        bucket = Bucket({"w": torch.Size((1, 64))}, torch.zeros(64))
+        top_k.pay_back(bucket, comm)
+        one_bit.pay_back(bucket, comm)
+        return bucket.flat
+
+    (flat,) = run_ranks(1, pay_back)
+    assert flat.tolist() == [3.0] * 64
+    assert not (top_k.residual or one_bit.residual or one_bit.stripe_residual)
+    assert [residual.kept_for for residual in owed] == [["side stream of cpu"]] * 3

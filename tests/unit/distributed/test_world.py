@@ -1,0 +1,96 @@
+"""How ranks find each other, and what they refuse once they have."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lab.distributed import horovod_comm, world
+from lab.distributed.rank_info import Place
+from lab.exchange.base import Exchange
+from lab.settings.config import ConfigError, build, load
+from lab.sync.base import Sync
+from lab.sync.ddp import DDPSync
+from lab.training.assemble import _require_like_gpus
+
+
+@pytest.fixture
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_counted", False)
+
+
+def test_a_process_that_joins_again_is_no_start_of_its_own(fresh_process: None) -> None:
+    store = dist.HashStore()
+    for _ in range(3):  # of lab.bench step: once for each way to communicate
+        assert world._of_this_start(store, size=2, local_size=1) is store
+    assert store.add("started", 0) == 1
+
+
+def test_a_store_that_an_earlier_start_has_used_is_refused(fresh_process: None) -> None:
+    store = dist.HashStore()
+    store.add("started", 2)
+    with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1"):
+        world._of_this_start(store, size=2, local_size=1)
+
+
+@pytest.mark.parametrize(("device", "built"), [("cuda", False), ("cuda", True), ("cpu", False)])
+def test_horovod_without_cuda_names_the_device_to_use(
+    monkeypatch: pytest.MonkeyPatch, device: str, built: bool
+) -> None:
+    hvd = SimpleNamespace(init=lambda: None, size=lambda: 2, cuda_built=lambda: built)
+    monkeypatch.setattr(horovod_comm, "horovod", lambda: hvd)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    place = Place("horovodrun", 0, 2, 0, 2, dist.HashStore())
+    arguments = place, torch.device(device), "auto", timedelta(seconds=1)
+    if device == "cpu" or built:
+        assert horovod_comm.connect(*arguments).size == 2
+        return
+    with pytest.raises(ValueError, match="comm=horovod: .*without CUDA.*set device=cpu"):
+        horovod_comm.connect(*arguments)
+
+
+def ranks_with(*kinds: str) -> Any:
+    """A rank's World, as far as it is asked which GPUs there are."""
+    return SimpleNamespace(device=torch.device("cuda", 0), gather_text=lambda own: list(kinds))
+
+
+def exchange(name: str) -> Exchange:
+    return build(load([f"exchange={name}"]).exchange)
+
+
+@pytest.mark.parametrize("name", ["powersgd", "randomk"])
+def test_what_all_ranks_compute_alike_needs_gpus_of_one_kind(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    own = exchange(name)
+    _require_like_gpus(own, Sync(), ranks_with("A100", "A100"))
+    with pytest.raises(
+        ConfigError, match=r"one kind.* A100 \(ranks \[0, 2\]\), H100 \(ranks \[1\]"
+    ):
+        _require_like_gpus(own, Sync(), ranks_with("A100", "H100", "A100"))
+
+
+def test_other_exchanges_take_gpus_of_any_kind() -> None:
+    for name in ("allreduce", "onebit", "topk", "ring"):
+        _require_like_gpus(exchange(name), Sync(), ranks_with("A100", "H100"))
+
+
+def test_auto_needs_what_it_is_made_of() -> None:
+    settings = ["exchange=auto", "exchange@exchange.compressed=powersgd"]
+    assert build(load(settings).exchange).needs_like_gpus
+    assert not exchange("auto").needs_like_gpus
+
+
+@pytest.mark.parametrize(("hook", "needs"), [("fp16", False), ("powersgd", True)])
+def test_of_ddps_hooks_powersgd_needs_gpus_of_one_kind(hook: str, needs: bool) -> None:
+    sync = DDPSync.__new__(DDPSync)
+    sync.module = SimpleNamespace(register_comm_hook=lambda *_: None)  # type: ignore[assignment]
+    sync._wire_bytes = 4
+    sync._register(hook, None)  # type: ignore[arg-type]
+    assert sync.needs_like_gpus is needs

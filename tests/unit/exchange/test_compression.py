@@ -1,0 +1,330 @@
+"""Compressing exchanges: what they deliver and what they keep, against arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import Bucket
+from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.int8 import Int8
+from lab.exchange.powersgd import PowerSGD
+from lab.exchange.randomk import RandomK
+from lab.exchange.signsgd_ef import SignSGD
+from lab.exchange.topk import TopK
+
+SHAPES = {
+    name: torch.Size(shape)
+    for name, shape in {
+        **{"fc": (10, 70), "bias": (10,), "empty": (0, 3)},
+        **{"conv": (7, 20, 5, 5), "one": (1,), "small": (3, 3)},
+    }.items()
+}
+NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
+SIZES = [1, 2, 3, 4, 8]
+Make = Callable[..., Exchange]
+WITH_FEEDBACK: dict[str, Callable[..., ErrorFeedback]] = {
+    "signsgd_ef": lambda **settings: SignSGD(min_values=100, **settings),
+    "topk": lambda **settings: TopK(ratio=0.05, **settings),
+    "randomk": lambda **settings: RandomK(ratio=0.05, **settings),
+    "powersgd": lambda **settings: PowerSGD(rank=2, **settings),
+}
+ALL: dict[str, Make] = {
+    **WITH_FEEDBACK,
+    "int8": lambda: Int8(block_size=64),
+    "fp16": lambda: AllReduce(dtype="float16"),
+}
+
+
+@dataclass
+class Ledger:
+    """What one rank saw: the last mean, the sum of all that was delivered, and what it holds."""
+
+    mean: Tensor
+    finite: bool
+    delivered: Tensor
+    exchange: Any
+
+    def residual(self) -> Tensor:
+        """Laid out like the bucket."""
+        kept = self.exchange.residual
+        parts = [kept.get(n, torch.zeros(shape.numel())) for n, shape in SHAPES.items()]
+        return torch.cat(parts).double()
+
+
+def exchange_steps(gradients: Tensor, make: Make) -> list[Ledger]:
+    """Exchange `gradients` [steps, ranks, values] over threads; each rank's ledger."""
+
+    def rank_main(comm: Comm) -> Ledger:
+        exchange = make()
+        delivered = torch.zeros(NUM_VALUES, dtype=torch.float64)
+        bucket = Bucket(SHAPES, torch.empty(0))
+        for step, of_ranks in enumerate(gradients):
+            bucket = Bucket(SHAPES, of_ranks[comm.rank].clone(), step)
+            exchange.average(bucket, comm)
+            delivered += comm.size * bucket.flat.double()
+        finite = bool(bucket.flat.isfinite().all()) and (bucket.finite is None or bucket.finite)
+        return Ledger(bucket.flat, bool(finite), delivered, exchange)
+
+    return run_ranks(gradients.shape[1], rank_main)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_delivered_and_residuals_make_the_true_sum(name: str, size: int) -> None:
+    gradients = torch.randn(30, size, NUM_VALUES)
+    ledgers = exchange_steps(gradients, WITH_FEEDBACK[name])
+    assert all(torch.equal(ledger.delivered, ledgers[0].delivered) for ledger in ledgers)
+    truth = gradients.double().sum(dim=(0, 1))
+    kept = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
+    assert (ledgers[0].delivered + kept - truth).norm() <= 1e-5 * truth.norm()
+    assert kept.norm() > 0.1 * truth.norm()  # it is residuals that make the sum right
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_int8_is_off_by_half_a_level_at_each_stage(size: int) -> None:
+    gradients = torch.randn(1, size, NUM_VALUES) * torch.logspace(-3, 3, NUM_VALUES)
+    ledgers = exchange_steps(gradients, ALL["int8"])
+    assert all(torch.equal(ledger.mean, ledgers[0].mean) for ledger in ledgers)
+    mean = gradients[0].mean(dim=0)
+    first = torch.stack([half_a_level(of_rank) for of_rank in gradients[0]]).mean(dim=0)
+    # The second stage's range is that of means which the first has moved a little.
+    bound = 1.01 * (first + half_a_level(mean) + first / 255)
+    assert ((ledgers[0].mean - mean).abs() <= bound).all()
+    assert ((ledgers[0].mean - mean).abs() > 0.1 * bound).any()
+
+
+def half_a_level(values: Tensor) -> Tensor:
+    """Of the block of 64 that each value belongs to."""
+    blocks = values.split(64)
+    return torch.cat([(b.max() - b.min()).expand(len(b)) / 510 for b in blocks])
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_fp16_rounds_each_gradient_and_each_sum(size: int) -> None:
+    gradients = torch.randn(1, size, NUM_VALUES)
+    ledgers = exchange_steps(gradients, ALL["fp16"])
+    assert all(torch.equal(ledger.mean, ledgers[0].mean) for ledger in ledgers)
+    # Half a unit in the last of 11 places, of each gradient's share and of each partial sum.
+    bound = size * gradients[0].abs().sum(dim=0) / size * 2**-11 + 1e-6
+    off = (ledgers[0].mean - gradients[0].mean(dim=0)).abs()
+    assert (off <= bound).all()
+    assert off.max() > 1e-5
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", ALL)
+def test_a_gradient_that_is_not_finite_reaches_all(name: str, size: int, bad: float) -> None:
+    for place in (5, 705, 2000):  # in a matrix, in a bias, in kernels
+        gradients = torch.randn(2, size, NUM_VALUES)
+        gradients[1, -1, place] = bad
+        assert not any(ledger.finite for ledger in exchange_steps(gradients, ALL[name]))
+        assert all(ledger.finite for ledger in exchange_steps(gradients[:1], ALL[name]))
+
+
+def test_what_fp16_cannot_hold_is_not_finite() -> None:
+    gradients = torch.full((1, 2, NUM_VALUES), 60000.0)
+    assert all(ledger.finite for ledger in exchange_steps(gradients, ALL["fp16"]))
+    gradients *= 1.2
+    assert not any(ledger.finite for ledger in exchange_steps(gradients, ALL["fp16"]))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_zeros_stay_zeros_and_do_no_harm(name: str) -> None:
+    gradients = torch.zeros(3, 2, NUM_VALUES)
+    assert not any(ledger.delivered.any() for ledger in exchange_steps(gradients, ALL[name]))
+    later = torch.cat([gradients, torch.randn(1, 2, NUM_VALUES)])
+    assert all(ledger.mean[:700].any() for ledger in exchange_steps(later, ALL[name]))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("num_values", [0, 1])
+def test_a_bucket_of_one_value_or_none(name: str, num_values: int) -> None:
+    def rank_main(comm: Comm) -> Tensor:
+        flat = torch.full((num_values,), 1.5 + comm.rank)
+        ALL[name]().average(Bucket({"w": flat.shape}, flat), comm)
+        return flat
+
+    expected = torch.full((num_values,), 2.5)
+    assert all(torch.equal(flat, expected) for flat in run_ranks(3, rank_main))
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_without_error_feedback_nothing_is_kept(name: str) -> None:
+    gradients = torch.randn(2, 2, NUM_VALUES)
+    (first, _) = exchange_steps(gradients[:1], WITH_FEEDBACK[name])
+    without = exchange_steps(gradients, lambda: WITH_FEEDBACK[name](error_feedback=False))
+    assert not any(ledger.exchange.residual for ledger in without)
+    at_first = exchange_steps(gradients[:1], lambda: WITH_FEEDBACK[name](error_feedback=False))
+    torch.testing.assert_close(at_first[0].mean, first.mean)  # there is no residual yet
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_what_is_owed_is_paid_back_once(name: str) -> None:
+    def rank_main(comm: Comm) -> None:
+        exchange = WITH_FEEDBACK[name]()
+        exchange.average(Bucket(SHAPES, torch.randn(NUM_VALUES)), comm)
+        owed = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
+        bucket = Bucket(SHAPES, torch.ones(NUM_VALUES), 1)
+        exchange.pay_back(bucket, comm)
+        torch.testing.assert_close(bucket.flat.double(), owed + 1)
+        assert not exchange.residual
+
+    run_ranks(2, rank_main)
+
+
+def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
+    shapes = {"w": torch.Size((4,)), "v": torch.Size((4,))}
+
+    def rank_main(comm: Comm) -> tuple[list[float], dict[str, list[float]]]:
+        exchange = TopK(ratio=0.25)
+        own = [[1.0, -8, 2, 0, 4, 3, 2, 1], [6.0, 1, 1, 1, 2, 2, 8, 2]][comm.rank]
+        bucket = Bucket(shapes, torch.tensor(own))
+        exchange.average(bucket, comm)
+        return bucket.flat.tolist(), {n: r.tolist() for n, r in exchange.residual.items()}
+
+    (mean, kept), (other_mean, other_kept) = run_ranks(2, rank_main)
+    assert mean == other_mean == [3, -4, 0, 0, 2, 0, 4, 0]
+    assert kept == {"w": [1, 0, 2, 0], "v": [0, 3, 2, 1]}
+    assert other_kept == {"w": [0, 1, 1, 1], "v": [2, 2, 0, 2]}
+
+
+def test_randomk_draws_anew_by_seed_step_and_name() -> None:
+    owed = torch.empty(1000)
+
+    def draw(seed: int, step: int, name: str) -> list[int]:
+        return RandomK(seed=seed).choose(owed, 30, name, step).tolist()
+
+    first = draw(0, 0, "w")
+    assert first == draw(0, 0, "w")
+    assert len(set(first)) == 30
+    assert all(first != other for other in (draw(1, 0, "w"), draw(0, 1, "w"), draw(0, 0, "v")))
+    counts = torch.zeros(1000)
+    for step in range(1000):
+        counts[RandomK().choose(owed, 30, "w", step)] += 1
+    assert counts.sum() == 30 * 1000
+    assert abs(counts - 30).max() < 6 * 30**0.5  # all are equally probable
+
+
+def test_powersgd_delivers_a_matrix_of_low_rank_exactly() -> None:
+    shapes = {"w": torch.Size((30, 4, 10))}
+    low_rank = torch.randn(30, 2) @ torch.randn(2, 40)
+
+    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
+        exchange = PowerSGD(rank=2)
+        bucket = Bucket(shapes, low_rank.flatten() * (1 + comm.rank))
+        exchange.average(bucket, comm)
+        return bucket.flat, exchange.residual["w"]
+
+    for mean, kept in run_ranks(3, rank_main):
+        torch.testing.assert_close(mean, 2 * low_rank.flatten(), rtol=1e-4, atol=1e-4)
+        assert kept.norm() < 1e-5 * mean.norm()
+
+
+def test_powersgd_finds_the_largest_directions_from_its_warm_start() -> None:
+    matrix = torch.randn(30, 40)
+    shapes = {"w": matrix.shape}
+    u, s, v = torch.linalg.svd(matrix)
+    best = (u[:, :2] * s[:2]) @ v[:2]
+
+    def rank_main(comm: Comm) -> Tensor:
+        exchange = PowerSGD(rank=2, error_feedback=False)
+        bucket = Bucket(shapes, matrix.flatten().clone())
+        for _ in range(200):
+            bucket = Bucket(shapes, matrix.flatten().clone())
+            exchange.average(bucket, comm)
+        return bucket.flat.view_as(matrix)
+
+    (found,) = run_ranks(1, rank_main)
+    assert (found - matrix).norm() < 1.001 * (best - matrix).norm()
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize("new_size", [1, 3, 8])
+def test_redistribution_keeps_the_sum_of_residuals(name: str, new_size: int) -> None:
+    ledgers = exchange_steps(torch.randn(3, 4, NUM_VALUES), WITH_FEEDBACK[name])
+    states = [ledger.exchange.state_dict() for ledger in ledgers]
+    total = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
+    news = [WITH_FEEDBACK[name]() for _ in range(new_size)]
+    for rank, new in enumerate(news):
+        new.load_state_dict(new.redistribute(states, rank, new_size))
+        for kind in states[0].keys() - {"residual"}:  # the ranks had the same of it
+            for parameter, value in states[0][kind].items():
+                assert torch.equal(new.state_dict()[kind][parameter], value)
+    ledgers = [Ledger(total, True, total, new) for new in news]
+    after = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
+    assert (after - total).norm() <= 1e-6 * total.norm()
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_a_loaded_state_goes_on_in_the_same_bits(name: str) -> None:
+    gradients = torch.randn(4, NUM_VALUES)
+
+    def rank_main(comm: Comm) -> list[Tensor]:
+        whole, resumed = WITH_FEEDBACK[name](), WITH_FEEDBACK[name]()
+        results = []
+        for step, gradient in enumerate(gradients * (1 + comm.rank)):
+            if step == 2:
+                resumed.load_state_dict(whole.state_dict())
+            for exchange in (whole, resumed) if step >= 2 else (whole,):
+                bucket = Bucket(SHAPES, gradient.clone(), step)
+                exchange.average(bucket, comm)
+                results.append(bucket.flat)
+        return results
+
+    _, _, third, third_again, fourth, fourth_again = run_ranks(2, rank_main)[0]
+    assert torch.equal(third, third_again)
+    assert torch.equal(fourth, fourth_again)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("exchange", "theory"),
+    [  # bytes that one of N ranks sends for n values in a matrix of 256 rows
+        (AllReduce(dtype="float16"), lambda n, size: 4 * n * (size - 1) / size),
+        (Int8(), lambda n, size: 2 * (n + 8 * n / 1024) * (size - 1) / size),
+        (SignSGD(), lambda n, size: (n / 8 + 4) * (size - 1)),
+        (TopK(), lambda n, size: 8 * 0.01 * n * (size - 1)),
+        (RandomK(), lambda n, size: 8 * 0.3 * n * (size - 1) / size),
+        (PowerSGD(), lambda n, size: 8 * 2 * (256 + n / 256) * (size - 1) / size),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exchange) else "",
+)
+def test_payload_is_what_theory_says(
+    exchange: Exchange, theory: Callable[[int, int], float], size: int
+) -> None:
+    shape = torch.Size((256, 2048))
+
+    def rank_main(comm: Comm) -> int:
+        exchange.average(Bucket({"w": shape}, torch.randn(shape.numel())), comm)
+        return comm.traffic.payload_bytes
+
+    for payload in run_ranks(size, rank_main):
+        assert payload == pytest.approx(theory(shape.numel(), size), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Int8(block_size=10), r"exchange.block_size=10: must be a multiple of 4"),
+        (lambda: SignSGD(min_values=0), r"exchange.min_values=0: must be an integer"),
+        (lambda: TopK(ratio=0), r"exchange.ratio=0: must be above 0 and at most 1"),
+        (lambda: RandomK(ratio=1.5), r"exchange.ratio=1.5: must be above 0 and at most 1"),
+        (lambda: RandomK(seed="a"), r"exchange.seed=a: must be an integer"),  # type: ignore[arg-type]
+        (lambda: PowerSGD(rank=0), r"exchange.rank=0: must be an integer of at least 1"),
+        (lambda: TopK(error_feedback=1), r"exchange.error_feedback=1: must be true or false"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_name_the_setting(make: Make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,225 @@
+"""Every exchange at any number of ranks, as threads of this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import Bucket
+from lab.exchange.grouping import MB
+from lab.exchange.none import NoExchange
+from lab.exchange.onebit import OneBit
+from lab.exchange.ring import Ring
+from lab.exchange.star import Star
+from lab.exchange.tree import Node, Tree, binomial_node
+from lab.exchange.tree_double import DoubleTree, in_order_node
+from lab.settings.config import build, load
+
+IN_CHUNKS = [Tree, DoubleTree, Ring]
+SMALL = 4 * 64 / MB  # chunks of at most 64 values
+EXACT = [AllReduce, Tree, DoubleTree, Ring, Star]
+EXACT += [partial(exchange, chunk_mb=SMALL) for exchange in IN_CHUNKS]
+
+
+def average(
+    exchange: Exchange, gradients: list[Tensor], shape: tuple[int, ...] | None = None
+) -> list[tuple[Tensor, int, int]]:
+    """Each rank's result, payload bytes and messages of one exchange of `gradients`."""
+
+    def rank_main(comm: Comm) -> tuple[Tensor, int, int]:
+        flat = gradients[comm.rank].flatten().clone()
+        own = deepcopy(exchange)  # one object serves one rank
+        own.average(Bucket({"w": torch.Size(shape or flat.shape)}, flat), comm)
+        return flat, comm.traffic.payload_bytes, comm.traffic.num_messages
+
+    return run_ranks(len(gradients), rank_main)
+
+
+@pytest.mark.parametrize("num_values", [1, 7, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("exchange", EXACT)
+def test_exact_exchanges_give_every_rank_the_mean(
+    exchange: Callable[[], Exchange], size: int, num_values: int
+) -> None:
+    gradients = [torch.randn(num_values) for _ in range(size)]
+    mean = torch.stack(gradients).double().mean(dim=0)
+    results = [flat for flat, *_ in average(exchange(), gradients)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    torch.testing.assert_close(results[0].double(), mean, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bf16_rounds_to_three_digits(size: int) -> None:
+    gradients = [torch.randn(1000) for _ in range(size)]
+    mean = torch.stack(gradients).mean(dim=0)
+    result = average(AllReduce(dtype="bfloat16"), gradients)[0][0]
+    assert 1e-5 < (result - mean).norm() / mean.norm() < 1e-2
+
+
+def test_no_exchange_leaves_each_rank_its_own() -> None:
+    gradients = [torch.randn(5), torch.randn(5)]
+    for (result, payload, _), gradient in zip(
+        average(NoExchange(), gradients), gradients, strict=True
+    ):
+        assert torch.equal(result, gradient)
+        assert payload == 0
+
+
+TREES = [binomial_node, partial(in_order_node, tree=0), partial(in_order_node, tree=1)]
+
+
+@pytest.mark.parametrize("size", [*range(1, 18), 100])
+@pytest.mark.parametrize("place", TREES)
+def test_trees_are_trees_of_logarithmic_depth(place: Callable[[int, int], Node], size: int) -> None:
+    nodes = [place(rank, size) for rank in range(size)]
+    (root,) = (rank for rank in range(size) if nodes[rank].parent is None)
+    for rank, node in enumerate(nodes):
+        assert all(nodes[child].parent == rank for child in node.children)
+        above, depth = rank, 0
+        while (parent := nodes[above].parent) is not None:
+            assert above in nodes[parent].children
+            above, depth = parent, depth + 1
+        assert above == root
+        assert node.depth == depth <= math.log2(size)
+
+
+@pytest.mark.parametrize("size", [*range(2, 18), 100])
+def test_a_rank_is_within_one_of_two_trees_and_a_leaf_of_the_other(size: int) -> None:
+    for rank in range(size):
+        first, second = (in_order_node(rank, size, tree).children for tree in (0, 1))
+        assert not (first and second)
+        assert len(first + second) <= 2
+        assert first or second or (rank == 0 and size % 2 == 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("exchange", IN_CHUNKS)
+def test_chunks_change_no_bit(exchange: type[Tree | DoubleTree | Ring], size: int) -> None:
+    gradients = [torch.randn(1000) for _ in range(size)]
+    (whole, *_), *_ = average(exchange(chunk_mb=None), gradients)
+    for result, *_ in average(exchange(chunk_mb=SMALL), gradients):
+        assert torch.equal(result, whole)
+
+
+@pytest.mark.parametrize("name", ["ring", "tree_double", "tree_pipelined"])
+def test_chunks_are_as_large_as_the_library_likes_them(name: str) -> None:
+    gradients = [torch.zeros(1000)] * 4
+
+    def num_messages(backend: str, *settings: str) -> int:
+        config = load([f"exchange={name}", *settings])
+
+        def rank_main(comm: Comm) -> int:
+            comm.backend = backend
+            exchange = build(config.exchange)
+            exchange.average(Bucket({"w": torch.Size((1000,))}, gradients[comm.rank].clone()), comm)
+            return comm.traffic.num_messages
+
+        return max(run_ranks(4, rank_main))
+
+    each = f"exchange.chunk_mb={{gloo: {SMALL}, nccl: null}}"
+    many, few = num_messages("gloo", each), num_messages("nccl", each)
+    assert few < many == num_messages("threads", each)
+    for backend in ("gloo", "nccl"):
+        assert num_messages(backend, f"exchange.chunk_mb={SMALL}") == many
+        assert num_messages(backend, "exchange.chunk_mb=null") == few
+        assert num_messages(backend) == few  # by default it is one chunk of either
+
+
+@pytest.mark.parametrize("exchange", IN_CHUNKS)
+def test_one_object_serves_buckets_of_many_sizes(exchange: type[Tree | DoubleTree | Ring]) -> None:
+    sizes = (1000, 10, 3000)
+
+    def rank_main(comm: Comm) -> list[Tensor]:
+        results, one = [], exchange(chunk_mb=SMALL)
+        for num_values in sizes:
+            flat = torch.full((num_values,), float(comm.rank))
+            one.average(Bucket({"w": flat.shape}, flat), comm)
+            results.append(flat)
+        return results
+
+    for results in run_ranks(3, rank_main):
+        for result, num_values in zip(results, sizes, strict=True):
+            assert torch.equal(result, torch.ones(num_values))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_payload_is_what_theory_says_rank_by_rank(size: int) -> None:
+    num_values = 840 * size
+    gradients = [torch.randn(num_values) for _ in range(size)]
+    num_bytes = 4 * num_values
+
+    def payload(exchange: Exchange) -> list[int]:
+        return [sent for _, sent, _ in average(exchange, gradients)]
+
+    ring = 2 * num_bytes * (size - 1) // size
+    assert payload(AllReduce()) == [ring] * size
+    assert payload(AllReduce(dtype="bfloat16")) == [ring // 2] * size
+    assert payload(Ring()) == payload(Ring(chunk_mb=SMALL)) == [ring] * size
+    assert payload(Star()) == [num_bytes * (size - 1)] + [num_bytes] * (size - 1)
+
+    def edges(rank: int, place: Callable[[int, int], Node]) -> int:
+        node = place(rank, size)
+        return (node.parent is not None) + len(node.children)
+
+    ranks, (binomial, *two) = range(size), TREES
+    whole = [num_bytes * edges(rank, binomial) for rank in ranks]
+    halves = [num_bytes // 2 * sum(edges(rank, place) for place in two) for rank in ranks]
+    assert payload(Tree()) == payload(Tree(chunk_mb=SMALL)) == whole
+    assert payload(DoubleTree()) == payload(DoubleTree(chunk_mb=SMALL)) == halves
+    assert max(halves) <= 2 * num_bytes
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_onebit_moves_a_quarter_byte_per_value_and_scales(size: int) -> None:
+    rows, columns = 64 * size, 1024
+    gradients = [torch.randn(rows * columns) for _ in range(size)]
+    results = average(OneBit(), gradients, shape=(rows, columns))
+    bits_and_scales = rows * columns / 8 + 8 * rows
+    for _, payload, _ in results:
+        assert payload == 2 * bits_and_scales * (size - 1) / size
+
+
+def test_onebit_sends_28_times_less_than_a_ring_on_alexnet() -> None:
+    size = 2
+    shapes = {name: parameter.shape for name, parameter in _alexnet_on_meta().named_parameters()}
+    num_values = sum(math.prod(shape) for shape in shapes.values())
+
+    def rank_main(comm: Comm) -> int:
+        generator = torch.Generator().manual_seed(comm.rank)
+        flat = torch.randn(num_values, generator=generator)
+        OneBit().average(Bucket(shapes, flat), comm)
+        return comm.traffic.payload_bytes
+
+    ring = 8 * num_values * (size - 1) / size
+    assert ring / max(run_ranks(size, rank_main)) >= 28
+
+
+def _alexnet_on_meta() -> torch.nn.Module:
+    from lab.model.alexnet import alexnet
+
+    return alexnet(dropout=0.5, image_shape=(3, 224, 224), num_classes=1000)
+
+
+def test_wrong_arguments_name_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"exchange.threshold=half: allowed are zero, mean"):
+        OneBit(threshold="half")
+    with pytest.raises(ValueError, match=r"exchange.block_size=0"):
+        OneBit(block_size=0)
+    with pytest.raises(ValueError, match=r"exchange.dtype=float8"):
+        AllReduce(dtype="float8")
+    for exchange in IN_CHUNKS:
+        with pytest.raises(ValueError, match=r"exchange.chunk_mb=0: must be a number above 0"):
+            exchange(chunk_mb=0)
+        for wrong in ({"gloo": 4}, {"gloo": 4, "nccl": -1}):
+            with pytest.raises(ValueError, match=r"one of these for each of gloo and nccl"):
+                exchange(chunk_mb=wrong)

@@ -1,0 +1,105 @@
+"""Imports point one way, and what not everyone has is imported in one place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAB = Path(__file__).resolve().parents[3] / "lab"
+
+# A room may import those named here, and itself; so may the rooms inside it.
+MAY_IMPORT = {
+    "settings": set(),
+    "measure": {"model"},
+    "codec": set(),
+    "data": set(),
+    "distributed": set(),
+    "model": set(),
+    "transform": {"model"},
+    "exchange": {"distributed", "codec", "measure"},
+    "sync": {"exchange", "distributed", "codec", "measure"},
+    "record": {"measure"},
+    "draw": {"analysis", "measure"},
+    "training": {
+        *("settings", "data", "model", "transform", "codec", "distributed", "measure"),
+        *("exchange", "sync", "record", "cluster"),
+    },
+    "cluster": {"settings", "distributed", "model"},
+    "study": {"settings", "cluster", "record", "training"},
+    "analysis": {"measure", "record", "draw"},
+    "simulate": {"settings", "exchange", "measure", "analysis", "model", "draw", "record"},
+    "diagnosis": {"analysis", "measure", "record"},
+    "claims": {"analysis", "simulate", "settings", "model", "draw", "measure", "record"},
+    "benchmarks": {
+        *("settings", "codec", "distributed", "measure", "exchange", "sync", "training", "draw"),
+        *("study", "cluster", "analysis", "model", "record"),
+    },
+    "checklist": {"distributed", "settings", "record", "measure", "analysis", "draw"},
+}
+ONLY_IN = {
+    "triton": {"lab/codec/onebit/triton_codec.py", "lab/codec/onebit/triton_kernels.py"},
+    "wandb": {"lab/record/wandb.py"},
+    "hydra": {"lab/settings/config.py"},
+    "horovod": {"lab/distributed/horovod_comm.py"},
+}
+COMMANDS = (
+    *("train", "sweep", "plot", "bench", "predict", "verify", "explain", "profile_layers"),
+    *("first_hour", "cluster.__main__"),
+)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that the file at `path` imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_every_folder_is_a_room_with_rules() -> None:
+    assert {path.parent.name for path in LAB.glob("*/__init__.py")} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_only_what_lies_below_them(room: str) -> None:
+    allowed = {f"lab.{name}" for name in MAY_IMPORT[room] | {room}}
+    for path in (LAB / room).rglob("*.py"):
+        for module in imports(path):
+            if module.startswith("lab."):
+                assert ".".join(module.split(".")[:2]) in allowed, f"{path.name} imports {module}"
+
+
+def test_nothing_imports_the_commands() -> None:
+    for path in LAB.rglob("*.py"):
+        assert not imports(path) & {f"lab.{command}" for command in COMMANDS}, path
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_optional_and_central_libraries_have_one_place(library: str) -> None:
+    places = {
+        str(path.relative_to(LAB.parent))
+        for path in LAB.rglob("*.py")
+        if any(module.split(".")[0] == library for module in imports(path))
+    }
+    assert places == ONLY_IN[library]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "lab.settings.config",
+        "lab.settings.command_line",
+        "lab.study.grid",
+        *(f"lab.{command}" for command in COMMANDS),
+    ],
+)
+def test_help_and_settings_need_no_torch(module: str) -> None:
+    check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

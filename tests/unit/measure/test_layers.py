@@ -1,0 +1,156 @@
+"""Times of layers, on a clock of the test's own; and what lab.profile_layers refuses."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.autograd import DeviceType
+
+from lab import profile_layers
+from lab.measure import layers
+from lab.measure.kernels import kernels_ms
+from lab.measure.layers import LayerClock, with_fixed_parts
+from lab.model.profile import Layer, Profile
+from tests.support.fake_gpu import CUDA, FakeGpu
+from tests.unit.model.test_replay import PROFILE, Time, replay, train
+
+CPU = torch.device("cpu")
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, and parameters of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        self.last = nn.Linear(3, 2, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(self.first(images)) * self.scale)
+
+
+def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = count()
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
+    model = Twice()
+    with LayerClock(model, CPU) as clock:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+    found = clock.layers(warmup=1)
+    assert [layer.name for layer in found] == ["model", "first_0", "last"]
+    assert [layer.parameters for layer in found] == [1, 12, 6]
+    # Marks of a pass: begin, model, first, first, last, end; then one for each gradient.
+    assert [layer.forward_ms for layer in found] == [2000, 2000, 1000]
+    assert [layer.backward_ms for layer in found] == [1000, 2000, 1000]
+    before = next(moments)
+    model(torch.ones(2, 3)).sum().backward()
+    assert next(moments) == before + 1  # no hook was left behind
+
+
+def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(overslept_s=0)
+    monkeypatch.setattr(layers, "mark", lambda _: time.now_s)
+    model = replay(time)
+    with LayerClock(model, CPU) as clock:
+        for _ in range(3):
+            train(model).backward()
+    found = {layer.name: layer for layer in clock.layers(warmup=1)}
+    for layer in Profile.parse(PROFILE).layers[1:]:  # the first has no parameters
+        same = found[f"layers_{layer.name}"]
+        assert same.parameters == layer.parameters
+        assert same.backward_ms == pytest.approx(layer.backward_ms)
+    assert sum(layer.forward_ms for layer in found.values()) == pytest.approx(90)
+
+
+def launched(gpu: FakeGpu) -> nn.Module:
+    """Two layers, whose kernels run for 20 us forward and 40 us backward, and launch in 100 us."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for layer in model:
+        layer.register_forward_hook(lambda *_: gpu.kernel("forward", 2e-5, launch_s=1e-4))
+        for parameter in layer.parameters():
+            parameter.register_hook(lambda _: gpu.kernel("backward", 2e-5, launch_s=1e-4))
+    return model
+
+
+def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    gpu.install(monkeypatch, layers)
+    model = launched(gpu)
+    with LayerClock(model, CUDA) as clock:
+        for _ in range(4):
+            model(torch.ones(2, 3)).sum().backward()
+            gpu.host_s += 5e-3  # what else a step has to do
+    for layer in clock.layers(warmup=1):
+        assert layer.forward_ms == pytest.approx(0.02), layer.name
+        assert layer.backward_ms == pytest.approx(0.04), layer.name
+    assert gpu.log.count("sleep") == 4
+
+
+class Averages(list[Any]):
+    """What torch.profiler's key_averages() gives: microseconds."""
+
+    def add(self, key: str, kind: str, own_us: float, whole_us: float, note: bool = False) -> None:
+        self.append(
+            SimpleNamespace(
+                key=key,
+                device_type=getattr(DeviceType, kind),
+                self_device_time_total=own_us,
+                device_time_total=whole_us,
+                is_user_annotation=note,
+            )
+        )
+
+
+def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
+    averages = Averages()
+    averages.add("aten::conv", "CPU", 900, 900)  # what it launched, which is listed itself
+    averages.add("conv_kernel", "CUDA", 900, 900)
+    averages.add("sgd_kernel", "CUDA", 60, 60)
+    averages.add("Optimizer.step#SGD.step", "CPU", 0, 60)
+    averages.add("Optimizer.step#SGD.step", "CUDA", 75, 75, note=True)
+    assert kernels_ms(averages, num_steps=3) == pytest.approx(0.3)
+
+
+def test_the_fixed_part_is_what_a_line_has_at_no_images() -> None:
+    whole = [Layer("a", 1, 10.0, 4.0), Layer("b", 1, 3.0, 1.0)]
+    fewer = [Layer("a", 1, 4.0, 0.5), Layer("b", 1, 3.5, 0.25)]
+    fixed = with_fixed_parts(whole, fewer, 4)
+    assert [layer.fixed_forward_ms for layer in fixed] == [2.0, 3.0]  # 3.5 of 3 is noise
+    assert [layer.fixed_backward_ms for layer in fixed] == [0.0, 0.0]
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    odd = [Layer("1", 5, 1.5, 2.25, 0.5, 0.125), Layer("on", 0, 0.0, 0.0)]
+    profile = Profile("mine", 'a "source": here', 8, tuple(odd), 0.5)
+    path = tmp_path / "mine.yaml"
+    path.write_text(profile.to_yaml())
+    read = OmegaConf.load(path)
+    assert Profile.parse(read) == profile  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("out=mine.json", "out=mine.json: must be NAME.yaml, of letters, digits, _ and -"),
+        ("out=no/mine.yaml", "out=no/mine.yaml: there is no directory no"),
+        ("strategy=ddp", "strategy=ddp: nothing is exchanged here; take transform=fc1x1 alone"),
+        ("batch_size=3", "batch_size=3: must be at least 4"),
+        ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),
+        ("compile=true", "compile=True: layers are measured with compile=False"),
+        ("steps=5", "steps=5: must be above warmup_steps=5"),
+        ("model=vgg", "model=vgg: allowed are alexnet, alexnet_small, lenet, mlp, replay"),
+    ],
+)
+def test_refuses_in_one_line(
+    setting: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile_layers.main([setting]) == 2
+    assert capsys.readouterr().err == f"lab.profile_layers: error: {message}\n"

@@ -1,0 +1,95 @@
+"""Profiles: what a file may hold, and how its times and sizes scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lab.model.profile import Profile
+from lab.settings.config import choices_of, load
+
+LAYERS = [
+    {"name": "conv", "parameters": 10, "forward_ms": 4.0, "backward_ms": 8.0},
+    {
+        **{"name": "fc", "parameters": 1000, "forward_ms": 1.0, "backward_ms": 3.0},
+        **{"fixed_forward_ms": 0.5, "fixed_backward_ms": 3.0},
+    },
+]
+NODE: dict[str, Any] = {
+    **{"name": "small", "source": "made up", "reference_batch": 8, "layers": LAYERS}
+}
+
+
+def test_time_grows_with_the_batch_beside_its_fixed_part() -> None:
+    profile = Profile.parse(NODE)
+    conv, fc = profile.layers
+    assert profile.forward_s(conv, 16) == pytest.approx(0.008)
+    assert profile.forward_s(fc, 16) == pytest.approx(0.0015)
+    assert profile.backward_s(fc, 16) == profile.backward_s(fc, 1) == pytest.approx(0.003)
+    assert profile.compute_s(8) == pytest.approx(0.016)
+
+
+def test_scales_multiply_what_the_profile_has() -> None:
+    profile = Profile.parse({**NODE, "bytes_scale": 0.5}).scaled(bytes_scale=0.1, time_scale=2)
+    assert [profile.values(layer) for layer in profile.layers] == [0, 50]
+    assert profile.gradient_bytes == 200
+    assert profile.compute_s(8) == pytest.approx(0.032)
+    assert profile.backward_s(profile.layers[1], 1) == pytest.approx(0.006)
+
+
+@pytest.mark.parametrize("name", [name for name in choices_of("profile") if name != "none"])
+def test_every_file_is_a_profile_of_its_name(name: str) -> None:
+    profile = Profile.parse(load([f"profile={name}"]).profile)
+    assert profile.name == name
+    assert profile.source
+
+
+def test_alexnet_has_the_papers_figures() -> None:
+    profile = Profile.parse(load(["profile=alexnet_titanx"]).profile)
+    assert profile.compute_s(256) == pytest.approx(0.2, rel=1e-3)
+    assert profile.gradient_bytes == 4 * 61_838_248  # those of model=alexnet
+    small_head = Profile.parse(load(["profile=alexnet_titanx_fc1x1"]).profile)
+    assert small_head.gradient_bytes == 4 * 5_544_872  # those of transform=fc1x1
+    assert profile.scaled(bytes_scale=0.0214).gradient_bytes == pytest.approx(5.3e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reference_batch": 0}, "reference_batch=0: must be an integer of at least 1"),
+        ({"reference_batch": True}, "reference_batch=True: must be an integer of at least 1"),
+        ({"bytes_scale": "a"}, "bytes_scale=a: must be a number above 0"),
+        ({"bytes_scale": float("nan")}, "bytes_scale=nan: must be a number above 0"),
+        ({"source": None}, "source: is missing"),
+        ({"layers": []}, "layers=[]: must have at least one"),
+        ({"layers": "conv"}, "layers=conv: must be a list"),
+        ({"layers": [3]}, "layers[0]: must have the keys name, parameters, forward_ms,"),
+        ({"colour": 1}, "colour: no such key; allowed are name, source, reference_batch,"),
+        ({"layers": [*LAYERS, LAYERS[0]]}, "layers[2].name=conv: is there twice"),
+        ({"layers": [{**LAYERS[0], "name": "a.b"}]}, "layers[0].name=a.b: allowed are letters"),
+        ({"layers": [{"name": "a"}]}, "layers[0]: parameters: is missing"),
+        (
+            {"layers": [{**LAYERS[0], "parameters": 1.5}]},
+            "conv.parameters=1.5: must be an integer of at least 0",
+        ),
+        (
+            {"layers": [{**LAYERS[0], "backward_ms": -1}]},
+            "conv.backward_ms=-1: must be a number of at least 0",
+        ),
+        (
+            {"layers": [{**LAYERS[0], "fixed_forward_ms": 5}]},
+            "conv.fixed_forward_ms=5: must be from 0 to forward_ms=4.0",
+        ),
+    ],
+)
+def test_refuses_in_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Profile.parse({**NODE, **change})
+    assert str(caught.value).startswith(f"profile=small: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_refuses_what_is_no_profile_at_all() -> None:
+    with pytest.raises(ValueError, match="^profile=3: must have the keys name, source"):
+        Profile.parse(3)  # type: ignore[arg-type]

@@ -1,0 +1,187 @@
+"""Timelines: what a clock notes, trace events and the way back, and the figure."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.analysis.figures.timeline import timeline_of_step
+from lab.distributed.comm import Done
+from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
+from lab.measure.clock import KEPT_STEPS, Clock
+from lab.measure.spans import Span
+from lab.plot import main as plot
+from lab.record.trace import Timeline, lanes, read_trace, write_trace
+
+CPU = torch.device("cpu")
+ABOUT = {"strategy": "overlap", "world_size": 2, "emulation": "none"}
+
+
+def step(rank: int, begin: float, number: int = 0, length: float = 1.0) -> list[Span]:
+    """A step whose two exchanges overlap each other and backward."""
+    rows = (
+        ("step", f"step {number}", 0.0, 1.0),
+        ("forward", "forward", 0.0, 0.3),
+        ("backward", "backward", 0.3, 0.8),
+        ("wait", "exchange", 0.8, 0.9),
+        ("exchange", "fc.weight and 1 more", 0.4, 0.7),
+        ("codec", "fc.weight and 1 more", 0.4, 0.5),
+        ("exchange", "conv.weight", 0.6, 0.9),
+        ("optimizer", "update", 0.9, 1.0),
+    )
+    return [Span(rank, r, n, begin + length * a, begin + length * b) for r, n, a, b in rows]
+
+
+def test_events_have_what_viewers_need(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t.json", [*step(0, 5.0), *step(1, 5.1)], ABOUT)
+    trace = json.loads((tmp_path / "t.json").read_text())
+    whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(whole) == 16
+    for event in whole:
+        assert {"name", "cat", "pid", "tid", "ts", "dur"} <= event.keys()
+        assert event["ts"] >= 0 and event["dur"] >= 0
+    named = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in whole} == threads.keys()
+    assert [name for (rank, _), name in threads.items() if rank == 1] == [
+        *("step", "forward", "backward", "wait", "exchange", "exchange 2", "codec", "optimizer")
+    ]
+    processes = [event["args"]["name"] for event in named if event["name"] == "process_name"]
+    assert processes == ["rank 0", "rank 1"]
+    assert trace["otherData"] == ABOUT
+
+
+def test_no_two_events_of_a_thread_overlap(tmp_path: Path) -> None:
+    spans = [Span(0, "exchange", f"b{i}", 0.1 * i, 0.1 * i + 0.1 * (i % 4)) for i in range(40)]
+    write_trace(tmp_path / "t.json", spans)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    threads: dict[int, list[tuple[float, float]]] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(threads) == 3  # as many as overlap at once
+    for times in threads.values():
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(sorted(times)))
+
+
+def test_lanes_are_filled_from_the_first() -> None:
+    spans = [Span(0, "exchange", name, a, b) for name, a, b in (("a", 0, 2), ("b", 1, 3))]
+    later = Span(0, "exchange", "c", 2, 4)
+    assert {span.name: lane for span, lane in lanes([*spans, later])} == {"a": 0, "b": 1, "c": 0}
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    spans = [*step(0, 0.0), *step(1, 0.125)]
+    write_trace(tmp_path / "t.json", spans, ABOUT)
+    timeline = read_trace(tmp_path / "t.json")
+    assert timeline.about == ABOUT
+    back = {(s.rank, s.row, s.name): (s.start_s, s.end_s) for s in timeline.spans}
+    assert back.keys() == {(s.rank, s.row, s.name) for s in spans}
+    for span in spans:
+        assert back[span.rank, span.row, span.name] == pytest.approx((span.start_s, span.end_s))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ValueError, match=r"t\.json: is no timeline"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_a_timeline_without_spans_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without spans"):
+        write_trace(tmp_path / "t.json", [])
+
+
+def test_the_typical_step_is_the_one_of_median_length() -> None:
+    lengths = enumerate((3.0, 1.0, 2.0))
+    spans = [s for i, length in lengths for r in (0, 1) for s in step(r, 10.0 * i, i, length)]
+    typical = Timeline(tuple(spans), ABOUT).typical_step()
+    assert typical.about["step"] == "step 2"
+    assert set(typical.spans) == {*step(0, 20.0, 2, 2.0), *step(1, 20.0, 2, 2.0)}
+
+
+def stages() -> Iterator[Done]:
+    yield Done()
+    yield Done()
+
+
+@pytest.mark.parametrize("make", [InlineWorker, TurnsWorker, partial(ThreadWorker, CPU)])
+def test_an_exchange_is_noted_whatever_worker_runs_it(make: Callable[[], Worker]) -> None:
+    clock, worker = Clock(CPU, breakdown=True), make()
+    before = time.perf_counter()
+    with clock.step():
+        for name in ("a", "b"):
+            worker.submit(name, clock.traced(name, stages, coded=True))
+        worker.wait()
+    worker.close()
+    spans = clock.spans(rank=3, first_step=7, num_warmup=0)
+    whole = next(span for span in spans if span.row == "step")
+    assert (whole.rank, whole.name) == (3, "step 7")
+    assert before <= whole.start_s <= whole.end_s <= time.perf_counter()
+    for name in ("a", "b"):
+        (exchange,) = (s for s in spans if (s.row, s.name) == ("exchange", name))
+        pieces = [s for s in spans if (s.row, s.name) == ("codec", name)]
+        assert whole.start_s <= exchange.start_s <= exchange.end_s <= whole.end_s
+        assert len(pieces) == 3  # before, between and after its two collectives
+        assert (pieces[0].start_s, pieces[-1].end_s) == (exchange.start_s, exchange.end_s)
+        assert all(a.end_s <= b.start_s for a, b in pairwise(pieces))
+
+
+def test_in_line_no_two_exchanges_overlap() -> None:
+    clock, worker = Clock(CPU, breakdown=True), InlineWorker()
+    with clock.step():
+        for name in "abc":
+            worker.submit(name, clock.traced(name, stages, coded=False))
+    spans = [s for s in clock.spans(0, 0, 0) if s.row != "step"]
+    assert [span.name for span in spans] == ["a", "b", "c"]  # and no codec row
+    assert {lane for _, lane in lanes(spans)} == {0}
+
+
+def test_only_the_last_timed_steps_are_kept() -> None:
+    clock = Clock(CPU, breakdown=True)
+    for _ in range(KEPT_STEPS + 3):
+        with clock.step(), clock.phase("update"):
+            pass
+    names = [s.name for s in clock.spans(0, 0, num_warmup=1) if s.row == "step"]
+    assert names == [f"step {3 + i}" for i in range(KEPT_STEPS)]
+    assert len(clock.spans(0, 0, num_warmup=KEPT_STEPS + 2)) == 2
+    assert {span.row for span in clock.spans(0, 0, 0)} == {"step", "optimizer"}
+
+
+def test_a_throughput_run_notes_nothing() -> None:
+    clock = Clock(CPU, breakdown=False)
+    with clock.step():
+        assert clock.traced("a", stages, coded=True) is stages
+    assert clock.spans(0, 0, 0) == []
+
+
+def test_the_figure_names_ranks_and_buckets_and_says_what_is_emulated() -> None:
+    spans = tuple(span for rank in range(10) for span in step(rank, 0.0))
+    figure = timeline_of_step(Timeline(spans, {**ABOUT, "emulation": "10 ranks share 2 cores"}))
+    panel = figure.axes[0]
+    ticks = [tick.get_text() for tick in panel.get_yticklabels()]
+    assert ticks == [text for rank in range(8) for text in (f"rank {rank}", "transfers")]
+    texts = [text.get_text() for text in panel.texts]
+    assert {"Forward", "Backward", "fc.weight and 1 more", "conv.weight"} <= set(texts)
+    (legend,) = figure.legends
+    assert "emulated" in [text.get_text() for text in legend.get_texts()]
+    footer = figure.get_supxlabel()
+    assert "emulated: 10 ranks share 2 cores" in footer and "first 8 of 10 ranks" in footer
+
+
+def test_plot_draws_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "record.json").write_text("{}")
+    assert plot([str(tmp_path)]) == 2
+    assert (
+        "holds no timeline.json; runs with measure=breakdown leave one" in capsys.readouterr().err
+    )
+    write_trace(tmp_path / "timeline.json", [*step(0, 0.0), *step(1, 0.1)], ABOUT)
+    assert plot([str(tmp_path), "--format", "png"]) == 0
+    assert (tmp_path / "figures" / "timeline.png").stat().st_size > 10_000

@@ -1,0 +1,454 @@
+"""The cost model, the event simulation and lab.predict."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lab import predict as command
+from lab.exchange import bucket, grouping
+from lab.exchange.base import Staged
+from lab.exchange.tree_double import in_order_node
+from lab.measure.spans import Span
+from lab.model.alexnet import alexnet_small
+from lab.model.profile import Profile
+from lab.record.trace import read_trace
+from lab.settings.config import choices_of, conf_dir, load
+from lab.simulate.calibrate import calibrate
+from lab.simulate.costs import MODELS, Load, Stage, stages_of
+from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, with_rate
+from lab.simulate.events import Beside, Compute, Exchange, Turns, run
+from lab.simulate.fit import Observation, fit
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.network import Network
+from lab.simulate.step import CEILING, Strategy, predict, simulate
+
+FLAT = Hardware("flat", "made up", "gloo", 1, None, Link(0.0, 1e8), math.inf)
+PLAIN = ("tree", "tree_pipelined", "tree_double", "ring", "star", "allreduce", "overlap")
+LOSSY = ("layerwise", "bf16", "int8", "onebit", "signsgd_ef", "topk", "randomk", "powersgd", "auto")
+
+
+def strategy(name: str, *settings: str) -> Strategy:
+    config = OmegaConf.to_container(load([f"strategy={name}", *settings]), resolve=True)
+    assert isinstance(config, dict)
+    return Strategy.of({str(key): value for key, value in config.items()})
+
+
+@pytest.fixture(scope="module")
+def strategies() -> dict[str, Strategy]:
+    return {name: strategy(name) for name in ("none", *PLAIN, *LOSSY, "local_sgd")}
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    node = OmegaConf.to_container(OmegaConf.load(conf_dir() / "profile/alexnet_titanx.yaml"))
+    assert isinstance(node, dict)
+    whole = Profile.parse({str(key): value for key, value in node.items()})
+    return replace(whole, bytes_scale=0.02)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_onebit_has_three_calls_a_matrix(size: int, strategies: dict[str, Strategy]) -> None:
+    counting = Network(replace(FLAT, codec_s=1.0), size)
+    shapes = [(2048, 1024), (7,), (64, 3, 11, 11)]
+    stages = stages_of(shapes, strategies["onebit"].exchange, counting)
+    assert sum(stage.seconds for stage in stages if stage.row == "codec") == 3 * 2
+
+
+def test_codecs_of_gpus_are_said_to_be_assumed() -> None:
+    texts = [path.read_text() for path in (conf_dir() / "hardware").glob("*.yaml")]
+    lines = [li for text in texts if "library: nccl" in text for li in text.splitlines()]
+    codec = [line for line in lines if line.startswith(("codec_s:", "codec_bytes_per_s:"))]
+    assert len(codec) == 2 * sum("library: nccl" in text for text in texts) > 0
+    assert all("# assumed" in line for line in codec)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 1024])
+def test_a_blocking_tree_is_the_closed_form(
+    size: int, profile: Profile, strategies: dict[str, Strategy]
+) -> None:
+    transfer_s = profile.gradient_bytes / 1e8
+    step = simulate(profile, FLAT, strategies["tree"], size, 64)
+    hops = 2 * math.ceil(math.log2(size))
+    assert step.step_s == pytest.approx(profile.compute_s(64) + hops * transfer_s, rel=1e-9)
+
+
+def test_a_tree_over_nodes_crosses_the_fabric_as_often_as_nodes_halve() -> None:
+    node, fabric = Link(1e-5, 1e10), Link(1e-4, 1e8)
+    hardware = replace(FLAT, ranks_per_node=4, intra=node, inter=fabric)
+    inside, across = node.seconds(1e6), fabric.seconds(1e6)
+    assert Network(hardware, 32).tree(1e6).seconds == pytest.approx(2 * (2 * inside + 3 * across))
+    assert Network(hardware, 4).tree(1e6).seconds == pytest.approx(2 * 2 * inside)
+
+
+def test_nccl_reduces_within_a_node_before_it_leaves_it() -> None:
+    hardware = replace(
+        FLAT, library="nccl", ranks_per_node=8, intra=Link(0, 1e10), inter=Link(0, 1e8, 4)
+    )
+    between = 2 * 3 / 4 * 1e6 / 4e8  # a ring of four nodes over four links each
+    cost = Network(hardware, 32).all_reduce(1e6)
+    assert cost.seconds == pytest.approx(2 * 1e6 / 1e10 + between)
+    assert cost.payload_bytes == pytest.approx(2 * 31 / 32 * 1e6)
+
+
+@pytest.mark.parametrize(("library", "chunk_mb"), [("gloo", 4), ("nccl", 32)])
+def test_chunks_are_those_of_the_hardwares_library(library: str, chunk_mb: int) -> None:
+    network = Network(replace(FLAT, library=library), 4)
+    exchange = strategy("ring").exchange
+    assert Load([(10,)], exchange, network).chunk_bytes == chunk_mb * grouping.MB
+    assert Load([(10,)], {**exchange, "chunk_mb": 8}, network).chunk_bytes == 8 * grouping.MB
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 16, 64])
+def test_the_busiest_rank_of_the_double_tree(size: int) -> None:
+    busiest = max(
+        sum(
+            len(node.children) + (node.parent is not None)
+            for node in (in_order_node(rank, size, tree) for tree in (0, 1))
+        )
+        for rank in range(size)
+    )
+    assert Network(FLAT, size).tree_double(1e6, 1e4).payload_bytes == pytest.approx(
+        busiest / 2 * 1e6
+    )
+
+
+def test_a_message_pays_alpha_each_time(profile: Profile) -> None:
+    slow = replace(FLAT, inter=Link(0.5, 1e20))
+    for bucket_mb, messages in (("null", 1), ("0", len(profile.layers))):
+        one = strategy("allreduce", f"bucket_mb={bucket_mb}")
+        exposed_s = predict(profile, slow, one, 2, 128).exposed_s
+        assert exposed_s == pytest.approx(messages * 2 * 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("library", ["gloo", "nccl"])
+@pytest.mark.parametrize("name", [*PLAIN, *LOSSY])
+def test_overlap_is_never_worse_than_blocking(
+    name: str, library: str, profile: Profile, strategies: dict[str, Strategy]
+) -> None:
+    hardware = replace(FLAT, library=library, codec_bytes_per_s=1e10)
+    for bucket_mb in (None, 0.0, 1.0, 25.0):
+        blocking = replace(strategies[name], bucket_mb=bucket_mb, overlap=False)
+        for batch in (16, 64, 256):
+            slow = simulate(profile, hardware, blocking, 4, batch).step_s
+            fast = simulate(profile, hardware, replace(blocking, overlap=True), 4, batch).step_s
+            assert fast <= slow * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *LOSSY, "local_sgd"])
+def test_exposed_exchange_bandwidth_and_payload(
+    name: str, profile: Profile, strategies: dict[str, Strategy]
+) -> None:
+    own, times = strategies[name], []
+    for beta in (1e6, 1e7, 1e8, 1e10):
+        hardware = replace(FLAT, inter=Link(1e-4, beta), codec_bytes_per_s=1e10)
+        found = predict(profile, hardware, own, 4, 128)
+        ceiling = predict(profile, hardware, CEILING, 4, 128)
+        assert found.exposed_s == found.step.step_s - ceiling.step.step_s >= 0
+        assert ceiling.exposed_s == 0 and ceiling.speedup == pytest.approx(4)
+        times.append(found.step.step_s)
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
+def test_bytes_of_one_bit_and_of_a_round_of_steps(
+    profile: Profile, strategies: dict[str, Strategy]
+) -> None:
+    sent = {
+        name: simulate(profile, FLAT, strategies[name], 4, 64).payload_bytes
+        for name in ("allreduce", "overlap", "onebit", "local_sgd")
+    }
+    assert sent["allreduce"] == sent["overlap"] == pytest.approx(1.5 * profile.gradient_bytes)
+    assert sent["allreduce"] / sent["onebit"] == pytest.approx(32, rel=0.1)
+    assert sent["local_sgd"] == pytest.approx(sent["allreduce"] / 10)
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank(
+    profile: Profile, strategies: dict[str, Strategy]
+) -> None:
+    found = predict(profile, FLAT, strategies["allreduce"], 4, 64, weak=True)
+    alone = simulate(profile, FLAT, CEILING, 1, 64).step_s
+    assert found.step.step_s == pytest.approx(alone + found.exposed_s)
+    assert found.speedup == pytest.approx(4 * alone / found.step.step_s)
+
+
+def test_4096_ranks_cost_no_more_events_than_two(
+    profile: Profile, strategies: dict[str, Strategy]
+) -> None:
+    for name in (*PLAIN, *LOSSY):
+        for size in (2, 4096):
+            step = simulate(profile, FLAT, replace(strategies[name], bucket_mb=1), size, 8)
+            num_layers, most_stages = len(profile.layers), 5
+            assert len(step.spans) <= 2 * num_layers + most_stages * 2 * num_layers
+
+
+@pytest.mark.parametrize("bucket_mb", [None, 0, 0.5, 1, 4, 25])
+def test_buckets_are_those_that_training_plans(bucket_mb: float | None) -> None:
+    model = alexnet_small(image_shape=(3, 32, 32), num_classes=10)
+    named = [(name, parameter.nbytes) for name, parameter in model.named_parameters()]
+    real = [list(each.parameters) for each in bucket.plan(model, bucket_mb)]
+    assert grouping.group(named[::-1], bucket_mb) == real
+    order = [name for name, _ in sorted(named, key=lambda pair: pair[1])]
+    arriving = sorted(named, key=lambda pair: order.index(pair[0]))
+    real = [list(each.parameters) for each in bucket.plan(model, bucket_mb, order)]
+    assert grouping.group(arriving, bucket_mb) == real
+
+
+def test_every_exchange_has_a_cost_and_is_staged_where_it_is() -> None:
+    for choice in choices_of("exchange"):
+        settings = OmegaConf.to_container(load([f"exchange={choice}"]).exchange, resolve=True)
+        assert isinstance(settings, dict)
+        own = {str(key): value for key, value in settings.items()}
+        assert isinstance(stages_of([(2048, 1024), (7,)], own, Network(FLAT, 4)), list)
+        module, _, name = own["_target_"].rpartition(".")
+        kind = getattr(__import__(module, fromlist=[name]), name)
+        assert MODELS[name].staged == (issubclass(kind, Staged) or name == "NoExchange"), name
+
+
+LAYERS = [Compute("a", 1.0, 2.0), Compute("b", 1.0, 2.0)]
+ENCODE, SEND, DECODE = Stage("codec", 0.5), Stage("exchange", 1.0), Stage("codec", 0.25)
+
+
+def spans(*given: tuple[str, str, float, float]) -> list[Span]:
+    return [Span(0, *one) for one in given]
+
+
+def test_in_turns_codecs_hold_backward_up_and_go_on_at_hooks() -> None:
+    first, second = Exchange("x", 1, (ENCODE, SEND, DECODE)), Exchange("y", 0, (SEND,))
+    done = run(LAYERS, [first, second], Turns(), contention=0.0)
+    assert done.now_s == 7.75
+    assert done.spans[2:] == spans(
+        ("backward", "b", 2.0, 4.0),
+        ("codec", "x", 4.0, 4.5),
+        ("exchange", "x", 4.5, 5.5),
+        ("backward", "a", 4.5, 6.5),
+        ("codec", "x", 6.5, 6.75),
+        ("exchange", "y", 6.75, 7.75),
+    )
+
+
+def test_beside_backward_codecs_cost_it_nothing_but_contention() -> None:
+    exchange = Exchange("x", 1, (ENCODE, SEND, DECODE))
+    assert run(LAYERS, [exchange], Beside(), contention=0.0).now_s == 6.0
+    slowed = run(LAYERS, [exchange], Beside(), contention=0.5)
+    assert slowed.now_s == pytest.approx(6.0 + 1.75 * (1 - 1 / 1.5))
+
+
+def test_blocking_exchanges_follow_backward() -> None:
+    each = [Exchange("x", 0, (ENCODE, SEND)), Exchange("y", 0, (SEND,))]
+    done = run(LAYERS, each, Beside(), contention=0.5)
+    assert done.now_s == 8.5
+    assert [span.start_s for span in done.spans[4:]] == [6.0, 6.5, 7.5]
+
+
+def test_shared_cores_slow_codecs(profile: Profile) -> None:
+    onebit = strategy("onebit", "overlap=false")
+    roomy = replace(FLAT, codec_bytes_per_s=1e9, codec_s=1e-4, overhead_s=0.01)
+    crowded = replace(roomy, num_cores=2)
+    for size, factor in ((2, 1), (4, 2)):
+        a, b = (simulate(profile, each, onebit, size, 64) for each in (roomy, crowded))
+        codec_s = sum(span.end_s - span.start_s for span in a.spans if span.row == "codec")
+        assert b.step_s - a.step_s == pytest.approx((factor - 1) * codec_s)
+
+
+LINKED = replace(FLAT, inter=Link(4e-4, 1.1e8), codec_bytes_per_s=5e9)
+TRUE = replace(LINKED, contention=0.1, overhead_s=2e-3)
+GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
+
+
+def test_fit_on_two_ranks_foretells_four(profile: Profile, strategies: dict[str, Strategy]) -> None:
+    names = ("none", "tree", "allreduce", "overlap", "bf16", "onebit")
+    cells = [
+        Observation(name, profile, strategies[name], n, batch, (step.step_s,))
+        for name in names
+        for batch in (64, 128)
+        for n in (1, 2)
+        if (step := simulate(profile, TRUE, strategies[name], n, batch))
+    ]
+    found = fit(GUESS, cells)
+    for name in names:
+        near, true = (simulate(profile, h, strategies[name], 4, 32).step_s for h in (found, TRUE))
+        assert near == pytest.approx(true, rel=0.01)
+
+
+def test_a_fit_needs_two_ranks(profile: Profile) -> None:
+    with pytest.raises(ValueError, match="of two ranks"):
+        fit(GUESS, [Observation("none", profile, CEILING, 1, 64, (0.1,))])
+
+
+def test_links_and_codecs_are_fitted_to_benchmarks(
+    tmp_path: Path, strategies: dict[str, Strategy], capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = Network(LINKED, 2)
+    rows = []
+    for name in ("allreduce", "tree", "tree_pipelined"):
+        for size in (4096, 2**20, 2**26):
+            stages = stages_of([(size // 4,)], strategies[name].exchange, network)
+            time_s = {"median": sum(stage.seconds for stage in stages)}
+            rows.append({"algorithm": name, "size_bytes": size, "time_s": time_s})
+    rows.append({"algorithm": "send/recv", "size_bytes": 4096, "time_s": {"median": 1.0}})
+    result = tmp_path / "collective.json"
+    result.write_text(json.dumps({"bench": "collective", "world_size": 2, "rows": rows}))
+    found = calibrate(result, GUESS)
+    assert found.inter and LINKED.inter
+    assert found.inter.alpha_s == pytest.approx(LINKED.inter.alpha_s, rel=1e-3)
+    assert found.inter.beta_bytes_per_s == pytest.approx(LINKED.inter.beta_bytes_per_s, rel=1e-3)
+
+    rows = [{"codec": "onebit", "bytes": 4e9, "time_s": {"median": s}} for s in (0.5, 0.3)]
+    result.write_text(json.dumps({"bench": "codec", "rows": rows}))
+    assert calibrate(result, GUESS).codec_bytes_per_s == pytest.approx(1e10)
+    arguments = ["world_size=4", "hardware=emulated_1gbit", f"fit={result}"]
+    assert command.main(arguments) == 0
+    assert "codec_bytes_per_s=1e+10" in capsys.readouterr().out
+    result.write_text(json.dumps({"bench": "memory", "rows": []}))
+    assert command.main(arguments) == 2
+    assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
+
+
+def leave_study(folder: Path, profile: Profile, names: tuple[str, ...]) -> None:
+    for name in names:
+        for size in (1, 2, 4):
+            settings = [f"strategy={name}", "batch_size=128"]
+            cell = folder / f"{name}-n{size}"
+            cell.mkdir(parents=True)
+            config = load(settings)
+            (cell / "config.yaml").write_text(OmegaConf.to_yaml(config))
+            record: dict[str, Any] = {"status": "done", "strategy": name, "world_size": size}
+            record |= {"batch_size": 128, "per_rank_batch_size": 128 // size, "scaling": "strong"}
+            step = simulate(profile, TRUE, strategy(name), size, 128 // size)
+            record |= {"step_s": {"median": step.step_s}, "measure": "throughput"}
+            record |= {"num_parameters": profile.gradient_bytes // 4}
+            (cell / "record.json").write_text(json.dumps(record))
+
+
+def test_predictions_beside_a_study(
+    tmp_path: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_study(tmp_path / "study", profile, ("none", "tree", "onebit"))
+    grid = ["strategy=none,tree", "world_size=1,2,4,8", "batch_size=128"]
+    machine = ["hardware=emulated_1gbit", "profile=alexnet_titanx", "profile.bytes_scale=0.02"]
+    out = tmp_path / "all.json"
+    assert command.main([*grid, *machine, f"fit={tmp_path}/study", f"out={out}"]) == 0
+    rows = {(r["strategy"], r["world_size"]): r for r in json.loads(out.read_text())["rows"]}
+    evidence = [rows["tree", n]["evidence"] for n in (1, 2, 4, 8)]
+    assert evidence == ["fitted", "fitted", "held out", "extrapolated"]
+    assert abs(rows["tree", 4]["error"]) < 0.02
+    assert "measured_s" not in rows["tree", 8]
+    text = capsys.readouterr().out
+    assert "held out: 2 cells, median error" in text and "overhead_s=" in text
+    assert (tmp_path / "all.png").is_file()
+    assert command.main([*grid, "hardware=emulated_1gbit", f"fit={tmp_path}/study"]) == 2
+    assert "profile.bytes_scale=0.02" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hardware=eth1g"], "hardware=eth1g: allowed are dgx1_p100,"),
+        (["hardware=eth10g,eth25g"], "takes one value"),
+        (["profile=vgg"], "profile=vgg: allowed are alexnet_p100, alexnet_titanx"),
+        (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
+        (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
+        (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
+        (["hardware.intra.beta_bytes_per_s=fast"], "intra.beta_bytes_per_s=fast: must be a number"),
+        (["hardware.speed=1"], "hardware=titanx_x4: "),
+        (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
+        (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
+        (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
+        (["accumulate=2"], "accumulate=2: must be 1"),
+        (["fit=nowhere"], "nowhere: no such folder"),
+        (["fit=nowhere.json"], "nowhere.json"),
+        (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
+        (["trace=step.png"], "trace=step.png: must name FILE.json"),
+        (["trace=step.json", "world_size=1,2"], "trace=step.json: takes one cell, and these are 2"),
+        (["model=replay"], "profile=none: must be one, a file of conf/profile"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+
+
+def test_presets_parse_and_say_where_they_come_from() -> None:
+    for name in choices_of("hardware"):
+        node = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"hardware/{name}.yaml"))
+        assert isinstance(node, dict)
+        found = Hardware.parse({str(key): value for key, value in node.items()})
+        assert found.name == name and found.source
+
+
+def test_a_step_leaves_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "step.json"
+    cell = ["strategy=overlap", "world_size=4", "batch_size=512"]
+    assert command.main([*cell, f"trace={trace}"]) == 0
+    timeline = read_trace(trace)
+    rows = {
+        row: [s.name for s in timeline.spans if s.row == row] for row in ("forward", "backward")
+    }
+    layers = ["conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7", "fc8"]
+    assert rows == {"forward": layers, "backward": layers[::-1]}
+    step_s = max(span.end_s for span in timeline.spans)
+    assert f"{1e3 * step_s:.2f}" in capsys.readouterr().out
+    assert trace.with_suffix(".png").is_file()
+
+
+def test_replayed_cells_are_predicted_from_what_they_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "all.json"
+    grid = ["study=kim2017", "strategy=tree", "world_size=4", "hardware=emulated_1gbit"]
+    assert command.main([*grid, f"out={out}"]) == 0
+    result = json.loads(out.read_text())
+    assert result["profiles"] == {"alexnet_titanx": pytest.approx(0.02143 * 4 * 61838248, rel=1e-4)}
+    closed_form = {batch: 0.2 * batch / 256 / 4 + 4 * 0.045 for batch in (128, 256, 512)}
+    found = {row["batch_size"]: row["step_s"] for row in result["rows"]}
+    assert found == pytest.approx(closed_form, rel=0.03)
+    capsys.readouterr()
+
+
+def test_the_root_updates_after_the_way_up_and_before_the_way_down(profile: Profile) -> None:
+    tree, caffe = (simulate(profile, FLAT, strategy(name), 4, 64) for name in ("tree", "caffe"))
+    assert caffe.step_s == pytest.approx(tree.step_s)
+    assert caffe.payload_bytes == pytest.approx(tree.payload_bytes)
+    # Overlap hides the way up at best; weights go down when all is done.
+    star, tensorflow = (
+        simulate(profile, FLAT, strategy(n), 4, 64) for n in ("torch7", "tensorflow")
+    )
+    compute_s = profile.compute_s(64)
+    assert tensorflow.step_s >= compute_s + (star.step_s - compute_s) / 2
+
+
+def test_double_buffering_hides_an_exchange_behind_the_whole_next_step(profile: Profile) -> None:
+    blocking = simulate(profile, FLAT, strategy("cntk"), 4, 64)
+    buffered = simulate(profile, FLAT, strategy("cntk", "sync.double_buffer=true"), 4, 64)
+    compute_s = profile.compute_s(64)
+    codec_s = sum(s.end_s - s.start_s for s in buffered.spans if s.row == "codec")
+    exchange_s = sum(s.end_s - s.start_s for s in buffered.spans if s.row == "exchange")
+    assert blocking.step_s == pytest.approx(compute_s + codec_s + exchange_s)
+    assert compute_s < buffered.step_s < blocking.step_s
+
+
+def test_crossings(profile: Profile) -> None:
+    tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
+    batch = crossover_batch(profile, FLAT, tree, 4)
+    assert batch and batch % 4 == 0
+    pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch - 4, batch)}
+    assert pays == {batch - 4: False, batch: True}
+    endless = replace(FLAT, inter=Link(0.0, 1.0))
+    assert crossover_batch(profile, endless, tree, 4) is None
+    coded = replace(FLAT, codec_bytes_per_s=1e10)
+    rate = crossover_rate(profile, coded, (onebit, overlap), 4, 256)
+    assert rate
+    for factor, pays in ((0.9, True), (1.1, False)):
+        links = with_rate(coded, factor * rate)
+        one, other = (simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap))
+        assert (MARGIN * one < other) == pays
+    assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None

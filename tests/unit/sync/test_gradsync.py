@@ -1,0 +1,353 @@
+"""When gradients are exchanged: buckets, hooks, order, accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.distributed.comm import Collective, Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.bucket import Bucket, GradBucket, plan
+from lab.sync.gradsync import GradSync
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A shared layer used twice, a layer used by some inputs only, and one never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.sometimes = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 3)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+        x = self.shared(torch.relu(self.shared(x)))
+        return self.out(torch.relu(self.sometimes(x) if use else x))
+
+
+class Recording(AllReduce):
+    """All-reduce that notes which bucket it averaged when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+        self.seen.append(next(iter(bucket.shapes)))
+        return super().stages(bucket, comm)
+
+
+def make(comm: Comm, overlap: bool, bucket_mb: float | None = 0) -> tuple[GradSync, Recording]:
+    torch.manual_seed(0)
+    worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
+    exchange = Recording()
+    net = Net()
+    sync = GradSync(net, net, exchange, comm, worker, overlap=overlap, bucket_mb=bucket_mb)
+    return sync, exchange
+
+
+def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[str, Tensor]:
+    """One optimizer step's gradients; each batch is a micro-batch."""
+    for number, (x, options) in enumerate(batches, start=1):
+        with sync.micro_batch(last=number == len(batches)):
+            loss = sync.module(x, **options).square().mean() / len(batches)
+            (loss * sync.loss_factor).backward()
+    assert sync.finish() is None  # an all-reduce does not look whether gradients are finite
+    return {n: p.grad.clone() for n, p in sync.module.named_parameters() if p.grad is not None}
+
+
+def on_ranks(
+    size: int, overlap: bool, batches_of: Callable[[int], list[tuple[Tensor, dict[str, Any]]]]
+) -> list[tuple[dict[str, Tensor], list[str]]]:
+    torch.manual_seed(1)
+    batches = [batches_of(rank) for rank in range(size)]
+    models: list[GradSync] = []
+
+    def rank_main(comm: Comm) -> tuple[dict[str, Tensor], list[str]]:
+        sync, exchange = models[comm.rank], models[comm.rank].exchange
+        sync.comm = comm
+        assert isinstance(exchange, Recording)
+        with sync:
+            gradients = step(sync, batches[comm.rank])
+        sync.worker.close()
+        return gradients, exchange.seen
+
+    models += [make(None, overlap)[0] for _ in range(size)]  # type: ignore[arg-type]
+    return run_ranks(size, rank_main)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_equal_those_of_all_samples_in_one_process(size: int, overlap: bool) -> None:
+    torch.manual_seed(2)
+    x = torch.randn(size, 4, 6)
+    results = on_ranks(size, overlap, lambda rank: [(x[rank], {})])
+    torch.manual_seed(0)
+    whole = Net()
+    whole(x.flatten(0, 1)).square().mean().backward()
+    for name, parameter in whole.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for gradients, _ in results:
+            torch.testing.assert_close(gradients[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_all_ranks_exchange_in_one_order_though_gradients_arrive_in_another() -> None:
+    x = torch.randn(4, 6)
+    results = on_ranks(3, True, lambda rank: [(x, {"use": rank == 1})])
+    orders = [seen for _, seen in results]
+    assert orders[0] == ["out.bias", "never.bias", "sometimes.bias", "shared.bias"]
+    assert orders == [orders[0]] * 3
+
+
+class Backwards(nn.Module):
+    """Its first layer is registered last; which of the others comes first is the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Linear(6, 6, bias=False)
+        self.c = nn.Linear(6, 6, bias=False)
+        self.a = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor, swap: bool) -> Tensor:
+        second, third = (self.c, self.b) if swap else (self.b, self.c)
+        return third(torch.relu(second(torch.relu(self.a(x)))))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_the_first_step_all_follow_the_order_of_rank_0(overlap: bool) -> None:
+    x = torch.randn(4, 6)
+
+    def rank_main(comm: Comm) -> tuple[list[str], list[str] | None]:
+        net = Backwards()
+        worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
+        exchange = Recording()
+        with GradSync(net, net, exchange, comm, worker, overlap=overlap, bucket_mb=0) as sync:
+            for _ in range(2):
+                step(sync, [(x, {"swap": comm.rank > 0})])
+        worker.close()
+        return exchange.seen, sync.order
+
+    order = ["c.weight", "b.weight", "a.weight"]
+    seen = ["a.weight", "c.weight", "b.weight", *order]
+    assert run_ranks(3, rank_main) == [(seen, order)] * 3
+
+
+def test_accumulation_exchanges_once_and_keeps_what_only_an_early_micro_batch_used() -> None:
+    x = torch.randn(2, 4, 6)
+    batches = [(x[0], {"use": True}), (x[1], {"use": False})]
+    (gradients, seen), *_ = on_ranks(2, True, lambda _: batches)
+    assert len(seen) == 4
+    torch.manual_seed(0)
+    whole = Net()
+    for images, options in batches:
+        (whole(images, **options).square().mean() / 2).backward()
+    assert whole.sometimes.weight.grad is not None
+    torch.testing.assert_close(gradients["sometimes.weight"], whole.sometimes.weight.grad)
+
+
+def test_overlapped_is_blocking_bit_for_bit() -> None:
+    x = torch.randn(3, 4, 6)
+    blocking = on_ranks(3, False, lambda rank: [(x[rank], {})])
+    overlapped = on_ranks(3, True, lambda rank: [(x[rank], {})])
+    for (a, _), (b, _) in zip(blocking, overlapped, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_overlap_starts_exchanges_inside_backward() -> None:
+    def rank_main(comm: Comm) -> int:
+        sync, exchange = make(comm, overlap=False)
+        sync.overlap = True  # hooks, with exchanges run where they are submitted
+        with sync, sync.micro_batch(last=True):
+            sync.module(torch.randn(4, 6)).square().mean().backward()
+        return len(exchange.seen)
+
+    assert run_ranks(1, rank_main) == [1]  # "out"; the next in order, "never", has no gradient
+
+
+class Later:
+    """A collective that ends when it is waited for."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(self.name)
+
+    def is_completed(self) -> bool:
+        return self.name in self.log
+
+
+def test_what_the_library_does_by_itself_is_waited_for_in_order() -> None:
+    log: list[str] = []
+    worker = TurnsWorker()
+    for name in ("a", "b"):
+        worker.submit(name, lambda name=name: iter([Later(log, name)]))
+    assert log == []
+    assert worker.oldest() is not None and worker.oldest()[0] == "a"  # type: ignore[index]
+    log.append("a")
+    assert worker.oldest()[0] == "b"  # type: ignore[index]
+    worker.wait()
+    assert log == ["a", "a", "b"]
+    assert worker.oldest() is None
+
+
+def test_a_job_goes_on_when_it_can_and_never_overtakes() -> None:
+    log: list[str] = []
+    done: set[str] = set()
+
+    class Ready(Later):
+        def is_completed(self) -> bool:
+            return self.name in done
+
+    def job(name: str) -> Iterator[Collective]:
+        for stage in "12":
+            log.append(f"begin {name}{stage}")
+            yield Ready(log, name + stage)
+        log.append(f"end {name}")
+
+    worker = TurnsWorker()
+    worker.submit("a", lambda: job("a"))
+    worker.submit("b", lambda: job("b"))
+    assert log == ["begin a1", "begin b1"]
+    done.add("b1")
+    worker.advance()
+    assert log[2:] == []  # b could go on, but a cannot
+    done.add("a1")
+    worker.advance()
+    assert log[2:] == ["a1", "begin a2", "b1", "begin b2"]
+    worker.wait()
+    assert log[6:] == ["a2", "end a", "b2", "end b"]
+    assert worker.oldest() is None
+
+
+def test_other_workers_end_a_job_with_what_it_began() -> None:
+    log: list[str] = []
+    threads = ThreadWorker(CPU)
+    for worker in (InlineWorker(), threads):
+        worker.submit("a", lambda: iter([Later(log, "a")]))
+        worker.wait()
+    threads.close()
+    assert log == ["a", "a"]
+
+
+def test_hooks_are_gone_on_exit() -> None:
+    def rank_main(comm: Comm) -> list[str]:
+        sync, exchange = make(comm, overlap=True)
+        with sync:
+            step(sync, [(torch.randn(4, 6), {})])
+        exchange.seen.clear()
+        with sync.micro_batch(last=True):
+            sync.module(torch.randn(4, 6)).square().mean().backward()
+        sync.worker.close()
+        return exchange.seen
+
+    assert run_ranks(1, rank_main) == [[]]
+
+
+def test_error_of_an_exchange_reaches_finish() -> None:
+    class Broken(AllReduce):
+        def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+            raise ConnectionError("peer is gone")
+
+    def rank_main(comm: Comm) -> None:
+        net, worker = Net(), ThreadWorker(CPU)
+        sync = GradSync(net, net, Broken(), comm, worker, overlap=True, bucket_mb=0)
+        with sync:
+            step(sync, [(torch.randn(4, 6), {})])
+
+    with pytest.raises(ConnectionError, match="peer is gone"):
+        run_ranks(1, rank_main)
+
+
+def test_loss_scale_is_taken_off_before_the_exchange() -> None:
+    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+        plain = step(make(comm, overlap=False)[0], [(x, {})])["out.weight"]
+        sync, _ = make(comm, overlap=False)
+        sync.loss_scale = 1024.0
+        with sync.micro_batch(last=True):
+            (1024 * sync.module(x).square().mean()).backward()
+        sync.finish()
+        return plain, dict(sync.module.named_parameters())["out.weight"].grad  # type: ignore[return-value]
+
+    plain, unscaled = run_ranks(1, rank_main)[0]
+    torch.testing.assert_close(plain, unscaled)
+
+
+def sizes_of(buckets: list[GradBucket]) -> list[list[str]]:
+    return [list(bucket.parameters) for bucket in buckets]
+
+
+def test_plan_by_bucket_size() -> None:
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 10))
+    assert sizes_of(plan(model, None)) == [[n for n, _ in list(model.named_parameters())[::-1]]]
+    assert sizes_of(plan(model, 0)) == [
+        ["2.bias", "2.weight"], ["1.bias", "1.weight"], ["0.bias", "0.weight"],
+    ]  # fmt: skip
+    # 600 x 600 floats are 1.37 MB: above 1 MB a parameter travels alone, small ones together, and
+    # each bucket takes its turn when its last gradient is due.
+    small = ["2.bias", "2.weight", "1.bias", "0.bias"]
+    assert sizes_of(plan(model, 1)) == [["1.weight"], small, ["0.weight"]]
+
+
+def test_little_stays_together_and_large_parameters_travel_alone() -> None:
+    layers = [nn.Linear(600, 600) for _ in range(4)]  # of 1.37 MB
+    assert [len(group) for group in sizes_of(plan(nn.Sequential(*layers[:2]), 25))] == [4]
+    model = nn.Sequential(nn.Linear(1100, 1100), *layers, nn.Linear(10, 10))  # the first: 4.6 MB
+    last = ["5.bias", "5.weight", "4.bias"]  # and what does not fit into the first megabyte:
+    between = [n for i in (4, 3, 2, 1, 0) for n in (f"{i}.bias", f"{i}.weight")][1:-1]
+    assert sizes_of(plan(model, 25)) == [last, between, ["0.weight"]]
+
+
+def test_the_gradient_of_a_layer_is_exchanged_where_autograd_left_it() -> None:
+    layer = nn.Linear(4, 3, bias=False)
+    layer.weight.grad = torch.randn(3, 4)
+    (bucket,) = plan(layer, 0)
+    assert bucket.pack(0).flat.data_ptr() == layer.weight.grad.data_ptr()
+
+
+class Aliased(nn.Module):
+    """Two large parameters whose gradients are views of the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(1100, 1000)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a.view(-1) + self.b.view(-1)) * x).sum()
+
+
+def test_gradients_that_share_memory_are_averaged_once() -> None:
+    def rank_main(comm: Comm) -> list[float]:
+        net = Aliased()
+        with GradSync(
+            net, net, AllReduce(), comm, InlineWorker(), overlap=True, bucket_mb=25
+        ) as sync:
+            with sync.micro_batch(last=True):
+                (net(torch.tensor(1.0 + comm.rank)) * sync.loss_factor).backward()
+            sync.finish()
+        return [float(p.grad.mean()) for p in net.parameters() if p.grad is not None]
+
+    assert run_ranks(2, rank_main) == [[1.5, 1.5]] * 2
+
+
+@pytest.mark.parametrize("channels_last_gradient", [True, False])
+def test_gradients_keep_the_memory_layout_of_their_parameters(channels_last_gradient: bool) -> None:
+    layout = torch.channels_last if channels_last_gradient else torch.contiguous_format
+    weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    weight.grad = torch.randn(2, 3, 4, 4).to(memory_format=layout)
+    expected = weight.grad.clone()
+    bucket = GradBucket({"w": weight}).pack(0)
+    assert torch.equal(bucket.flat, expected.permute(0, 2, 3, 1).flatten())
+    bucket.flat.mul_(2)
+    assert torch.equal(weight.grad, 2 * expected)
+    assert weight.grad.stride() == weight.stride()

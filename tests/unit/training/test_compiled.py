@@ -1,0 +1,122 @@
+"""What torch.compile leaves of the overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.distributed.worker import InlineWorker, Job
+from lab.exchange.allreduce import AllReduce
+from lab.settings.config import load
+from lab.sync.gradsync import GradSync
+from lab.training import compiled as compiling
+from lab.training.compiled import compiled, compiled_as
+
+WIDTH = 64  # a layer's weight has 16 kB
+
+
+class Noting(InlineWorker):
+    """Notes when it gets a bucket."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def submit(self, label: str, job: Job) -> None:
+        self._events.append("submit")
+        super().submit(label, job)
+
+
+def noting(events: list[str]) -> Callable[..., Any]:
+    """A backend that compiles nothing, and notes when the backward of a graph runs."""
+
+    def backward(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            events.append("backward")
+            return graph(*arguments)
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=backward)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+
+def events_of_a_step(monkeypatch: pytest.MonkeyPatch, *settings: str) -> list[str]:
+    """What happened in a compiled model's second step; its gradients are right."""
+    events: list[str] = []
+    monkeypatch.setattr(compiling, "BACKEND", noting(events))
+    model, plain, x = layers(), layers(), torch.randn(8, WIDTH)
+    config = load([*settings, "compile=true"])
+
+    def rank_main(comm: Comm) -> None:
+        sync = GradSync(
+            model,
+            compiled(model, config),
+            AllReduce(),
+            comm,
+            Noting(events),
+            overlap=config.overlap,
+            bucket_mb=config.bucket_mb,
+        )
+        with sync:
+            for _ in range(2):
+                events.clear()
+                model.zero_grad()
+                with sync.micro_batch(last=True):
+                    sync.module(x).square().sum().backward()
+                events.append("end of backward")
+                assert sync.finish() is None
+
+    run_ranks(1, rank_main)
+    plain(x).square().sum().backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
+    return events
+
+
+def test_buckets_leave_while_backward_of_a_compiled_model_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = events_of_a_step(monkeypatch, "strategy=overlap", "bucket_mb=0.01")
+    assert events == ["backward", "submit"] * 4 + ["end of backward"]
+
+
+def test_without_overlap_a_model_is_compiled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = events_of_a_step(monkeypatch, "strategy=allreduce", "bucket_mb=0.01")
+    assert events == ["backward", "end of backward", *["submit"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["strategy=overlap"], None),
+        (["strategy=overlap", "compile=true"], "regions"),
+        (["strategy=ddp", "compile=true"], "regions"),  # of its own making
+        (["strategy=allreduce", "compile=true"], "whole"),
+        (["strategy=overlap", "bucket_mb=null", "compile=true"], "whole"),  # leave all at once
+    ],
+)
+def test_a_record_says_how_the_model_was_compiled(
+    settings: list[str], expected: str | None
+) -> None:
+    assert compiled_as(load(settings)) == expected
+
+
+def test_ddp_gets_a_model_that_it_can_cut_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda model, backend: given.append(backend) or model)
+    compiled(layers(), load(["strategy=ddp", "compile=true"]))
+    compiled(layers(), load(["strategy=overlap", "compile=true"]))
+    assert given[0] == "inductor" and callable(given[1])

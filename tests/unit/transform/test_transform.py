@@ -1,0 +1,110 @@
+"""FC -> convolution: the same function where it must be, a smaller head where it should be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+
+from lab.model.alexnet import alexnet, alexnet_small
+from lab.model.convnet import ConvNet
+from lab.model.lenet import lenet
+from lab.model.mlp import mlp
+from lab.settings.config import conf_dir
+from lab.transform.fc1x1 import Fc1x1
+
+MODELS = pytest.mark.parametrize("make", [lenet, alexnet_small], ids=["lenet", "alexnet_small"])
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@MODELS
+def test_equivalent_gives_the_same_outputs_and_gradients(make: Callable[..., ConvNet]) -> None:
+    torch.manual_seed(0)
+    model = make(image_shape=(1, 32, 32), num_classes=10)
+    images, labels = torch.randn(4, 1, 32, 32), torch.arange(4)
+    other = Fc1x1(mode="equivalent")(copy.deepcopy(model))
+    assert size(other) == size(model)
+    assert not any(isinstance(layer, nn.Linear) for layer in other.modules())
+    torch.testing.assert_close(other(images), model(images), rtol=1e-5, atol=1e-5)
+    for each in (model, other):
+        nn.functional.cross_entropy(each(images), labels).backward()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(b.grad.view_as(a), a.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_substitution_makes_the_head_of_alexnet_25_times_smaller() -> None:
+    with torch.device("meta"):
+        model = alexnet(image_shape=(3, 224, 224), num_classes=1000)
+        other = Fc1x1()(model)
+    assert size(other.classifier) == 256 * 1024 + 1024 * 1024 + 1024 * 1000 + 2 * 1024 + 1000
+    assert size(model.classifier) / size(other.classifier) == pytest.approx(25.1, abs=0.1)
+    assert size(other.features) == size(model.features)
+
+
+def test_substitution_keeps_dropout_and_pools_last() -> None:
+    model = alexnet_small(image_shape=(1, 8, 8), num_classes=2, hidden=8, dropout=0.5)
+    head = Fc1x1(width_divisor=3)(model).classifier
+    names = [type(layer).__name__ for layer in head]
+    assert names == [*["Dropout", "Conv2d", "ReLU"] * 2, "Conv2d", "AdaptiveAvgPool2d", "Flatten"]
+    assert [layer.out_channels for layer in head if isinstance(layer, nn.Conv2d)] == [2, 2, 2]
+
+
+@MODELS
+def test_substitution_averages_over_positions(make: Callable[..., ConvNet]) -> None:
+    other = Fc1x1()(make(image_shape=(3, 32, 32), num_classes=10))
+    _, height, width = other.feature_shape
+    features = torch.randn(2, *other.feature_shape)
+    by_hand = sum(
+        other.classifier(features[:, :, y : y + 1, x : x + 1])
+        for y in range(height)
+        for x in range(width)
+    )
+    torch.testing.assert_close(other.classifier(features), by_hand / (height * width))
+    assert other(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("mode", ["substitution", "equivalent"])
+def test_the_given_model_stays_as_it_was(mode: str) -> None:
+    model = lenet(image_shape=(1, 16, 16), num_classes=3)
+    before = copy.deepcopy(model.state_dict())
+    Fc1x1(mode=mode)(model)
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_refuses_a_model_without_such_a_head() -> None:
+    with pytest.raises(ValueError, match="Sequential has no FC head.*model=lenet, alexnet") as one:
+        Fc1x1()(mlp(image_shape=(1, 8, 8), num_classes=2))
+    assert "\n" not in str(one.value)
+    twice = Fc1x1()(lenet(image_shape=(1, 16, 16), num_classes=2))
+    with pytest.raises(ValueError, match="no FC head"):
+        Fc1x1()(twice)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "nin"}, "transform.mode=nin: allowed are substitution, equivalent"),
+        ({"width_divisor": 0}, "transform.width_divisor=0: must be an integer of at least 1"),
+    ],
+)
+def test_refuses_in_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Fc1x1(**arguments)
+    assert str(caught.value) == message
+
+
+def test_configs() -> None:
+    folder = conf_dir() / "transform"
+    assert OmegaConf.load(folder / "none.yaml") == {}
+    assert isinstance(instantiate(OmegaConf.load(folder / "fc1x1.yaml")), Fc1x1)
