@@ -1,4 +1,4 @@
-"""Comm: the few collectives that exchanges are written with, and a count of what they send."""
+"""Comm: the few collectives that exchanges use, with a count of the bytes they send."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes
 
 
 class Handle(Protocol):
-    """Transfers under way."""
+    """Transfers in flight."""
 
     def wait(self) -> Any:
-        """Return when the caller may use what was received, and write to what was sent."""
+        """Block until received tensors may be read and sent ones written to."""
 
 
 class Collective(Handle, Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def is_completed(self) -> bool:
-        """Whether it is done. May be asked from any thread."""
+        """Return whether it has finished. Any thread may call this."""
         ...
 
 
 class Done:
-    """A collective that was done when the call returned."""
+    """A collective that had finished when its call returned."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -39,7 +39,7 @@ class Done:
 
 @dataclass
 class Traffic:
-    """What one rank handed to the network: bytes of payload, and messages."""
+    """Payload bytes and messages that one rank handed to the network."""
 
     payload_bytes: int = 0
     num_messages: int = 0
@@ -48,22 +48,22 @@ class Traffic:
 class Comm(ABC):
     """Collectives over `size` ranks, on contiguous tensors.
 
-    Those whose names begin with i return what to wait for, before its tensors are used again; the
-    others block the stream. Ranks must begin all collectives in the same order, but for one liberty
-    where `asynchronous`: an iall_gather has connections of its own, so that it may be begun before
-    or after an iall_reduce or iall_to_all that it has no part in.
+    Methods whose names begin with i return a handle, to wait for before their tensors are used
+    again; the others block the stream. All ranks must begin all collectives in the same order,
+    with one exception if `asynchronous`: iall_gather has its own connections, so it may begin
+    before or after an unrelated iall_reduce or iall_to_all.
 
-    `traffic` counts this rank's payload. For send and recv that is what was passed in. A library
-    collective chooses its own path, so it is booked as the bandwidth-optimal algorithm's bytes:
+    `traffic` counts this rank's payload. For send and recv that is the size of the tensor. A
+    library collective chooses its own path, so it counts as the bandwidth-optimal algorithm does:
     a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather and all_to_all
-    (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py holds these figures against
-    the bytes that really crossed the loopback interface.
+    (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py compares these figures with
+    the bytes that crossed the loopback interface.
 
     Attributes:
-        backend: what carries the tensors, as a record names it.
-        no_send_recv: why send and recv cannot be used, where they cannot.
-        asynchronous: what names with an i begin runs on the library's own threads.
-        settings: what the library was told when it connected, as a record shows it.
+        backend: the library that carries the tensors, as a record names it.
+        no_send_recv: the reason why send and recv are not available; None if they are.
+        asynchronous: the i-methods run on the library's own threads.
+        settings: environment variables that the library was given, as a record shows them.
     """
 
     backend: str
@@ -89,7 +89,7 @@ class Comm(ABC):
         self.iall_to_all(output, tensor).wait()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace `tensor` by rank `source`'s. Used at start-up, so booked as one copy sent."""
+        """Replace `tensor` by rank `source`'s. Used at start-up, so counted as one copy sent."""
         self.ibroadcast(tensor, source).wait()
 
     def iall_reduce(self, tensor: Tensor) -> Collective:
@@ -128,17 +128,17 @@ class Comm(ABC):
         self.isend_irecv([(tensor, to)], []).wait()
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        """Fill `tensor` with what rank `source` sends."""
+        """Receive `tensor` from rank `source`, which must call send."""
         self.isend_irecv([], [(tensor, source)]).wait()
 
     def isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
-        """Begin to send and to receive all of these at once; `wait` for them before the next use.
+        """Begin a batch of sends and receives; `wait` before their tensors are used again.
 
-        Transfers from one rank to another arrive in the order in which they were begun. Several
-        batches may be under way, and must be waited for in their order. Within a batch no transfer
-        waits for another, but a batch may wait for the one before it: NCCL runs a rank's batches
-        one by one on a stream. So batches must be such that this cannot end in a circle. It is
-        enough that every rank's t-th batch sends just what other ranks' t-th batches receive.
+        Transfers from one rank to another arrive in the order in which they began. Several batches
+        may be in flight; wait for them in order. Transfers of one batch do not wait for each
+        other, but a batch may wait for the one before it: NCCL runs a rank's batches one by one on
+        a stream. The caller must rule out a deadlock. It is enough that every rank's t-th batch
+        sends exactly what other ranks' t-th batches receive.
         """
         for tensor, _ in sends:
             self._count(tensor.nbytes, 1)

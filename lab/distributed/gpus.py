@@ -19,14 +19,14 @@ REMEDY = (
 
 
 def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
-    """What a rank computes on, made the current device if it is a GPU.
+    """Choose the device of a rank; a GPU becomes the current device.
 
     Args:
         device, local_size: as for `check_gpus`.
-        local_rank: among the ranks on this host, which take its GPUs in turn.
+        local_rank: this rank among those of its host, which take the GPUs in turn.
 
     Raises:
-        ValueError: as `check_gpus`, or the GPU refuses or is older than this torch.
+        ValueError: see `check_gpus`; or the GPU fails, or is too old for this torch.
     """
     if not check_gpus(device, local_size):
         return torch.device("cpu")
@@ -43,13 +43,13 @@ def pick_device(device: str, local_rank: int, local_size: int) -> torch.device:
 
 
 def check_gpus(device: str, local_size: int) -> bool:
-    """Whether `local_size` ranks on this host compute on GPUs, one each.
+    """Return whether the `local_size` ranks of this host compute on GPUs, one each.
 
     Args:
         device: "auto" (GPUs where there are any), "cpu" or "cuda".
 
     Raises:
-        ValueError: there are fewer GPUs than ranks that want one, or this torch can use none.
+        ValueError: more ranks than GPUs, or this torch can use none of them.
     """
     if device == "cpu":
         return False
@@ -73,17 +73,17 @@ def check_gpus(device: str, local_size: int) -> bool:
 
 
 def is_available() -> bool:
-    """As torch has it, without its warning: device_count() counts GPUs it cannot use as well."""
+    """Return whether torch can use a GPU, silently; device_count() counts unusable ones too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.cuda.is_available()
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver; None where no GPU is to be used.
+    """Return the version of NVIDIA's driver; None if this process has no GPU.
 
-    A container sees its host's /proc, but only the devices that it was given; a job of SLURM sees
-    all of them, but can open only its own. Linux under Windows has a driver without either.
+    A container sees its host's /proc, but only the devices that it was given; a SLURM job sees all
+    devices, but can open only its own. WSL has a driver without either.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in NONE_WANTED:
         return None
@@ -107,7 +107,7 @@ def _opens(device: Path) -> bool:
 
 
 def torch_build() -> str:
-    """This torch's version, and the CUDA that it was built for."""
+    """Describe this torch: its version and the CUDA that it was built for."""
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return f"torch {torch.__version__} (built {built})"
 

@@ -1,6 +1,6 @@
-"""Comm over Horovod's primitives, and how ranks that horovodrun started find each other.
+"""Comm over Horovod, and the rendezvous of ranks that horovodrun started.
 
-The one place that imports Horovod, which `make horovod` builds.
+Horovod, which `make horovod` builds, is imported here alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ADDRESS_BYTES = 256
 
 
 def horovod() -> ModuleType:
-    """Horovod's torch module.
+    """Import Horovod's torch module.
 
     Raises:
         ValueError: it is not installed.
@@ -34,11 +34,10 @@ def horovod() -> ModuleType:
 
 
 class HorovodComm(Comm):
-    """The ranks of Horovod. Every call is complete when it returns.
+    """Collectives over Horovod's ranks. Every call is complete when it returns.
 
-    Horovod matches the operations of different ranks by name, and remembers names, so equal ones
-    are called the same in every step. One is under way at a time: exchanges are first in, first
-    out. Averaging is ours: Horovod is asked for sums.
+    Horovod matches operations of different ranks by name, and caches names, so an operation has the
+    same name in every step. One is in flight at a time. Horovod sums; the caller divides.
     """
 
     backend = "horovod"
@@ -65,13 +64,13 @@ class HorovodComm(Comm):
         return Done()
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Done:
-        flat = tensor.as_strided((tensor.numel(),), (1,))  # channels_last it would refuse
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # Horovod refuses channels_last
         self._hvd.broadcast_(flat, source, name=_name("broadcast", tensor))
         return Done()
 
 
 def connect(place: Place, device: torch.device, backend: str, limit: timedelta) -> HorovodComm:
-    """Join Horovod's ranks; and torch's, over Gloo, for the messages that no measurement sees.
+    """Join Horovod's ranks, and a Gloo group of torch for control messages outside measurements.
 
     Raises:
         ValueError: Horovod is missing, did not start these ranks, cannot use their device, or was
@@ -99,7 +98,7 @@ def connect(place: Place, device: torch.device, backend: str, limit: timedelta) 
 
 
 def find_place() -> Place:
-    """The place that horovodrun gave this process. Rank 0 opens the store and tells the others."""
+    """Read this rank from horovodrun's environment; rank 0 opens the store and tells the others."""
     hvd = horovod()
     hvd.init()
     rank, size, local_size = hvd.rank(), hvd.size(), hvd.local_size()
@@ -119,7 +118,7 @@ def find_place() -> Place:
 
 
 def _broadcast_text(hvd: ModuleType, text: str) -> str:
-    """Rank 0's text. Horovod's own broadcast of objects would unpickle what arrives."""
+    """Broadcast rank 0's text. Horovod's own broadcast of objects would unpickle received data."""
     data = torch.tensor(list(text.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
     return bytes(hvd.broadcast(data, 0, name="lab.address").tolist()).decode().strip()
 

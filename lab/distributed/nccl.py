@@ -1,4 +1,4 @@
-"""What NCCL is told when it makes a communicator: its algorithm, its protocol, its streams."""
+"""Options of NCCL's communicators: algorithm, protocol, stream priority."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.distributed as dist
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
 PROTOCOLS = ("LL", "LL128", "Simple")
-ON_GPUS = ("Ring", "Tree")  # the others sum in a switch: in no promised order, by Simple alone
+ON_GPUS = ("Ring", "Tree")  # the others sum in a switch, in no fixed order, with Simple only
 
 
 def variables(
     algorithm: str | None, protocol: str | None, deterministic: bool = False
 ) -> dict[str, str]:
-    """NCCL's environment variables for a communicator.
+    """Return NCCL's environment variables for a communicator.
 
     Args:
-        algorithm, protocol: of all-reduce, in any case; None leaves the choice to NCCL.
-        deterministic: sum in an order that is the same in every run.
+        algorithm, protocol: of all-reduce, in upper or lower case; None: NCCL chooses.
+        deterministic: sum in the same order in every run.
 
     Raises:
-        ValueError: NCCL has no such algorithm or protocol, or not the two together.
+        ValueError: NCCL has no such algorithm or protocol, or not this combination.
     """
     found = {}
     if deterministic:
@@ -41,17 +41,17 @@ def variables(
                 f"comm.nccl_algo={algorithm}: sums in a switch, in no order that "
                 f"deterministic=true could promise; allowed are {', '.join(ON_GPUS)}"
             )
-        # Not for all collectives: broadcast has only a ring, and without it fails.
+        # Of all-reduce only: broadcast has only a ring, and fails without it.
         found["NCCL_ALGO"] = f"ring,tree;allreduce:{algorithm}"
     return found
 
 
 @contextmanager
 def told(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while a communicator is made, and then put them back.
+    """Set environment variables while a communicator is made, then restore them.
 
-    NCCL reads them as it makes one, so the next one of this process may have others. It reads those
-    whose names end in ENABLE only once, so all communicators of a process must agree on them.
+    NCCL reads them for each communicator. It reads those that end in ENABLE only once, so all
+    communicators of a process must agree on them.
     """
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -66,11 +66,11 @@ def told(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def options(limit: timedelta) -> dist.ProcessGroupNCCL.Options:
-    """A process group's options.
+    """Return the options of a process group.
 
-    Collectives have streams of high priority: they are short of blocks beside backward's kernels,
-    and every later bucket waits for them. The communicator is there when the call that makes it
-    returns, whatever TORCH_NCCL_USE_COMM_NONBLOCKING says, so `told` holds for it.
+    Collectives run on high-priority streams: they compete with backward's kernels, and every later
+    bucket waits for them. The communicator is made before the call returns, whatever
+    TORCH_NCCL_USE_COMM_NONBLOCKING says, so that it sees the variables of `told`.
     """
     made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     made.config.blocking = 1

@@ -1,4 +1,4 @@
-"""A rank's place among those that were started with it, and where they meet."""
+"""Who this rank is, and the store where all ranks meet."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place among those that were started with it.
+    """One rank among those that were started together.
 
     Attributes:
-        launcher: "torchrun", "horovodrun", "python" (no launcher, one rank), or "env": whoever set
-            RANK and its kin, such as srun in launch/slurm.sbatch.
-        store: key-value store that all of them reach.
+        launcher: "torchrun", "horovodrun", "python" (no launcher, one rank), or "env" (something
+            else set RANK and the like, such as srun in launch/slurm.sbatch).
+        store: key-value store that all ranks reach.
     """
 
     launcher: str

@@ -1,4 +1,4 @@
-"""Replicas: made equal at the start, and found equal at the end."""
+"""Replicas: made equal at the start, compared at the end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class ReplicaMismatch(RuntimeError):
 
 
 def require_like_gpus(who: str, world: World) -> None:
-    """Refuse GPUs of several kinds, whose results may differ in a bit. All ranks call it together.
+    """Refuse GPUs of several kinds, whose results may differ in a bit. A collective call.
 
     Args:
-        who: computes the same on every rank instead of sending it.
+        who: the exchange or sync that computes the same values on every rank instead of sending
+            them.
 
     Raises:
         ValueError: names the kinds, and the ranks that have them.
@@ -38,28 +39,28 @@ def require_like_gpus(who: str, world: World) -> None:
 
 
 def broadcast_state(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's weights and buffers."""
+    """Broadcast rank 0's weights and buffers."""
     for tensor in (*model.parameters(), *model.buffers()):
         world.comm.broadcast(tensor.detach(), 0)
 
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's buffers.
+    """Broadcast rank 0's buffers.
 
-    Running statistics of BatchNorm are local to a rank while it trains; before an evaluation or a
-    checkpoint, rank 0's count for all. Not booked: it is no step's.
+    BatchNorm's running statistics are local to a rank during training; evaluations and checkpoints
+    take rank 0's. This is not step traffic, so it is not counted.
     """
-    booked = replace(world.comm.traffic)
+    before = replace(world.comm.traffic)
     for buffer in model.buffers():
         world.comm.broadcast(buffer, 0)
-    world.comm.traffic = booked
+    world.comm.traffic = before
 
 
 def replica_hash(model: nn.Module, world: World) -> str:
-    """SHA-256 over all weights, if they are the same bits on every rank.
+    """Hash all weights (SHA-256), after checking that every rank has the same bits.
 
     Raises:
-        ReplicaMismatch: names the first parameter that differs and the ranks that do.
+        ReplicaMismatch: names the first parameter that differs, and the ranks.
     """
     names = [name for name, _ in model.named_parameters()]
     digests = [_digest(parameter) for parameter in model.parameters()]

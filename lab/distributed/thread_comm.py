@@ -1,4 +1,4 @@
-"""Comm among threads of one process: every exchange at any number of ranks, without a network."""
+"""Comm among threads of one process: any exchange, any number of ranks, no network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm, Done, Handle, Transfer
 
-TIMEOUT_S = 30.0  # a rank that waits longer for its peers has lost them
+TIMEOUT_S = 30.0  # longest wait for another rank
 
 
 class _Meeting:
-    """What the ranks share: a barrier, a slot each, and a mailbox for each pair."""
+    """Shared state of the ranks: a barrier, a slot each, and a mailbox for each pair."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
@@ -25,7 +25,7 @@ class _Meeting:
 
 
 class Expected(list[tuple[Tensor, queue.SimpleQueue]]):
-    """Tensors to be filled, each with the mailbox that brings its values."""
+    """Receives in flight: each tensor with the mailbox that its values come from."""
 
     def wait(self) -> None:
         for tensor, mailbox in self:
@@ -33,7 +33,7 @@ class Expected(list[tuple[Tensor, queue.SimpleQueue]]):
 
 
 class ThreadComm(Comm):
-    """One rank among `size` threads. Sums are taken in rank order. Made by `run_ranks`."""
+    """One rank among `size` threads, made by `run_ranks`. Sums add in rank order."""
 
     backend = "threads"
 
@@ -75,7 +75,7 @@ class ThreadComm(Comm):
 
 
 def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
-    """Run `rank_main(comm)` as `size` ranks, one thread each; what each returned, in rank order.
+    """Run `rank_main(comm)` as `size` ranks, one thread each; return their results in rank order.
 
     Raises:
         Exception: the first rank's error, once every rank has stopped.

@@ -14,12 +14,12 @@ from lab.distributed import nccl
 from lab.distributed.comm import Collective, Comm, Transfer
 from lab.distributed.rank_info import Place
 
-# torch 2.13 renamed the one that older releases, down to our oldest, know by another name.
+# Renamed in torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Works(list[dist.Work]):
-    """Transfers that were begun together: under NCCL one work for all, under Gloo one each."""
+    """A batch of transfers: one work in all under NCCL, one each under Gloo."""
 
     def wait(self) -> None:
         for work in self:
@@ -27,14 +27,13 @@ class Works(list[dist.Work]):
 
 
 class TorchComm(Comm):
-    """The ranks of a torch process group.
+    """Collectives over the ranks of a torch process group.
 
-    Under NCCL every call returns once the current stream waits for it; under Gloo, once it is
-    complete.
+    Under NCCL a call returns once the current stream waits for it; under Gloo, once it is complete.
 
     Args:
-        second: one more group of the same ranks under Gloo, for all_gather and for what is sent to
-            lower ranks; under NCCL the same as `group`.
+        second: under Gloo another group of the same ranks, for all_gather and for sends to lower
+            ranks; under NCCL the same as `group`.
     """
 
     def __init__(
@@ -72,18 +71,18 @@ class TorchComm(Comm):
             dist.isend(tensor, group=self._connections(self.rank, peer), group_dst=peer)
             for tensor, peer in sends
         ]
-        return Works(filter(None, works))  # None is what ranks outside of the group get
+        return Works(filter(None, works))  # only ranks outside the group get None
 
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
-        """A pair's two directions have a connection each: Gloo locks one as it reads or writes."""
+        """Give each direction its own connection: Gloo locks one while it reads or writes."""
         return self.group if source < to else self._second
 
     def _in_one_group(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer]
     ) -> list[dist.Work]:
-        """Between ncclGroupStart and ncclGroupEnd, where transfers do not wait for each other.
+        """Issue transfers as one NCCL group, within which they do not wait for each other.
 
-        Outside of a group they would: the communicator has one stream for all of them.
+        Outside a group they would: a communicator runs all of them on one stream.
         """
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
@@ -102,17 +101,18 @@ def connect(
     nccl_proto: str | None = None,
     deterministic: bool = False,
 ) -> TorchComm:
-    """Join the process group of all ranks, or make one more of them.
+    """Join the process group of all ranks, or make another one of the same ranks.
 
     Args:
         backend: "auto" (NCCL on GPUs, Gloo otherwise), "gloo" or "nccl".
-        limit: a collective that takes longer fails.
-        nccl_algo, nccl_proto: of NCCL's all-reduce, see lab.distributed.nccl.
+        limit: timeout of a collective.
+        nccl_algo, nccl_proto: algorithm and protocol of NCCL's all-reduce, see
+            lab.distributed.nccl.
         deterministic: NCCL sums in the same order in every run.
 
     Raises:
-        ValueError: a backend that the device cannot use, settings of NCCL without NCCL, or ones
-            that it does not know.
+        ValueError: the backend cannot use the device, or NCCL is not used or does not know the
+            algorithm or protocol.
     """
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -142,7 +142,7 @@ def _group(
     options: Any = None,
     device: torch.device | None = None,
 ) -> dist.ProcessGroup:
-    """The group of all ranks, or another one where they have met already."""
+    """Return the first process group of all ranks, or another one if they have joined before."""
     common: dict[str, Any] = {"timeout": limit, "pg_options": options, "device_id": device}
     if dist.is_initialized():
         group = dist.new_group(backend=backend, **common)
@@ -156,5 +156,5 @@ def _group(
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # which only ranks outside of the group get
+    assert work is not None  # only ranks outside the group get None
     return work

@@ -1,8 +1,8 @@
-"""A thread beside each rank's training that nothing in training can block.
+"""Watchdog: a thread of each rank that nothing in training can block.
 
-It ends a run whose exchange hangs, spreads one rank's failure to the others, and lets all ranks
-agree at which step to stop after a signal. It costs the training loop one lock per step: ranks
-meet in the launcher's key-value store, never in a collective.
+It ends a run whose exchange hangs, tells the other ranks when one fails, and lets all ranks agree
+at which step to stop after a signal. It costs the training loop one lock per step: ranks
+communicate through the launcher's key-value store, never by a collective.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch.distributed as dist
 from lab.distributed.worker import Worker
 
 POLL_S = 0.2
-GRACE_S = 1.0  # what training has to notice the failure of another rank by itself
-STUCK_S = 20.0  # an exchange that lasts longer after a signal will not end by itself
+GRACE_S = 1.0  # for training to notice another rank's failure by itself
+STUCK_S = 20.0  # after a signal, an exchange that takes longer hangs
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by SIGUSR1
-AGREE_S = 20.0  # what the ranks have to agree on where to stop
+AGREE_S = 20.0  # for the ranks to agree at which step to stop
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Failure:
 
 
 class Watch:
-    """One rank's watch. `close` it before leaving the process group.
+    """One rank's watchdog. Call `close` before leaving the process group.
 
     Args:
-        store: shared by all ranks.
-        rank, size: this rank among them.
-        device: of this rank, whose exchanges the watch asks how far they are.
-        timeout_s: an exchange under way for longer has failed.
-        on_fatal: called on the watch's thread with the failure when training is beyond help; it
-            records what it can and ends the process.
+        store: key-value store of all ranks.
+        rank, size: this rank, and the number of ranks.
+        device: device of this rank, on which exchanges may run.
+        timeout_s: longest time that an exchange may take.
+        on_fatal: called on the watchdog's thread when training cannot go on; writes the record and
+            ends the process.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watch:
         on_fatal: Callable[[Failure], None],
     ) -> None:
         self._main_store = store
-        # A client is not to be shared between threads. (torch has clone, its stubs do not.)
+        # A store's client must not be shared between threads. (torch's stubs lack clone.)
         self._store: dist.PrefixStore = store.clone()  # type: ignore[attr-defined]
         self._rank, self._size, self._device = rank, size, device
         self._timeout_s = timeout_s
@@ -76,7 +76,7 @@ class Watch:
         self._thread.start()
 
     def listen_to_signals(self) -> None:
-        """Take a signal as a wish to stop at a step's end; a second SIGINT insists."""
+        """Let a signal stop training at the end of a step; a second SIGINT stops it at once."""
         interrupts = 0
 
         def on_signal(number: int, _frame: object) -> None:
@@ -85,20 +85,20 @@ class Watch:
             if interrupts > 1:
                 raise KeyboardInterrupt
 
-        # A handler waits until Python code runs on the main thread, which may hang in a library.
-        # The wake-up pipe does not: the watch's own thread reads which signals have come.
+        # A handler runs only when the main thread runs Python code, and that may hang in a library.
+        # So the watchdog's thread reads signals from the wake-up pipe.
         self._signals, write_end = os.pipe()
         os.set_blocking(self._signals, False)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:  # last: from here on a signal does nothing but fill the pipe
+        for number in STOP_SIGNALS:  # last: from now on a signal only fills the pipe
             signal.signal(number, on_signal)
 
     def begin_step(self) -> bool:
-        """Whether to run another step. After a signal all ranks say no at the same step.
+        """Return whether to run another step; after a signal, all ranks stop at the same step.
 
-        Ranks may be anywhere when the signal comes. So each posts how many steps it had begun, and
-        all stop after the largest of these: a step that one has begun needs all to finish.
+        Ranks may be at different steps when the signal comes. Each posts the number of steps it
+        has begun, and all stop after the largest: a step that one rank began needs all ranks.
         """
         with self._lock:
             if not self._stopping:
@@ -110,9 +110,9 @@ class Watch:
         return False
 
     def publish(self, failure: Failure) -> Failure:
-        """Tell all ranks why this one fails; the failure that was published first, maybe theirs.
+        """Tell all ranks why this one fails; return the first failure that any rank published.
 
-        Where the store has died with its owner, this rank's own has to do.
+        If the store has died with its owner, return this rank's own.
         """
         try:
             return _publish(self._main_store, failure)
@@ -138,7 +138,7 @@ class Watch:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts on GPU 0, and would occupy it
+            torch.cuda.set_device(self._device)  # a new thread is on GPU 0 and would allocate there
         failed_at: float | None = None
         while not self._closed.wait(POLL_S):
             try:
@@ -148,7 +148,7 @@ class Watch:
                 failure = _read_failure(self._store)
             except dist.DistError as error:
                 failure = Failure("failed", f"rank {self._rank} lost the launcher: {_first(error)}")
-            except RuntimeError as error:  # of the device, asked how far it is
+            except RuntimeError as error:  # of the device, when its events are queried
                 failure = Failure("failed", f"rank {self._rank}: {_first(error)}")
             if failure is not None:
                 failed_at = failed_at or time.monotonic()

@@ -1,4 +1,4 @@
-"""Where exchanges run: in line, between other work, on a thread, or on a side stream.
+"""Workers run exchanges: in line, interleaved with backward, on a thread, or on a side stream.
 
 Always first in, first out.
 """
@@ -17,7 +17,9 @@ import torch
 
 from lab.distributed.comm import Collective
 
-Job = Callable[[], Iterator[Collective]]  # yields what it has begun, to go on when that is done
+Job = Callable[
+    [], Iterator[Collective]
+]  # yields what it begins; resumed when complete
 Event = torch.cuda.Event | torch.Event
 
 
@@ -26,20 +28,20 @@ class Worker(ABC):
 
     @abstractmethod
     def submit(self, label: str, job: Job) -> None:
-        """Run `job` after all jobs submitted before it. `label` says what it is, for people."""
+        """Run `job` after all jobs submitted before it. `label` names it in messages."""
 
     @abstractmethod
     def oldest(self) -> tuple[str, float] | None:
-        """The job under way: its label, and for how many seconds. May be asked from any thread."""
+        """Return the job in flight and its seconds so far. Any thread may call this."""
 
     def advance(self) -> None:
-        """Go on with what need not wait. Called often, by the thread that submits."""
+        """Advance jobs as far as they need not wait. Called often, by the submitting thread."""
 
     def wait(self) -> None:
-        """Return when the caller may use what the jobs produced; raise the first job's error."""
+        """Block until the jobs' results may be used; raise the first job's error."""
 
     def close(self) -> None:
-        """Give back what the worker holds."""
+        """Release threads and streams."""
 
 
 class InlineWorker(Worker):
@@ -61,11 +63,11 @@ class InlineWorker(Worker):
 
 @dataclass
 class _UnderWay:
-    """A job that has begun a collective.
+    """A job that waits for a collective.
 
     Attributes:
         waits_for: that collective.
-        number: of all waits of this worker, in the order in which they began.
+        number: position of this wait among all of the worker.
     """
 
     label: str
@@ -75,19 +77,19 @@ class _UnderWay:
 
 
 class TurnsWorker(Worker):
-    """Runs jobs in turns on the thread that submits them, while a library's threads communicate.
+    """Interleaves jobs with backward on one thread, while a library's threads communicate.
 
-    A job goes on at the next call once what it waits for is done. No job overtakes an earlier one,
-    so ranks begin the same stage of all jobs in the same order, whatever their timing. A thread of
-    ours would have to be woken for each stage, and would compete with backward for the processor.
+    A job resumes at the next call after its collective is complete. No job overtakes an earlier
+    one, so all ranks begin the stages of all jobs in the same order, whatever their timing. A
+    thread would have to be woken for each stage, and would compete with backward for a core.
     """
 
     def __init__(self) -> None:
         self._under_way: deque[_UnderWay] = deque()
         self._inline = InlineWorker()
         self._count = 0
-        # By number: a collective that is kept keeps its tensor.
-        self._head: tuple[int, float] = 0, 0.0  # the first wait under way, and since when it is
+        # Keeps a number, since keeping the collective would keep its tensor.
+        self._head: tuple[int, float] = 0, 0.0  # the oldest wait, and since when
 
     def submit(self, label: str, job: Job) -> None:
         self.advance()
@@ -133,8 +135,8 @@ class TurnsWorker(Worker):
 class ThreadWorker(Worker):
     """Runs jobs on one thread, for libraries that block the host (Gloo, Horovod).
 
-    After an error the jobs behind it are dropped, and `wait` raises it. With CUDA tensors each job
-    first waits for what was queued on the submitting stream, and ends when the device has.
+    After an error later jobs are dropped, and `wait` raises it. With CUDA tensors a job first
+    synchronises with the submitting stream, and ends when the device has finished.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -194,15 +196,15 @@ def _after(ready: Event, job: Job) -> Job:
 class StreamWorker(Worker):
     """Queues jobs on a side CUDA stream, for NCCL: nothing blocks the host.
 
-    The stream has high priority: a codec's kernel is short, and later buckets wait for it, so it
-    takes the next free blocks before backward's kernels do.
+    The stream has high priority: a codec's kernels are short and later buckets wait for them, so
+    they should run before backward's kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._queued: deque[tuple[str, Event]] = deque()
-        self._head_since = 0.0  # the host may queue a job long before its turn comes
+        self._head_since = 0.0  # the host may queue a job long before it runs
 
     def submit(self, label: str, job: Job) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -226,12 +228,13 @@ class StreamWorker(Worker):
 
 
 def make_worker(overlap: bool, device: torch.device, backend: str, asynchronous: bool) -> Worker:
-    """The worker that lets exchanges over `backend` overlap backward, or the one that does not.
+    """Choose the worker for `backend`, with or without overlap.
 
-    NCCL never blocks the host, so it always has the stream: only the moment of submission differs.
+    NCCL never blocks the host, so it always takes the stream: without overlap jobs are submitted
+    later.
 
     Args:
-        asynchronous: jobs leave all waiting to the worker.
+        asynchronous: jobs yield their collectives and never block.
     """
     if backend == "nccl":
         return StreamWorker(device)

@@ -1,4 +1,4 @@
-"""The ranks of one run: how they find each other, their device, and a control plane."""
+"""The ranks of one run: rendezvous, devices and a control plane."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lab.distributed.gpus import pick_device
 from lab.distributed.rank_info import Place
 from lab.distributed.torch_comm import all_gather_flat
 
-NUM_BARRIERS = 9  # at which clocks are compared; the median counts
+NUM_BARRIERS = 9  # to compare clocks; the median counts
 
-_counted = False  # whether this process has said in the store that it is there
+_counted = False  # whether this process has registered in the store
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class World:
     """One rank's view of the run.
 
     Attributes:
-        store: key-value store of all ranks, by which a failing one can still say why. It lives in
-            the launcher, or else in rank 0.
-        comm: what exchanges use.
-        control: a Gloo group for small messages that no measurement sees.
-        num_hosts: on which the ranks are.
+        store: key-value store of all ranks, which works even when a rank fails. It lives in the
+            launcher, or else in rank 0.
+        comm: collectives of the exchanges.
+        control: a Gloo group for small messages outside measurements.
+        num_hosts: number of hosts that the ranks run on.
     """
 
     place: Place
@@ -51,7 +51,7 @@ class World:
         return self.place.size
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's `text`, on every rank."""
+        """Return rank 0's `text` on every rank."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         length = torch.tensor([len(data)])
         dist.broadcast(length, 0, group=self.control)
@@ -61,14 +61,14 @@ class World:
         return bytes(data.tolist()).decode()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's `values` [...], the same shape on all: [size, ...] on every rank's host."""
+        """Gather every rank's `values` [...], of one shape, into [size, ...] in host memory."""
         values = values.cpu().contiguous()
         out = torch.empty(self.size * values.numel(), dtype=values.dtype)
         all_gather_flat(out, values.view(-1), group=self.control)
         return out.view(self.size, *values.shape)
 
     def gather_text(self, text: str) -> list[str]:
-        """Every rank's `text`, on every rank."""
+        """Return every rank's `text` on every rank."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = self.gather(torch.tensor(len(data))).tolist()
         padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
@@ -76,9 +76,10 @@ class World:
         return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
     def clock_ahead_s(self) -> float:
-        """How far this rank's `perf_counter` is ahead of rank 0's, which only another host's is.
+        """Return this rank's clock offset: seconds that `perf_counter` is ahead of rank 0's.
 
-        Told by when ranks leave the same barrier, so to about the latency of a message.
+        Clocks are compared when ranks leave a barrier, so the error is about a message's latency.
+        Ranks of one host share a clock: 0.
         """
         if self.num_hosts == 1:
             return 0.0
@@ -90,7 +91,7 @@ class World:
         return float((of_all[self.rank] - of_all[0]).median())
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks."""
         dist.barrier(group=self.control)
 
 
@@ -104,23 +105,23 @@ def start(
     """Join the ranks that were started with this one, or be the only one.
 
     Args:
-        connect: makes the Comm, as lab.distributed.torch_comm.connect does.
+        connect: makes the Comm, such as lab.distributed.torch_comm.connect.
         device: "auto" (GPUs where there are any), "cpu" or "cuda".
         backend: "auto", or one that `connect` knows.
-        timeout_s: a collective that takes longer fails. The watch, which can name what hangs,
-            has the same limit; the library's comes a little later.
+        timeout_s: longest time of a collective. The watchdog, which can name the one that hangs,
+            has this limit; the library's is a little longer.
         share_gpus: allow several ranks on one GPU.
 
     Raises:
-        ValueError: more ranks than GPUs on this host, GPUs that this torch cannot use, or a backend
-            that the device cannot.
+        ValueError: more ranks than GPUs on this host, GPUs that this torch cannot use, or a
+            backend that cannot use the device.
     """
     place = _find_place()
     where = pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
     limit = timedelta(seconds=timeout_s + 10)
     if place.local_size == place.size and sys.platform == "linux":
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")  # no other host has any business here
+            os.environ.setdefault(variable, "lo")  # ranks of one host need no other interface
     comm = connect(place, where, backend, limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(control, dist.ProcessGroup)
@@ -131,7 +132,7 @@ def start(
 
 
 def _find_place() -> Place:
-    """This process's place, from what its launcher put into the environment."""
+    """Find this rank in the variables that its launcher set."""
     if "HOROVOD_RANK" in os.environ:
         from lab.distributed.horovod_comm import find_place
 
@@ -146,14 +147,15 @@ def _find_place() -> Place:
 
 
 def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:
-    """torchrun's store may live on when ranks are started again, with what earlier ones left.
+    """Separate this start's keys from those of an earlier start in the same store.
 
-    A process may join more than once, but belongs to one start.
+    torchrun's store may outlive its ranks. A process may join more than once, but belongs to one
+    start.
 
     Raises:
-        ValueError: it has, and the ranks have no other way to tell which start this is.
+        ValueError: the store was used before, and the ranks cannot tell which start this is.
     """
-    if local_size == size:  # one agent, whose count of its restarts all ranks share
+    if local_size == size:  # one agent: all ranks see its count of restarts
         return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     global _counted
     was_counted, _counted = _counted, True
@@ -166,13 +168,13 @@ def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:
 
 
 def stop() -> None:
-    """Leave the process groups, if this process has joined any."""
+    """Leave all process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def end_process(code: int) -> NoReturn:
-    """Leave at once, even if threads of this process wait for ranks that will never answer."""
+    """Exit at once, even if threads wait for ranks that will never answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
