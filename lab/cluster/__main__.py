@@ -25,10 +25,10 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command.
+    """Run one subcommand.
 
     Returns:
-        What h0's torchrun returned, or for check 1 where a link is off; 2 for a wrong setting.
+        The exit code of h0's torchrun; for check, 1 if a link is off; 2 for a wrong setting.
     """
     if {"-h", "--help"} & set(arguments[: _end(arguments)]):
         settings = (conf_dir() / "cluster" / "emulated.yaml").read_text().splitlines()[2:]
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _read(arguments: list[str]) -> tuple[Cluster, list[str]]:
-    """The cluster that a command line asks for, and what to do on it."""
+    """Parse a command line into a cluster and the task to run on it."""
     task, *settings = arguments[: _end(arguments)] or [""]
     rest = arguments[_end(arguments) + 1 :]
     if task not in ("run", "check"):

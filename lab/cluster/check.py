@@ -1,4 +1,4 @@
-"""What the links of a cluster really give, beside what was asked for."""
+"""Check of a cluster: measured rates of its links against those asked for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lab.cluster.network import SWITCH, address, on_host
 from lab.cluster.settings import Cluster, bits_per_s
 
 TOLERANCE = 0.07
-SLACK_S = 0.001  # of a delay: what the machine itself takes
+SLACK_S = 0.001  # the machine's own part of a delay
 TRIES = 3  # a busy machine may slow a link down
 
 
 @dataclass
 class Endpoint:
-    """The process of lab.cluster.endpoint on one host."""
+    """A process of lab.cluster.endpoint on one host."""
 
     host: int
 
@@ -43,10 +43,10 @@ class Endpoint:
 
 
 def check(cluster: Cluster) -> int:
-    """Measure every link by itself, between its host and the switch; print a table.
+    """Measure each link alone, between its host and the switch; print a table.
 
     Returns:
-        0; 1 if any is further than TOLERANCE from what was asked for.
+        0; 1 if any link is further than TOLERANCE from what was asked for.
     """
     hosts = [Endpoint(host) for host in range(cluster.num_hosts)]
     print(f"{'host':<6}{'asked':>12}{'up Mb/s':>12}{'down Mb/s':>12}{'to h0 ms':>12}  verdict")
@@ -67,7 +67,7 @@ def check(cluster: Cluster) -> int:
 
 
 def _measured(rate: str | None, measure: Callable[[], float]) -> float:
-    """Bits per second; again, where a busy machine may have been what was slow."""
+    """Measure bits per second; repeat if a busy machine may have slowed the link."""
     found = 0.0
     for _ in range(TRIES):
         found = max(found, measure())

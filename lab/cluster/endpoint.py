@@ -1,6 +1,6 @@
 """One end of a measured connection, on a host of a cluster: python endpoint.py, or its functions.
 
-Its standard input says what to do, a line at a time; its standard output answers with a number.
+It reads tasks from standard input, one per line, and answers each with a number.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 import time
 
 PORT = 29500
-SKIPPED_S, COUNTED_S = 0.2, 1.0  # of a stream: until TCP is at full speed, and after
+SKIPPED_S, COUNTED_S = 0.2, 1.0  # TCP needs the first to reach full speed; the second is measured
 NUM_PINGS = 200
 
 
 def receive(listener: socket.socket) -> float:
-    """Bits per second of TCP's payload that the next connection brings."""
+    """Accept a connection and return the bits per second of TCP payload that it brings."""
     connection, _ = listener.accept()
     with connection:
         connection.recv(1)
@@ -24,7 +24,7 @@ def receive(listener: socket.socket) -> float:
 
 
 def send(address: str) -> None:
-    """Send to `address` until it has had enough."""
+    """Send to `address` until it closes the connection."""
     with socket.create_connection((address, PORT)) as connection:
         data = bytes(1 << 20)
         try:
@@ -35,7 +35,7 @@ def send(address: str) -> None:
 
 
 def echo(listener: socket.socket) -> None:
-    """Send back what the next connection brings, until it ends."""
+    """Accept a connection and echo it until it ends."""
     connection, _ = listener.accept()
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -44,7 +44,7 @@ def echo(listener: socket.socket) -> None:
 
 
 def ping(address: str) -> float:
-    """Median seconds of a byte's way to `address`: half of there and back."""
+    """Return the median seconds of one byte to `address`: half of a round trip."""
     with socket.create_connection((address, PORT)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         times = []
@@ -66,7 +66,7 @@ def _rate(connection: socket.socket, seconds: float) -> float:
 
 
 def serve() -> None:
-    """Do as the lines of the standard input say."""
+    """Run the tasks on standard input."""
     with socket.create_server(("", PORT)) as listener:
         print("ready", flush=True)
         for line in sys.stdin:

@@ -12,27 +12,27 @@ from pathlib import Path
 
 from lab.cluster.settings import Change, Cluster, bits_per_s
 
-BURST_S = 0.001  # of a link's rate: what a timer that fires late must not lose
+BURST_S = 0.001  # of a link's rate, so that late timers lose nothing
 LEAST_BURST_BYTES = 16_384
 SWITCH = "10.77.0.1"
 SUBNET = "10.77.0.0/24"
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-QUEUE = "50ms"  # what waits for a link at most; the rest is dropped, as a switch does
+QUEUE = "50ms"  # longest queue of a link; a switch drops the rest
 
 
 def address(host: int) -> str:
-    """Of a host's eth0. As texts they sort like the hosts, which is how torchrun ranks them."""
+    """Return the address of a host's eth0. They sort as text like hosts: torchrun ranks by it."""
     return f"10.77.0.{101 + host}"
 
 
 def on_host(host: int, *command: str) -> list[str]:
-    """`command`, run on a host."""
+    """Prefix `command` so that it runs on a host."""
     return ["ip", "netns", "exec", f"h{host}", *command]
 
 
 def build(cluster: Cluster) -> Iterator[list[str]]:
-    """What makes the network, in a network and a mount namespace of its own."""
+    """List the commands that make the network, in a network and a mount namespace of its own."""
     yield ["mount", "-t", "tmpfs", "run", "/run"]  # where ip keeps namespaces, and users may not
     yield ["mkdir", "/run/netns"]
     yield ["ip", "link", "set", "lo", "up"]
@@ -55,11 +55,11 @@ def build(cluster: Cluster) -> Iterator[list[str]]:
 
 
 def govern_tcp(host: int) -> Iterator[list[str]]:
-    """Let TCP fill links as on most clusters, whatever this machine does in its own network.
+    """Set TCP so that it fills links as on most clusters, whatever this machine's own settings.
 
-    A connection starts each transfer at the pace of the one before, however long it was idle. CUBIC
-    is Linux's default; BBR, which some machines have, estimates rates anew in every pause between
-    exchanges, and leaves 3 to 20 % of a link unused. A route may choose it in any namespace.
+    An idle connection keeps its window. CUBIC is Linux's default; BBR, which some machines use,
+    estimates the rate anew after each pause between exchanges, and leaves 3 to 20 % of a link
+    unused. A route may choose CUBIC in any namespace.
     """
     yield on_host(host, "sh", "-c", f"echo 0 > {SLOW_START}")
     if "cubic" in AVAILABLE.read_text().split():
@@ -68,7 +68,7 @@ def govern_tcp(host: int) -> Iterator[list[str]]:
 
 
 def limit(host: int, rate: str) -> Iterator[list[str]]:
-    """Give a host's link a rate: what it sends, at its end, and what it receives, at the switch's.
+    """Limit a host's link in both directions: at the host's end and at the switch's.
 
     tbf counts bytes of Ethernet frames. TCP hands it up to 64 KB at a time, which it cuts into
     frames where the burst is smaller.
@@ -80,14 +80,14 @@ def limit(host: int, rate: str) -> Iterator[list[str]]:
 
 
 def impair(cluster: Cluster, host: int) -> list[str]:
-    """Delay, and lose, what a host sends: once on the way to any other."""
+    """Delay and drop packets that a host sends: once on the way to any other host."""
     netem = ["netem", "delay", f"{cluster.delay_ms:g}ms", "loss", f"{cluster.loss_percent:g}%"]
     where = ["parent", "1:"] if cluster.rates[host] else ["root"]
     return ["tc", "-n", f"h{host}", "qdisc", "add", "dev", "eth0", *where, *netem]
 
 
 def change(what: Change) -> Iterator[list[str]]:
-    """What changes a host's link while it is in use."""
+    """List the commands that change a host's link while it is in use."""
     if what.sets_rate:
         yield from limit(what.host, what.to)
     else:
@@ -95,7 +95,7 @@ def change(what: Change) -> Iterator[list[str]]:
 
 
 def name_hosts(cluster: Cluster) -> None:
-    """Let addresses have names in here, for which torchrun's store asks, in IPv6's form too."""
+    """Give addresses names, which torchrun's store resolves, in IPv6's form too."""
     lines = [Path("/etc/hosts").read_text()]
     for host in range(cluster.num_hosts):
         lines += [f"{address(host)} h{host}", f"::ffff:{address(host)} h{host}"]
@@ -105,10 +105,10 @@ def name_hosts(cluster: Cluster) -> None:
 
 
 def execute(commands: Iterator[list[str]]) -> None:
-    """Run them one after the other.
+    """Run commands one after the other.
 
     Raises:
-        subprocess.CalledProcessError: one failed; it has said why.
+        subprocess.CalledProcessError: a command failed; it printed why.
     """
     for command in commands:
         subprocess.run(command, check=True)

@@ -1,8 +1,8 @@
 """Namespaces in which a cluster lives and dies.
 
-When the process that made a sandbox ends, in whatever way, the kernel closes its end of a pipe. The
-first process inside ends then, at the latest as soon as it has started, and with it, by the kernel,
-all others, their mounts, namespaces and interfaces.
+When the process that made a sandbox ends, for whatever reason, the kernel closes its end of a pipe.
+Then the first process inside ends (if it is still starting, as soon as it has started), and the
+kernel removes all other processes, mounts, namespaces and interfaces with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROBE_NETEM = "tc qdisc add dev lo root netem delay 1ms"
 
 
 def find(cluster: Cluster) -> list[str]:
-    """What a command is put behind to run in a sandbox: as root, or as a user who plays root.
+    """Return the command prefix that makes a sandbox: as root, or in a user namespace.
 
     Raises:
         ConfigError: neither is allowed here, or the kernel lacks what the cluster needs.
@@ -47,10 +47,10 @@ def find(cluster: Cluster) -> list[str]:
 
 
 def run(cluster: Cluster, task: list[str]) -> int:
-    """Run a task of lab.cluster.supervisor on a new cluster; its exit code.
+    """Run a task of lab.cluster.supervisor on a new cluster; return its exit code.
 
-    Signals reach it, however early they come: blocked here and, by inheritance, there, they wait
-    until it takes them.
+    Early signals reach it too: they are blocked here and, by inheritance, there, until it takes
+    them.
 
     Raises:
         ConfigError: see `find`.
@@ -70,12 +70,12 @@ def run(cluster: Cluster, task: list[str]) -> int:
 
 
 def exit_code(returncode: int) -> int:
-    """A process's, as shells have it: 128 + n after signal n."""
+    """Return a process's exit code as shells do: 128 + n after signal n."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def _problem(command: list[str]) -> str:
-    """Why a command fails, in a line; empty if it does not."""
+    """Return one line that says why a command fails; empty if it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

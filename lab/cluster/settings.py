@@ -1,4 +1,4 @@
-"""What an emulated cluster is to be, checked before anything starts. Nothing here imports torch."""
+"""Settings of an emulated cluster, checked before anything starts. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lab.distributed.launcher import was_launched
 from lab.settings.config import ConfigError, build
 
-EMULATION = "LAB_EMULATION"  # tells ranks, and their records, on what they run
+EMULATION = "LAB_EMULATION"  # tells ranks what they run on, for their records
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 MOST_HOSTS = 150  # addresses 10.77.0.101 and up
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
@@ -22,11 +22,11 @@ CHANGE = re.compile(r"(\d+(?:\.\d+)?)s (h\d+) (\S+)")
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to one host's link while the hosts run.
+    """A change of one host's link during the run.
 
     Attributes:
-        after_s: seconds since they were started.
-        to: "down", "up" (again, as it was), or a rate.
+        after_s: seconds since the hosts started.
+        to: "down", "up" (as before), or a rate.
     """
 
     after_s: float
@@ -43,10 +43,10 @@ class Cluster:
     """An emulated cluster.
 
     Attributes:
-        rates: of each host's link, in both directions, as tc writes them; None: unlimited.
+        rates: rate of each host's link, in both directions, as tc writes it; None: unlimited.
         delay_ms: one way, from any host to any other.
-        loss_percent: of packets, one way.
-        slow_host: the straggler, if any, whose ranks run 1/slow_factor of the time.
+        loss_percent: share of packets lost, one way.
+        slow_host: a straggler, whose ranks run 1/slow_factor of the time; None: no host.
     """
 
     ranks_per_host: int
@@ -79,7 +79,7 @@ class Cluster:
         return cls(**fields | {"rates": tuple(fields["rates"]), "changes": changes})
 
     def settings(self) -> list[str]:
-        """The settings of `python -m lab.cluster` that make it."""
+        """Return the settings of `python -m lab.cluster` that make this cluster."""
         changes = [f"{change.after_s:g}s h{change.host} {change.to}" for change in self.changes]
         return [
             f"hosts={self.num_hosts}",
@@ -93,7 +93,7 @@ class Cluster:
         ]
 
     def describe(self) -> str:
-        """What a record says of it."""
+        """Describe the cluster for a record."""
         plural = "s" if self.num_hosts > 1 else ""
         rates = list(self.rates) if len(set(self.rates)) > 1 else [self.rates[0]]
         links = ", ".join(rate or "no limit" for rate in rates)
@@ -110,14 +110,14 @@ class Cluster:
 
 
 def cluster_of(config: DictConfig, world_size: int | None = None) -> Cluster | None:
-    """The cluster that a run's settings ask for; None: the network that is there.
+    """Return the cluster that a run's settings ask for; None: the machine's own network.
 
     Args:
-        world_size: ranks of the run; None: as many as the hosts have.
+        world_size: number of ranks; None: as many as the hosts have.
 
     Raises:
-        ConfigError: a wrong setting, or hosts that do not fit the number of ranks; or a launcher
-            has started this rank on the network that is there.
+        ConfigError: a wrong setting; hosts that do not fit the number of ranks; or a launcher
+            started this rank on the machine's own network.
     """
     if "_target_" not in config.cluster:
         return None
@@ -143,10 +143,10 @@ def emulated(
     changes: Sequence[str],
     world_size: int | None = None,
 ) -> Cluster:
-    """conf/cluster/emulated.yaml as a Cluster.
+    """Build a Cluster from conf/cluster/emulated.yaml.
 
     Raises:
-        ValueError: one of them is wrong; names it, its value and what is allowed.
+        ValueError: names the wrong setting, its value and what is allowed.
     """
     _whole("ranks_per_host", ranks_per_host)
     num_hosts = _number_of_hosts(hosts, ranks_per_host, world_size)
@@ -177,7 +177,7 @@ def emulated(
 
 
 def bits_per_s(rate: str) -> float:
-    """`100mbit` in bits per second; units are powers of 1000, as tc has them."""
+    """Parse `100mbit` into bits per second; units are powers of 1000, as in tc."""
     match = RATE.fullmatch(rate)
     assert match, rate
     return float(match[1]) * UNITS[match[2]]

@@ -1,6 +1,6 @@
-"""A host that is slower than the others: its ranks are halted for a part of every few milliseconds.
+"""A straggler: a host whose ranks are halted for a part of every few milliseconds.
 
-What they wait for goes on meanwhile: timers, and what the kernel holds of their connections.
+Timers and the kernel's side of their connections go on meanwhile.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-RUN_S = 0.01  # between two halts: short beside a step, long beside what a halt costs
+RUN_S = 0.01  # between two halts: shorter than a step, longer than a halt's cost
 
 
 def slow_down(launcher: subprocess.Popen[str], factor: float) -> None:
-    """Let what `launcher` has started run for 1/factor of the time, until it ends."""
+    """Let the processes of `launcher` run for 1/factor of the time, until it ends."""
     while launcher.poll() is None:
         began = time.monotonic()
         time.sleep(RUN_S)
@@ -29,8 +29,8 @@ def slow_down(launcher: subprocess.Popen[str], factor: float) -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Processes that a process's main thread has started, theirs, and so on."""
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    """Return all descendants of a process (children of main threads)."""
+    with contextlib.suppress(OSError):  # it has ended
         for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
             yield child
             yield from descendants(child)

@@ -22,12 +22,12 @@ from lab.cluster.settings import EMULATION, Change, Cluster
 from lab.cluster.straggler import slow_down
 from lab.model.profile import SLOW_FACTOR
 
-PORT = 29400  # of the rendezvous on h0, in a network where nothing else is
-GRACE_S = 30.0  # what the other hosts have once h0, and with it rank 0, has ended
+PORT = 29400  # of the rendezvous on h0; nothing else uses this network
+GRACE_S = 30.0  # for the other hosts to end after h0, which has rank 0
 
 
 def main(arguments: list[str]) -> int:
-    """Run one task; the exit code is that of h0's torchrun, or the check's verdict."""
+    """Run one task; return the exit code of h0's torchrun, or the check's verdict."""
     threading.Thread(target=end_with_owner, daemon=True).start()
     cluster = Cluster.from_json(arguments[0])
     execute(build(cluster))
@@ -43,17 +43,17 @@ def main(arguments: list[str]) -> int:
 
 
 def end_with_owner() -> None:
-    """End once the other end of stdin, which is a pipe, has closed: nothing is ever written to it.
+    """End the process once the owner closes its end of stdin, a pipe without data.
 
-    A signal on the owner's death (PR_SET_PDEATHSIG) would be lost if it died before that was set.
+    PR_SET_PDEATHSIG would miss an owner that dies before it is set.
     """
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 
 def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]:
-    """A torchrun on each host. h0's output is this process's; the others' has their name on it."""
-    job = uuid.uuid4().hex  # each start is one of its own, as under torchrun --standalone
+    """Start a torchrun on each host. The output of hosts but h0 is prefixed with their names."""
+    job = uuid.uuid4().hex  # each start is a job of its own, as under torchrun --standalone
     hosts = [
         subprocess.Popen(
             on_host(host, *_torchrun(cluster, host, job), *arguments),
@@ -75,7 +75,7 @@ def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]
 
 
 def wait(hosts: list[subprocess.Popen[str]], changes: list[Change]) -> None:
-    """Until h0 has ended, and the others or their time; meanwhile links change, signals pass on."""
+    """Wait for h0, then the others up to GRACE_S; change links and forward signals meanwhile."""
     began = time.monotonic()
     deadline = float("inf")
     while any(host.poll() is None for host in hosts):
@@ -105,7 +105,7 @@ def _torchrun(cluster: Cluster, host: int, job: str) -> list[str]:
 
 
 def _environment(cluster: Cluster, host: int) -> dict[str, str]:
-    """Of a host. NCCL would go around the links where it found two ranks on one machine."""
+    """Return a host's environment. Without NCCL_HOSTID NCCL would bypass the shaped links."""
     network = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     nccl = {"NCCL_HOSTID": f"h{host}", "NCCL_IB_DISABLE": "1"}
     start = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", EMULATION: cluster.describe()}

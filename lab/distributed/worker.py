@@ -17,9 +17,7 @@ import torch
 
 from lab.distributed.comm import Collective
 
-Job = Callable[
-    [], Iterator[Collective]
-]  # yields what it begins; resumed when complete
+Job = Callable[[], Iterator[Collective]]  # yields what it begins; resumed when complete
 Event = torch.cuda.Event | torch.Event
 
 

@@ -1,4 +1,4 @@
-"""Times of steps and of their phases, on the host or on the GPU."""
+"""Clock: times of steps and of their phases, on the host or on the GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from lab.measure.spans import Span
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
-ROWS = {"exchange": "wait", "update": "optimizer"}  # of a timeline, whose exchanges are their own
-KEPT_STEPS = 5  # the last ones, of which a timeline is made
+ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
+KEPT_STEPS = 5  # for the timeline
 
 Mark = float | torch.cuda.Event
 Stage = TypeVar("Stage")
@@ -28,9 +28,9 @@ class _Step:
     """Marks of one step.
 
     Attributes:
-        after: the end of the step before; None where steps paused in between.
-        end: once it has ended.
-        exchanges: row of a timeline, name, begin and end.
+        after: end of the previous step; None after a pause.
+        end: end of this step; None until then.
+        exchanges: track, name, begin and end of each span.
     """
 
     after: Mark | None
@@ -43,10 +43,10 @@ class _Step:
 class Clock:
     """Marks moments during training and turns them into seconds afterwards.
 
-    On a GPU a mark is an event in the current stream: setting it does not make the host wait, so
-    that steps are timed by the device's own clock. Phases are marked only for a breakdown; a
-    throughput run marks nothing but the ends of steps. Marks become seconds as soon as the device
-    has passed them, but those of the last steps, so a long run keeps few of them.
+    On a GPU a mark is an event in the current stream: it does not block the host, and the device's
+    own clock times the step. Only a breakdown marks phases; a throughput run marks only the ends of
+    steps. Marks become seconds once the device has passed them, so that a long run keeps few; the
+    last steps keep theirs for a timeline.
 
     Args:
         device: where the work runs.
@@ -57,16 +57,16 @@ class Clock:
         self._device = device
         self._breakdown = breakdown
         self._current = _Step(None, 0.0)
-        self._recent: deque[_Step] = deque()  # finished, with their marks
-        self._rows = array("d")  # of the steps before: see _row
+        self._recent: deque[_Step] = deque()  # finished steps that still have marks
+        self._rows = array("d")  # earlier steps: see _row
         self._row_length = 2 + len(PHASES) * breakdown
-        self._seconds = 0.0  # of the same
+        self._seconds = 0.0  # total of these rows
         self._last_end: Mark | None = None
-        self._paused: tuple[Mark, float] = 0.0, 0.0  # one moment, by the device and by the host
+        self._paused: tuple[Mark, float] = 0.0, 0.0  # the same moment on the device and on the host
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One optimizer step."""
+        """Time one optimizer step."""
         self._current = step = _Step(self._last_end, mark(self._device))
         yield
         step.end = self._last_end = mark(self._device)
@@ -77,9 +77,7 @@ class Clock:
             self._seconds += row[0]
 
     def pause(self) -> None:
-        """Wait for the device, as something else than steps comes now: until the next step begins,
-        time is nobody's.
-        """
+        """Synchronise with the device and stop timing until the next step begins."""
         self._synchronize()
         if self._last_end is not None:
             now = mark(self._device)
@@ -88,7 +86,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the current step; parts of the same name add up (micro-batches)."""
+        """Time a part of the current step; parts of one name add up (micro-batches)."""
         if not self._breakdown:
             yield
             return
@@ -99,11 +97,11 @@ class Clock:
     def traced(
         self, name: str, job: Callable[[], Iterator[Stage]], coded: bool
     ) -> Callable[[], Iterator[Stage]]:
-        """`job`, an exchange of the current step, which a breakdown makes note when it runs.
+        """Wrap `job`, an exchange of the current step, so that a breakdown records its spans.
 
         Args:
-            name: of what it exchanges.
-            coded: between its stages it encodes and decodes; these pieces are noted too.
+            name: names the bucket.
+            coded: the job encodes and decodes between its stages; record these spans too.
         """
         if not self._breakdown:
             return job
@@ -124,12 +122,12 @@ class Clock:
         return run
 
     def spans(self, rank: int, first_step: int, num_warmup: int) -> list[Span]:
-        """What a breakdown noted of the last steps, in seconds of this host's `perf_counter`.
+        """Return a breakdown's spans of the last steps, in seconds of this host's `perf_counter`.
 
         Args:
-            rank: whose clock this is.
-            first_step: number of the first step that it timed.
-            num_warmup: steps at the start that are left out.
+            rank: this clock's rank.
+            first_step: number of the first step that this clock timed.
+            num_warmup: number of steps to leave out at the start.
         """
         if not self._breakdown:
             return []
@@ -153,34 +151,34 @@ class Clock:
         ]
 
     def total_seconds(self) -> float:
-        """Duration of all finished steps together."""
+        """Return the total duration of all finished steps, in seconds."""
         self._synchronize()
         return self._seconds + sum(seconds(step.begin, step.end) for step in self._recent)
 
     def step_seconds(self) -> np.ndarray:
-        """Duration of each finished step: float64 [steps]."""
+        """Return the duration of each finished step in seconds: float64 [steps]."""
         return self._table()[:, 0]
 
     def gap_seconds(self) -> np.ndarray:
-        """From the end of the step before to the begin of each finished step: float64 [steps].
+        """Return the gap before each finished step in seconds: float64 [steps].
 
-        It is 0 for the first step and after a pause.
+        A gap lasts from the end of the previous step; it is 0 at first and after a pause.
         """
         return self._table()[:, 1]
 
     def phase_seconds(self) -> np.ndarray:
-        """Duration of each phase: float64 [steps, len(PHASES)]; NaN where none was marked."""
+        """Return the seconds of each phase: float64 [steps, len(PHASES)]; NaN: not marked."""
         table = self._table()
         return table[:, 2:] if self._breakdown else np.full((len(table), len(PHASES)), np.nan)
 
     def _table(self) -> np.ndarray:
-        """A row for each finished step."""
+        """Return a row for each finished step."""
         self._synchronize()
         recent = [value for step in self._recent for value in self._row(step)]
         return np.array(self._rows + array("d", recent)).reshape(-1, self._row_length)
 
     def _row(self, step: _Step) -> list[float]:
-        """Seconds of the step, of the gap before it, and for a breakdown of each phase."""
+        """Return the seconds of the step, the gap before it and, in a breakdown, each phase."""
         gap_s = 0.0 if step.after is None else seconds(step.after, step.begin)
         row = [seconds(step.begin, step.end), gap_s]
         for name in PHASES if self._breakdown else ():
@@ -194,7 +192,7 @@ class Clock:
 
 
 def mark(device: torch.device) -> Mark:
-    """This moment: of the host on a CPU, of the current stream on a GPU."""
+    """Mark the current moment: the host's on a CPU, the current stream's on a GPU."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -203,12 +201,12 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds(begin: Mark, end: Mark) -> float:
-    """Between two marks, which on a GPU the stream must have reached."""
+    """Return the seconds between two marks, which on a GPU the stream must have reached."""
     if isinstance(begin, torch.cuda.Event):
         return begin.elapsed_time(end) / 1000  # type: ignore[arg-type]
     return end - begin  # type: ignore[operator]
 
 
 def _passed(moment: Mark) -> bool:
-    """Whether the device has come to a mark; a host always has."""
+    """Return whether the device has reached a mark; a host always has."""
     return not isinstance(moment, torch.cuda.Event) or moment.query()

@@ -1,4 +1,4 @@
-"""The machine and the software a run ran on."""
+"""Environment of a run: machine and software."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def environment(num_hosts: int, asks_tools: bool = True) -> dict[str, Any]:
-    """What somebody else needs to know to judge or repeat a measurement.
+    """Describe machine and software, so that others can judge or repeat a measurement.
 
     Args:
-        asks_tools: nvidia-smi too, of which one process a host is enough: it takes seconds.
+        asks_tools: also ask nvidia-smi, which takes seconds; one process per host suffices.
     """
-    with warnings.catch_warnings(action="ignore"):  # of a driver that is too old
+    with warnings.catch_warnings(action="ignore"):  # about a driver that is too old
         has_gpus = torch.cuda.is_available()
-    visible = range(torch.cuda.device_count() if has_gpus else 0)  # counts what it cannot use too
+    visible = range(torch.cuda.device_count() if has_gpus else 0)  # it counts unusable GPUs too
     return {
         "hostname": platform.node(),
         "os": platform.platform(),
@@ -58,7 +58,7 @@ def environment(num_hosts: int, asks_tools: bool = True) -> dict[str, Any]:
 
 
 def device_and_torch(device: torch.device) -> str:
-    """What this process computes on, and with, in a few words."""
+    """Describe device and torch in a few words."""
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     else:
@@ -67,7 +67,7 @@ def device_and_torch(device: torch.device) -> str:
 
 
 def git_commit() -> dict[str, Any]:
-    """Commit of the checkout this package lies in, and whether it was changed; nulls elsewhere."""
+    """Return the checkout's commit and whether it has changes; None without a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
@@ -76,7 +76,7 @@ def git_commit() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
@@ -85,7 +85,7 @@ def cpu_model() -> str:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -96,7 +96,7 @@ def _shapes_speed(variable: str) -> bool:
 
 
 def _tf32() -> dict[str, bool]:
-    """Where float32 may be rounded to TF32 on GPUs."""
+    """Return where torch may round float32 to TF32 on GPUs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # see lab.training.arithmetic
         return {
@@ -113,17 +113,17 @@ def _version(package: str) -> str | None:
 
 
 def _numa_nodes() -> dict[str, str | None]:
-    """The CPUs of each node, as the kernel writes them: 0-15,32-47."""
+    """Return the CPUs of each NUMA node as the kernel writes them: 0-15,32-47."""
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     return {path.name.removeprefix("node"): _text(path / "cpulist") for path in nodes}
 
 
 def _network_interfaces() -> dict[str, int | None]:
-    """Speed in Mbit/s of each network interface that is up, where its driver tells."""
+    """Return the speed in Mbit/s of each network interface that is up, if its driver reports it."""
     found = {}
     for path in sorted(Path("/sys/class/net").glob("*")):
         if _text(path / "operstate") in ("up", "unknown"):
-            speed = _text(path / "speed") or "-1"  # of a virtual interface
+            speed = _text(path / "speed") or "-1"  # virtual interfaces report -1
             found[path.name] = int(speed) if int(speed) > 0 else None
     return found
 

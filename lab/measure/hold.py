@@ -1,4 +1,4 @@
-"""Work for a GPU to do while the host queues what is to be timed behind it."""
+"""Hold a GPU's stream while the host queues work to be timed behind it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import warnings
 
 import torch
 
-CYCLES_PER_S = 3e9  # of the fastest GPUs' clocks: a slower one holds longer
+CYCLES_PER_S = 3e9  # the fastest GPUs' clocks; a slower one holds longer
 SLACK = 1.5
 LONGEST_S = 0.1
 
 
 def hold(launch_s: float) -> None:
-    """Keep the current stream busy while the host queues what takes it about `launch_s`.
+    """Keep the current stream busy for a little more than `launch_s`, at most LONGEST_S.
 
-    It is held a little longer, but never beyond LONGEST_S. What was queued meanwhile then runs
-    without gaps: it lasts as long as its kernels, and not as long as the host takes to launch them.
+    Kernels queued meanwhile then run without gaps, so their time excludes the host's launches.
     """
-    sleep = getattr(torch.cuda, "_sleep", None)  # private, so it may go
+    sleep = getattr(torch.cuda, "_sleep", None)  # private: a later torch may lack it
     if sleep is None:
         warnings.warn("torch.cuda._sleep is gone: times may hold launches", stacklevel=2)
         return

@@ -28,7 +28,7 @@ class Interval:
     hi: float
 
     def scaled(self, factor: float) -> Interval:
-        """The interval of the value times a positive `factor`."""
+        """Scale value and interval by a positive `factor`."""
         return Interval(self.lo * factor, self.mid * factor, self.hi * factor)
 
 
@@ -38,10 +38,10 @@ UNKNOWN = Interval(math.nan, math.nan, math.nan)
 def of_medians(
     statistic: Callable[..., NDArray[np.float64]], *samples: Sequence[float]
 ) -> Interval:
-    """A statistic of the samples' medians, with its bootstrap interval.
+    """Compute a statistic of the samples' medians with its bootstrap interval.
 
-    Values at the same position of different samples belong together (they were measured one
-    after the other) and are drawn together, so drift that they share cancels.
+    Values at the same position of different samples were measured one after the other; they are
+    resampled together, so shared drift cancels.
 
     Args:
         statistic: takes one array of medians per sample, shape (resamples,), element by element.

@@ -1,4 +1,4 @@
-"""Times of a GPU's kernels by torch.profiler: another way to what clocks of layers say."""
+"""Times of a GPU's kernels by torch.profiler, to cross-check the layer clock."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-OPTIMIZER = "Optimizer.step"  # how torch names the range of every optimizer's step
+OPTIMIZER = "Optimizer.step"  # torch's name for every optimizer's step
 
 
 @contextmanager
 def profiled() -> Iterator[profile]:
-    """What the GPU runs meanwhile, to its end; for `kernels_ms(profiler.key_averages(), ...)`."""
+    """Profile the GPU's kernels; feed the result to `kernels_ms(profiler.key_averages(), ...)`."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         yield profiler
         torch.cuda.synchronize()
 
 
 def kernels_ms(averages: Iterable[Any], num_steps: int) -> float:
-    """Milliseconds of kernels in a step, without those of its optimizer.
+    """Return the milliseconds of kernels per step, without the optimizer's.
 
     Args:
-        averages: the profiler's events, added up by name.
-        num_steps: that it has seen.
+        averages: the profiler's events, summed by name.
+        num_steps: number of profiled steps.
     """
     whole_us = optimizer_us = 0.0
     for each in averages:

@@ -1,4 +1,4 @@
-"""Times of a model's layers, taken by hooks while it trains."""
+"""Layer clock: times of a model's layers, by hooks during training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Pass:
     """Marks of one forward and backward.
 
     Attributes:
-        forward: each layer with its beginning, in the order in which they came.
-        middle: where the model's forward ended.
-        backward: each layer with the moment when one of its gradients was there.
+        forward: layers with their begin, in order.
+        middle: end of the model's forward.
+        backward: layers with the moments when their gradients were ready.
     """
 
     begin: Mark
@@ -35,21 +35,20 @@ class Pass:
 
 
 class LayerClock:
-    """Times each layer, that is each module with parameters of its own, from pass to pass.
+    """Times each layer, that is each module with parameters of its own, in every pass.
 
-    What lies between two layers belongs to one of them, so that all times add up to the whole pass:
-    in forward a layer lasts until the next one begins (activations and pooling after it are its
-    own), in backward from the last gradient of the layer above to its own (the loss is the last
-    layer's).
+    All times add up to the whole pass. In forward a layer lasts until the next one begins, so it
+    includes the activations and pooling after it. In backward it lasts from the last gradient of
+    the layer above to its own; the last layer includes the loss.
 
-    On a GPU each pass is queued behind what holds the stream for as long as the host takes to
-    launch a pass: a layer then lasts as long as its kernels.
+    On a GPU the stream is held until the host has queued a whole pass, so a layer lasts as long as
+    its kernels.
 
     A context manager: hooks live between `__enter__` and `__exit__`.
 
     Args:
         model: on its device.
-        device: where marks are set, see lab.measure.clock.
+        device: see lab.measure.clock.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -61,7 +60,7 @@ class LayerClock:
         }
         self._passes: list[Pass] = []
         self._hooks: list[RemovableHandle] = []
-        # Of the host: when a pass began, when its last gradient was noted, and the shortest pass.
+        # Host times: begin of a pass, its last gradient, and the shortest pass.
         self._begun_s, self._noted_s, self._launch_s = 0.0, math.inf, math.inf
 
     def __enter__(self) -> Self:
@@ -73,7 +72,7 @@ class LayerClock:
         for name, module in self._modules.items():
             self._hooks.append(module.register_forward_pre_hook(self._note("forward", name)))
             for parameter in module.parameters(recurse=False):
-                owners.setdefault(parameter, name)  # shared ones are the first layer's
+                owners.setdefault(parameter, name)  # a shared parameter belongs to its first layer
         for parameter, name in owners.items():
             note = self._note("backward", name)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
@@ -89,7 +88,7 @@ class LayerClock:
         self._hooks.clear()
 
     def layers(self, warmup: int) -> list[Layer]:
-        """Medians over the passes but the first `warmup`, in the order of forward."""
+        """Return medians over all passes after the first `warmup`, in the order of forward."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         order = dict.fromkeys([*(name for name, _ in self._passes[0].forward), *self.parameters])
@@ -103,7 +102,7 @@ class LayerClock:
 
     def _begin(self, *_: Any) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # or the host gets further ahead at each pass
+            torch.cuda.synchronize(self._device)  # or the host runs further ahead at each pass
             self._launch_s = min(self._launch_s, self._noted_s - self._begun_s)
             hold(self._launch_s)
         self._begun_s = time.perf_counter()
@@ -121,7 +120,7 @@ class LayerClock:
 
 
 def _milliseconds(one: Pass, position: dict[str, int]) -> np.ndarray:
-    """Forward and backward of each layer in one pass: float64 [2, layers]."""
+    """Return forward and backward milliseconds of each layer in one pass: float64 [2, layers]."""
     assert one.middle is not None
     times = np.zeros((2, len(position)))
     _, *later = [moment for _, moment in one.forward]
@@ -136,14 +135,13 @@ def _milliseconds(one: Pass, position: dict[str, int]) -> np.ndarray:
 
 
 def with_fixed_parts(whole: list[Layer], fewer: list[Layer], ratio: float) -> list[Layer]:
-    """`whole` with the part of each time that the batch does not change.
+    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
 
-    It is the line through both times, at no images. Noise may bend it, but not below 0 or above
-    the whole.
+    A line through both times gives it, at batch size 0. It is clamped to between 0 and the whole.
 
     Args:
-        whole: at the batch of reference.
-        fewer: the same layers at a batch that is `ratio` times smaller.
+        whole: layers at the reference batch size.
+        fewer: the same layers at a batch size `ratio` times smaller.
     """
 
     def fixed(at_whole: float, at_fewer: float) -> float:

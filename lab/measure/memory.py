@@ -1,4 +1,4 @@
-"""How much memory training takes."""
+"""Memory that training takes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class Memory:
-    """The memory of steady steps: neither warm-up nor evaluations nor checkpoints count.
+    """Peak memory of steady steps.
 
-    That is so on a GPU, where torch's allocator keeps a peak that can be set back. On a CPU it is
-    the peak of the process's resident set since its start.
+    On a GPU torch's allocator keeps a peak that can be reset, so warm-up, evaluations and
+    checkpoints do not count. On a CPU it is the process's peak resident set since its start.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,13 +21,13 @@ class Memory:
         self._running = False
 
     def resume(self) -> None:
-        """Steady steps follow."""
+        """Count from here: steady steps follow."""
         if not self._running and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._running = True
 
     def pause(self) -> None:
-        """Something else follows."""
+        """Stop counting: something else follows."""
         if self._running and self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self._steady_bytes = max(self._steady_bytes, peak)
@@ -35,16 +35,16 @@ class Memory:
 
     @property
     def kind(self) -> str:
-        """What the peak is a peak of, for people."""
+        """Say what the peak is a peak of."""
         if self._device.type == "cuda":
             return "tensors, in steady steps"
         return "resident set of the process, since its start"
 
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes: the peak, what torch's allocator holds now, and what the device has in use.
+        """Return bytes: the peak, those reserved by torch's allocator, those in use on the device.
 
         The last counts all processes on the device, with their contexts and NCCL's buffers. On a
-        CPU there is the peak alone; 0 is what nobody measured.
+        CPU only the peak is measured; the others are 0.
         """
         if self._device.type != "cuda":
             unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""What NVIDIA's tools and driver say of the GPUs of this host."""
+"""Facts about this host's GPUs, from NVIDIA's tools and driver."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-SMI_S = 30.0  # eight GPUs that nobody keeps awake take longer than a few seconds to answer
-# By the record's name; nvidia-smi --help-query-gpu explains them.
+SMI_S = 30.0  # eight idle GPUs without persistence mode take more than a few seconds
+# By key of the record; nvidia-smi --help-query-gpu explains them.
 TEXTS = {
     "name": "name",
     "driver": "driver_version",
@@ -25,9 +25,9 @@ MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of the driver's API
 
 
 def gpus() -> list[dict[str, Any]] | None:
-    """All GPUs of this host, also those that are not this process's; None without nvidia-smi.
+    """Describe all GPUs of this host, hidden ones included; None without nvidia-smi.
 
-    Clocks are as they are at this moment: those of a GPU that rests are low.
+    Clocks are current ones; an idle GPU's are low.
     """
     fields = ",".join([*TEXTS.values(), *NUMBERS.values()])
     text = _smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
@@ -37,7 +37,7 @@ def gpus() -> list[dict[str, Any]] | None:
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """What `gpus` asks nvidia-smi for, a line a GPU; None where a GPU does not say."""
+    """Parse nvidia-smi's answer, a line per GPU; None for what a GPU does not report."""
     found = []
     for line in text.splitlines():
         values = [None if "[" in value else value for value in line.split(", ")]
@@ -49,12 +49,12 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 
 def links() -> str | None:
-    """How GPUs and network adapters are connected: NVLink, PCIe, the CPUs' link."""
+    """Return nvidia-smi's table of how GPUs and network adapters are connected."""
     return _smi("topo", "--matrix")
 
 
 def adds_in_switch(index: int) -> bool | None:
-    """Whether the NVSwitch can add for GPU `index` of this process, which NCCL calls NVLS."""
+    """Return whether the NVSwitch can sum for GPU `index` of this process (NCCL's NVLS)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -69,7 +69,7 @@ def adds_in_switch(index: int) -> bool | None:
 
 
 def _numa_node(pci_bus_id: str | None) -> int | None:
-    """Of the GPU at 00000000:18:00.0, which the kernel calls 0000:18:00.0."""
+    """Return the NUMA node of a GPU such as 00000000:18:00.0 (0000:18:00.0 to the kernel)."""
     path = PCI_DEVICES / (pci_bus_id or "")[4:].lower() / "numa_node"
     try:
         return int(path.read_text())

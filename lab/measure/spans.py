@@ -1,4 +1,4 @@
-"""Spans of time: what a rank did, from when to when."""
+"""Spans of time: the pieces of a rank's timeline."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Span:
     """One bar of a timeline, measured or simulated.
 
     Attributes:
-        row: what kind of work, as "forward", "backward", "exchange", "codec", "optimizer", "data".
-        name: of this piece of it, as the bucket that is exchanged.
-        start_s, end_s: seconds, of a clock that all spans of a timeline share.
+        row: track of the timeline: "forward", "backward", "exchange", "codec", "optimizer", "data".
+        name: piece of work, such as the bucket that is exchanged.
+        start_s, end_s: seconds on a clock that all spans of a timeline share.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""What is reported of many steps on many ranks."""
+"""Statistics over steps and ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def whole_rounds(values: np.ndarray, first: int, every: int) -> np.ndarray:
-    """Those steps of `values` that belong to whole rounds.
+    """Select the steps of `values` that belong to whole rounds.
 
     Args:
-        values: of each step, [ranks, steps, ...].
-        first: number of the first step. Rounds begin at the multiples of `every`.
-        every: steps of a round.
+        values: one per step, [ranks, steps, ...].
+        first: number of the first step. Rounds begin at multiples of `every`.
+        every: steps per round.
 
     Returns:
         [ranks, whole rounds * every, ...]
@@ -22,7 +22,7 @@ def whole_rounds(values: np.ndarray, first: int, every: int) -> np.ndarray:
 
 
 def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
-    """Means over rounds, so that a step stands for its share of an exchange that all of them share.
+    """Average over rounds, so that each step carries its share of the round's one exchange.
 
     Args:
         values, first, every: see whole_rounds.
@@ -35,7 +35,7 @@ def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
 
 
 def step_statistics(step_s: np.ndarray) -> dict[str, float] | None:
-    """Statistics over steps of the slowest rank: a step lasts until all ranks have done it.
+    """Compute step-time statistics; a step lasts until the slowest rank has finished it.
 
     Args:
         step_s: seconds, [ranks, timed steps].
@@ -55,21 +55,21 @@ def step_statistics(step_s: np.ndarray) -> dict[str, float] | None:
 
 
 def wall_seconds(step_s: np.ndarray, gap_s: np.ndarray) -> float:
-    """From the first step's begin to the last one's end on the slowest rank, pauses left out.
+    """Return wall-clock seconds of all steps on the slowest rank, without pauses.
 
     Args:
         step_s: seconds of each step, [ranks, timed steps].
-        gap_s: seconds between the step before and each step, likewise.
+        gap_s: seconds between each step and the previous one, [ranks, timed steps].
     """
     return float((step_s.sum(axis=1) + gap_s[:, 1:].sum(axis=1)).max())
 
 
 def phase_statistics(phase_s: np.ndarray, names: tuple[str, ...]) -> dict[str, float]:
-    """Median over steps of the mean over ranks, so that phases add up to about a step.
+    """Average phases over ranks and take medians over steps; they add up to about a step.
 
     Args:
         phase_s: seconds, [ranks, timed steps, phases]; NaN where nothing was marked.
-        names: of the phases.
+        names: names of the phases.
     """
     if phase_s.size == 0 or np.isnan(phase_s).all():
         return {}
