@@ -9,28 +9,29 @@ import torch
 from torch import Tensor
 
 from lab.codec.onebit import codec as onebit
+from lab.codec.onebit.message import Matrix, Message
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
 from lab.exchange.error_feedback import ErrorFeedback, last_use
-from lab.exchange.stripes import Matrix, Message
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 GRANULARITIES = ("column", "block")
+SHARD_RESIDUAL = "stripe_residual"  # in checkpoints, which older ones must still be read from
 
 
 class OneBit(Staged, ErrorFeedback):
     """Two-stage 1-bit SGD with error feedback (Seide et al. 2014, section 3; CNTK's 1BitSGD).
 
-    1. Each rank adds its residual to its gradient, quantises all rows, and keeps what the
-       quantisation lost as its new residual. Row stripe r of every rank goes to rank r.
-    2. Rank r decodes the stripes (its own too, as CNTK does) and sums them in rank order, adds the
-       stripe residual, quantises the sum, keeps that loss as the new stripe residual, and sends the
-       bits to all. Every rank decodes all stripes and divides by N.
+    1. Reduce-scatter: each rank adds its residual to its gradient, quantises all rows, and keeps
+       the quantisation error as its new residual. Row shard r of every rank goes to rank r.
+    2. Rank r decodes the shards (its own too, as CNTK does), sums them in rank order, adds the
+       shard residual, quantises the sum and keeps that error as the new shard residual. All-gather:
+       the bits go to all ranks, and every rank decodes all shards and divides by N.
 
     So delivered sums + residuals = true sums at any time, and a rank sends n/4*(N-1)/N bytes, plus
     8 bytes of scales for each row. A non-finite gradient makes scales non-finite; they travel to
-    all ranks, which mark the bucket. Beside the residuals (n values, and n/N for the stripe) a rank
+    all ranks, which mark the bucket. Besides the residuals (n values, and n/N for the shard) a rank
     needs memory for four messages of n/8 bytes or less: sums are taken in the bucket itself.
 
     Args:
@@ -76,7 +77,7 @@ class OneBit(Staged, ErrorFeedback):
         self.min_columns = min_columns
         self.warmup_steps = warmup_steps
         # Residuals are [rows, columns] by parameter.
-        self.stripe_residual: dict[str, Tensor] = {}  # [rows of this rank's stripe, columns]
+        self.shard_residual: dict[str, Tensor] = {}  # [rows of this rank's shard, columns]
 
     def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         matrices = self.matrices(bucket) if bucket.step >= self.warmup_steps else []
@@ -88,21 +89,24 @@ class OneBit(Staged, ErrorFeedback):
             return
 
         def message(role: str, lines: int) -> Message:
-            like = bucket.flat.new_empty(0, dtype=torch.uint8)
-            return Message(matrices, comm.size, lines, like, bucket.buffers[role])
+            return Message(matrices, comm.size, lines, bucket.flat, bucket.buffers[role])
 
+        values = {matrix.name: matrix.view(bucket.flat) for matrix in matrices}
         outgoing, received = message("outgoing", comm.size), message("received", comm.size)
-        self._encode_gradients(matrices, bucket.flat, outgoing)
+        outgoing.encode([*values.values()], self._kept(self.residual, values), self.threshold)
         arriving = comm.iall_to_all(received.bytes, outgoing.bytes)
         yield exact.collective
         finite = exact.put_back().isfinite().all()
         yield arriving
-        reply, answer = message("reply", 1), message("answer", comm.size)
-        self._encode_sums(matrices, bucket.flat, received, reply, comm)
-        yield comm.iall_gather(answer.bytes, reply.bytes)
-        bucket.finite = finite & answer.scales().isfinite().all()
-        answer.scales().div_(comm.size)
-        _decode(matrices, answer, bucket.flat)
+        # The gradient has been encoded: its place is free for the sum.
+        shards = {m.name: values[m.name][m.shard(comm.rank, comm.size)] for m in matrices}
+        reduced, gathered = message("reduced", 1), message("gathered", comm.size)
+        kept = self._kept(self.shard_residual, shards)
+        reduced.encode_sum(received, [*shards.values()], kept, self.threshold)
+        yield comm.iall_gather(gathered.bytes, reduced.bytes)
+        bucket.finite = finite & gathered.scales().isfinite().all()
+        gathered.scales().div_(comm.size)
+        gathered.decode([*values.values()])
 
     def matrices(self, bucket: Bucket) -> list[Matrix]:
         """The parts of `bucket` that are quantised; the rest travels exactly."""
@@ -119,60 +123,35 @@ class OneBit(Staged, ErrorFeedback):
                 found.append(Matrix(name, start, rows, columns))
         return found
 
-    def _encode_gradients(self, matrices: list[Matrix], flat: Tensor, outgoing: Message) -> None:
-        for index, matrix in enumerate(matrices):
-            values = matrix.of(flat)
-            residual = self._kept(self.residual, matrix.name, values)
-            onebit.encode(values, residual, self.threshold, *outgoing.of(index))
-
-    def _encode_sums(
-        self, matrices: list[Matrix], flat: Tensor, received: Message, reply: Message, comm: Comm
-    ) -> None:
-        for index, matrix in enumerate(matrices):
-            # The gradient has been encoded: its place is free for the sum.
-            total = matrix.of(flat)[matrix.stripe(comm.rank, comm.size)]
-            scales, bits = reply.of(index, len(total))
-            onebit.reduce(
-                *received.of(index, len(total)),
-                total,
-                self._kept(self.stripe_residual, matrix.name, total),
-                self.threshold,
-                scales[0],
-                bits[0],
-            )
-
-    def _kept(self, residuals: dict[str, Tensor], name: str, like: Tensor) -> Tensor | None:
+    def _kept(self, residuals: dict[str, Tensor], like: dict[str, Tensor]) -> list[Tensor | None]:
+        """The residuals of the matrices in `like`, zeros at first; None without error feedback."""
         if not self.error_feedback:
-            return None
-        if name not in residuals:
-            residuals[name] = torch.zeros_like(like)
-        return residuals[name]
+            return [None] * len(like)
+        for name, values in like.items():
+            if name not in residuals:
+                residuals[name] = torch.zeros_like(values)
+        return [residuals[name] for name in like]
 
     def pay_back(self, bucket: Bucket, comm: Comm) -> None:
         for matrix in self.matrices(bucket):
             if matrix.name in self.residual:
-                rows = matrix.of(bucket.flat)
+                rows = matrix.view(bucket.flat)
                 rows += last_use(self.residual.pop(matrix.name))
-                stripe = rows[matrix.stripe(comm.rank, comm.size)]
-                stripe += last_use(self.stripe_residual.pop(matrix.name))
+                shard = rows[matrix.shard(comm.rank, comm.size)]
+                shard += last_use(self.shard_residual.pop(matrix.name))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"stripe_residual": dict(self.stripe_residual)}
+        return super().state_dict() | {SHARD_RESIDUAL: dict(self.shard_residual)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.stripe_residual = {n: value.clone() for n, value in state["stripe_residual"].items()}
+        self.shard_residual = {n: value.clone() for n, value in state[SHARD_RESIDUAL].items()}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Residuals as in ErrorFeedback; of the stripes' each rank takes its new rows."""
-        stripe_residual = {}
-        for name in states[0]["stripe_residual"]:
-            rows = torch.cat([state["stripe_residual"][name] for state in states])
+        """Residuals as in ErrorFeedback; each rank takes the shard residuals of its new rows."""
+        shard_residual = {}
+        for name in states[0][SHARD_RESIDUAL]:
+            rows = torch.cat([state[SHARD_RESIDUAL][name] for state in states])
             new = Matrix(name, 0, *rows.shape)
-            stripe_residual[name] = rows[new.stripe(rank, size)].clone()
-        return super().redistribute(states, rank, size) | {"stripe_residual": stripe_residual}
-
-
-def _decode(matrices: list[Matrix], answer: Message, flat: Tensor) -> None:
-    for index, matrix in enumerate(matrices):
-        onebit.decode(*answer.of(index), matrix.of(flat))
+            shard_residual[name] = rows[new.shard(rank, size)].clone()
+        return super().redistribute(states, rank, size) | {SHARD_RESIDUAL: shard_residual}

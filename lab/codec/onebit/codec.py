@@ -4,7 +4,7 @@ Defined in lab.codec.onebit.reference. C++ for CPUs (native.py) and Triton for G
 (triton_codec.py) do the same at the memory's speed: they read gradient and residual, write the new
 residual and the bits, and keep nothing of the gradient's size in between. Each takes a whole matrix
 in one call, whose rows may belong to the lines of a message, one line for each rank
-(lab.exchange.stripes).
+(lab.codec.onebit.message).
 """
 
 from __future__ import annotations

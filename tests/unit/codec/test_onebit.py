@@ -15,7 +15,7 @@ from torch import Tensor
 from lab.codec.buffers import Buffers
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit import native, reference
-from lab.exchange.stripes import Matrix, Message
+from lab.codec.onebit.message import Matrix, Message
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 BYTE = torch.empty(0, dtype=torch.uint8)
@@ -196,7 +196,7 @@ def test_rows_go_to_the_lines_of_a_message(implementation: Any) -> None:
     """Seven rows on three ranks: the last line is short, and its other rows stay as they are."""
     gradient, residual = inputs("normal", 7, 33)
     message = Message([Matrix("w", 0, 7, 33)], 3, 3, BYTE, Buffers())
-    scales, bits = message.of(0)
+    scales, bits = message.part(0)
     kept = residual.clone()
     implementation.encode(gradient, kept, "zero", scales, bits)
     expected = encode(reference, gradient, "zero", residual)
@@ -232,7 +232,7 @@ def test_a_fused_sum_is_decoding_adding_and_encoding(
     for rows, columns in ((1, 1), (2, 33), (3, 2050)):
         sent = [encode(reference, torch.randn(rows, columns), threshold) for _ in range(3)]
         message_of_rows = Message([Matrix("w", 0, rows, columns)], 1, 3, BYTE, Buffers())
-        scales, bits = message_of_rows.of(0)
+        scales, bits = message_of_rows.part(0)
         width = onebit.bit_bytes(columns)
         for rank, message in enumerate(sent):
             scales[rank], bits[rank] = message.scales, message.bits

@@ -64,7 +64,7 @@ def test_what_is_paid_back_stays_until_the_side_stream_has_read_it(
     for residual in owed:
         residual.kept_for = []
     top_k, one_bit = TopK(ratio=0.5), OneBit()
-    top_k.residual["w"], one_bit.residual["w"], one_bit.stripe_residual["w"] = owed
+    top_k.residual["w"], one_bit.residual["w"], one_bit.shard_residual["w"] = owed
 
     def pay_back(comm: Comm) -> Tensor:
         bucket = Bucket({"w": torch.Size((1, 64))}, torch.zeros(64))
@@ -74,5 +74,5 @@ def test_what_is_paid_back_stays_until_the_side_stream_has_read_it(
 
     (flat,) = run_ranks(1, pay_back)
     assert flat.tolist() == [3.0] * 64
-    assert not (top_k.residual or one_bit.residual or one_bit.stripe_residual)
+    assert not (top_k.residual or one_bit.residual or one_bit.shard_residual)
     assert [residual.kept_for for residual in owed] == [["side stream of cpu"]] * 3

@@ -50,9 +50,9 @@ def residual_of(exchange: OneBit, bucket: Bucket, comm: Comm) -> Tensor:
     for matrix in exchange.matrices(bucket):
         if matrix.name not in exchange.residual:  # all steps were exact
             continue
-        rows = matrix.of(flat)
+        rows = matrix.view(flat)
         rows += exchange.residual[matrix.name]
-        rows[matrix.stripe(comm.rank, comm.size)] += exchange.stripe_residual[matrix.name]
+        rows[matrix.shard(comm.rank, comm.size)] += exchange.shard_residual[matrix.name]
     return flat
 
 
@@ -93,7 +93,7 @@ def test_warm_up_steps_are_exact_and_leave_no_residual() -> None:
 
 def test_without_error_feedback_nothing_is_kept() -> None:
     ledgers = exchange_steps_without_feedback()
-    assert all(not e.residual and not e.stripe_residual for e in ledgers)
+    assert all(not e.residual and not e.shard_residual for e in ledgers)
 
 
 def exchange_steps_without_feedback() -> list[OneBit]:
