@@ -60,7 +60,7 @@ class Auto(Exchange):
         elif name in self.costs and _compressed_wins(self.costs[name]):
             self.compressed.average(bucket, comm)
         else:
-            self.compressed.pay_back(bucket, comm)
+            self.compressed.flush_residual(bucket, comm)
             self.plain.average(bucket, comm)
 
     def _try(self, name: str, bucket: Bucket, comm: Comm) -> None:

@@ -40,8 +40,8 @@ class Exchange(ABC):
         self.average(bucket, comm)
         yield from ()
 
-    def pay_back(self, bucket: Bucket, comm: Comm) -> None:
-        """Add to `bucket.flat` all that this rank still owes to it, and forget it."""
+    def flush_residual(self, bucket: Bucket, comm: Comm) -> None:
+        """Add this rank's residuals to `bucket.flat`, and forget them."""
 
     def choices(self) -> list[dict[str, Any]]:
         """What this exchange decided by itself, for the record."""

@@ -1,4 +1,4 @@
-"""Error feedback: what compression loses is kept, and added to the next gradient."""
+"""Error feedback: keep the compression error, and add it to the next gradient."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lab.exchange.bucket import Bucket
 
 
 class ErrorFeedback(Exchange):
-    """An exchange that sends a part of gradient + residual, and keeps the rest as new residual.
+    """Sends a part of gradient + residual, and keeps the rest as the new residual.
 
     So, summed over the ranks, delivered + residuals = true gradients at any time (Seide et al.
     2014, section 3; Karimireddy et al. 2019, Algorithm 2). A gradient that is not finite spoils the
     residual too: the run fails, or the trainer puts the state back.
 
     Args:
-        error_feedback: False forgets what was not sent, to show what that costs.
+        error_feedback: False drops the compression error, to show what that costs.
 
     Raises:
         ValueError: neither true nor false.
@@ -34,11 +34,11 @@ class ErrorFeedback(Exchange):
         self.error_feedback = error_feedback
         self.residual: dict[str, Tensor] = {}  # [values] by parameter
 
-    def owed(self, name: str, gradient: Tensor) -> Tensor:
-        """gradient + residual of parameter `name`, of which the caller takes out what it sends.
+    def compensated(self, name: str, gradient: Tensor) -> Tensor:
+        """Return the error-compensated gradient of parameter `name`: gradient + residual.
 
-        It is the residual's own memory, so what is left there is carried over, and `gradient` is
-        free for other use. Without error feedback it is `gradient` itself.
+        The caller subtracts what it sends. The memory is the residual's: what is left there is
+        carried over, and `gradient` is free for other use. Without error feedback it is `gradient`.
 
         Args:
             gradient: float32 [values].
@@ -52,10 +52,10 @@ class ErrorFeedback(Exchange):
         # one must not go back to it before the side stream has read it.
         return self.residual[name].add_(gradient)
 
-    def pay_back(self, bucket: Bucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: Bucket, comm: Comm) -> None:
         for name, start, stop in bucket.spans():
             if name in self.residual:
-                bucket.flat[start:stop] += last_use(self.residual.pop(name))
+                bucket.flat[start:stop] += record_stream(self.residual.pop(name))
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}
@@ -64,20 +64,20 @@ class ErrorFeedback(Exchange):
         self.residual = {name: value.clone() for name, value in state["residual"].items()}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """An equal share of the residuals' sum for each new rank, so that the sum stays."""
+        """Give each new rank an equal share of the residuals' sum, so that the sum stays."""
         residuals = [state["residual"] for state in states]
         return {"residual": {name: _share(residuals, name, size) for name in residuals[0]}}
 
 
-def last_use(kept: Tensor) -> Tensor:
-    """`kept`, which the current stream reads for the last time.
+def record_stream(residual: Tensor) -> Tensor:
+    """Return `residual`, kept in memory until the current stream has read it.
 
-    Exchanges run on a side stream, and what a checkpoint or a rollback brought was allocated on the
-    main one. Dropped, its memory would go back there at once, before the side stream has read it.
+    Exchanges run on a side stream, but a residual from a checkpoint or a rollback was allocated on
+    the main one. Dropped, its memory would go back there before the side stream has read it.
     """
-    if kept.is_cuda:
-        kept.record_stream(torch.cuda.current_stream(kept.device))
-    return kept
+    if residual.is_cuda:
+        residual.record_stream(torch.cuda.current_stream(residual.device))
+    return residual
 
 
 def _share(residuals: list[dict[str, Tensor]], name: str, size: int) -> Tensor:

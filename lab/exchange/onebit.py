@@ -13,7 +13,7 @@ from lab.codec.onebit.message import Matrix, Message
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
-from lab.exchange.error_feedback import ErrorFeedback, last_use
+from lab.exchange.error_feedback import ErrorFeedback, record_stream
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 GRANULARITIES = ("column", "block")
@@ -42,7 +42,7 @@ class OneBit(Staged, ErrorFeedback):
         min_columns: with "column", tensors with shorter columns (biases, small kernels) travel
             exactly: scales would outweigh what bits save.
         warmup_steps: steps in full precision before quantisation starts.
-        error_feedback: False forgets both losses, to show what that costs.
+        error_feedback: False drops both quantisation errors, to show what that costs.
 
     Raises:
         ValueError: an argument out of range.
@@ -132,13 +132,13 @@ class OneBit(Staged, ErrorFeedback):
                 residuals[name] = torch.zeros_like(values)
         return [residuals[name] for name in like]
 
-    def pay_back(self, bucket: Bucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: Bucket, comm: Comm) -> None:
         for matrix in self.matrices(bucket):
             if matrix.name in self.residual:
                 rows = matrix.view(bucket.flat)
-                rows += last_use(self.residual.pop(matrix.name))
+                rows += record_stream(self.residual.pop(matrix.name))
                 shard = rows[matrix.shard(comm.rank, comm.size)]
-                shard += last_use(self.shard_residual.pop(matrix.name))
+                shard += record_stream(self.shard_residual.pop(matrix.name))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {SHARD_RESIDUAL: dict(self.shard_residual)}

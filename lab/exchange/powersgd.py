@@ -49,28 +49,28 @@ class PowerSGD(ErrorFeedback):
         if not spans:
             return
         means = [bucket.flat[span].view(bucket.shapes[n][0], -1) for n, span in spans.items()]
-        owed = [
-            self.owed(name, mean.view(-1)).view_as(mean)
+        matrices = [
+            self.compensated(name, mean.view(-1)).view_as(mean)
             for name, mean in zip(spans, means, strict=True)
         ]
-        qs = [self._warm_start(name, matrix) for name, matrix in zip(spans, owed, strict=True)]
-        ps = self._orthogonal_ps(owed, qs, comm)
-        for p, q, kept, mean in zip(ps, self._mean_qs(owed, ps, comm), qs, means, strict=True):
+        qs = [self._warm_start(name, matrix) for name, matrix in zip(spans, matrices, strict=True)]
+        ps = self._orthogonal_ps(matrices, qs, comm)
+        for p, q, kept, mean in zip(ps, self._mean_qs(matrices, ps, comm), qs, means, strict=True):
             kept.copy_(q)
             torch.mm(p, q, out=mean)
 
-    def _orthogonal_ps(self, owed: list[Tensor], qs: list[Tensor], comm: Comm) -> list[Tensor]:
+    def _orthogonal_ps(self, matrices: list[Tensor], qs: list[Tensor], comm: Comm) -> list[Tensor]:
         """MQ of each matrix, summed over the ranks, its columns made orthonormal: [rows, r]."""
-        message, ps = _together([(len(matrix), self.rank) for matrix in owed], owed[0])
-        for matrix, q, p in zip(owed, qs, ps, strict=True):
+        message, ps = _together([(len(matrix), self.rank) for matrix in matrices], matrices[0])
+        for matrix, q, p in zip(matrices, qs, ps, strict=True):
             torch.mm(matrix, q.T, out=p)
         comm.all_reduce(message)
         return [torch.linalg.qr(p).Q for p in ps]
 
-    def _mean_qs(self, owed: list[Tensor], ps: list[Tensor], comm: Comm) -> list[Tensor]:
-        """(M^T P)^T of each matrix, the ranks' mean: [r, columns]. Takes P Q^T out of `owed`."""
-        message, qs = _together([(self.rank, matrix.shape[1]) for matrix in owed], owed[0])
-        for matrix, p, q in zip(owed, ps, qs, strict=True):
+    def _mean_qs(self, matrices: list[Tensor], ps: list[Tensor], comm: Comm) -> list[Tensor]:
+        """(M^T P)^T of each matrix, the ranks' mean: [r, columns]. Takes P Q^T out of each."""
+        message, qs = _together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
+        for matrix, p, q in zip(matrices, ps, qs, strict=True):
             torch.mm(p.T, matrix, out=q)
             matrix.addmm_(p, q, alpha=-1)
         comm.all_reduce(message)

@@ -49,9 +49,9 @@ class RandomK(Sparse):
         bucket.finite = message[-1].isfinite()
         bucket.flat.index_copy_(0, indices, message[:-1].div_(comm.size))
 
-    def choose(self, owed: Tensor, count: int, name: str, step: int) -> Tensor:
-        generator = torch.Generator(owed.device)
+    def choose(self, values: Tensor, count: int, name: str, step: int) -> Tensor:
+        generator = torch.Generator(values.device)
         generator.manual_seed(zlib.crc32(f"{self.seed} {step} {name}".encode()))
-        drawn = torch.randint(1 << 62, (count,), generator=generator, device=owed.device)
-        edges = torch.arange(count + 1, device=owed.device) * len(owed) // max(count, 1)
+        drawn = torch.randint(1 << 62, (count,), generator=generator, device=values.device)
+        edges = torch.arange(count + 1, device=values.device) * len(values) // max(count, 1)
         return edges[:-1] + drawn % edges.diff()

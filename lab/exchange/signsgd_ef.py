@@ -62,9 +62,9 @@ class SignSGD(Staged, ErrorFeedback):
             start = stop
 
     def _encode(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        owed = self.owed(name, gradient)
-        magnitude, bits = sign.encode(owed)
-        owed -= torch.copysign(magnitude, owed, out=gradient)  # the gradient's memory is free now
+        p = self.compensated(name, gradient)
+        magnitude, bits = sign.encode(p)
+        p -= torch.copysign(magnitude, p, out=gradient)  # the gradient's memory is free now
         return magnitude, bits
 
 

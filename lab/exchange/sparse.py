@@ -31,21 +31,22 @@ class Sparse(Staged, ErrorFeedback):
         self.ratio = ratio
 
     def take(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Take what is sent out of what is owed, and leave zeros in `bucket.flat`.
+        """Take what is sent out of the compensated gradients, and leave zeros in `bucket.flat`.
 
         Returns:
             int64 [values], where in `bucket.flat` each value belongs, and float32 [values].
         """
         indices, values = [], []
         for name, start, stop in bucket.spans():
-            owed = self.owed(name, bucket.flat[start:stop])
-            chosen = self.choose(owed, math.ceil(self.ratio * len(owed)), name, bucket.step)
-            values.append(owed[chosen])
-            owed.index_fill_(0, chosen, 0)
+            compensated = self.compensated(name, bucket.flat[start:stop])
+            count = math.ceil(self.ratio * len(compensated))
+            chosen = self.choose(compensated, count, name, bucket.step)
+            values.append(compensated[chosen])
+            compensated.index_fill_(0, chosen, 0)
             indices.append(chosen + start)
         bucket.flat.zero_()
         return torch.cat(indices), torch.cat(values)
 
     @abstractmethod
-    def choose(self, owed: Tensor, count: int, name: str, step: int) -> Tensor:
-        """Where the `count` values of `owed` are that are sent: int64 [count], none twice."""
+    def choose(self, values: Tensor, count: int, name: str, step: int) -> Tensor:
+        """Return the indices of the `count` values that are sent: int64 [count], none twice."""

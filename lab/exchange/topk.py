@@ -36,5 +36,5 @@ class TopK(Sparse):
         for places, theirs in received:
             bucket.flat.index_add_(0, places, theirs.view(torch.float32), alpha=1 / comm.size)
 
-    def choose(self, owed: Tensor, count: int, name: str, step: int) -> Tensor:
-        return topk.largest(owed, count)
+    def choose(self, values: Tensor, count: int, name: str, step: int) -> Tensor:
+        return topk.largest(values, count)

@@ -68,8 +68,8 @@ def test_what_is_paid_back_stays_until_the_side_stream_has_read_it(
 
     def pay_back(comm: Comm) -> Tensor:
         bucket = Bucket({"w": torch.Size((1, 64))}, torch.zeros(64))
-        top_k.pay_back(bucket, comm)
-        one_bit.pay_back(bucket, comm)
+        top_k.flush_residual(bucket, comm)
+        one_bit.flush_residual(bucket, comm)
         return bucket.flat
 
     (flat,) = run_ranks(1, pay_back)

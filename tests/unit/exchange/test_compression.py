@@ -176,7 +176,7 @@ def test_what_is_owed_is_paid_back_once(name: str) -> None:
         exchange.average(Bucket(SHAPES, torch.randn(NUM_VALUES)), comm)
         owed = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
         bucket = Bucket(SHAPES, torch.ones(NUM_VALUES), 1)
-        exchange.pay_back(bucket, comm)
+        exchange.flush_residual(bucket, comm)
         torch.testing.assert_close(bucket.flat.double(), owed + 1)
         assert not exchange.residual
 
