@@ -19,6 +19,7 @@ from lab.benchmarks import interleave
 from lab.benchmarks.baselines import DeepSpeedLike, GraceLike
 from lab.benchmarks.request import NUM_VALUES, VALUE_BYTES, Request
 from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
+from lab.codec import build
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit import native, reference
 from lab.distributed.gpus import check_gpus
@@ -30,45 +31,45 @@ TOLERANCE = 1e-6  # relative: a few roundings of float32
 
 
 class Codec(Protocol):
-    """What is measured: keeps its message between encode and decode, allocated beforehand or not.
+    """A codec under test. It keeps its message between encode and decode.
 
     Attributes:
-        payload_bytes: what of a message travels.
+        payload_bytes: bytes of a message that travel.
     """
 
     payload_bytes: int
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        """Encode gradient + residual, float32 [rows, columns]; residual becomes what is lost."""
+        """Encode gradient + residual, float32 [rows, columns]; the error becomes the residual."""
 
     def decode(self, out: Tensor) -> None:
-        """Add what was encoded to `out`."""
+        """Add the decoded message to `out`."""
 
 
-class RowCodec:
+class OneBitCodec:
     """The lab's 1-bit codec, by one of its implementations."""
 
     def __init__(
-        self, twin: Any, threshold: str, rows: int, columns: int, device: torch.device
+        self, implementation: Any, threshold: str, rows: int, columns: int, device: torch.device
     ) -> None:
-        self.twin, self.threshold = twin, threshold
+        self.implementation, self.threshold = implementation, threshold
         self.scales = torch.zeros(1, rows, 2, device=device)
         width = onebit.bit_bytes(columns)
         self.bits = torch.zeros(1, rows, width, dtype=torch.uint8, device=device)
         self.payload_bytes = self.scales.nbytes + self.bits.nbytes
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        self.twin.encode(gradient, residual, self.threshold, self.scales, self.bits)
+        self.implementation.encode(gradient, residual, self.threshold, self.scales, self.bits)
 
     def decode(self, out: Tensor) -> None:
-        self.twin.decode(self.scales, self.bits, out, add=True)
+        self.implementation.decode(self.scales, self.bits, out, add=True)
 
 
 # A codec is measured by adding a line. Each is made for rows, columns and a device.
 CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
-    "onebit": partial(RowCodec, onebit, "zero"),
-    "onebit_mean": partial(RowCodec, onebit, "mean"),
-    "onebit_reference": partial(RowCodec, reference, "zero"),
+    "onebit": partial(OneBitCodec, onebit, "zero"),
+    "onebit_mean": partial(OneBitCodec, onebit, "mean"),
+    "onebit_reference": partial(OneBitCodec, reference, "zero"),
     "grace_like": GraceLike,
     "deepspeed_like": DeepSpeedLike,
 }
@@ -76,11 +77,11 @@ CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
 
 @dataclass
 class Operation:
-    """One thing that is timed, and its times beside those of the memory-bound reference.
+    """A timed operation: its times, and those of the memory-bound reference next to it.
 
     Attributes:
-        num_calls: timed together in one turn.
-        host_s: what the host took to queue a call; empty on CPUs.
+        num_calls: number of calls timed together in one turn.
+        host_s: time of the host to queue a call; empty on CPUs.
     """
 
     codec: str
@@ -88,23 +89,23 @@ class Operation:
     run: Callable[[], None]
     moved_bytes: int
     num_calls: int
-    own_s: list[float] = field(default_factory=list)
+    call_s: list[float] = field(default_factory=list)
     reference_s: list[float] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
 
     def wants_turn(self) -> bool:
-        return len(self.own_s) < FEWEST_ROUNDS or self.num_calls * sum(self.own_s) < BUDGET_S
+        return len(self.call_s) < FEWEST_ROUNDS or self.num_calls * sum(self.call_s) < BUDGET_S
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """The result.
+    """Measure the codecs that are asked for, and return the result.
 
     Raises:
         ConfigError: an unknown codec, fewer values than columns or more than fit, or a GPU that is
             not there.
     """
-    own, wanted = request.own, request.variants[0].config.device
-    names = own["codec"] or list(CODECS)
+    settings, wanted = request.own, request.variants[0].config.device
+    names = settings["codec"] or list(CODECS)
     for name in names:
         if name not in CODECS:
             raise ConfigError(f"codec={name}: allowed are {', '.join(CODECS)}")
@@ -112,23 +113,25 @@ def measure(request: Request) -> dict[str, Any]:
         device = torch.device("cuda" if check_gpus(wanted, 1) else "cpu")
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    num_values = own["num_values"] or NUM_VALUES[device.type]
-    rows = num_values // own["columns"]
+    num_values = settings["num_values"] or NUM_VALUES[device.type]
+    rows = num_values // settings["columns"]
     if rows == 0:
-        raise ConfigError(f"num_values={num_values}: must be at least columns={own['columns']}")
-    torch.set_num_threads(own["threads"])
+        raise ConfigError(
+            f"num_values={num_values}: must be at least columns={settings['columns']}"
+        )
+    torch.set_num_threads(settings["threads"])
     try:
-        measured = _measure_all(names, (rows, own["columns"]), device, own["rounds"])
+        measured = _measure_all(names, (rows, settings["columns"]), device, settings["rounds"])
     except torch.OutOfMemoryError:
         raise ConfigError(f"num_values={num_values}: too many for this GPU's memory") from None
     return {
         **measured,
-        "shape": [rows, own["columns"]],
-        "num_values": rows * own["columns"],
+        "shape": [rows, settings["columns"]],
+        "num_values": rows * settings["columns"],
         "device": device.type,
         "cache_bytes": cache_bytes(device),
         "kernels": kernels(device),
-        "emulation": _emulation(own["threads"], device),
+        "emulation": _emulation(settings["threads"], device),
         "environment": environment(1),
         "git_commit": git_commit(),
     }
@@ -144,7 +147,7 @@ def _measure_all(
     together = NUM_CALLS if device.type == "cuda" else 1
     operations = []
     for name, codec in codecs.items():
-        moved = VALUE_BYTES * gradient.numel()  # once through memory: what no codec can avoid
+        moved = VALUE_BYTES * gradient.numel()  # once through memory, which no codec can avoid
         encode = partial(codec.encode, gradient, residual)
         decode = partial(codec.decode, out)
         operations += [
@@ -168,10 +171,10 @@ def _measure_all(
 
 
 def count_wrong(codec: Codec, gradient: Tensor, residual: Tensor) -> int:
-    """Values that are not what they must be after one encode and decode.
+    """Count the values that are wrong after one encode and decode.
 
-    For every codec, what is decoded plus the new residual is gradient plus old residual. Of the
-    lab's, each bit must also be the reference's, and scales and residuals equal to TOLERANCE.
+    For every codec, decoded values plus the new residual must be gradient plus old residual. For
+    the lab's, each bit must also be the reference's, and scales and residuals equal to TOLERANCE.
     """
     rows, columns = gradient.shape
     left, decoded = residual.clone(), torch.zeros_like(gradient)
@@ -179,13 +182,13 @@ def count_wrong(codec: Codec, gradient: Tensor, residual: Tensor) -> int:
     codec.decode(decoded)
     true = gradient + residual
     num_wrong = _count_far(decoded + left, true, true.abs() + decoded.abs())
-    if isinstance(codec, RowCodec):
-        twin = RowCodec(reference, codec.threshold, rows, columns, gradient.device)
+    if isinstance(codec, OneBitCodec):
+        definition = OneBitCodec(reference, codec.threshold, rows, columns, gradient.device)
         expected = residual.clone()
-        twin.encode(gradient, expected)
-        differing = codec.bits ^ twin.bits
+        definition.encode(gradient, expected)
+        differing = codec.bits ^ definition.bits
         num_wrong += sum(int((differing >> bit & 1).sum()) for bit in range(8))
-        num_wrong += _count_far(codec.scales, twin.scales, twin.scales.abs())
+        num_wrong += _count_far(codec.scales, definition.scales, definition.scales.abs())
         num_wrong += _count_far(left, expected, true.abs() + decoded.abs())
     return num_wrong
 
@@ -195,7 +198,7 @@ def _count_far(values: Tensor, expected: Tensor, size: Tensor) -> int:
 
 
 def _reference(a: Tensor, b: Tensor, c: Tensor) -> tuple[str, int, Callable[[], object]]:
-    """The memory-bound operation: its name, the bytes it moves, and itself."""
+    """Return the memory-bound operation: its name, the bytes it moves, and a call of it."""
     if a.device.type == "cuda":
         return "c.copy_(a)", 2 * a.nbytes, partial(c.copy_, a)
     return "torch.add(a, b, out=c)", 3 * a.nbytes, partial(torch.add, a, b, out=c)
@@ -204,7 +207,7 @@ def _reference(a: Tensor, b: Tensor, c: Tensor) -> tuple[str, int, Callable[[], 
 def _take_turn(
     operation: Operation, run: Callable[[], object], device: torch.device, reference_first: bool
 ) -> None:
-    pair = [(operation.reference_s, run), (operation.own_s, operation.run)]
+    pair = [(operation.reference_s, run), (operation.call_s, operation.run)]
     for seconds, call in pair if reference_first else reversed(pair):
         took = per_call(call, operation.num_calls, device)
         seconds.append(took.call_s)
@@ -215,14 +218,14 @@ def _take_turn(
 def _row(
     operation: Operation, reference_bytes: int, payload_bytes: int, num_values: int
 ) -> dict[str, Any]:
-    own, other = operation.own_s, operation.reference_s
+    taken, memory = operation.call_s, operation.reference_s
     share = operation.moved_bytes / reference_bytes
     return {
         "codec": operation.codec,
         "operation": operation.name,
-        **_rate(own, operation.moved_bytes),
-        "ratio": interleave.ratio(own, other),
-        "of_bandwidth": interleave.interval(lambda took, memory: share * memory / took, own, other),
+        **_rate(taken, operation.moved_bytes),
+        "ratio": interleave.ratio(taken, memory),
+        "of_bandwidth": interleave.interval(lambda t, m: share * m / t, taken, memory),
         "bits_per_value": 8 * payload_bytes / num_values,
         "host_s": interleave.middle(operation.host_s)["median"] if operation.host_s else None,
     }
@@ -246,14 +249,14 @@ def _emulation(threads: int, device: torch.device) -> str:
 
 
 def kernels(device: torch.device) -> dict[str, Any]:
-    """What "onebit" runs on: the level of its C++ kernels, and the compiler that built them."""
+    """Describe the kernels of "onebit": their level, and the compiler that built them."""
     if device.type == "cuda":
         level = "Triton" if onebit.triton_kernels(device) else "plain torch"
         return {"level": level, "device": torch.cuda.get_device_name(device)}
     level = torch.backends.cpu.get_cpu_capability()
-    if native.build(level) is None:
+    if native.kernels(level) is None:
         return {"level": "plain torch", "compiler": None}
-    said = subprocess.run(
-        [*native.compiler(), "--version"], capture_output=True, text=True, check=False
+    done = subprocess.run(
+        [*build.compiler(), "--version"], capture_output=True, text=True, check=False
     )
-    return {"level": level, "compiler": said.stdout.partition("\n")[0]}
+    return {"level": level, "compiler": done.stdout.partition("\n")[0]}

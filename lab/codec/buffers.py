@@ -1,4 +1,4 @@
-"""Memory that an exchange keeps from one call to the next."""
+"""Scratch memory that an exchange keeps from one call to the next."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Buffers:
-    """Room for what comes and goes: the system takes its time over fresh pages."""
+    """A reusable scratch buffer: avoids page faults from fresh allocations."""
 
     def __init__(self) -> None:
-        self._room = torch.empty(0)
+        self._memory = torch.empty(0)
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
-        """Uninitialised, with the dtype and device of `like`; what was taken before is void."""
+        """Return uninitialised memory like `like`; memory that was taken before becomes void."""
         num_values = math.prod(shape)
-        fits = self._room.dtype == like.dtype and self._room.device == like.device
-        if not fits or self._room.numel() < num_values:
-            self._room = like.new_empty(num_values)
-        return self._room[:num_values].view(shape)
+        fits = self._memory.dtype == like.dtype and self._memory.device == like.device
+        if not fits or self._memory.numel() < num_values:
+            self._memory = like.new_empty(num_values)
+        return self._memory[:num_values].view(shape)

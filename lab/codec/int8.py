@@ -1,7 +1,7 @@
 """Eight bits per value between the smallest and the largest of its block: ByteGrad's codec.
 
-A record is what one block becomes: its smallest value and the step between two levels, both
-float32, then a byte for each value (Bagua's MinMaxUInt8, which sends the largest value instead of
+A record encodes one block: its smallest value and the step between two levels, both float32, then
+a byte for each value (Bagua's MinMaxUInt8, which sends the largest value instead of
 the step). Rounding is to the nearest level, upwards from the middle, so a finite value is off by
 half a step at most, and a block of equal values by nothing. A block that holds a value that is not
 finite decodes to values none of which is.
@@ -43,7 +43,7 @@ def decode(records: Tensor, out: Tensor) -> None:
 
 
 def _in_blocks(values: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole blocks of `values`, [blocks, block], and what remains of them, [less than a block]."""
+    """Return the whole blocks of `values`, [blocks, block], and the tail, [less than a block]."""
     block = records.shape[1] - HEADER_BYTES
     whole = len(values) // block
     return values[: whole * block].view(whole, block), values[whole * block :]

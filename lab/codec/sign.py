@@ -17,12 +17,12 @@ ROW_VALUES = 8192  # the 1-bit codec shares out rows among threads: enough rows,
 
 
 def bit_bytes(num_values: int) -> int:
-    """Bytes that the packed signs of `num_values` values take."""
+    """Return the bytes of `num_values` packed signs."""
     return (num_values + 7) // 8
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Magnitude and signs that stand for `values`, float32 [n].
+    """Encode `values`, float32 [n], as a magnitude and signs.
 
     Returns:
         The mean magnitude, float32 [], not finite where a value is not; and the sign bits, 1 for
@@ -36,7 +36,7 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(magnitude: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None:
-    """Put into `out`, float32 [n], what magnitude and bits stand for, or add it there."""
+    """Reconstruct values into `out`, float32 [n], or add them there."""
     rows = len(out) // ROW_VALUES
     whole = rows * ROW_VALUES
     scales = torch.stack([magnitude, -magnitude]).repeat(1, rows + 1, 1)

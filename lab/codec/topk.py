@@ -11,7 +11,7 @@ SAMPLE_EVERY = 257  # odd, and no divisor of usual widths
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Where the `count` values of largest magnitude are; NaN counts as the largest of all.
+    """Return the indices of the `count` values of largest magnitude; NaN is the largest of all.
 
     Args:
         values: float32 [n].
@@ -32,7 +32,7 @@ def _topk(values: Tensor, count: int) -> Tensor:
 
 
 def _above_sampled_threshold(values: Tensor, count: int) -> Tensor:
-    """Where somewhat more than `count` of the largest are; few or none if the sample misleads.
+    """Return indices of somewhat more than `count` of the largest; few if the sample misleads.
 
     On a CPU topk goes through all values several times. To select among those above a threshold
     that a sample gives is the sampling of Deep Gradient Compression (Lin et al. 2018, section 3).

@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lab.codec import build
 from lab.codec.onebit import native, reference
 
 THRESHOLDS = ("zero", "mean")
@@ -24,14 +25,14 @@ SCALE_BYTES = 8  # two float32 reconstruction values for each row
 
 
 def bit_bytes(columns: int) -> int:
-    """Bytes that the packed bits of one row of `columns` values take."""
+    """Return the bytes of one row of `columns` packed bits."""
     return (columns + 7) // 8
 
 
 def encode(
     gradient: Tensor, residual: Tensor | None, threshold: str, scales: Tensor, bits: Tensor
 ) -> None:
-    """Quantise every row of gradient + residual, and keep what that loses as the new residual.
+    """Quantise every row of gradient + residual; the error becomes the new residual.
 
     `threshold="zero"` splits at 0 and reconstructs each side by its mean; `"mean"` splits at the
     row's mean m and reconstructs m - d and m + d, with d the mean absolute deviation. A row that
@@ -39,10 +40,10 @@ def encode(
 
     Args:
         gradient: float32 [rows, columns].
-        residual: float32 [rows, columns], replaced. None: nothing is carried over.
+        residual: float32 [rows, columns], replaced. None: no error feedback.
         threshold: one of THRESHOLDS.
-        scales: float32 [lines, height, 2], receives what bit 0 and bit 1 stand for. Row r goes to
-            line r // height, so lines * height >= rows; what no row goes to is left as it is.
+        scales: float32 [lines, height, 2], receives the values of bit 0 and bit 1. Row r goes to
+            line r // height, so lines * height >= rows; places without a row are left alone.
         bits: uint8 [lines, height, bit_bytes(columns)], receives the bits, least significant first.
     """
     implementation = _implementation(gradient, residual, scales[0], bits[0])
@@ -50,7 +51,7 @@ def encode(
 
 
 def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None:
-    """Put into `out`, float32 [rows, columns], what scales and bits stand for, or add it there.
+    """Reconstruct values into `out`, float32 [rows, columns], or add them there.
 
     Args:
         scales, bits: as `encode` fills them.
@@ -67,37 +68,37 @@ def reduce(
     out_scales: Tensor,
     out_bits: Tensor,
 ) -> None:
-    """Encode the sum, in rank order, of what several ranks have encoded.
+    """Decode the messages of several ranks, sum them in rank order, and encode the sum.
 
     Args:
         scales, bits: of each rank: float32 [ranks, rows, 2], uint8 [ranks, rows, bytes].
-        total: float32 [rows, columns], memory that the sum may be written to.
+        total: float32 [rows, columns], memory that the sum may use.
         residual, threshold: as in `encode`.
-        out_scales, out_bits: [rows, 2] and [rows, bytes], receive what stands for the sum.
+        out_scales, out_bits: [rows, 2] and [rows, bytes], receive the encoded sum.
     """
     implementation = _implementation(total, residual, scales[0], bits[0], out_scales, out_bits)
     implementation.reduce(scales, bits, total, residual, threshold, out_scales, out_bits)
 
 
 def _implementation(*tensors: Tensor | None) -> native.Kernels | ModuleType:
-    """The fastest of the three that can work on `tensors`, which are all on one device."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not all(tensor.is_contiguous() for tensor in given):
+    """Return the fastest implementation for `tensors`, which are all on one device."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not all(tensor.is_contiguous() for tensor in present):
         return reference
-    if given[0].device.type == "cpu":
-        return native.build(torch.backends.cpu.get_cpu_capability()) or reference
-    return triton_kernels(given[0].device) or reference
+    if present[0].device.type == "cpu":
+        return native.kernels(torch.backends.cpu.get_cpu_capability()) or reference
+    return triton_kernels(present[0].device) or reference
 
 
 @functools.cache
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """Triton's kernels if they run on `device`; else None, and a warning.
+    """Return Triton's kernels if they run on `device`; else None, after a warning.
 
     Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
-    headers, and it knows some GPUs and drivers alone: so whether it works shows only then.
+    headers, and it supports only some GPUs and drivers: so only a trial shows whether it works.
 
     Raises:
-        torch.OutOfMemoryError: which is no fault of Triton's.
+        torch.OutOfMemoryError: the trial does not fit; not a fault of Triton's.
     """
     try:
         kernels = importlib.import_module("lab.codec.onebit.triton_codec")
@@ -106,8 +107,10 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or a driver raises
-        said = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-        native.warn(f"Triton does not work on {device} ({type(error).__name__}: {said.strip()})")
+        lines = str(error).splitlines()
+        line = next((line for line in lines if line.strip()), "no reason given")
+        name = type(error).__name__
+        build.warn_slow(f"1-bit codec: Triton does not work on {device} ({name}: {line.strip()})")
         return None
     return kernels
 

@@ -1,4 +1,4 @@
-"""What the 1-bit codec does, in plain torch: this defines the result, and the fast twins repeat it.
+"""The definition of the 1-bit codec, in plain torch, whose results the fast implementations repeat.
 
 The quantiser of 1-bit SGD (Seide et al., Interspeech 2014, section 3) as CNTK implements it
 (ColumnQuantizer.h). A row here is what CNTK calls a column: the values that share a pair of

@@ -26,7 +26,7 @@ WARP = 32
 
 
 class Tile(NamedTuple):
-    """What one program takes: `rows` rows, eight times `num_bytes` values of each at once."""
+    """The share of one program: `rows` rows, eight times `num_bytes` values of each at once."""
 
     rows: int
     num_bytes: int
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(columns: int, most: int) -> Tile:
-    """The tile for rows of `columns` values, of which a program takes at most `most` at once."""
+    """Return the tile for rows of `columns` values, at most `most` of each row at once."""
     width = min(max(8, triton.next_power_of_2(columns)), most)
     return Tile(max(1, TILE // width), width // 8)
 

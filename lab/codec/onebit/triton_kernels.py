@@ -1,4 +1,4 @@
-"""The Triton kernels of the 1-bit codec, which lab/codec/onebit/triton_codec.py launches.
+"""The Triton kernels of the 1-bit codec; lab/codec/onebit/triton_codec.py launches them.
 
 A program takes `ROWS` whole rows, `BYTES` times eight values of each at once: a tile. With ON_CHIP
 a tile holds whole rows, which stay in registers from the first pass over them to the last.
@@ -15,20 +15,20 @@ import triton.language as tl
 
 @triton.jit
 def _offset(row, height, line_stride, row_stride):
-    """Where a row lies in a message, each of whose lines holds `height` rows."""
+    """Return the offset of a row in a message, each of whose lines holds `height` rows."""
     return row // height * line_stride + row % height * row_stride
 
 
 @triton.jit
 def _tile(row, start, rows, columns, BYTES: tl.constexpr):
-    """Columns of a tile [rows, bytes of bits, 8], and which of its values exist."""
+    """Return the columns of a tile [rows, bytes of bits, 8], and a mask of values that exist."""
     at = start + (tl.arange(0, BYTES)[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
     return at, (at < columns) & (row < rows)[:, None, None]
 
 
 @triton.jit
 def _decoded(scales, bits, start, columns, exists, BYTES: tl.constexpr):
-    """A tile of rows whose scales and bits begin at these pointers."""
+    """Decode a tile of rows whose scales and bits begin at these pointers."""
     byte = start // 8 + tl.arange(0, BYTES)[None, :]
     mask = (byte * 8 < columns) & exists[:, None]
     packed = tl.load(bits[:, None] + byte, mask=mask, other=0).to(tl.int32)
@@ -40,7 +40,7 @@ def _decoded(scales, bits, start, columns, exists, BYTES: tl.constexpr):
 
 @triton.jit
 def _values(origin, row, start, rows, columns, SUM: tl.constexpr, BYTES: tl.constexpr):
-    """A tile of what is encoded: a gradient, or the sum of what ranks have sent; and the residual.
+    """Load a tile of values to encode: a gradient or the sum of all ranks', plus the residual.
 
     Args:
         origin: the gradient or the first rank's scales, that rank's bits, the number of ranks, the
@@ -65,7 +65,7 @@ def _values(origin, row, start, rows, columns, SUM: tl.constexpr, BYTES: tl.cons
 
 @triton.jit
 def _sum(values):
-    """Sum of each row of a tile, in double precision."""
+    """Sum each row of a tile, in double precision."""
     return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] * 8)).to(tl.float64), 1)
 
 
@@ -80,7 +80,7 @@ def _side_means(
     ON_CHIP: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Means of each row's negative and of its other values. An empty side's is 0."""
+    """Return the means of each row's negative and of its other values; 0 for an empty side."""
     lower = tl.zeros((values.shape[0],), tl.float64)
     upper = tl.zeros((values.shape[0],), tl.float64)
     num_upper = tl.zeros((values.shape[0],), tl.int32)
@@ -108,7 +108,7 @@ def _mean_and_deviation(
     ON_CHIP: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Each row's mean, and the mean distance of its values from it."""
+    """Return each row's mean and its mean absolute deviation."""
     total = tl.zeros((values.shape[0],), tl.float64)
     distance = tl.zeros((values.shape[0],), tl.float64)
     for start in range(0, BYTES * 8 if ON_CHIP else columns, BYTES * 8):
@@ -166,10 +166,10 @@ def encode_rows(
     else:
         split = tl.zeros((ROWS,), tl.float32)
         low, high = _side_means(origin, values, row, rows, columns, SUM, ON_CHIP, BYTES)
-    own_scales = scales + _offset(row, height, scales_stride, 2)
-    tl.store(own_scales, low, mask=exists)
-    tl.store(own_scales + 1, high, mask=exists)
-    own_bits = bits + _offset(row, height, bits_stride, (columns + 7) // 8)[:, None]
+    row_scales = scales + _offset(row, height, scales_stride, 2)
+    tl.store(row_scales, low, mask=exists)
+    tl.store(row_scales + 1, high, mask=exists)
+    row_bits = bits + _offset(row, height, bits_stride, (columns + 7) // 8)[:, None]
     for start in range(0, BYTES * 8 if ON_CHIP else columns, BYTES * 8):
         if not ON_CHIP:
             values = _values(origin, row, start, rows, columns, SUM, BYTES)
@@ -177,7 +177,7 @@ def encode_rows(
         is_upper = (values >= split[:, None, None]) & there
         packed = tl.sum(is_upper.to(tl.int32) << tl.arange(0, 8)[None, None, :], 2)
         byte = start // 8 + tl.arange(0, BYTES)[None, :]
-        tl.store(own_bits + byte, packed.to(tl.uint8), mask=(byte * 8 < columns) & exists[:, None])
+        tl.store(row_bits + byte, packed.to(tl.uint8), mask=(byte * 8 < columns) & exists[:, None])
         if residual is not None:
             lost = values - tl.where(is_upper, high[:, None, None], low[:, None, None])
             tl.store(residual + row[:, None, None] * columns + at, lost, mask=there)
@@ -205,9 +205,9 @@ def decode_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * BYTES * 8
     at, there = _tile(row, start, rows, columns, BYTES)
-    own_scales = scales + _offset(row, height, scales_stride, 2)
-    own_bits = bits + _offset(row, height, bits_stride, (columns + 7) // 8)
-    values = _decoded(own_scales, own_bits, start, columns, row < rows, BYTES)
+    row_scales = scales + _offset(row, height, scales_stride, 2)
+    row_bits = bits + _offset(row, height, bits_stride, (columns + 7) // 8)
+    values = _decoded(row_scales, row_bits, start, columns, row < rows, BYTES)
     place = row[:, None, None] * columns + at
     if ADD:
         values += tl.load(out + place, mask=there, other=0.0)

@@ -158,7 +158,7 @@ def test_eager_baselines_quantise_as_their_formulas_say() -> None:
         torch.testing.assert_close(out, scale * torch.tensor([values]).float())
 
 
-class Broken(codec.RowCodec):
+class Broken(codec.OneBitCodec):
     """The first bit is flipped, and one residual is off."""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:

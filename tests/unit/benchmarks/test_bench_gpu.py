@@ -82,7 +82,7 @@ def test_codec_and_reference_take_turns_of_many_calls(monkeypatch: pytest.Monkey
 
     encode = codec.Operation("onebit", "encode", run, 1, timing.NUM_CALLS)
     codec._take_turn(encode, lambda: gpu.kernel("copy", 1e-4), CUDA, reference_first=True)
-    assert encode.own_s == pytest.approx([2e-4]) and encode.reference_s == pytest.approx([1e-4])
+    assert encode.call_s == pytest.approx([2e-4]) and encode.reference_s == pytest.approx([1e-4])
     assert encode.host_s == pytest.approx([1e-5])
     assert gpu.log.count("encode") == gpu.log.count("copy") == timing.NUM_CALLS + 1
 

@@ -1,8 +1,9 @@
-"""Where the C++ codec keeps its build: in the user's cache, or else where nobody else can write."""
+"""Any C++ source is compiled at first use and cached where nobody else can write."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,36 +12,117 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.codec.onebit import native
+from lab.codec import build
 
 HERE = torch.backends.cpu.get_cpu_capability()
 
 
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """Each test is a process that has loaded nothing."""
+    build.load.cache_clear()
+    yield
+    build.load.cache_clear()
+
+
 @pytest.fixture
-def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where a build goes if the user's cache cannot be written; root too cannot write in a file."""
+def source(tmp_path: Path) -> Path:
+    """A kernel that no codec of the lab has."""
+    path = tmp_path / "mine" / "answer.cpp"
+    path.parent.mkdir()
+    path.write_text('extern "C" int answer() { return 42; }\n')
+    return path
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's cache folder, where it can be written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "scaling-lab"
+
+
+@pytest.fixture
+def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of builds where the user's cache is a file, which not even root can write in."""
     (tmp_path / "file").touch()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    native.build.cache_clear()
-    yield tmp_path / "tmp" / f"scaling-lab-{os.getuid()}"
-    native.build.cache_clear()
+    return tmp_path / "tmp" / f"scaling-lab-{os.getuid()}"
 
 
-def test_without_a_cache_a_private_temporary_folder_holds_the_build(private: Path) -> None:
-    assert native.build(HERE) is not None
+def answer(source: Path) -> int:
+    library = build.load(source, HERE)
+    assert library is not None
+    return library.answer()
+
+
+def test_a_source_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path
+) -> None:
+    assert answer(source) == 42
+    (library,) = cache.iterdir()
+    assert library.name.startswith("mine-answer-") and library.suffix == ".so"
+    build.load.cache_clear()
+    monkeypatch.setattr(subprocess, "run", _no_compiler)
+    assert answer(source) == 42
+
+
+def _no_compiler(*_: object, **__: object) -> None:
+    raise AssertionError("compiled again")
+
+
+def test_a_changed_source_is_compiled_again(source: Path, cache: Path) -> None:
+    assert answer(source) == 42
+    source.write_text('extern "C" int answer() { return 43; }\n')
+    build.load.cache_clear()
+    assert answer(source) == 43
+    assert len([*cache.iterdir()]) == 2
+
+
+def test_each_level_is_compiled_for_its_instructions(
+    monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path
+) -> None:
+    lines = []
+
+    def fail(line: list[str], **_: object) -> None:
+        lines.append(line)
+        raise OSError("not today")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    for level in ("DEFAULT", "AVX2", "AVX512"):
+        with pytest.warns(UserWarning, match="not today"):
+            assert build.load(source, level) is None
+    flags = [[word for word in line if word.startswith("-march")] for line in lines]
+    assert flags == [[], ["-march=x86-64-v3"], ["-march=x86-64-v4"]]
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_source_that_does_not_compile_is_reported_once_by_name(source: Path) -> None:
+    source.write_text("no C++\n")
+    with pytest.warns(UserWarning, match=r"^mine/answer\.cpp cannot be built \(.*error") as caught:
+        assert build.load(source, HERE) is None
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    with warnings.catch_warnings(action="error"):
+        assert build.load(source, HERE) is None
+
+
+def test_without_a_cache_a_private_temporary_folder_holds_the_build(
+    private: Path, source: Path
+) -> None:
+    assert answer(source) == 42
     assert [path.suffix for path in private.iterdir()] == [".so"]
     assert private.stat().st_mode & 0o777 == 0o700
 
 
-def test_without_a_home_too(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_too(private: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    assert native._cache() == private
+    assert answer(source) == 42
+    assert [path.suffix for path in private.iterdir()] == [".so"]
 
 
 @pytest.mark.parametrize(
@@ -53,23 +135,24 @@ def test_without_a_home_too(private: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ids=["open to all", "link", "file"],
 )
 def test_a_folder_that_others_can_write_is_never_loaded_from(
-    private: Path, prepare: Callable[[Path], None]
+    private: Path, source: Path, prepare: Callable[[Path], None]
 ) -> None:
     prepare(private)
     with pytest.warns(UserWarning, match="plain torch is used"):
-        assert native.build(HERE) is None
+        assert build.load(source, HERE) is None
 
 
-def test_ranks_of_a_host_warn_once(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("private")
+def test_ranks_of_a_host_warn_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with warnings.catch_warnings(action="error"):
-        assert native.build(HERE) is None
-    native.build.cache_clear()
+        assert build.load(source, HERE) is None
+    build.load.cache_clear()
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.warns(UserWarning, match="no-such-compiler") as caught:
-        assert native.build(HERE) is None
+        assert build.load(source, HERE) is None
     (line,) = warnings.formatwarning(
         caught[0].message, UserWarning, caught[0].filename, caught[0].lineno
     ).splitlines()
-    assert line.startswith("lab.codec.onebit.native:")
+    assert line.startswith("lab.codec.build:")

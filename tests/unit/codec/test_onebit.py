@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.codec import build
 from lab.codec.buffers import Buffers
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit import native, reference
@@ -115,7 +116,7 @@ def implementation(request: pytest.FixtureRequest) -> Any:
         return OnGPU(importlib.import_module("lab.codec.onebit.triton_codec"))
     if LEVELS.index(request.param) > LEVELS.index(HERE):
         pytest.skip(f"this processor has no {request.param}")
-    return native.build(request.param)
+    return native.kernels(request.param)
 
 
 class OnGPU:
@@ -250,7 +251,7 @@ def test_a_fused_sum_is_decoding_adding_and_encoding(
 
 def test_threads_change_nothing() -> None:
     gradient, residual = inputs("normal", 70, 9000)
-    kernels = native.build(HERE)
+    kernels = native.kernels(HERE)
     before = torch.get_num_threads()
     results = []
     for threads in (1, 3):
@@ -276,33 +277,26 @@ def test_views_that_are_not_contiguous_give_the_same() -> None:
     assert close(kept, expected.residual)
 
 
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """The test is a process that has loaded no kernels."""
+    for cached in (build.load, native.kernels):
+        cached.cache_clear()
+    yield
+    for cached in (build.load, native.kernels):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetful")
 def test_without_a_compiler_plain_torch_serves_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.build.cache_clear()
     gradient, residual = inputs("normal", 3, 50)
-    with pytest.warns(UserWarning, match="cannot be built .*no-such-compiler"):
+    with pytest.warns(UserWarning, match="^onebit/kernels.cpp cannot be built .*no-such-compiler"):
         first = encode(onebit, gradient, "zero", residual)
     with warnings.catch_warnings(action="error"):
         second = encode(onebit, gradient, "zero", residual)
-    native.build.cache_clear()
     assert torch.equal(first.bits, second.bits)
     assert torch.equal(first.bits, encode(reference, gradient, "zero", residual).bits)
-
-
-def test_a_build_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.build.cache_clear()
-    assert native.build(HERE) is not None
-    (library,) = (tmp_path / "scaling-lab").iterdir()
-    native.build.cache_clear()
-    monkeypatch.setattr(subprocess, "run", _no_compiler)
-    assert native.build(HERE) is not None
-    native.build.cache_clear()
-    assert library.suffix == ".so"
-
-
-def _no_compiler(*_: object, **__: object) -> None:
-    raise AssertionError("compiled again")

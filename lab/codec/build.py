@@ -1,0 +1,83 @@
+"""Compile any C++ source at its first use, for this processor, into the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+# Processor levels as torch names them, and what each lets the compiler use.
+LEVELS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
+
+
+@functools.cache
+def load(source: Path, level: str) -> ctypes.CDLL | None:
+    """The library of a C++ source; None, and one warning, where it cannot be built.
+
+    Args:
+        source: self-contained, or the cache misses a change: headers next to it are not watched.
+        level: as torch.backends.cpu.get_cpu_capability names it, which heeds ATEN_CPU_CAPABILITY.
+            One that is not in LEVELS gets instructions that every processor has.
+    """
+    try:
+        return ctypes.CDLL(str(_compiled(source, (*OPTIONS, *LEVELS.get(level, ())))))
+    except (OSError, subprocess.CalledProcessError) as error:
+        message = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
+        warn_slow(f"{source.parent.name}/{source.name} cannot be built ({message})")
+        return None
+
+
+def warn_slow(reason: str) -> None:
+    """Say, in one line on the first rank of a host, why a codec falls back to plain torch."""
+    text = f"{reason}; plain torch is used, which is many times slower"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler: CXX, c++ or g++."""
+    return shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
+
+
+def _compiled(source: Path, options: tuple[str, ...]) -> Path:
+    command, cache = compiler(), _cache()
+    recipe = repr((command, options)).encode() + source.read_bytes()
+    name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
+    library = cache / name
+    if not library.exists():
+        # Ranks that start together each build it, and the last one's stays: all are the same.
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            fresh = Path(folder) / name
+            line = [*command, *options, str(source), "-o", str(fresh)]
+            subprocess.run(line, check=True, capture_output=True, text=True)
+            fresh.replace(library)
+    return library
+
+
+def _cache() -> Path:
+    """The user's cache folder, or if that cannot be written, a private one in /tmp.
+
+    Raises:
+        OSError: somebody else has made the latter, or could write to it.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaling-lab"
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    cache = Path(tempfile.gettempdir()) / f"scaling-lab-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    status = cache.lstat()  # libraries loaded from here run as this user
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{cache} is not a folder of this user alone")
+    return cache
