@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.codec import sign
+from lab.codec import signsgd
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
@@ -55,15 +55,15 @@ class SignSGD(Staged, ErrorFeedback):
         magnitudes = received[:, :scale_bytes].view(torch.float32) / comm.size
         start = scale_bytes
         for index, out in enumerate(gradients.values()):
-            stop = start + sign.bit_bytes(len(out))
+            stop = start + signsgd.bit_bytes(len(out))
             for rank in range(comm.size):
                 bits = received[rank, start:stop]
-                sign.decode(magnitudes[rank, index], bits, out, add=rank > 0)
+                signsgd.decode(magnitudes[rank, index], bits, out, add=rank > 0)
             start = stop
 
     def _encode(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
         p = self.compensated(name, gradient)
-        magnitude, bits = sign.encode(p)
+        magnitude, bits = signsgd.encode(p)
         p -= torch.copysign(magnitude, p, out=gradient)  # the gradient's memory is free now
         return magnitude, bits
 

@@ -168,7 +168,7 @@ def _int8(load: Load) -> None:
 
 
 def _signsgd(load: Load) -> None:
-    """Bytes of memory: the passes of lab/codec/sign.py and of its residual."""
+    """Bytes of memory: the passes of lab/codec/signsgd.py and of its residual."""
     n = sum(v for v in map(math.prod, load.shapes) if v >= load.exchange["min_values"])
     load.codec(48 * n)
     load.wire(load.exact(load.n - n) + (load.network.all_gather(n / 8) if n else Cost()))

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codec import int8, sign
+from lab.codec import int8, signsgd
 from lab.codec.topk import largest
 
 LENGTHS = [0, 1, 7, 8, 9, 64, 1000]
 
 
-def through_minmax(values: Tensor, block: int) -> Tensor:
+def through_int8(values: Tensor, block: int) -> Tensor:
     num_blocks = -(-len(values) // block)
     records = torch.empty(num_blocks, int8.HEADER_BYTES + block, dtype=torch.uint8)
     int8.encode(values.clone(), records)
@@ -24,9 +24,9 @@ def through_minmax(values: Tensor, block: int) -> Tensor:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 @pytest.mark.parametrize("shift", [0, 1000])
-def test_minmax_is_off_by_half_a_step_at_most(length: int, scale: float, shift: int) -> None:
+def test_int8_is_off_by_half_a_step_at_most(length: int, scale: float, shift: int) -> None:
     values = (torch.randn(length) + shift) * scale
-    decoded = through_minmax(values, 16)
+    decoded = through_int8(values, 16)
     for block, got in zip(values.split(16), decoded.split(16), strict=True):
         half_a_step = (block.max() - block.min()) / 510 if len(block) else torch.zeros(())
         rounding = 2e-7 * block.abs().max() if len(block) else 0
@@ -34,53 +34,53 @@ def test_minmax_is_off_by_half_a_step_at_most(length: int, scale: float, shift: 
 
 
 @pytest.mark.parametrize("value", [0.0, -3.3, 1e-42, 3e38])
-def test_minmax_keeps_equal_values_exactly(value: float) -> None:
+def test_int8_keeps_equal_values_exactly(value: float) -> None:
     values = torch.full((21,), value)
-    assert torch.equal(through_minmax(values, 8), values)
+    assert torch.equal(through_int8(values, 8), values)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_minmax_shows_what_is_not_finite_in_its_block_alone(bad: float) -> None:
+def test_int8_shows_what_is_not_finite_in_its_block_alone(bad: float) -> None:
     values = torch.randn(20)
     values[9] = bad
-    finite = through_minmax(values, 8).isfinite()
+    finite = through_int8(values, 8).isfinite()
     assert finite.tolist() == [True] * 8 + [False] * 8 + [True] * 4
 
 
-def through_sign(values: Tensor) -> Tensor:
+def through_signsgd(values: Tensor) -> Tensor:
     out = torch.empty_like(values)
-    sign.decode(*sign.encode(values), out)
+    signsgd.decode(*signsgd.encode(values), out)
     return out
 
 
 @pytest.mark.parametrize("length", [*LENGTHS[1:], 8192, 20_001])
-def test_sign_is_mean_magnitude_and_one_bit_each(length: int) -> None:
+def test_signsgd_is_mean_magnitude_and_one_bit_each(length: int) -> None:
     values = torch.randn(length)
-    assert sign.encode(values)[1].shape == (sign.bit_bytes(length),)
+    assert signsgd.encode(values)[1].shape == (signsgd.bit_bytes(length),)
     expected = torch.where(values < 0, -1.0, 1.0).double() * values.double().abs().mean()
-    torch.testing.assert_close(through_sign(values).double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(through_signsgd(values).double(), expected, rtol=1e-5, atol=0)
 
 
-def test_sign_adds_up() -> None:
-    magnitude, bits = sign.encode(torch.randn(10_000))
+def test_signsgd_adds_up() -> None:
+    magnitude, bits = signsgd.encode(torch.randn(10_000))
     once, twice = torch.empty(2, 10_000)
-    sign.decode(magnitude, bits, once)
+    signsgd.decode(magnitude, bits, once)
     twice.copy_(once)
-    sign.decode(magnitude, bits, twice, add=True)
+    signsgd.decode(magnitude, bits, twice, add=True)
     assert torch.equal(twice, 2 * once)
 
 
-def test_sign_packs_the_first_value_lowest() -> None:
-    magnitude, bits = sign.encode(torch.tensor([-1.0, 1, -1, 1, 1, 1, 1, 1, 1, -1]))
+def test_signsgd_packs_the_first_value_lowest() -> None:
+    magnitude, bits = signsgd.encode(torch.tensor([-1.0, 1, -1, 1, 1, 1, 1, 1, 1, -1]))
     assert bits.tolist() == [0b00000101, 0b10]
     assert magnitude == 1
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_sign_shows_what_is_not_finite(bad: float) -> None:
+def test_signsgd_shows_what_is_not_finite(bad: float) -> None:
     values = torch.randn(20)
     values[9] = bad
-    assert not through_sign(values).isfinite().any()
+    assert not through_signsgd(values).isfinite().any()
 
 
 @pytest.mark.parametrize("count", [0, 1, 30, 100, 3000])
