@@ -20,8 +20,8 @@ class Auto(Exchange):
     From the second step on, when buckets have their final form, each is averaged by the one and by
     the other in turns, and timed: encoding, transfer and decoding, over the link at hand, beside
     what the machine does meanwhile. The first time of each does not count. Then the one with the
-    shorter median stays, the slowest rank's time being what counts. What the compressed exchange
-    owes when it is dropped is paid back in the next step.
+    shorter median stays, the slowest rank's time being what counts. The residual
+    of a compressed exchange that is dropped is flushed in the next step.
 
     A resume keeps what was decided; before that, and on another number of ranks, it begins anew.
     Two runs may decide differently: this exchange is a matter of the clock.

@@ -36,11 +36,11 @@ class OneBit(Staged, ErrorFeedback):
 
     Args:
         threshold: "zero" or "mean", see lab.codec.onebit.codec.
-        granularity: what shares two scales. "column": all weights into one output unit, a row of
-            the [out, in*height*width] view, CNTK's column. "block": `block_size` values.
-        block_size: values per block; what remains of a tensor after whole blocks travels exactly.
+        granularity: the values that share two scales. "column": all weights into one output unit, a
+            row of the [out, in*height*width] view, CNTK's column. "block": `block_size` values.
+        block_size: values per block; the remainder of a tensor travels exactly.
         min_columns: with "column", tensors with shorter columns (biases, small kernels) travel
-            exactly: scales would outweigh what bits save.
+            exactly: their scales would outweigh the savings of bits.
         warmup_steps: steps in full precision before quantisation starts.
         error_feedback: False drops both quantisation errors, to show what that costs.
 

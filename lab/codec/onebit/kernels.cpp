@@ -1,8 +1,8 @@
 // One bit per value and two reconstruction values per row, fused with the residual.
 //
-// Does what lab/codec/onebit/reference.py defines; lab/codec/onebit/native.py builds it for
-// what the processor can do. A row is read from memory once: later passes over it find it in the
-// cache. Sums are double, so that they do not depend on how wide the registers are.
+// Implements the definition in lab/codec/onebit/reference.py; lab/codec/build.py compiles it for
+// this processor. A row is read from memory once: later passes over it find it in the cache. Sums
+// are double, so that they do not depend on the width of registers.
 
 #include <algorithm>
 #include <cmath>
@@ -130,7 +130,7 @@ namespace {
 constexpr int64_t W = Lanes::width;
 constexpr int64_t VALUES_PER_THREAD = 1 << 17;  // below this a thread costs more than it saves
 
-// Calls f(first, count) for groups of W values, and for what remains.
+// Calls f(first, count) for groups of W values, and for the remainder.
 template <class F>
 inline void groups(int64_t columns, F f) {
   int64_t i = 0;
@@ -245,7 +245,7 @@ inline void replace(const float* scales, const uint8_t* bits, float* out, int64_
           [=](int64_t i, int64_t count, Lanes value) { store(value, out + i, count); });
 }
 
-// As replace, past the cache: what is written is not read from memory before.
+// As replace, past the cache: memory is not read before it is written.
 inline void replace_far(const float* scales, const uint8_t* bits, float* out, int64_t columns) {
   if (reinterpret_cast<uintptr_t>(out) % sizeof(Lanes)) return replace(scales, bits, out, columns);
   decoded(scales, bits, columns, [=](int64_t i, int64_t count, Lanes value) {
@@ -275,7 +275,7 @@ extern "C" {
 
 // gradient, residual: [rows, columns]. Row r's scales and bits are row r % height of line r / height;
 // lines are scales_stride floats and bits_stride bytes apart.
-// The residual, unless null, is added to the gradient and replaced by what the bits lose.
+// The residual, unless null, is added to the gradient and replaced by the quantisation error.
 void onebit_encode(const float* gradient, float* residual, float* scales, uint8_t* bits,
                    int64_t rows, int64_t columns, int64_t height, int64_t scales_stride,
                    int64_t bits_stride, int64_t split_at_mean, int64_t threads) {
@@ -301,8 +301,8 @@ void onebit_decode(const float* scales, const uint8_t* bits, float* out, int64_t
   });
 }
 
-// Encodes the sum, in rank order, of what `ranks` ranks have encoded, whose scales and bits are
-// scales_stride floats and bits_stride bytes apart. A row's sum is never written to memory.
+// Decodes the rows of `ranks` ranks, sums them in rank order and encodes the sum. The ranks' scales
+// and bits are scales_stride floats and bits_stride bytes apart. A row's sum is never written to memory.
 void onebit_reduce(const float* scales, const uint8_t* bits, int64_t ranks, int64_t scales_stride,
                    int64_t bits_stride, float* residual, float* out_scales, uint8_t* out_bits,
                    int64_t rows, int64_t columns, int64_t split_at_mean, int64_t threads) {

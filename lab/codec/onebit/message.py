@@ -85,7 +85,7 @@ class Message:
 
         Args:
             gradients: float32 [rows, columns], one for each matrix.
-            residuals: as `gradients`, added to them and replaced by what is lost. None: not kept.
+            residuals: as `gradients`, added to them and replaced by the error. None: no feedback.
             threshold: see lab.codec.onebit.codec.encode.
         """
         for index, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
@@ -98,7 +98,9 @@ class Message:
         residuals: Sequence[Tensor | None],
         threshold: str,
     ) -> None:
-        """Fill the only line with the sum, in rank order, of what the lines of `received` encode.
+        """Decode the lines of `received`, sum them in rank order and encode the sum.
+
+        The sum becomes the only line of this message.
 
         Args:
             received: this rank's shards, a line from each rank.

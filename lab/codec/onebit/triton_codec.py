@@ -89,7 +89,7 @@ def _launch_encode(
     bits: Tensor,
     like: Tensor,
 ) -> None:
-    """Encode a gradient, or the sum of what ranks have sent, of the shape of `like`.
+    """Encode a gradient, or the sum of all ranks' messages, of the shape of `like`.
 
     Args:
         source: the gradient twice, and zeros; or scales and bits of all ranks, their number, and

@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
 
 def encode(codec: Any, gradient: Tensor, threshold: str, residual: Tensor | None = None) -> Encoded:
-    """What `codec` makes of `gradient` and a copy of `residual`, buffers filled with rubbish."""
+    """Encode `gradient` and a copy of `residual` by `codec`, into buffers filled with rubbish."""
     rows, columns = gradient.shape
     scales = torch.full((1, rows, 2), 7.0)
     bits = torch.full((1, rows, onebit.bit_bytes(columns)), 255, dtype=torch.uint8)
@@ -81,7 +81,7 @@ def test_reference_agrees_with_float64_arithmetic(columns: int, threshold: str) 
 
 
 def definition(row: Tensor, threshold: str) -> Tensor:
-    """What a row of 1-bit values decodes to, as the paper reads."""
+    """Decode a row as the paper defines it."""
     if threshold == "mean":
         deviation = (row - row.mean()).abs().mean()
         return torch.where(row >= row.mean(), row.mean() + deviation, row.mean() - deviation)
