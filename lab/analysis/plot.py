@@ -11,13 +11,14 @@ from matplotlib.figure import Figure
 from lab.analysis import summary
 from lab.analysis.figures.convergence import convergence
 from lab.analysis.figures.payload import payload
+from lab.analysis.figures.sheet import NothingToDraw, Sheet
 from lab.analysis.figures.speedup import scaling, speedup_bars, throughput
 from lab.analysis.figures.step import step_time
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.analysis.records import SCALINGS, load_study
 from lab.analysis.speedup import table
 from lab.draw import style
-from lab.draw.style import NothingToDraw, Sheet
+from lab.draw.looks import looks_of
 from lab.record.trace import TIMELINE, read_trace
 
 FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
@@ -55,7 +56,7 @@ def _report_study(folder: Path, out: Path, formats: Sequence[str], baseline: str
     out.mkdir(parents=True, exist_ok=True)
     summary.write_csv(rows, out / "summary.csv")
     print(summary.text(rows, study), end="\n\n")
-    looks = style.looks(row.series for row in rows)
+    looks = looks_of(row.series for row in rows)
     present = [name for name in SCALINGS if any(row.scaling == name for row in rows)]
     for name in present:
         mine = tuple(row for row in rows if row.scaling == name)

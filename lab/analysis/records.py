@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,6 @@ STATUSES = ("done", "failed", "oom", "timeout", "interrupted")
 SCALINGS = ("strong", "weak")
 CONTEXT = ("model", "data", "precision", "device", "machine")
 IDENTITY = ("strategy", "world_size", "batch_size", "per_rank_batch_size", "scaling")
-STRATEGIES = (
-    *("none", "allreduce", "tree", "tree_pipelined", "tree_double", "ring", "star"),
-    *("tree_overlap", "overlap", "layerwise", "bf16", "fp16", "int8", "onebit", "signsgd_ef"),
-    *("topk", "randomk"),
-    *("powersgd", "auto", "fc1x1", "fc1x1_onebit", "local_sgd", "diloco", "ddp", "horovod"),
-    *("caffe", "torch7", "cntk", "tensorflow"),
-)
 
 
 @dataclass(frozen=True)
@@ -107,13 +99,6 @@ def load_study(folder: Path) -> Study:
     names = {str(record.get("study") or folder.name) for record in records.values()}
     missing = [p.name for p in below if p not in records and not (p / "summary.csv").is_file()]
     return Study(folder, ", ".join(sorted(names)), tuple(cells), tuple(missing))
-
-
-def order(series: str) -> tuple[int, list[str | int]]:
-    """Sort key: known strategies first and in their usual order, numbers in a name by value."""
-    strategy = series.split(" ")[0]
-    rank = STRATEGIES.index(strategy) if strategy in STRATEGIES else len(STRATEGIES)
-    return rank, [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", series)]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from lab.analysis.records import PHASES, STATUSES, Cell, Study, order
+from lab.analysis.records import PHASES, STATUSES, Cell, Study
+from lab.draw.looks import order
 from lab.measure.intervals import UNKNOWN, Interval, of_medians
 
 CEILING = "none"

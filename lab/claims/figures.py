@@ -18,6 +18,7 @@ from matplotlib.ticker import NullLocator
 from lab.claims.claims import Paper, Reproduction
 from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
 from lab.draw import style
+from lab.draw.looks import BLACK, ORANGE, VERMILLION, looks_of
 
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # one for each number of ranks
 MAP_RANKS = tuple(2**power for power in range(1, 9))
@@ -49,8 +50,8 @@ def speedup_bars(
                 _bar(panel, x, SHADES[index], at, predicted, measured)
                 for claim in paper.claims:
                     if (claim.quantity, claim.at) == ("speedup", at) and claim.published:
-                        panel.plot(x, claim.published, "D", color=style.VERMILLION, markersize=5)
-        panel.axhline(1, color=style.BLACK, linewidth=0.8)
+                        panel.plot(x, claim.published, "D", color=VERMILLION, markersize=5)
+        panel.axhline(1, color=BLACK, linewidth=0.8)
         panel.set_xticks(range(len(grid.batch_sizes)), [str(batch) for batch in grid.batch_sizes])
         panel.set_title(strategy)
         panel.set_xlabel("global batch")
@@ -60,13 +61,11 @@ def speedup_bars(
         for index, size in enumerate(grid.world_sizes)
     ]
     if measured:
-        entries.append(Line2D([], [], color=style.BLACK, linewidth=2, label="predicted"))
-        entries.append(Line2D([], [], color=style.ORANGE, linewidth=2, label="all repeats"))
+        entries.append(Line2D([], [], color=BLACK, linewidth=2, label="predicted"))
+        entries.append(Line2D([], [], color=ORANGE, linewidth=2, label="all repeats"))
         if measured.emulations():
             entries.append(Patch(facecolor="white", hatch=style.HATCH, label="emulated"))
-    entries.append(
-        Line2D([], [], color=style.VERMILLION, marker="D", linestyle="", label="published")
-    )
+    entries.append(Line2D([], [], color=VERMILLION, marker="D", linestyle="", label="published"))
     what = "measured, predicted and published" if measured else "predicted (bars) and published"
     return style.frame(figure, f"Speedup: {what}", entries, notes)
 
@@ -81,8 +80,8 @@ def _bar(
     hatch = style.HATCH if measured.emulations() else None
     panel.bar(x, _speedup(measured, at), 0.24, color=colour, edgecolor=style.GREY, hatch=hatch)
     each = [value for one in measured.repeats() if math.isfinite(value := _speedup(one, at))]
-    panel.plot([x] * len(each), each, color=style.ORANGE, linewidth=2)
-    panel.plot([x - 0.12, x + 0.12], [guess, guess], color=style.BLACK, linewidth=2)
+    panel.plot([x] * len(each), each, color=ORANGE, linewidth=2)
+    panel.plot([x - 0.12, x + 0.12], [guess, guess], color=BLACK, linewidth=2)
 
 
 def _speedup(facts: Facts, at: Point) -> float:
@@ -120,7 +119,7 @@ def regime_map(grid: Reproduction, predicted: Facts, notes: list[str]) -> Figure
         bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=range(-8, 9, 2))
         bar.ax.set_yticklabels([str(Fraction(2) ** power) for power in range(-8, 9, 2)])
         bar.set_label("speedup over 1 rank (predicted)")
-    entry = Line2D([], [], color=style.BLACK, linewidth=1.2, label="speedup = 1")
+    entry = Line2D([], [], color=BLACK, linewidth=1.2, label="speedup = 1")
     return style.frame(figure, "Where more ranks pay", [entry], notes)
 
 
@@ -136,7 +135,7 @@ def speedup_over_rate(
     """
     figure, axes = style.canvas(1, len(grid.batch_sizes), 9.6, 3.4, sharey=True)
     facts = [at_rate(rate) for rate in RATES]
-    looks = style.looks(grid.strategies)
+    looks = looks_of(grid.strategies)
     for panel, batch in zip(axes[0], grid.batch_sizes, strict=True):
         for name, look in looks.items():
             at = Point(name, max(grid.world_sizes), batch)
@@ -144,7 +143,7 @@ def speedup_over_rate(
             x = [8e-9 * rate for rate in RATES]
             panel.plot(x, values, color=look.colour, linestyle=look.line)
         panel.axvline(8e-9 * own_rate, color=style.GREY, linestyle=":", linewidth=1)
-        panel.axhline(1, color=style.BLACK, linewidth=0.8)
+        panel.axhline(1, color=BLACK, linewidth=0.8)
         panel.set_xscale("log")
         panel.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
         panel.xaxis.set_minor_locator(NullLocator())

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lab.analysis.records import order
 from lab.claims.claims import Claim, Paper
 from lab.claims.metrics import Facts, MeasuredFacts
+from lab.draw.looks import order
 
 
 @dataclass(frozen=True)

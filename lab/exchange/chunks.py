@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 LIBRARIES = ("gloo", "nccl")
+LAG = 3  # what arrives at one tick may leave at the third one after it: see pipeline.run
 
 ChunkMB = float | Mapping[str, float | None] | None  # in units of 2**20 bytes; None: no chunks
 

@@ -14,6 +14,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
 from lab.exchange.error_feedback import ErrorFeedback, record_stream
+from lab.exchange.split import quantised
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 GRANULARITIES = ("column", "block")
@@ -111,16 +112,10 @@ class OneBit(Staged, ErrorFeedback):
     def matrices(self, bucket: Bucket) -> list[Matrix]:
         """The parts of `bucket` that are quantised; the rest travels exactly."""
         found = []
-        for name, start, stop in bucket.spans():
-            shape = bucket.shapes[name]
-            if self.granularity == "block":
-                columns, rows = self.block_size, (stop - start) // self.block_size
-            else:
-                rows = shape[0] if len(shape) > 1 else 0
-                columns = (stop - start) // rows if rows else 0
-                rows = rows if columns >= self.min_columns else 0
-            if rows:
-                found.append(Matrix(name, start, rows, columns))
+        for name, start, _ in bucket.spans():
+            rule = (self.granularity, self.block_size, self.min_columns)
+            if matrix := quantised(bucket.shapes[name], *rule):
+                found.append(Matrix(name, start, *matrix))
         return found
 
     def _kept(self, residuals: dict[str, Tensor], like: dict[str, Tensor]) -> list[Tensor | None]:

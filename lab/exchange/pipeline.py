@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Handle, Transfer
+from lab.exchange.chunks import LAG
 from lab.exchange.grouping import MB
-
-LAG = 3  # what arrives at one tick may leave at the third one after it
 
 Tick = tuple[list[Transfer], list[Transfer]]  # what one rank sends and receives at once
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import Bucket
 from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.split import low_rank
 from lab.exchange.uncompressed import average_exactly, gaps
 
 
@@ -44,7 +45,11 @@ class PowerSGD(ErrorFeedback):
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
 
     def average(self, bucket: Bucket, comm: Comm) -> None:
-        spans = {n: slice(a, b) for n, a, b in bucket.spans() if self._pays(bucket.shapes[n])}
+        spans = {
+            name: slice(start, stop)
+            for name, start, stop in bucket.spans()
+            if low_rank(bucket.shapes[name], self.rank)
+        }
         average_exactly(bucket, gaps(spans.values(), len(bucket.flat)), comm)
         if not spans:
             return
@@ -76,12 +81,6 @@ class PowerSGD(ErrorFeedback):
         comm.all_reduce(message)
         message.div_(comm.size)
         return qs
-
-    def _pays(self, shape: torch.Size) -> bool:
-        if len(shape) < 2 or not shape.numel():
-            return False
-        rows, columns = shape[0], shape.numel() // shape[0]
-        return self.rank * (rows + columns) < rows * columns
 
     def _warm_start(self, name: str, matrix: Tensor) -> Tensor:
         """The last step's Q^T, or at the first one random values, on all ranks the same."""

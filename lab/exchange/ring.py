@@ -9,8 +9,8 @@ from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import Bucket
-from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
-from lab.exchange.pipeline import LAG, Tick
+from lab.exchange.chunks import LAG, ChunkMB, check_chunk_mb, chunk_mb_over
+from lab.exchange.pipeline import Tick
 
 
 class Ring(Exchange):

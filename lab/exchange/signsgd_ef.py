@@ -13,6 +13,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
 from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.split import signed
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 
@@ -38,7 +39,11 @@ class SignSGD(Staged, ErrorFeedback):
         self.min_values = min_values
 
     def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
-        spans = {n: slice(a, b) for n, a, b in bucket.spans() if b - a >= self.min_values}
+        spans = {
+            name: slice(start, stop)
+            for name, start, stop in bucket.spans()
+            if signed(bucket.shapes[name], self.min_values)
+        }
         exact = ExactMeans(bucket, gaps(spans.values(), len(bucket.flat)), comm)
         if not spans:
             yield exact.collective

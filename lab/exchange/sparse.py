@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from lab.exchange.base import Staged
 from lab.exchange.bucket import Bucket
 from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.split import num_sent
 
 
 class Sparse(Staged, ErrorFeedback):
@@ -39,7 +39,7 @@ class Sparse(Staged, ErrorFeedback):
         indices, values = [], []
         for name, start, stop in bucket.spans():
             compensated = self.compensated(name, bucket.flat[start:stop])
-            count = math.ceil(self.ratio * len(compensated))
+            count = num_sent(bucket.shapes[name], self.ratio)
             chosen = self.choose(compensated, count, name, bucket.step)
             values.append(compensated[chosen])
             compensated.index_fill_(0, chosen, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,30 +13,9 @@ from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.base import Rooted
 from lab.exchange.bucket import Bucket
-from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
-from lab.exchange.pipeline import LAG, Tick
-
-
-class Node(NamedTuple):
-    """A rank's place in a tree: the ranks next to it, and how far it is from the root."""
-
-    parent: int | None
-    children: list[int]
-    depth: int
-
-
-def binomial_node(rank: int, size: int) -> Node:
-    """A rank's place in the binomial tree of `size` ranks, rooted at 0.
-
-    Rank r's parent is r with its lowest set bit cleared. Children come in ascending order, which
-    is the order in which their subtrees are complete. Any size is allowed.
-    """
-    children, bit = [], 1
-    while bit < size and not rank & bit:
-        if rank + bit < size:
-            children.append(rank + bit)
-        bit *= 2
-    return Node(rank - bit if rank else None, children, rank.bit_count())
+from lab.exchange.chunks import LAG, ChunkMB, check_chunk_mb, chunk_mb_over
+from lab.exchange.pipeline import Tick
+from lab.exchange.topology import Node, binomial_node
 
 
 class Tree(Rooted):

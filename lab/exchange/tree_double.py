@@ -10,7 +10,8 @@ from lab.exchange import pipeline
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import Bucket
 from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
-from lab.exchange.tree import Node, up_and_down
+from lab.exchange.topology import in_order_node
+from lab.exchange.tree import up_and_down
 
 
 class DoubleTree(Exchange):
@@ -54,27 +55,3 @@ class DoubleTree(Exchange):
             for tree, half in enumerate(halves)
         )
         pipeline.run(comm, first, second)
-
-
-def in_order_node(rank: int, size: int, tree: int) -> Node:
-    """A rank's place in the first (`tree` 0) or second (1) of two binary trees of `size` ranks.
-
-    The first numbers its nodes in order (left subtree, node, right subtree), and no node has a
-    right child alone, so even ranks are its leaves. The second is the first with every rank moved
-    up by one, so odd ranks are its leaves. Both are no higher than log2(size).
-    """
-    position = (rank - tree) % size
-    low, high = 0, size - 1
-    path = [_root(low, high)]
-    while path[-1] != position:
-        low, high = (low, path[-1] - 1) if position < path[-1] else (path[-1] + 1, high)
-        path.append(_root(low, high))
-    halves = (low, position - 1), (position + 1, high)
-    children = [(_root(*half) + tree) % size for half in halves if half[0] <= half[1]]
-    parent = (path[-2] + tree) % size if len(path) > 1 else None
-    return Node(parent, children, depth=len(path) - 1)
-
-
-def _root(low: int, high: int) -> int:
-    """The root of positions `low` (even) to `high`: an odd one near the middle, if there is one."""
-    return low if low == high else low - 1 + 2 * ((high - low + 3) // 4)

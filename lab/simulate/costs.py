@@ -1,121 +1,84 @@
-"""What each exchange does to one bucket: work on the rank's own memory, and collectives."""
+"""One cost card per exchange: its stages, its payload bytes and its memory.
+
+The simulator, lab.bench memory, and the tests of payload and documents all read these cards.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from lab.exchange import split
 from lab.exchange.chunks import chunk_mb_over
-from lab.exchange.grouping import MB
-from lab.model.profile import VALUE_BYTES
+from lab.exchange.topology import binomial_node, in_order_node
+from lab.simulate.load import Load, Settings, Shape, Sizes, Stage
 from lab.simulate.network import Cost, Network
 
-Shape = tuple[int, ...]
+
+def _nothing(sizes: Sizes, exchange: Settings) -> float:
+    return 0
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Seconds in which a rank computes (row "codec") or its links are busy (row "exchange")."""
-
-    row: str
-    seconds: float
-    payload_bytes: float = 0.0
-
-
-@dataclass
-class Load:
-    """One bucket and the exchange that averages it; collects stages.
+class Card:
+    """What an exchange costs.
 
     Attributes:
-        shapes: of its parameters.
-        exchange: the exchange's own settings.
-        network: the ranks and their links.
-    """
-
-    shapes: Sequence[Shape]
-    exchange: Mapping[str, Any]
-    network: Network
-    stages: list[Stage] = field(default_factory=list)
-
-    @property
-    def n(self) -> int:
-        """Values of the bucket."""
-        return sum(map(math.prod, self.shapes))
-
-    @property
-    def N(self) -> int:
-        """Ranks."""
-        return self.network.size
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the gradient as it is."""
-        return VALUE_BYTES * self.n
-
-    @property
-    def chunk_bytes(self) -> float:
-        """Largest chunk; infinite where the exchange has none."""
-        chunk_mb = chunk_mb_over(self.exchange["chunk_mb"], self.network.hardware.library)
-        return chunk_mb * MB if chunk_mb else math.inf
-
-    def codec(self, num_bytes: float, calls: int = 1) -> None:
-        """Read and write so many bytes of memory, in so many calls."""
-        hardware = self.network.hardware
-        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_bytes_per_s
-        self.stages.append(Stage("codec", hardware.host_factor(self.N) * seconds))
-
-    def wire(self, cost: Cost) -> None:
-        """Wait for a collective."""
-        self.stages.append(Stage("exchange", cost.seconds, cost.payload_bytes))
-
-    def exact(self, num_values: int) -> Cost:
-        """Of values that travel as they are, in an all-reduce of their own."""
-        return self.network.all_reduce(VALUE_BYTES * num_values)
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is known of an exchange.
-
-    Attributes:
-        add_stages: appends a bucket's stages to its Load.
-        staged: it is written in stages (lab.exchange.base.Staged), so that over Gloo it takes
-            turns with backward on one thread; others have a thread of their own.
+        add_stages: appends a bucket's stages, and with them its payload bytes, to a Load.
+        staged: the exchange is written in stages (lab.exchange.base.Staged), so that over Gloo it
+            takes turns with backward on one thread; others have a thread of their own.
+        scratch: bytes of memory that a rank needs while it exchanges. Gradients that were gathered
+            into a buffer leave free memory behind, which serves as scratch.
+        kept: bytes in addition to that: residuals, buffers, and messages under way.
     """
 
     add_stages: Callable[[Load], None]
     staged: bool = False
+    scratch: Callable[[Sizes, Settings], float] = _nothing
+    kept: Callable[[Sizes, Settings], float] = _nothing
 
 
-def stages_of(
-    shapes: Sequence[Shape], exchange: Mapping[str, Any], network: Network
-) -> list[Stage]:
-    """The stages of one bucket.
+def card_of(exchange: Settings) -> Card:
+    """The card of an exchange.
 
     Args:
-        shapes: of its parameters.
-        exchange: as configured: `_target_` and its arguments.
-
-    Raises:
-        ValueError: nobody has said what this exchange costs.
-    """
-    load = Load(shapes, exchange, network)
-    model_of(exchange).add_stages(load)
-    return load.stages
-
-
-def model_of(exchange: Mapping[str, Any]) -> Model:
-    """The line of MODELS for an exchange.
+        exchange: `_target_` and its arguments, as configured.
 
     Raises:
         ValueError: there is none.
     """
-    name = exchange["_target_"].rpartition(".")[2]
-    if name not in MODELS:
-        raise ValueError(f"exchange={name}: has no cost model; allowed are {', '.join(MODELS)}")
-    return MODELS[name]
+    name = class_of(exchange)
+    if name not in CARDS:
+        raise ValueError(f"exchange={name}: has no cost card; allowed are {', '.join(CARDS)}")
+    return CARDS[name]
+
+
+def class_of(exchange: Settings) -> str:
+    """Name of the class of a configured exchange, by which CARDS is keyed."""
+    return exchange["_target_"].rpartition(".")[2]
+
+
+def stages_of(shapes: Sequence[Shape], exchange: Settings, network: Network) -> list[Stage]:
+    """The stages of one bucket of parameters of `shapes`. ValueError as in `card_of`."""
+    load = Load(shapes, exchange, network)
+    card_of(exchange).add_stages(load)
+    return load.stages
+
+
+def payload_bytes(shapes: Sequence[Shape], exchange: Settings, network: Network) -> float:
+    """Bytes that the busiest rank sends for one bucket. ValueError as in `card_of`."""
+    return sum(stage.payload_bytes for stage in stages_of(shapes, exchange, network))
+
+
+def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
+    """Bytes of memory that a rank needs besides weights, gradients and the optimizer's state.
+
+    Raises:
+        ValueError: as in `card_of`.
+    """
+    card = card_of(exchange)
+    return max(4 * sizes.gathered, card.scratch(sizes, exchange)) + card.kept(sizes, exchange)
 
 
 def _library(load: Load) -> None:
@@ -133,7 +96,8 @@ def _onebit(load: Load) -> None:
 
     Calls as in lab/exchange/onebit.py: to encode, sum and decode each matrix.
     """
-    matrices = [matrix for shape in load.shapes if (matrix := _quantised(shape, load.exchange))]
+    rule = [load.exchange[key] for key in ("granularity", "block_size", "min_columns")]
+    matrices = [matrix for shape in load.shapes if (matrix := split.quantised(shape, *rule))]
     n = sum(rows * columns for rows, columns in matrices)
     message = sum(rows * (columns / 8 + 8) for rows, columns in matrices)  # and two scales a row
     exact = load.exact(load.n - n)
@@ -145,15 +109,6 @@ def _onebit(load: Load) -> None:
     load.codec(12 * n / load.N + message, len(matrices))
     load.wire(load.network.all_gather(message / load.N))
     load.codec(4 * n + message, len(matrices))
-
-
-def _quantised(shape: Shape, onebit: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a parameter that share scales by row, or None: it travels exactly."""
-    if onebit["granularity"] == "block":
-        rows, columns = math.prod(shape) // onebit["block_size"], onebit["block_size"]
-        return (rows, columns) if rows else None
-    rows, columns = shape[0], math.prod(shape[1:])
-    return (rows, columns) if len(shape) > 1 and columns >= onebit["min_columns"] else None
 
 
 def _int8(load: Load) -> None:
@@ -169,7 +124,8 @@ def _int8(load: Load) -> None:
 
 def _signsgd(load: Load) -> None:
     """Bytes of memory: the passes of lab/codec/signsgd.py and of its residual."""
-    n = sum(v for v in map(math.prod, load.shapes) if v >= load.exchange["min_values"])
+    least = load.exchange["min_values"]
+    n = sum(math.prod(shape) for shape in load.shapes if split.signed(shape, least))
     load.codec(48 * n)
     load.wire(load.exact(load.n - n) + (load.network.all_gather(n / 8) if n else Cost()))
     load.codec(8 * n * load.N)
@@ -177,14 +133,14 @@ def _signsgd(load: Load) -> None:
 
 def _topk(load: Load) -> None:
     """Bytes of memory: the residual's and those of lab/codec/topk.py on a CPU."""
-    sent = math.ceil(load.exchange["ratio"] * load.n)
+    sent = sum(split.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
     load.codec(40 * load.n)
     load.wire(load.network.all_gather(8 * sent))  # an int32 index and a value
     load.codec(16 * sent * load.N)
 
 
 def _randomk(load: Load) -> None:
-    sent = math.ceil(load.exchange["ratio"] * load.n)
+    sent = sum(split.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
     load.codec(20 * load.n + 40 * sent)
     load.wire(load.exact(sent))
     load.codec(16 * sent)
@@ -192,8 +148,7 @@ def _randomk(load: Load) -> None:
 
 def _powersgd(load: Load) -> None:
     rank = load.exchange["rank"]
-    pairs = [(s[0], math.prod(s[1:])) for s in load.shapes if len(s) > 1]
-    low = [(rows, columns) for rows, columns in pairs if rank * (rows + columns) < rows * columns]
+    low = [matrix for shape in load.shapes if (matrix := split.low_rank(shape, rank))]
     n = sum(rows * columns for rows, columns in low)
     load.codec(16 * n)
     load.wire(load.exact(load.n - n) + load.exact(rank * sum(rows for rows, _ in low)))
@@ -203,25 +158,89 @@ def _powersgd(load: Load) -> None:
 
 
 def _auto(load: Load) -> None:
-    """Per bucket, whichever is faster, as it will have found out."""
-    ways = [load.exchange[way] for way in ("compressed", "plain")]
-    tried = [stages_of(load.shapes, way, load.network) for way in ways]
+    """The faster of the two for this bucket, which the exchange finds out by trying both."""
+    tried = [stages_of(load.shapes, way, load.network) for way in _ways(load.exchange)]
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
 
-# By class; a new exchange is a line.
-MODELS: dict[str, Model] = {
-    "NoExchange": Model(lambda b: None, staged=True),
-    "AllReduce": Model(_library, staged=True),
-    "Tree": Model(lambda b: b.wire(b.network.tree_pipelined(b.num_bytes, b.chunk_bytes))),
-    "DoubleTree": Model(lambda b: b.wire(b.network.tree_double(b.num_bytes, b.chunk_bytes))),
-    "Ring": Model(lambda b: b.wire(b.network.ring(b.num_bytes, b.chunk_bytes))),
-    "Star": Model(lambda b: b.wire(b.network.star(b.num_bytes))),
-    "OneBit": Model(_onebit, staged=True),
-    "Int8": Model(_int8, staged=True),
-    "SignSGD": Model(_signsgd, staged=True),
-    "TopK": Model(_topk, staged=True),
-    "RandomK": Model(_randomk, staged=True),
-    "PowerSGD": Model(_powersgd),
-    "Auto": Model(_auto),
+def _ways(auto: Settings) -> tuple[Settings, Settings]:
+    return auto["compressed"], auto["plain"]
+
+
+def _dearest(sizes: Sizes, auto: Settings) -> Settings:
+    """The one of the two, among those chosen, that needs more memory."""
+    ways = [way for way in _ways(auto) if not sizes.chosen or class_of(way) in sizes.chosen]
+    return max(ways, key=lambda way: extra_bytes(sizes, way))
+
+
+def _tree_scratch(s: Sizes, tree: Settings) -> float:
+    whole = chunk_mb_over(tree["chunk_mb"], s.backend) is None
+    return 4 * s.largest if whole and binomial_node(s.rank, s.N).children else 0
+
+
+def _tree_kept(s: Sizes, tree: Settings) -> float:
+    if chunk_mb_over(tree["chunk_mb"], s.backend) is None:
+        return 0
+    return s.chunks(s.largest, tree, len(binomial_node(s.rank, s.N).children))
+
+
+def _double_tree_kept(s: Sizes, exchange: Settings) -> float:
+    children = [len(in_order_node(s.rank, s.N, tree).children) for tree in (0, 1)]
+    return sum(s.chunks(s.largest / 2, exchange, number) for number in children)
+
+
+# By class; a new exchange is an entry.
+CARDS: dict[str, Card] = {
+    "NoExchange": Card(lambda load: None, staged=True),
+    "AllReduce": Card(
+        _library,
+        staged=True,
+        scratch=lambda s, e: 0 if e["dtype"] == "float32" else 2 * s.n,
+    ),
+    "Star": Card(
+        lambda load: load.wire(load.network.star(load.num_bytes)),
+        scratch=lambda s, e: 0 if s.rank else 4 * s.largest,
+    ),
+    "Tree": Card(
+        lambda load: load.wire(load.network.tree_pipelined(load.num_bytes, load.chunk_bytes)),
+        scratch=_tree_scratch,
+        kept=_tree_kept,
+    ),
+    "DoubleTree": Card(
+        lambda load: load.wire(load.network.tree_double(load.num_bytes, load.chunk_bytes)),
+        kept=_double_tree_kept,
+    ),
+    "Ring": Card(
+        lambda load: load.wire(load.network.ring(load.num_bytes, load.chunk_bytes)),
+        kept=lambda s, e: s.chunks(s.largest / s.N, e),
+    ),
+    "OneBit": Card(
+        _onebit,
+        staged=True,
+        # Both residuals, and messages: what goes out, comes in, is answered, and all answers.
+        kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
+    ),
+    "Int8": Card(
+        _int8,
+        staged=True,
+        scratch=lambda s, e: s.n * (2 + 1 / s.N) + 4 * s.largest / s.N,
+    ),
+    "SignSGD": Card(_signsgd, staged=True, kept=lambda s, e: 4 * s.n),
+    "TopK": Card(
+        _topk,
+        staged=True,
+        # Of each value sent: int64 index; int32 index and value, this rank's and every rank's.
+        kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 8 + 8 * s.N),
+    ),
+    "RandomK": Card(
+        _randomk,
+        staged=True,
+        kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 4),
+    ),
+    "PowerSGD": Card(_powersgd, kept=lambda s, e: 4 * s.n),
+    "Auto": Card(
+        _auto,
+        scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
+        kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
+    ),
 }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lab.measure.spans import Span
-from lab.simulate.costs import Stage
+from lab.simulate.load import Stage
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 from lab.exchange.grouping import group
 from lab.measure.spans import Span
 from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.simulate.costs import Stage, model_of, stages_of
+from lab.simulate.costs import card_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
+from lab.simulate.load import Stage
 from lab.simulate.network import Network
 
 NONE = {"_target_": "lab.exchange.none.NoExchange"}
@@ -50,7 +51,7 @@ class Strategy:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
         if settings["accumulate"] != 1:
             raise ValueError(f"accumulate={settings['accumulate']}: must be 1 for a prediction")
-        model_of(settings["exchange"])
+        card_of(settings["exchange"])
         return cls(
             exchange=settings["exchange"],
             overlap=settings["overlap"],
@@ -127,7 +128,7 @@ def simulate(
         Compute(layer.name, profile.forward_s(layer, batch), profile.backward_s(layer, batch))
         for layer in profile.layers
     ]
-    in_turns = hardware.library == "gloo" and model_of(strategy.exchange).staged
+    in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged
     planned = exchanges(profile, strategy, network)
     schedule = Turns() if in_turns and strategy.overlap else Beside()
     rank = run(layers, planned, schedule, hardware.contention)

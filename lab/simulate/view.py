@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.draw import style
+from lab.draw.looks import Look, looks_of
 from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
@@ -75,7 +76,7 @@ def figure(result: Row) -> Figure:
     """Speedup against ranks, a panel for each batch: hollow marks and lines are predicted."""
     rows = result["rows"]
     batches = style.unique(row["batch_size"] for row in rows)
-    looks = style.looks(row["series"] for row in rows)
+    looks = looks_of(row["series"] for row in rows)
     drawn, axes = style.canvas(1, len(batches), max(7.0, 2.8 * len(batches) + 2.4), 3.8)
     for panel, batch in zip(axes[0], batches, strict=True):
         here = [row for row in rows if row["batch_size"] == batch]
@@ -94,7 +95,7 @@ def figure(result: Row) -> Figure:
     return style.frame(drawn, title, [*handles], notes(result))
 
 
-def _draw(panel: Axes, rows: list[Row], look: style.Look) -> None:
+def _draw(panel: Axes, rows: list[Row], look: Look) -> None:
     """A series: predicted as a line with hollow marks, measured as full ones."""
     rows = sorted(rows, key=lambda row: row["world_size"])
     known = [row for row in rows if "measured_s" in row]
@@ -123,7 +124,7 @@ def _size_axis(panel: Axes, sizes: list[int]) -> None:
     panel.minorticks_off()
 
 
-def _handle(name: str, look: style.Look) -> Line2D:
+def _handle(name: str, look: Look) -> Line2D:
     text = f"{name} (predicted)"
     handle = Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, label=text)
     handle.set_markerfacecolor("white")

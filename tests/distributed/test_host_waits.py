@@ -16,8 +16,9 @@ from lab.distributed.worker import InlineWorker
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
+from tests.support.cases import STRATEGIES
 from tests.support.guard import Guard, Wait
-from tests.support.ranks import STRATEGIES, join, spawn
+from tests.support.ranks import join, spawn
 
 # All cases run in one process for each rank.
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("host waits")]

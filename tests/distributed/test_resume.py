@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lab.settings.config import build, load
 from lab.training import checkpoint
-from tests.support.ranks import STRATEGIES, Outcome, train
+from tests.support.cases import BY_THE_CLOCK, RESUMED, STRATEGIES, keeps_replicas_equal
+from tests.support.ranks import Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=1")
 HALF_WAY = Path("runs/default/a/checkpoints/step_000005")
@@ -25,10 +26,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# Local strategies: step 5 lies in a round, the first one or, with an outer momentum, the third.
-# auto decides by the clock, so a run repeats itself only once it has decided.
-OWN_SETTINGS = {"diloco": ("sync.every=2",), "auto": ("exchange.trials=1",)}
-OWN_SETTINGS |= {"cntk": ("sync.double_buffer=true",)}  # a gradient is under way at any step
 # On four ranks those whose sums, residuals or weights could then be another's. DDP, whose buckets
 # after a resume are not those of before, then equals itself to rounding alone.
 CASES = [(s, 2) for s in STRATEGIES]
@@ -37,16 +34,18 @@ CASES += [(s, 4) for s in ("allreduce", "layerwise", "onebit", "powersgd", "loca
 
 @pytest.mark.parametrize(("strategy", "size"), CASES)
 def test_resumed_run_ends_in_the_same_bits(strategy: str, size: int) -> None:
-    own = OWN_SETTINGS.get(strategy, ())
+    own = RESUMED.get(strategy, ())
     settings = (f"strategy={strategy}", "checkpoint_every=5", "steps=10", *own, *RUN)
     whole = train(size, *settings, "cell=a")
     resumed = train(size, *settings, "cell=b", f"resume={HALF_WAY}")
-    if strategy == "none":  # its replicas differ, and a checkpoint holds rank 0's weights
+    if not keeps_replicas_equal(
+        strategy
+    ):  # replicas differ, and a checkpoint holds rank 0's weights
         whole, resumed = whole[:1], resumed[:1]
     for one, other in zip(whole, resumed, strict=True):
         assert same(one.weights, other.weights)
         for kind, residuals in one.exchange_state.items():
-            assert residuals or strategy == "auto"  # which may have dropped what has them
+            assert residuals or strategy in BY_THE_CLOCK  # which may have dropped what has them
             assert same(residuals, other.exchange_state[kind])
     has_state = bool(build(load([f"strategy={strategy}"]).exchange).state_dict())
     assert has_state == bool(whole[0].exchange_state)

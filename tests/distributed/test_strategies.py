@@ -13,17 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.settings.config import build, choices_of, load
-from tests.support.ranks import STRATEGIES, Outcome, train
+from tests.support.cases import (
+    REPEATABLE,
+    STRATEGIES,
+    is_exact,
+    keeps_replicas_equal,
+    steps_of_a_round,
+)
+from tests.support.ranks import Outcome, train
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
-EXACT = (
-    *("allreduce", "tree", "tree_pipelined", "tree_double", "tree_overlap", "ring", "star"),
-    *("overlap", "layerwise", "fc1x1", "ddp", "caffe", "torch7", "tensorflow"),
-)
-# none: nothing to compare. auto: what it does is a matter of the clock.
-NOT_REPEATABLE = ("none", "auto")
-LOCAL = ("local_sgd", "diloco")  # exchange once in 10 steps
 SIZES = (1, 2, 3)
 
 
@@ -63,17 +62,17 @@ def test_trains_and_keeps_replicas_equal(strategy: str, size: int, references: s
         assert outcome.record["num_steps"] == 20
     losses = [evaluation["loss"] for evaluation in outcomes[0].record["evaluations"]]
     assert losses[-1] < 2.25  # log(10) = 2.303 is what no training gives
-    if strategy == "none":  # for timing alone: its replicas drift, and the record says no hash
+    if not keeps_replicas_equal(strategy):  # for timing alone: the record says no hash
         assert outcomes[0].record["replica_hash"] is None
         return
     assert len({outcome.record["replica_hash"] for outcome in outcomes}) == 1
-    if strategy in LOCAL:
+    if (every := steps_of_a_round(strategy)) > 1:
         ring = 2 * outcomes[0].record["gradient_bytes"] * (size - 1) / size
         for payload in outcomes[0].record["payload_bytes_per_step"]:
-            assert payload == pytest.approx(ring / 10, rel=0.05)
+            assert payload == pytest.approx(ring / every, rel=0.05)
     transform = "fc1x1" if strategy.startswith("fc1x1") else "none"
     far = distance(outcomes[0].weights, single_process(transform, references))
-    if strategy in EXACT:
+    if is_exact(strategy):
         assert far < 1e-6
     else:
         assert far > 1e-6 or size == 1  # what is called lossy is
@@ -84,19 +83,9 @@ def bitwise(outcomes: list[Outcome]) -> str:
     return found
 
 
-@pytest.mark.parametrize("exchange", [e for e in choices_of("exchange") if e not in NOT_REPEATABLE])
+@pytest.mark.parametrize("exchange", REPEATABLE)
 def test_overlapped_is_blocking_bit_for_bit(exchange: str) -> None:
     settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN)
     # Three: the sum of two ranks is the same in any order.
     blocking, overlapped = (train(3, *settings, f"overlap={on}") for on in ("false", "true"))
     assert bitwise(blocking) == bitwise(overlapped)
-
-
-def test_no_strategy_is_left_out() -> None:
-    exact = [name for name in STRATEGIES if _is_exact(name)]
-    assert sorted(EXACT) == sorted(exact)
-
-
-def _is_exact(strategy: str) -> bool:
-    config = load([f"strategy={strategy}"])
-    return strategy == "ddp" or (strategy not in LOCAL and build(config.exchange).exact)

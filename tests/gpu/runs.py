@@ -14,8 +14,9 @@ import os
 import torch
 
 from lab.settings.config import build, load
-from tests.distributed.test_strategies import EXACT, distance
+from tests.distributed.test_strategies import distance
 from tests.gpu.conftest import DEVICE
+from tests.support.cases import is_exact
 from tests.support.ranks import Outcome, execute, join, spawn
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
@@ -50,7 +51,7 @@ def first_way_to_share() -> str:
 
 def check_exact(strategy: str, outcome: Outcome, alone: Outcome) -> None:
     """The weights of an exact strategy are those of a run alone; others are not compared."""
-    if strategy in EXACT:
+    if is_exact(strategy):
         weights, reference = ({n: w.cpu() for n, w in o.weights.items()} for o in (outcome, alone))
         assert distance(weights, reference) < 1e-3  # GPUs add in other orders, maybe in TF32
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.conftest import DEVICE
 from tests.gpu.runs import APART, RUN, check_exact, train, transform_of
-from tests.support.ranks import STRATEGIES
+from tests.support.cases import STRATEGIES
 
 NUM_GPUS = torch.cuda.device_count()
 SIZE = min(NUM_GPUS, 3) if DEVICE == "cuda" else 3

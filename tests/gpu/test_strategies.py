@@ -17,7 +17,7 @@ from tests.gpu.runs import (
     train_on_cpu,
     transform_of,
 )
-from tests.support.ranks import STRATEGIES
+from tests.support.cases import STRATEGIES
 
 
 @pytest.fixture(scope="module")

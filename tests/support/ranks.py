@@ -17,16 +17,13 @@ from torch import Tensor
 
 from lab.distributed import world as worlds
 from lab.distributed.world import World
-from lab.settings.config import choices_of, load
+from lab.settings.config import load
 from lab.training import assemble
 from lab.training.run import Run, claim_directory
 
 # Ranks fork from a process that has imported what they import and done nothing else.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__, "torch._dynamo"])
-
-# Those over torch; test_horovod.py has the other.
-STRATEGIES = [strategy for strategy in choices_of("strategy") if strategy != "horovod"]
 
 
 @dataclass(frozen=True)

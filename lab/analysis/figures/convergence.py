@@ -10,10 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lab.analysis.figures.sheet import NothingToDraw, Sheet, emulated_handle, finish, line_handle
 from lab.analysis.records import Cell
 from lab.analysis.speedup import CEILING
 from lab.draw import style
-from lab.draw.style import Look, NothingToDraw, Sheet
+from lab.draw.looks import Look
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50
 AXES = {"step": "step", "seconds": "training time (s)"}
@@ -66,9 +67,9 @@ def _finish(figure: Figure, sheet: Sheet, runs: list[Cell]) -> Figure:
     note = ""
     if one.world_size > 1 and any(row.strategy == CEILING for row in sheet.rows):
         note = "none is left out: its replicas are not one model"
-    handles = [style.line_handle(sheet, run.series) for run in runs]
-    hollow = style.emulated_handle(sheet, bars=False) if any(r.emulation for r in runs) else []
-    return style.finish(figure, sheet, title, [*handles, *hollow], sample, note)
+    handles = [line_handle(sheet, run.series) for run in runs]
+    hollow = emulated_handle(sheet, bars=False) if any(r.emulation for r in runs) else []
+    return finish(figure, sheet, title, [*handles, *hollow], sample, note)
 
 
 def _representatives(sheet: Sheet) -> list[Cell]:

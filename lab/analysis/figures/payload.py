@@ -11,9 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from lab.analysis.figures.sheet import (
+    NothingToDraw,
+    Sheet,
+    emulated_handle,
+    finish,
+    line_handle,
+    series_of,
+)
 from lab.analysis.speedup import Row
 from lab.draw import style
-from lab.draw.style import NothingToDraw, Sheet
 
 SPREAD = 0.8
 THEORY_LINES = ("--", ":", "-.")
@@ -31,7 +38,7 @@ def payload(sheet: Sheet) -> Figure:
     rows = _largest_batch(row for row in sheet.rows if row.payload_max_bytes > 0)
     if not rows:
         raise NothingToDraw("no finished run sent anything")
-    names, sizes = style.series_of(rows), style.unique(row.world_size for row in rows)
+    names, sizes = series_of(rows), style.unique(row.world_size for row in rows)
     width = max(7.0, 0.16 * len(names) * len(sizes) + 5.5)
     figure, axes = style.canvas(1, 1, width, 4.4)
     panel = axes[0][0]
@@ -40,10 +47,10 @@ def payload(sheet: Sheet) -> Figure:
         _mark(panel, sheet, row, sizes.index(row.world_size) + SPREAD * place)
     theory = _theory(panel, rows, sizes)
     _scale(panel, sizes)
-    handles = [*_handles(sheet, names, rows), *theory, *style.emulated_handle(sheet, bars=False)]
+    handles = [*_handles(sheet, names, rows), *theory, *emulated_handle(sheet, bars=False)]
     title = f"Payload handed to the network in a step, {sheet.scaling} scaling"
     note = f"at the largest {sheet.batch_name()}; points that send nothing are not drawn"
-    return style.finish(figure, sheet, title, handles, "counted, not timed", note)
+    return finish(figure, sheet, title, handles, "counted, not timed", note)
 
 
 def _largest_batch(rows: Iterable[Row]) -> list[Row]:
@@ -94,7 +101,7 @@ def _scale(panel: Axes, sizes: list[int]) -> None:
 def _handles(sheet: Sheet, names: list[str], rows: list[Row]) -> list[Artist]:
     marks: list[Artist] = []
     for name in names:
-        handle = style.line_handle(sheet, name)
+        handle = line_handle(sheet, name)
         handle.set_linestyle("")
         marks.append(handle)
     if any(0 < row.payload_min_bytes < row.payload_max_bytes for row in rows):

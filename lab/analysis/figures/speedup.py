@@ -13,9 +13,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from lab.analysis.figures.sheet import (
+    NothingToDraw,
+    Sheet,
+    emulated_handle,
+    finish,
+    line_handle,
+    repeats,
+    series_of,
+)
 from lab.analysis.speedup import Row
 from lab.draw import style
-from lab.draw.style import NothingToDraw, Sheet
 from lab.measure.intervals import Interval
 
 MOST_COLUMNS, TITLE_LETTERS = 4, 32
@@ -26,7 +34,7 @@ def speedup_bars(sheet: Sheet) -> Figure:
     al., "Performance Analysis of CNN Frameworks for GPUs", ISPASS 2017, slide 26).
     """
     rows = _with_speedup(sheet)
-    series, sizes = style.series_of(rows), style.unique(row.world_size for row in rows)
+    series, sizes = series_of(rows), style.unique(row.world_size for row in rows)
     batches = style.unique(row.batch for row in rows)
     lines = math.ceil(len(series) / MOST_COLUMNS)
     columns = math.ceil(len(series) / lines)
@@ -44,9 +52,9 @@ def speedup_bars(sheet: Sheet) -> Figure:
         Patch(facecolor=_shade(style.GREY, sizes, size), edgecolor="black", label=_ranks(size))
         for size in sizes
     ]
-    handles: list[Artist] = [*shades, *style.emulated_handle(sheet, bars=True)]
+    handles: list[Artist] = [*shades, *emulated_handle(sheet, bars=True)]
     title = f"Speedup over {_baselines(rows)}, {sheet.scaling} scaling"
-    return style.finish(figure, sheet, title, handles, style.repeats(rows))
+    return finish(figure, sheet, title, handles, repeats(rows))
 
 
 def scaling(sheet: Sheet) -> Figure:
@@ -71,7 +79,7 @@ def scaling(sheet: Sheet) -> Figure:
     ideal = Line2D([], [], color=style.GREY, linestyle=":", label="ideal")
     title = f"Speedup and efficiency over {_baselines(rows)}, {sheet.scaling} scaling"
     handles = [*_handles(sheet, rows), ideal]
-    return style.finish(figure, sheet, title, handles, style.repeats(rows))
+    return finish(figure, sheet, title, handles, repeats(rows))
 
 
 def throughput(sheet: Sheet) -> Figure:
@@ -88,7 +96,7 @@ def throughput(sheet: Sheet) -> Figure:
     axes[0][0].set_ylim(bottom=0)
     axes[0][0].set_ylabel("images/s, all ranks")
     title = f"Throughput, {sheet.scaling} scaling"
-    return style.finish(figure, sheet, title, _handles(sheet, rows), style.repeats(rows))
+    return finish(figure, sheet, title, _handles(sheet, rows), repeats(rows))
 
 
 def _width(batches: list[int]) -> float:
@@ -156,7 +164,7 @@ def _shade(colour: str, sizes: list[int], size: int) -> tuple[float, float, floa
 def _lines(axes: Axes, sheet: Sheet, rows: list[Row], value: Callable[[Row], Interval]) -> None:
     """One line per series with intervals; moved aside a little, so that none hides another."""
     names, sizes = list(sheet.looks), style.unique(row.world_size for row in sheet.rows)
-    for name in style.series_of(rows):
+    for name in series_of(rows):
         look, mine = sheet.looks[name], [row for row in rows if row.series == name]
         aside = min(0.16, 0.04 * sizes[-1]) * ((names.index(name) + 0.5) / len(names) - 0.5)
         x, intervals = [row.world_size + aside for row in mine], [value(row) for row in mine]
@@ -172,8 +180,8 @@ def _lines(axes: Axes, sheet: Sheet, rows: list[Row], value: Callable[[Row], Int
 
 
 def _handles(sheet: Sheet, rows: list[Row]) -> list[Artist]:
-    lines = [style.line_handle(sheet, name) for name in style.series_of(rows)]
-    return [*lines, *style.emulated_handle(sheet, bars=False)]
+    lines = [line_handle(sheet, name) for name in series_of(rows)]
+    return [*lines, *emulated_handle(sheet, bars=False)]
 
 
 def _baselines(rows: list[Row]) -> str:

@@ -10,20 +10,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lab.analysis.figures.sheet import NothingToDraw, Sheet, emulated_handle, finish, repeats
 from lab.analysis.records import PHASES
 from lab.analysis.speedup import CEILING, Row
 from lab.draw import style
-from lab.draw.style import NothingToDraw, Sheet
+from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION
 from lab.measure.intervals import Interval
 
 PHASE_LOOKS: dict[str, str] = dict(
-    zip(PHASES, (style.GREY, style.SKY, style.BLUE, style.VERMILLION, style.GREEN), strict=True)
+    zip(PHASES, (style.GREY, SKY, BLUE, VERMILLION, GREEN), strict=True)
 )
 CEILING_PART, EXPOSED_PART = "step of none (ceiling)", "exposed exchange"
 WHOLE_PART = "whole step: no run of\nnone on its model"
 PART_LOOKS = {
-    CEILING_PART: style.BLUE,
-    EXPOSED_PART: style.VERMILLION,
+    CEILING_PART: BLUE,
+    EXPOSED_PART: VERMILLION,
     WHOLE_PART: "#C8C8C8",
 }
 
@@ -57,7 +58,7 @@ def step_time(sheet: Sheet) -> Figure:
         "Step time as the step of none (ceiling) plus the exposed exchange (throughput runs), "
         f"{sheet.scaling} scaling"
     )
-    return _draw(sheet, bars, PART_LOOKS, title, style.repeats(bar.row for bar in bars))
+    return _draw(sheet, bars, PART_LOOKS, title, repeats(bar.row for bar in bars))
 
 
 def _phase_bar(row: Row) -> Bar:
@@ -105,8 +106,8 @@ def _draw(
         for part, colour in colours.items()
         if part in used
     ]
-    handles += style.emulated_handle(sheet, bars=True)
-    return style.finish(figure, sheet, title, handles, sample)
+    handles += emulated_handle(sheet, bars=True)
+    return finish(figure, sheet, title, handles, sample)
 
 
 def _stack(

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 
 from lab.analysis.figures.step import PHASE_LOOKS
 from lab.draw import style
+from lab.draw.looks import ORANGE
 from lab.measure.spans import Span
 from lab.record.trace import Timeline, lanes
 
@@ -34,7 +35,7 @@ COLOURS = {
     "wait": "white",
     "optimizer": PHASE_LOOKS["update"],
     TRANSFER: PHASE_LOOKS["exchange"],
-    CODEC: style.ORANGE,
+    CODEC: ORANGE,
 }
 ON_ONE_LINE = ("data", "forward", "backward", "wait", "optimizer")
 

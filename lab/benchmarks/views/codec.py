@@ -11,10 +11,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from lab.draw import style
+from lab.draw.looks import BLUE, ORANGE
 from lab.draw.text import about, as_interval, in_cache, machine, ranged, with_host_time
 from lab.model.profile import VALUE_BYTES
 
-COLOURS = {"encode": style.BLUE, "decode": style.ORANGE}
+COLOURS = {"encode": BLUE, "decode": ORANGE}
 TEXTS = {"encode": "encode, with residual", "decode": "decode and add"}
 HEADER = [
     *("codec", "", "bits/value", "time (ms)", "mad", "GB/s", "ratio", "of bandwidth"),

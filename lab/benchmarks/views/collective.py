@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from lab.draw import style
+from lab.draw.looks import Look, looks_of
 from lab.draw.text import about, as_interval, in_cache, machine, ranged, with_host_time
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
@@ -41,8 +42,8 @@ def figure(result: dict[str, Any]) -> Figure:
     """Bus bandwidth, ratio to the library's time, and share of the bound, by size."""
     rows = result["rows"]
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    looks = {**style.looks(name for name in names if name != SEND_RECV)}
-    looks[SEND_RECV] = style.Look(style.GREY, ":", "x")
+    looks = {**looks_of(name for name in names if name != SEND_RECV)}
+    looks[SEND_RECV] = Look(style.GREY, ":", "x")
     drawn, axes = style.canvas(1, 3, 12.5, 4.2)
     for name in names:
         own = [row for row in rows if row["algorithm"] == name]
@@ -111,6 +112,6 @@ def size_name(size: int) -> str:
     return f"{size // unit} {name}"
 
 
-def _handle(name: str, look: style.Look) -> Line2D:
+def _handle(name: str, look: Look) -> Line2D:
     text = {LIBRARY: "allreduce (the library's)", SEND_RECV: "plain send and recv"}.get(name, name)
     return Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, label=text)

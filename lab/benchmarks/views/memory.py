@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lab.draw import style
+from lab.draw.looks import looks_of
 from lab.draw.text import about, machine
 
 MB = 1e-6
@@ -35,7 +36,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 def figure(result: dict[str, Any]) -> Figure:
     """A bar for each strategy's peak, and a mark where theory puts it."""
     rows = result["rows"]
-    looks = style.looks(row["name"] for row in rows)
+    looks = looks_of(row["name"] for row in rows)
     drawn, axes = style.canvas(1, 1, 8.0, 0.38 * len(rows) + 1.6)
     panel = axes[0][0]
     for place, row in enumerate(rows):

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lab.draw import style
+from lab.draw.looks import Look, looks_of
 from lab.draw.text import about, as_interval, machine, ranged
 from lab.measure.intervals import Interval
 
@@ -50,7 +51,7 @@ def figure(result: dict[str, Any]) -> Figure:
     shown = {
         name: values for name, values in columns.items() if any(v.mid == v.mid for v in values)
     }
-    looks = style.looks(row["name"] for row in rows)
+    looks = looks_of(row["name"] for row in rows)
     names = 0.075 * max(len(row["name"]) for row in rows)
     drawn, axes = style.canvas(
         1,
@@ -79,7 +80,7 @@ def _around(step_s: dict[str, float]) -> Interval:
     return Interval(median - mad, median, median + mad)
 
 
-def _dots(panel: Axes, values: list[Interval], looks: list[style.Look], hollow: bool) -> None:
+def _dots(panel: Axes, values: list[Interval], looks: list[Look], hollow: bool) -> None:
     for place, (value, look) in enumerate(zip(values, looks, strict=True)):
         face = "white" if hollow else look.colour
         panel.errorbar(

@@ -15,7 +15,7 @@ import pytest
 from lab.analysis import summary
 from lab.analysis.records import Study, load_study
 from lab.analysis.speedup import Row, leaders, table
-from lab.draw.style import looks
+from lab.draw.looks import looks_of
 from lab.measure.intervals import of_medians
 
 
@@ -271,9 +271,9 @@ def test_csv_holds_every_number(folder: Path) -> None:
 
 def test_looks_are_fixed_by_strategy_and_all_differ() -> None:
     many = [f"onebit bucket_mb={size}" for size in range(8)] + ["none", "mine", "overlap"]
-    given = looks(many)
-    assert given["none"] == looks(["none", "ddp"])["none"]
-    assert given["onebit bucket_mb=0"] == looks(["onebit"])["onebit"]
+    given = looks_of(many)
+    assert given["none"] == looks_of(["none", "ddp"])["none"]
+    assert given["onebit bucket_mb=0"] == looks_of(["onebit"])["onebit"]
     assert len({(look.colour, look.line) for look in given.values()}) == len(many)
     assert list(given)[:3] == ["none", "overlap", "onebit bucket_mb=0"]
 

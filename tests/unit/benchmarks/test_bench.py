@@ -22,6 +22,9 @@ from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import Bucket
 from lab.settings.config import ConfigError, build, load
+from lab.simulate.costs import extra_bytes
+from lab.simulate.load import Sizes
+from tests.support.cases import exchange_settings
 
 CPU = torch.device("cpu")
 
@@ -213,7 +216,7 @@ def test_peak_sees_what_was_freed_before_it_is_read() -> None:
 
 
 def test_theory_counts_buffers_scratch_and_residuals() -> None:
-    sizes = memory.Sizes(n=1000, gathered=400, largest=800, rank=0, N=2)
+    sizes = Sizes(n=1000, gathered=400, largest=800, rank=0, N=2)
     expected = {
         "allreduce": 1600,  # gathered
         "bf16": 2000,  # all values as 2 bytes each, buckets under way
@@ -224,8 +227,7 @@ def test_theory_counts_buffers_scratch_and_residuals() -> None:
         "topk": 1600 + 4000 + 10 * 32,  # the residual, and 1 % of the values four times
     }
     for name, extra in expected.items():
-        exchange = build(load([f"exchange={name}"]).exchange)
-        assert memory.THEORY[type(exchange).__name__](sizes, exchange) == extra, name
+        assert extra_bytes(sizes, exchange_settings(name)) == extra, name
 
 
 def memory_answer(name: str, peak: float, theory: float | None) -> dict[str, Any]:

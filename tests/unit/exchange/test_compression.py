@@ -287,32 +287,6 @@ def test_a_loaded_state_goes_on_in_the_same_bits(name: str) -> None:
     assert torch.equal(fourth, fourth_again)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    ("exchange", "theory"),
-    [  # bytes that one of N ranks sends for n values in a matrix of 256 rows
-        (AllReduce(dtype="float16"), lambda n, size: 4 * n * (size - 1) / size),
-        (Int8(), lambda n, size: 2 * (n + 8 * n / 1024) * (size - 1) / size),
-        (SignSGD(), lambda n, size: (n / 8 + 4) * (size - 1)),
-        (TopK(), lambda n, size: 8 * 0.01 * n * (size - 1)),
-        (RandomK(), lambda n, size: 8 * 0.3 * n * (size - 1) / size),
-        (PowerSGD(), lambda n, size: 8 * 2 * (256 + n / 256) * (size - 1) / size),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exchange) else "",
-)
-def test_payload_is_what_theory_says(
-    exchange: Exchange, theory: Callable[[int, int], float], size: int
-) -> None:
-    shape = torch.Size((256, 2048))
-
-    def rank_main(comm: Comm) -> int:
-        exchange.average(Bucket({"w": shape}, torch.randn(shape.numel())), comm)
-        return comm.traffic.payload_bytes
-
-    for payload in run_ranks(size, rank_main):
-        assert payload == pytest.approx(theory(shape.numel(), size), rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -21,8 +21,9 @@ from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 from lab.exchange.ring import Ring
 from lab.exchange.star import Star
-from lab.exchange.tree import Node, Tree, binomial_node
-from lab.exchange.tree_double import DoubleTree, in_order_node
+from lab.exchange.topology import Node, binomial_node, in_order_node
+from lab.exchange.tree import Tree
+from lab.exchange.tree_double import DoubleTree
 from lab.settings.config import build, load
 
 IN_CHUNKS = [Tree, DoubleTree, Ring]

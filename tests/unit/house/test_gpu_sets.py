@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu import conftest, runs
-from tests.support.ranks import STRATEGIES
+from tests.support.cases import STRATEGIES
 
 
 def test_who_needs_send_and_recv_is_read_off_the_exchanges() -> None:

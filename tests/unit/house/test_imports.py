@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "exchange": {"distributed", "codec", "measure"},
     "sync": {"exchange", "distributed", "codec", "measure"},
     "record": {"measure"},
-    "draw": {"analysis", "measure"},
+    "draw": {"measure"},
     "training": {
         *("settings", "data", "model", "transform", "codec", "distributed", "measure"),
         *("exchange", "sync", "record", "cluster"),
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "claims": {"analysis", "simulate", "settings", "model", "draw", "measure", "record"},
     "benchmarks": {
         *("settings", "codec", "distributed", "measure", "exchange", "sync", "training", "draw"),
-        *("study", "cluster", "analysis", "model", "record"),
+        *("study", "cluster", "analysis", "model", "record", "simulate"),
     },
     "checklist": {"distributed", "settings", "record", "measure", "analysis", "draw"},
 }

@@ -14,20 +14,23 @@ from omegaconf import OmegaConf
 from lab import predict as command
 from lab.exchange import bucket, grouping
 from lab.exchange.base import Staged
-from lab.exchange.tree_double import in_order_node
+from lab.exchange.none import NoExchange
+from lab.exchange.topology import in_order_node
 from lab.measure.spans import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
-from lab.settings.config import choices_of, conf_dir, load
+from lab.settings.config import build, choices_of, conf_dir, load
 from lab.simulate.calibrate import calibrate
-from lab.simulate.costs import MODELS, Load, Stage, stages_of
+from lab.simulate.costs import card_of, stages_of
 from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, with_rate
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.fit import Observation, fit
 from lab.simulate.hardware import Hardware, Link
+from lab.simulate.load import Load, Stage
 from lab.simulate.network import Network
 from lab.simulate.step import CEILING, Strategy, predict, simulate
+from tests.support.cases import EXCHANGES, exchange_settings
 
 FLAT = Hardware("flat", "made up", "gloo", 1, None, Link(0.0, 1e8), math.inf)
 PLAIN = ("tree", "tree_pipelined", "tree_double", "ring", "star", "allreduce", "overlap")
@@ -199,15 +202,15 @@ def test_buckets_are_those_that_training_plans(bucket_mb: float | None) -> None:
     assert grouping.group(arriving, bucket_mb) == real
 
 
-def test_every_exchange_has_a_cost_and_is_staged_where_it_is() -> None:
-    for choice in choices_of("exchange"):
-        settings = OmegaConf.to_container(load([f"exchange={choice}"]).exchange, resolve=True)
-        assert isinstance(settings, dict)
-        own = {str(key): value for key, value in settings.items()}
-        assert isinstance(stages_of([(2048, 1024), (7,)], own, Network(FLAT, 4)), list)
-        module, _, name = own["_target_"].rpartition(".")
-        kind = getattr(__import__(module, fromlist=[name]), name)
-        assert MODELS[name].staged == (issubclass(kind, Staged) or name == "NoExchange"), name
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_cards_take_time_where_bytes_move_and_say_what_is_staged(exchange: str) -> None:
+    settings = exchange_settings(exchange)
+    stages = stages_of([(2048, 1024), (7,)], settings, Network(FLAT, 4))
+    sends = sum(stage.payload_bytes for stage in stages)
+    assert sends / 1e8 <= sum(stage.seconds for stage in stages)  # over links of 1e8 bytes/s
+    assert (sends > 0) == (exchange != "none")
+    kind = type(build(load([f"exchange={exchange}"]).exchange))
+    assert card_of(settings).staged == (issubclass(kind, Staged) or kind is NoExchange)
 
 
 LAYERS = [Compute("a", 1.0, 2.0), Compute("b", 1.0, 2.0)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import make_worker
-from lab.exchange.tree import binomial_node
+from lab.exchange.topology import binomial_node
 from lab.settings.config import build, load
 from lab.sync.gradsync import GradSync
 

@@ -1,0 +1,89 @@
+"""The order and the look of strategies, in figures and pages alike: one table, no matplotlib."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+# Okabe and Ito, "Color Universal Design", 2008; without its yellow, which is lost on white.
+BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
+VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
+COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
+
+LineStyle = Literal["-", "--", ":", "-."]
+LINES: tuple[LineStyle, ...] = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn: a hex colour, and matplotlib's names of a line and a marker."""
+
+    colour: str
+    line: LineStyle
+    marker: str
+
+
+# Strategies in reading order. No two share both colour and line.
+LOOKS: dict[str, Look] = {
+    "none": Look(BLACK, "-", "o"),
+    "allreduce": Look(BLUE, "-", "s"),
+    "tree": Look(GREEN, "-", "^"),
+    "tree_pipelined": Look(GREEN, ":", "^"),
+    "tree_double": Look(GREEN, "-.", "v"),
+    "ring": Look(SKY, "-", "D"),
+    "star": Look(SKY, "--", "v"),
+    "tree_overlap": Look(ORANGE, "-.", "^"),
+    "overlap": Look(ORANGE, "-", "P"),
+    "layerwise": Look(ORANGE, "--", "<"),
+    "bf16": Look(BLUE, "--", "X"),
+    "fp16": Look(BLUE, ":", "x"),
+    "int8": Look(BLUE, "-.", "8"),
+    "onebit": Look(VERMILLION, "-", "*"),
+    "signsgd_ef": Look(VERMILLION, "--", "+"),
+    "topk": Look(BROWN, "-", "p"),
+    "randomk": Look(BROWN, "--", "h"),
+    "powersgd": Look(PURPLE, "-.", "D"),
+    "auto": Look(BLACK, "--", "*"),
+    "fc1x1": Look(PURPLE, "-", "p"),
+    "fc1x1_onebit": Look(PURPLE, "--", "h"),
+    "local_sgd": Look(SKY, ":", ">"),
+    "diloco": Look(VERMILLION, ":", "H"),
+    "ddp": Look(GREEN, "--", "d"),
+    "horovod": Look(BLACK, ":", "d"),
+    "caffe": Look(BROWN, ":", "^"),
+    "torch7": Look(SKY, "-.", "v"),
+    "cntk": Look(VERMILLION, "-.", "*"),
+    "tensorflow": Look(ORANGE, ":", "<"),
+}
+
+
+def order(series: str) -> tuple[int, list[str | int]]:
+    """Sort key: strategies of LOOKS first and in its order; numbers in a name by value."""
+    names, strategy = list(LOOKS), series.split(" ")[0]
+    place = names.index(strategy) if strategy in LOOKS else len(names)
+    return place, [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", series)]
+
+
+def looks_of(series: Iterable[str]) -> dict[str, Look]:
+    """A look for each series of a study, no two alike while there are enough.
+
+    A known strategy keeps its own; where a setting splits it into several series, the first one
+    does, and the others take looks that the study has left over.
+    """
+    ordered = sorted(set(series), key=order)
+    known: dict[str, Look] = {}
+    for name in ordered:
+        look = LOOKS.get(name.split(" ")[0])
+        if look and look not in known.values():
+            known[name] = look
+    taken = {(look.colour, look.line) for look in known.values()}
+    pairs: list[tuple[str, LineStyle]] = [(c, line) for line in LINES for c in COLOURS]
+    free = [pair for pair in pairs if pair not in taken] or pairs
+    spare = (
+        Look(colour, line, m)
+        for (colour, line), m in zip(itertools.cycle(free), itertools.cycle("osD^vP"), strict=False)
+    )
+    return {name: known[name] if name in known else next(spare) for name in ordered}

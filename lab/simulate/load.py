@@ -1,0 +1,107 @@
+"""What a cost card is a function of: a bucket on a network, and the sizes of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lab.exchange.chunks import LAG, chunk_mb_over
+from lab.exchange.grouping import MB
+from lab.model.profile import VALUE_BYTES
+from lab.simulate.network import Cost, Network
+
+Settings = Mapping[str, Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds in which a rank computes (row "codec") or its links are busy (row "exchange").
+
+    Attributes:
+        payload_bytes: bytes that the busiest rank sends.
+    """
+
+    row: str
+    seconds: float
+    payload_bytes: float = 0.0
+
+
+@dataclass
+class Load:
+    """One bucket and the exchange that averages it; collects the stages.
+
+    Attributes:
+        shapes: shapes of the bucket's parameters.
+        exchange: `_target_` and its arguments, as configured.
+        network: the ranks and their links.
+    """
+
+    shapes: Sequence[Shape]
+    exchange: Settings
+    network: Network
+    stages: list[Stage] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        """Number of values in the bucket."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def N(self) -> int:
+        """Number of ranks."""
+        return self.network.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the uncompressed gradient."""
+        return VALUE_BYTES * self.n
+
+    @property
+    def chunk_bytes(self) -> float:
+        """Bytes of the largest chunk; infinite if the exchange sends whole buckets."""
+        chunk_mb = chunk_mb_over(self.exchange["chunk_mb"], self.network.hardware.library)
+        return chunk_mb * MB if chunk_mb else math.inf
+
+    def codec(self, num_bytes: float, calls: int = 1) -> None:
+        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls."""
+        hardware = self.network.hardware
+        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_bytes_per_s
+        self.stages.append(Stage("codec", hardware.host_factor(self.N) * seconds))
+
+    def wire(self, cost: Cost) -> None:
+        """Add a stage that waits for a collective."""
+        self.stages.append(Stage("exchange", cost.seconds, cost.payload_bytes))
+
+    def exact(self, num_values: int) -> Cost:
+        """Cost of values that travel uncompressed, in an all-reduce of their own."""
+        return self.network.all_reduce(VALUE_BYTES * num_values)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What memory is a function of: numbers of float32 values, and one rank among N.
+
+    Attributes:
+        n: values of the whole model.
+        gathered: values of buckets of several parameters, whose gradients are copied into a buffer.
+        largest: values of the largest bucket.
+        backend: library over which ranks talk; chunk sizes depend on it.
+        chosen: classes that exchange=auto has chosen; empty while it tries both.
+    """
+
+    n: int
+    gathered: int
+    largest: int
+    rank: int
+    N: int
+    backend: str = "gloo"
+    chosen: frozenset[str] = frozenset()
+
+    def chunks(self, num_values: float, exchange: Settings, num_children: int = 1) -> float:
+        """Bytes of the chunks that arrive from `num_children` ranks at the same time."""
+        chunk_mb = chunk_mb_over(exchange["chunk_mb"], self.backend)
+        limit = chunk_mb * MB if chunk_mb else math.inf
+        return LAG * num_children * min(VALUE_BYTES * num_values, limit)

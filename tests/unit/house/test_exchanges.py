@@ -1,0 +1,114 @@
+"""What a strategy must have besides its code: a card, a look, a row of the README that is true."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from lab.draw.looks import LOOKS
+from lab.settings.config import load
+from lab.simulate.costs import CARDS, class_of, payload_bytes
+from lab.simulate.network import Network
+from tests.conftest import ROOT
+from tests.support import cases
+from tests.support.cases import (
+    ALL_STRATEGIES,
+    EXCHANGES,
+    LIBRARIES,
+    LINKS,
+    exchange_settings,
+    steps_of_a_round,
+)
+
+ROWS, COLUMNS = 1024, 2048
+ROW = re.compile(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", re.MULTILINE)
+README = (ROOT / "README.md").read_text()
+TABLE = dict(ROW.findall(README.partition("## Strategies")[2].partition("\n## ")[0]))
+OTHERS = (ROOT / "docs/design.md").read_text().partition("### Other codecs")[2]
+CODECS = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| [^|]* \| [^|]* \|$", OTHERS, re.M))
+
+
+def lacking() -> list[str]:
+    """A line for everything that a strategy or an exchange lacks, or that nothing has."""
+    classes = {exchange: class_of(exchange_settings(exchange)) for exchange in EXCHANGES}
+    lines = [
+        f"exchange={exchange}: lab/simulate/costs.py has no card {name} in CARDS"
+        for exchange, name in classes.items()
+        if name not in CARDS
+    ]
+    for table, place in ((LOOKS, "lab/draw/looks.py"), (TABLE, "README.md, Strategies,")):
+        wanted = set(ALL_STRATEGIES)
+        lines += [f"strategy={name}: {place} has no row for it" for name in wanted - set(table)]
+        lines += [f"{name}: {place} has a row for no strategy" for name in set(table) - wanted]
+    lines += [f"{name}: a card of no exchange" for name in set(CARDS) - set(classes.values())]
+    named = {*cases.RESUMED, *cases.COUNTED, *cases.BY_THE_CLOCK, *LIBRARIES}
+    known = {*ALL_STRATEGIES, *EXCHANGES}
+    lines += [f"{name}: a case of tests/support/cases.py for nothing" for name in named - known]
+    return sorted(lines)
+
+
+def test_none_lacks_a_card_a_look_or_a_row() -> None:
+    if lines := lacking():
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def test_no_two_looks_share_colour_and_line() -> None:
+    assert len({(look.colour, look.line) for look in LOOKS.values()}) == len(LOOKS)
+
+
+def value_of(formula: str, **names: float) -> float:
+    """The value of a formula as documents print it; what stands in words is left out."""
+    text = re.sub(r" \([a-z][^)]*[a-z0-9 :]\)$", "", formula)  # (a leaf 4n)
+    text = text.replace("−", "-").replace("·", "*").replace("⌈log₂N⌉", "hops")
+    text = re.sub(r"(?<=[\d)N])\s*(?=[a-zA-Z(])", "*", text)
+    text = re.sub(r"\b(n|k|r)\(", r"\1*(", text)
+    assert re.fullmatch(r"[\w\s.+*/(),-]+", text), formula
+    hops = math.ceil(math.log2(names["N"]))
+    return eval(text, {"__builtins__": {}}, {**names, "hops": hops, "min": min})
+
+
+def formula_of(strategy: str) -> str:
+    """Its cell of the table, or that of the strategy that it refers to."""
+    cell = TABLE[strategy]
+    reference = re.match(r"as `(\w+)`", cell)
+    return formula_of(reference[1]) if reference else cell
+
+
+def test_formulas_are_read_as_they_are_meant() -> None:
+    assert value_of("8n(N−1)/N", n=10, N=4) == 60
+    assert value_of("4n·⌈log₂N⌉ (a leaf 4n)", n=10, N=5) == 120
+    assert value_of("2n·min(4, ⌈log₂N⌉ + 1)", n=10, N=2) == 40
+    assert value_of("0.08n(N−1)", n=100, N=2) == 8
+    with pytest.raises(SyntaxError):
+        value_of("as the one chosen", n=1, N=2)
+
+
+# auto's bytes are those of the one chosen; a library's are its own.
+EVALUATED = [s for s in ALL_STRATEGIES if s not in (*LIBRARIES, *cases.BY_THE_CLOCK)]
+
+
+@pytest.mark.parametrize("strategy", EVALUATED)
+def test_bytes_of_the_readme_are_those_of_the_card(strategy: str) -> None:
+    exchange = load([f"strategy={strategy}"]).exchange
+    every = steps_of_a_round(strategy)
+    for size in (2, 3, 4, 8):
+        names = {"n": ROWS * COLUMNS, "rows": ROWS, "columns": COLUMNS, "N": size, "H": every}
+        expected = payload_bytes([(ROWS, COLUMNS)], exchange, Network(LINKS, size)) / every
+        assert value_of(formula_of(strategy), **names) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("exchange", CODECS)
+def test_bytes_of_the_design_are_those_of_the_card(exchange: str) -> None:
+    settings = exchange_settings(exchange)
+    n = ROWS * COLUMNS
+    known = {"n": n, "a": ROWS, "b": COLUMNS, "r": settings.get("rank", 0)}
+    for size in (2, 4):
+        names = known | {"N": size, "k": math.ceil(settings.get("ratio", 0) * n)}
+        expected = payload_bytes([(ROWS, COLUMNS)], settings, Network(LINKS, size))
+        assert value_of(CODECS[exchange], **names) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_design_has_the_codecs() -> None:
+    assert {"fp16", "int8", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)
