@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lab.cluster.settings import Cluster, cluster_of
 from lab.distributed.launcher import was_launched, world_size
 from lab.settings.config import ConfigError, Override, check_batch, load, parse_overrides
+from lab.sync.pattern import Begin, pattern_of
 
 UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 VALUE_BYTES = 4  # everything here is float32
@@ -245,7 +246,7 @@ def _refuse_what_cannot_take_turns(variants: list[Variant]) -> None:
                 "compare with python -m lab.sweep"
             )
     for variant in variants:
-        if variant.config.sync.get("double_buffer"):
+        if pattern_of(variant.config).begins is Begin.NEXT_STEP:
             raise ConfigError(
                 f"{variant.label}: sync.double_buffer=true would exchange during the others' "
                 "turns; compare it with python -m lab.sweep"

@@ -1,4 +1,4 @@
-"""What the records of a study know about where the time of a multi-rank run goes."""
+"""Evidence: all that the records of a study tell about where a run of several ranks spends time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from lab.analysis.records import Cell, Study
 from lab.analysis.speedup import CEILING, Point, points_of, same_work
 from lab.record.trace import TIMELINE, read_trace
+from lab.sync.pattern import Pattern, pattern_of
 
 OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
-DDP = "lab.sync.ddp.DDPSync"  # exchanges in backward, which then is no work of the rank's own
 OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that `none` has no use for
 
 
@@ -37,7 +37,7 @@ class Evidence:
         backward_s: mean over ranks.
         codec_s: what exchanges spent on encoding and decoding, mean over ranks.
         payload_bytes, messages: sent in a step by the rank that sent most.
-        settings: the run's resolved ones.
+        settings: the run's resolved settings; {} if it left none.
         to_run: commands that would tell what is unknown, by what they tell.
     """
 
@@ -58,8 +58,13 @@ class Evidence:
 
     @property
     def one(self) -> Cell:
-        """For what all runs of the point share."""
+        """A run that stands for all of the point in what they share."""
         return self.point.one
+
+    @property
+    def pattern(self) -> Pattern:
+        """When the run exchanged, and what it sent."""
+        return pattern_of(self.settings)
 
     @property
     def ideal_s(self) -> float:
@@ -93,15 +98,16 @@ def gather(study: Study, cell: Cell) -> Evidence:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
     base = same_work(points, point, CEILING, 1) or same_work(points, point, cell.strategy, 1)
     ceiling = same_work(points, point, CEILING, cell.world_size)
-    telling = [] if settings.get("sync", {}).get("_target_") == DDP else breakdowns
-    every = settings.get("sync", {}).get("every", 1)
-    ranks = _own_work(telling, ceiling, every)
+    pattern = pattern_of(settings)
+    # Backward that waits for the exchange is not the rank's own work.
+    telling = [] if pattern.waits_in_backward else breakdowns
+    ranks = _own_work(telling, ceiling, pattern.every)
     return Evidence(
         point=point,
         step_s=step_s,
         one_s=_step_s(base),
         ceiling_s=_step_s(ceiling),
-        exposed_s=_exposed_s(point, ceiling, telling, every),
+        exposed_s=_exposed_s(point, ceiling, telling, pattern.every),
         input_s=_phase_s(breakdowns, "data"),
         straggler_s=_straggler_s(ranks),
         slowest_rank=int(np.argmax(ranks)) if len(ranks) else -1,
@@ -115,7 +121,7 @@ def gather(study: Study, cell: Cell) -> Evidence:
 
 
 def gather_all(study: Study) -> list[Evidence]:
-    """Of every point of `study` with more than one rank and a timed run.
+    """Evidence of every point of `study` with more than one rank and a timed run.
 
     Raises:
         ValueError: there is none.
@@ -151,7 +157,7 @@ def _phase_s(breakdowns: Sequence[Cell], name: str) -> float:
 
 
 def _own_work(runs: Sequence[Cell], ceiling: Point | None, every: int) -> np.ndarray:
-    """Seconds by rank that it works by itself. In `none` no rank waits for another."""
+    """Seconds by rank of its own work. In `none` no rank waits for another."""
     if ceiling and len(ranks := _by_rank([*ceiling.done("throughput").values()], ("step_s",))):
         return ranks
     return _by_rank(runs, OWN_WORK, every)
@@ -183,7 +189,7 @@ def _straggler_s(ranks: np.ndarray) -> float:
 
 
 def _codec_s(breakdowns: Sequence[Cell]) -> float:
-    """From timelines: seconds per rank and step."""
+    """Seconds of encoding and decoding per rank and step, from timelines."""
     paths = [run.folder / TIMELINE for run in breakdowns if (run.folder / TIMELINE).is_file()]
     spans = [span for path in paths for span in read_trace(path).spans]
     num_steps = sum(span.row == "step" for span in spans)

@@ -1,4 +1,4 @@
-"""Which switch would help a run, by what it loses, and by about how much."""
+"""Remedies: which change of settings would help a run, and by about how much."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Loss, Verdict
+from lab.sync.pattern import Begin, local
 
 # Of backward, in which an overlapped exchange can hide: the first gradients come a little later.
 HIDING_SHARE = 0.8
@@ -22,61 +23,81 @@ GOOD_ENOUGH = 0.8
 
 @dataclass(frozen=True)
 class Remedy:
-    """A switch.
+    """A change to try.
+
+    `lab.train` accepts it with the run's other settings, less those that belong to a choice it
+    replaces (with `strategy=`: exchange, sync, overlap and bucket_mb).
 
     Attributes:
-        switch: settings, as typed.
+        switch: settings, as typed; empty where the number of ranks alone changes.
         why: a clause.
         saves_s: of the step, estimated; NaN is unknown.
+        num_ranks: to start; None: as many as before.
     """
 
     switch: str
     why: str
     saves_s: float = math.nan
+    num_ranks: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The change as a user reads it: "8 ranks", "overlap=true bucket_mb=25"."""
+        if self.num_ranks is None:
+            return self.switch
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return f"{ranks} with {self.switch}" if self.switch else ranks
 
 
 def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
-    """What to try: the best for each loss that the verdict names, then what else there is."""
+    """Changes to try: the best for each loss that the verdict names, then all others."""
     if not verdict.decided:
         return []
     if not verdict.losses:
         ranks = 2 * evidence.one.world_size
-        return [Remedy(f"world_size={ranks}", "compute still shrinks with every rank")]
+        return [_ranks(evidence, ranks, "compute still shrinks with every rank")]
     ranked = [_ranked(evidence, loss) for loss in verdict.named]
-    firsts = [best for best, *_ in ranked]
-    others = [remedy for _, *rest in ranked for remedy in rest]
-    once: dict[str, Remedy] = {}  # one switch may help against two losses
+    firsts = [remedy for several in ranked for remedy in several[:1]]
+    others = [remedy for several in ranked for remedy in several[1:]]
+    once: dict[str, Remedy] = {}  # one change may help against two losses
     for remedy in [*firsts, *others]:
-        once.setdefault(remedy.switch, remedy)
+        once.setdefault(remedy.text, remedy)
     return list(once.values())
 
 
 def _ranked(evidence: Evidence, loss: Loss) -> list[Remedy]:
-    """What helps against one loss, the best first, the others as they come."""
-    found = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
-    most = max((remedy.saves_s for remedy in found if not math.isnan(remedy.saves_s)), default=0.0)
-    best = next((remedy for remedy in found if remedy.saves_s >= GOOD_ENOUGH * most), found[0])
-    return [best, *(remedy for remedy in found if remedy is not best)]
+    """Remedies against one loss, the best first, the others as they come."""
+    several = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
+    most = max((r.saves_s for r in several if not math.isnan(r.saves_s)), default=0.0)
+    good = [remedy for remedy in several if remedy.saves_s >= GOOD_ENOUGH * most]
+    return [*good[:1], *(remedy for remedy in several if remedy not in good[:1])]
 
 
 def _bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     """Exact ones first, then fewer bits, then other algorithms."""
     size = e.one.world_size
     ring_bytes = 2 * e.one.gradient_bytes * (size - 1) / size
-    if e.payload_bytes > MORE_THAN_RING * ring_bytes:
+    if e.pattern.takes_exchanges and e.payload_bytes > MORE_THAN_RING * ring_bytes:
         saves = loss.seconds * (1 - ring_bytes / e.payload_bytes)
         why = f"no rank would send more than {ring_bytes / 1e6:.3g} MB"
-        yield Remedy("exchange=allreduce", why, saves)
-    if e.settings.get("overlap") is False and e.one.strategy != "local_sgd":
+        if e.pattern.takes_any_exchange:
+            yield Remedy("exchange=allreduce", why, saves)
+        else:
+            yield from _strategy(e, "allreduce", why, saves)
+    if _may_start_to_overlap(e):
         hidden = min(loss.seconds, HIDING_SHARE * _backward_s(e))
         yield Remedy("overlap=true bucket_mb=25", "backward would hide it", hidden)
     if e.payload_bytes > ring_bytes / 4:
         saves = loss.seconds * (1 - ONEBIT_SHARE)
-        yield Remedy("strategy=onebit", "sends 1/32 of the bytes, and encodes them", saves)
-    yield from _rounds(e, loss)
+        yield from _strategy(e, "onebit", "sends 1/32 of the bytes, and encodes them", saves)
+    yield from _rounds(e, loss.seconds)
     if e.one.transform == "" and e.one.settings.get("model", "").startswith("alexnet"):
         yield Remedy("transform=fc1x1", "most bytes are fully connected; another model")
     yield _larger_batch(e, "the same exchange for more images")
+
+
+def _may_start_to_overlap(e: Evidence) -> bool:
+    return e.pattern.begins is Begin.AFTER_BACKWARD and not e.pattern.no_overlap
 
 
 def _backward_s(e: Evidence) -> float:
@@ -85,43 +106,57 @@ def _backward_s(e: Evidence) -> float:
 
 
 def _latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    if e.settings.get("bucket_mb") is not None:
-        yield Remedy("bucket_mb=25", "fewer, larger messages (null: one bucket)")
+    bucket_mb = e.settings.get("bucket_mb")
+    if bucket_mb is not None and bucket_mb < 25:
+        yield Remedy("bucket_mb=25", "fewer, larger messages")
     size = e.one.world_size
-    if size >= MANY_RANKS and "tree" not in e.one.strategy:
+    if size >= MANY_RANKS and _takes_tree(e):
         steps = 2 * math.ceil(math.log2(size))
         why = f"{steps} messages one after the other instead of {2 * (size - 1)}"
         yield Remedy("exchange=tree", why, loss.seconds * (1 - steps / (2 * (size - 1))))
-    yield from _rounds(e, loss)
+    yield from _rounds(e, loss.seconds)
     yield _larger_batch(e, "the same messages for more images")
 
 
-def _rounds(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    every = e.settings.get("sync", {}).get("every")
-    if every:
-        yield Remedy(f"sync.every={2 * every}", "half as many exchanges", loss.seconds / 2)
-    else:
-        saves = loss.seconds * (1 - 1 / ROUND)
-        yield Remedy("strategy=local_sgd", f"exchanges weights every {ROUND} steps", saves)
+def _takes_tree(e: Evidence) -> bool:
+    """Whether there is no tree yet, and ranks can send to each other.
+
+    They cannot over Horovod, and not from GPUs over Gloo.
+    """
+    exchange, comm = (e.settings.get(x, {}).get("_target_", "") for x in ("exchange", "comm"))
+    from_gpus = e.one.settings.get("device") == "cuda" and e.settings.get("backend") == "gloo"
+    can_send = "horovod" not in comm and not from_gpus
+    return e.pattern.takes_exchanges and ".tree" not in exchange and can_send
+
+
+def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
+    """Exchanges in fewer steps. `seconds`: what they cost now, in each step; NaN is unknown."""
+    every = 2 * e.pattern.every if e.pattern.own_replicas else ROUND
+    why = f"ranks exchange weights every {every} steps{then}"
+    if e.pattern.own_replicas:
+        yield Remedy(f"sync.every={every}", why, seconds / 2)
+    elif e.pattern.legs and not (e.settings.get("precision") == "fp16" and local(every).no_fp16):
+        yield from _strategy(e, "local_sgd", why, seconds * (1 - 1 / every))
 
 
 def _codec(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    yield Remedy("strategy=auto", "compresses a bucket only where that is faster")
-    yield Remedy("strategy=bf16", "half the bytes for next to no encoding")
+    yield from _strategy(e, "auto", "compresses a bucket only where that is faster")
+    yield from _strategy(e, "bf16", "half the bytes for next to no encoding")
 
 
 def _input(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    workers = e.settings.get("data", {}).get("workers")
-    if workers is not None:
-        more = max(1, 2 * workers)
+    data = e.settings.get("data", {})
+    if "workers" in data:
+        more = max(1, 2 * data["workers"])
         yield Remedy(f"data.workers={more}", "more processes that decode", loss.seconds / 2)
-    yield Remedy("data=synthetic", "shows the rate without input", loss.seconds)
+    if "size" in data:
+        channels = 3 if "workers" in data else 1  # decoded images, or the lab's digits
+        shape = f"data.shape=[{channels},{data['size']},{data['size']}]"
+        yield Remedy(f"data=synthetic {shape}", "shows the rate without input", loss.seconds)
 
 
 def _straggler(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    yield Remedy(
-        "strategy=local_sgd", f"ranks meet every {ROUND} steps; find what slows that rank first"
-    )
+    yield from _rounds(e, math.nan, "; find what slows that rank first")
 
 
 def _fixed(e: Evidence, loss: Loss) -> Iterator[Remedy]:
@@ -132,7 +167,22 @@ def _fixed(e: Evidence, loss: Loss) -> Iterator[Remedy]:
 
 def _shared(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     fewer = max(1, e.one.world_size // 2)
-    yield Remedy(f"world_size={fewer}", "ranks that share or starve each other gain little")
+    yield _ranks(e, fewer, "ranks that share or starve each other gain little")
+
+
+def _strategy(e: Evidence, name: str, why: str, saves_s: float = math.nan) -> Iterator[Remedy]:
+    """Another strategy for the same model; nothing if the run has that one."""
+    if e.one.strategy != name:
+        transform = " transform=fc1x1" if e.one.transform else ""  # there is no other
+        yield Remedy(f"strategy={name}{transform}", why, saves_s)
+
+
+def _ranks(e: Evidence, number: int, why: str) -> Remedy:
+    """Another number of ranks, with the nearest batch that divides among them."""
+    unit = e.settings.get("accumulate", 1) * (number if e.one.scaling == "strong" else 1)
+    batch = max(1, round(e.one.batch / unit)) * unit
+    switch = "" if batch == e.one.batch else f"batch_size={batch}"
+    return Remedy(switch, why, num_ranks=number)
 
 
 def _larger_batch(e: Evidence, why: str) -> Remedy:

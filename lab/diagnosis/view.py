@@ -79,7 +79,7 @@ def _payload(e: Evidence) -> str:
 def _remedy_lines(remedies: list[Remedy]) -> Lines:
     for number, remedy in enumerate(remedies[:MAX_REMEDIES]):
         saves = "" if math.isnan(remedy.saves_s) else f" (up to {_ms(remedy.saves_s)} less)"
-        yield "or" if number else "try", f"{remedy.switch}: {remedy.why}{saves}"
+        yield "or" if number else "try", f"{remedy.text}: {remedy.why}{saves}"
 
 
 def _unknown_lines(e: Evidence) -> Lines:

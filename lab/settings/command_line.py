@@ -28,7 +28,7 @@ def answer_help(
     lines += ["", "settings:"]
     lines += [f"  {f'{name}={default}':<28} {text}" for name, (default, text) in own.items()]
     for name, field in FIELDS.items():
-        if name not in (*GROUPS, "sync"):
+        if name not in GROUPS:
             default = "null" if field.default is None else str(field.default)
             allowed = " | ".join(map(str, field.metadata["choices"]))
             text = field.metadata["help"] + (f" ({allowed})" if allowed else "")
@@ -46,7 +46,7 @@ def _settings_of_choices(arguments: list[str]) -> list[str]:
     except ConfigError:  # help is what was asked for
         config = load([])
     lines = []
-    for group in (*GROUPS[1:], "sync"):
+    for group in GROUPS[1:]:
         for key, value in config[group].items():
             if not str(key).startswith("_") and not _is_data(value):
                 lines.append(f"{group}.{key}={_as_written(value)}")

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 GROUPS = (
-    *("strategy", "exchange", "transform"),
+    *("strategy", "exchange", "sync", "transform"),
     *("model", "profile", "data", "optim", "comm", "recorder", "cluster"),
 )
 
@@ -59,8 +59,8 @@ class Settings:
     """Scalar settings of a run. The groups (dicts) are filled from conf/<group>/<choice>.yaml."""
 
     strategy: str = setting("???", "how gradients are exchanged (a group)")
-    sync: dict[str, Any] = setting({"_target_": "lab.sync.gradsync.GradSync"}, "")
     exchange: dict[str, Any] = setting({}, "what moves, and along which path (a group)")
+    sync: dict[str, Any] = setting({}, "when gradients or weights are exchanged (a group)")
     transform: dict[str, Any] = setting({}, "which model is made of the model (a group)")
     model: dict[str, Any] = setting({}, "what is trained (a group)")
     profile: dict[str, Any] = setting({}, "what the layers of model=replay cost (a group)")
@@ -192,14 +192,18 @@ def load(arguments: list[str]) -> DictConfig:
     return config
 
 
-def build(node: DictConfig, **runtime: Any) -> Any:
-    """Construct the `_target_` of `node` with its own arguments and `runtime`.
+def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
+    """Construct the `_target_` of `node` with its own arguments, `parts` and `runtime`.
+
+    Args:
+        parts: positional arguments, handed over as they are: Hydra takes a dataclass among
+            `runtime` for configuration.
 
     Raises:
         ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
     """
     try:
-        return instantiate(node, **runtime)
+        return instantiate(node, *parts, **runtime)
     except HydraException as error:
         cause = error.__cause__
         if isinstance(cause, (ValueError, TypeError)):
@@ -271,7 +275,7 @@ def _known_keys() -> list[str]:
     for group in GROUPS:
         for path in (conf_dir() / group).glob("*.yaml"):
             keys += [str(key) for key in OmegaConf.load(path)]
-    return [key for key in keys if key not in ("_target_", "defaults", "sync")]
+    return [key for key in keys if key not in ("_target_", "defaults")]
 
 
 def _one_line(error: object) -> str:

@@ -15,9 +15,9 @@ from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Stage
 from lab.simulate.network import Network
+from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
 
 NONE = {"_target_": "lab.exchange.none.NoExchange"}
-SYNCS = ("NoSync", "GradSync", "LocalSync", "RootUpdate", "DoubleBuffer")
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,12 @@ class Strategy:
 
     Attributes:
         exchange: `_target_` and its arguments, as configured.
-        every: steps from one exchange to the next.
-        sync: class of lab/exchange that says when.
+        pattern: of its sync.
     """
 
     exchange: Mapping[str, Any]
-    overlap: bool = False
     bucket_mb: float | None = None
-    every: int = 1
-    sync: str = "GradSync"
+    pattern: Pattern = gradsync(overlap=False)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Strategy:
@@ -43,22 +40,17 @@ class Strategy:
         Raises:
             ValueError: it is one that has no cost model.
         """
-        sync = settings["sync"]["_target_"].rpartition(".")[2]
+        pattern = pattern_of(settings)
         name = f"strategy={settings['strategy']}"
-        if sync not in SYNCS:
+        if pattern.by_library:
+            sync = class_of(settings)
             raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
         if settings["accumulate"] != 1:
             raise ValueError(f"accumulate={settings['accumulate']}: must be 1 for a prediction")
         card_of(settings["exchange"])
-        return cls(
-            exchange=settings["exchange"],
-            overlap=settings["overlap"],
-            bucket_mb=settings["bucket_mb"],
-            every=settings["sync"].get("every", 1),
-            sync=sync,
-        )
+        return cls(settings["exchange"], settings["bucket_mb"], pattern)
 
 
 CEILING = Strategy(NONE)
@@ -130,10 +122,10 @@ def simulate(
     ]
     in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged
     planned = exchanges(profile, strategy, network)
-    schedule = Turns() if in_turns and strategy.overlap else Beside()
+    schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
     rank = run(layers, planned, schedule, hardware.contention)
-    # Planned was the way to the root; after its update, weights take the same way back.
-    back = planned if strategy.sync == "RootUpdate" else []
+    # After the root's update, weights go back the way that gradients came.
+    back = planned if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs else []
     for exchange in back:
         schedule.submit(exchange, rank)
     schedule.finish(rank)
@@ -150,24 +142,24 @@ def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Ex
         for kind, shape in shapes(profile.values(layer)).items()
     }
     arriving = [(name, VALUE_BYTES * math.prod(own[name])) for name in reversed(own)]
-    parts = 2 if strategy.sync == "RootUpdate" else strategy.every
+    parts = len(strategy.pattern.legs) * strategy.pattern.every
     found = []
     for names in group(arriving, strategy.bucket_mb, profile.bytes_scale):
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         ready = min(places[name.rpartition(".")[0]] for name in names)
         stages = stages_of([own[name] for name in names], strategy.exchange, network)
-        begins = _begins(strategy, ready, len(places))
+        begins = _begins(strategy.pattern.begins, ready, len(places))
         found.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
     return found
 
 
-def _begins(strategy: Strategy, ready: int, num_layers: int) -> int:
-    """The layer with whose gradient an exchange begins, if those of its own end with `ready`."""
-    if not strategy.overlap:
-        return 0  # the last one to have a gradient
-    return num_layers if strategy.sync == "DoubleBuffer" else ready
+def _begins(begin: Begin, ready: int, num_layers: int) -> int:
+    """The layer whose gradient an exchange begins with; its own gradients end with `ready`'s."""
+    if begin is Begin.DURING_BACKWARD:
+        return ready
+    return num_layers if begin is Begin.NEXT_STEP else 0  # the last layer to have a gradient
 
 
 def _share(stage: Stage, parts: int) -> Stage:
-    """One of so many equal parts: what a step, or one way, carries of a whole exchange."""
+    """One of so many equal parts: what a step, or one leg, carries of a whole exchange."""
     return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)

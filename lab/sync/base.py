@@ -1,37 +1,110 @@
-"""Sync: what the trainer asks for beside the exchange of gradients."""
+"""Sync: the protocol between the training loop and whatever exchanges gradients or weights."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from lab.distributed.comm import Comm
+from lab.distributed.worker import Worker
+from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
+from lab.sync.pattern import Pattern
+
+SyncState = dict[str, dict[str, Tensor]]  # tensors by kind, then by parameter name
 
 
-class Sync:
-    """The face of a sync that exchanges gradients in every step, which leaves nothing to do here.
+@dataclass(frozen=True)
+class SyncParts:
+    """The parts of a run that a sync connects.
 
     Attributes:
-        module: what runs forward.
-        every: steps from one exchange to the next.
-        own_replicas: between exchanges each rank has weights and momentum of its own.
-        needs_like_gpus: see Exchange; of what is exchanged by other means than one of these.
-        loss_scale: of fp16; gradients are divided by it before they are exchanged.
-        clock: notes when exchanges run, where anyone wants to know.
+        model: on its device, with the same weights on all ranks; names its parameters.
+        module: runs forward: the model, or its compiled form.
+        exchange: averages one bucket.
+        comm: connects the ranks.
+        worker: runs exchanges.
+        overlap: exchange while the rank computes.
+        bucket_mb: see lab.exchange.bucket.plan.
+        precision: of the run: "fp32", "bf16" or "fp16".
+        accumulate: micro-batches per optimizer step.
     """
 
+    model: nn.Module
     module: nn.Module
-    every = 1
-    own_replicas = False
-    needs_like_gpus = False
-    loss_scale = 1.0
-    clock: Clock | None = None
+    exchange: Exchange
+    comm: Comm
+    worker: Worker
+    overlap: bool = False
+    bucket_mb: float | None = None
+    precision: str = "fp32"
+    accumulate: int = 1
+
+
+class Sync(ABC):
+    """Keeps the replicas of a model together while each rank computes gradients of its own.
+
+    A sync is a context manager: its hooks live between `__enter__` and `__exit__`. One step is
+
+        for each micro-batch:
+            with sync.micro_batch(last=...):
+                (loss(sync.module(inputs)) * sync.loss_factor).backward()
+        finite = sync.finish()
+        optimizer.step()
+        late = sync.after_update(last=...)
+
+    Attributes:
+        module: runs forward.
+        exchange: averages buckets; its state is part of a checkpoint.
+        comm: counts the bytes sent.
+        pattern: when the sync exchanges, and what it sends.
+        step: number of the step under way, from 0. The trainer sets it on a resume.
+        loss_scale: of fp16; gradients are divided by it before they are exchanged. The trainer
+            sets it in each step.
+        clock: records when exchanges run. The trainer sets it; None: nothing is recorded.
+        needs_like_gpus: the sync itself computes the same on all ranks; see Exchange.
+
+    Raises:
+        ValueError: `overlap` or `precision` is one that the pattern refuses.
+    """
+
+    def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
+        if parts.overlap and pattern.no_overlap:
+            raise ValueError(f"overlap=true: {pattern.no_overlap}")
+        if parts.precision == "fp16" and pattern.no_fp16:
+            raise ValueError(f"precision=fp16: {pattern.no_fp16}; allowed are fp32, bf16")
+        self.module = parts.module
+        self.exchange = parts.exchange
+        self.comm = parts.comm
+        self.pattern = pattern
+        self.step: int = 0
+        self.loss_scale = 1.0
+        self.clock: Clock | None = None
+        self.needs_like_gpus = False
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next."""
+        return self.pattern.every
+
+    @property
+    def own_replicas(self) -> bool:
+        """Whether each rank has weights and momentum of its own between exchanges."""
+        return self.pattern.own_replicas
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """Whether all ranks have the same weights after the step that was just taken."""
+        return self.exchange.keeps_replicas_equal
 
     @property
     def loss_factor(self) -> float:
-        """What the loss is multiplied by before backward."""
+        """The factor to multiply the loss by before backward."""
         return self.loss_scale
 
     def __enter__(self) -> Self:
@@ -39,14 +112,23 @@ class Sync:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def unscale(self) -> None:
-        """Take the loss scale off all gradients at once, where no bucket does."""
-        if self.loss_scale != 1.0:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_div_(gradients, self.loss_scale)
+    @abstractmethod
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose forward and backward of one micro-batch; `last`: the last one of its step."""
+
+    @abstractmethod
+    def finish(self) -> Tensor | None:
+        """Leave in `grad` the gradients that the optimizer is to apply.
+
+        Returns:
+            Whether all of them are finite, bool [], the same on all ranks; None if nobody looked.
+
+        Raises:
+            Exception: the first error of an exchange.
+        """
 
     def after_update(self, last: bool) -> Tensor | None:
-        """Exchange what is to be exchanged once the optimizer has updated the weights.
+        """Exchange weights, if this sync does, once the optimizer has updated them.
 
         Args:
             last: this was the run's last step.
@@ -57,11 +139,17 @@ class Sync:
         return None
 
     def settle(self) -> None:
-        """Wait for exchanges that outlast their step, so that ranks may talk of something else."""
+        """Wait for exchanges that outlast their step, so that another collective may begin."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What all ranks alike must remember between steps: tensors, keyed by parameter name."""
+    def state_dict(self) -> SyncState:
+        """Tensors to remember between steps, the same on all ranks."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; {} where another sync was at work."""
+    def load_state_dict(self, state: SyncState) -> None:
+        """Continue from what `state_dict` returned; {} if another sync wrote the checkpoint."""
+
+    def _unscale(self) -> None:
+        """Divide all gradients by the loss scale, for a sync without buckets that would do it."""
+        if self.loss_scale != 1.0:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_div_(gradients, self.loss_scale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

@@ -1,14 +1,13 @@
-"""DoubleBuffer: the exchange of one step's gradients runs beside the whole next step."""
+"""DoubleBuffer: the exchange of one step's gradients runs during the whole next step."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from lab.distributed.comm import Comm
-from lab.distributed.worker import Worker
-from lab.exchange.base import Exchange
+from lab.sync import pattern
+from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
 
 
@@ -21,42 +20,21 @@ class DoubleBuffer(GradSync):
     nothing, and the last step's gradient is never applied.
 
     Args:
-        double_buffer: False waits as GradSync does.
-        precision: of the run.
-        overlap: must be what double_buffer is: it makes the worker run beside computation.
-        model, module, exchange, comm, worker, bucket_mb: see GradSync.
+        double_buffer: False waits as GradSync does. `overlap` must be the same: it chooses a worker
+            that runs while the rank computes.
 
     Raises:
-        ValueError: an argument that is not allowed here.
+        ValueError: `double_buffer` is not a bool, or not what `overlap` is.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        module: nn.Module,
-        exchange: Exchange,
-        comm: Comm,
-        worker: Worker,
-        *,
-        double_buffer: bool,
-        precision: str = "fp32",
-        overlap: bool = False,
-        bucket_mb: float | None = None,
-    ) -> None:
-        if not isinstance(double_buffer, bool):
+    def __init__(self, parts: SyncParts, *, double_buffer: bool) -> None:
+        if type(double_buffer) is not bool:
             raise ValueError(f"sync.double_buffer={double_buffer}: must be true or false")
-        if overlap != double_buffer:
-            raise ValueError(
-                f"overlap={overlap}: must be sync.double_buffer, which is {double_buffer}; nothing "
-                "is exchanged during backward"
-            )
-        if double_buffer and precision == "fp16":
-            raise ValueError(
-                "precision=fp16: a step cannot be skipped once the next one is under way; allowed "
-                "with sync.double_buffer=true are fp32, bf16"
-            )
-        super().__init__(model, module, exchange, comm, worker, bucket_mb=bucket_mb)
+        if double_buffer and not parts.overlap:
+            raise ValueError("overlap=false: must be sync.double_buffer, which is true")
+        super().__init__(parts, pattern.double_buffer(double_buffer))
         self.double_buffer = double_buffer
+        model = parts.model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients, means once they are here
         self._resting = self._plan() if double_buffer else []
@@ -65,8 +43,7 @@ class DoubleBuffer(GradSync):
         if not self.double_buffer:
             return super().__enter__()
         for parameter in self.parameters.values():
-            hook = parameter.register_post_accumulate_grad_hook(lambda _: self.worker.advance())
-            self._hooks.append(hook)
+            self._on_gradient(parameter, lambda _: self.worker.advance())
         return self
 
     def finish(self) -> Tensor | None:
@@ -90,11 +67,11 @@ class DoubleBuffer(GradSync):
     def settle(self) -> None:
         self.worker.wait()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Beside GradSync's, the means that the next step will use. Settle first."""
+    def state_dict(self) -> SyncState:
+        """GradSync's state, and the means that the next step will use. Settle first."""
         return {**super().state_dict(), "arriving": dict(self.arriving)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SyncState) -> None:
         super().load_state_dict(state)
         if self.double_buffer:
             self.arriving = state.get("arriving", {})

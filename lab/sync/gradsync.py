@@ -1,78 +1,52 @@
-"""GradSync: when gradients are exchanged."""
+"""GradSync: averages gradients in every step, during backward or after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Collective, Comm
-from lab.distributed.worker import Worker
-from lab.exchange.base import Exchange
+from lab.distributed.comm import Collective
 from lab.exchange.bucket import Bucket, GradBucket, plan
-from lab.sync.base import Sync
+from lab.sync.base import Sync, SyncParts, SyncState
+from lab.sync.pattern import Begin, Pattern, gradsync
 
 
 class GradSync(Sync):
     """Averages the gradients of a model over the ranks, once per optimizer step.
 
-    A context manager: hooks live between `__enter__` and `__exit__`. One step is
-
-        for each micro-batch:
-            with sync.micro_batch(last=...):
-                sync.module(images) ... (loss * sync.loss_factor).backward()
-        finite = sync.finish()
-
     With `overlap`, gradient hooks count down each bucket during the last backward and hand full
     buckets to the worker, always in bucket order: all ranks must start the same exchanges in the
-    same order, while their gradients may arrive in different ones. What backward did not complete
-    (unused parameters count as zeros) follows in `finish`. Without `overlap`, everything does.
+    same order, while their gradients may arrive in different ones. `finish` submits the buckets
+    that backward did not complete (unused parameters count as zeros). Without `overlap`, it submits
+    all of them.
 
     Buckets are first planned in the reverse order of registration. After the first step they are
     planned anew in the order in which rank 0's gradients arrived, on all ranks.
 
     Args:
-        model: already on its device, the same weights on all ranks; names its parameters.
-        module: what runs forward: the model, or its compiled form.
-        exchange: how one bucket is averaged.
-        comm: over what.
-        worker: where exchanges run.
-        overlap: start exchanges from hooks.
-        bucket_mb: see lab.exchange.bucket.plan.
+        pattern: of a subclass; None: GradSync's own.
 
     Raises:
         ValueError: the exchange cannot run over this comm.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        module: nn.Module,
-        exchange: Exchange,
-        comm: Comm,
-        worker: Worker,
-        *,
-        overlap: bool = False,
-        bucket_mb: float | None = None,
-    ) -> None:
-        if exchange.needs_send_recv and comm.no_send_recv:
-            name = type(exchange).__name__
-            raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
-        self.module = module
-        self.exchange = exchange
-        self.comm = comm
-        self.worker = worker
-        self.overlap = overlap
-        self.step = 0
-        self.divides_loss = exchange.takes_divided
+    def __init__(self, parts: SyncParts, pattern: Pattern | None = None) -> None:
+        super().__init__(parts, pattern or gradsync(parts.overlap))
+        if self.exchange.needs_send_recv and self.comm.no_send_recv:
+            name = type(self.exchange).__name__
+            raise ValueError(f"exchange={name}: sends from rank to rank; {self.comm.no_send_recv}")
+        self.worker = parts.worker
+        self._during_backward = self.pattern.begins is Begin.DURING_BACKWARD
+        self.divides_loss = self.exchange.takes_divided
         self.order: list[str] | None = None
-        self._plan = partial(plan, model, bucket_mb)
-        self._device = next(model.parameters()).device
+        self._plan = partial(plan, parts.model, parts.bucket_mb)
+        self._device = next(parts.model.parameters()).device
         self._arrived: list[str] = []
         self._armed = False
         self._hooks: list[RemovableHandle] = []
@@ -83,24 +57,19 @@ class GradSync(Sync):
         """1/N where that spares the exchange a pass over all gradients, times the loss scale."""
         return self.loss_scale / (self.comm.size if self.divides_loss else 1)
 
-    @property
-    def keeps_replicas_equal(self) -> bool:
-        return self.exchange.keeps_replicas_equal
-
-    def state_dict(self) -> dict[str, Any]:
-        """The order of gradients: with other buckets, sums over three ranks round differently."""
+    def state_dict(self) -> SyncState:
+        """The order of gradients: in other buckets, sums over three ranks round differently."""
         order = {name: torch.tensor(place) for place, name in enumerate(self.order or ())}
         return {"order": order}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SyncState) -> None:
         if order := state.get("order"):
             self._follow(list(order))
 
     def __enter__(self) -> Self:
-        for bucket in self.buckets if self.overlap or len(self.buckets) > 1 else ():
+        for bucket in self.buckets if self._during_backward or len(self.buckets) > 1 else ():
             for name, parameter in bucket.parameters.items():
-                hook = partial(self._gradient_ready, name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._on_gradient(parameter, partial(self._gradient_ready, name))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,21 +78,16 @@ class GradSync(Sync):
         self._hooks.clear()
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Forward and backward of one micro-batch. Only the last one's hooks start exchanges."""
+    def micro_batch(self, last: bool) -> Generator[None]:
+        """Enclose one micro-batch. Only the last one's hooks start exchanges."""
         self._armed = last
         yield
         self._armed = False
 
     def finish(self) -> Tensor | None:
-        """Exchange what backward did not, and wait for all of it.
+        """Exchange the buckets that backward did not submit, and wait for all of them.
 
-        Returns:
-            Whether all gradients are finite, bool [], the same on all ranks; None if no exchange
-            looked. The mean is in place either way.
-
-        Raises:
-            Exception: the first error of an exchange.
+        Finite or not, the mean is in `grad` afterwards; see Sync.
         """
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
@@ -134,6 +98,10 @@ class GradSync(Sync):
         self._begin_step()
         self.step += 1
         return finite
+
+    def _on_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
+        register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        self._hooks.append(cast(RemovableHandle, register(call)))
 
     def _all_finite(self) -> Tensor | None:
         looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
@@ -160,7 +128,7 @@ class GradSync(Sync):
         self.worker.advance()
         self._missing[self._bucket_of[name]] -= 1
         while (
-            self.overlap
+            self._during_backward
             and len(self._exchanged) < len(self.buckets)
             and self._missing[len(self._exchanged)] == 0
         ):
@@ -174,7 +142,7 @@ class GradSync(Sync):
         self.worker.submit("order of buckets", lambda: iter([self.comm.ibroadcast(order, 0)]))
         self.worker.wait()
         names = list(position)
-        return [names[index] for index in order.tolist()]
+        return [names[index] for index in cast(list[int], order.tolist())]  # pyright: ignore[reportUnknownMemberType]
 
     def _submit_next(self) -> None:
         bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)

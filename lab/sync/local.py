@@ -1,16 +1,15 @@
-"""LocalSync: ranks train by themselves and exchange weights once every so many steps."""
+"""LocalSync: ranks train alone, and average their weights every so many steps."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lab.distributed.comm import Comm
-from lab.distributed.worker import Worker
-from lab.exchange.base import Exchange
+from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
+from lab.sync.pattern import local
 
 
 class LocalSync(GradSync):
@@ -28,44 +27,21 @@ class LocalSync(GradSync):
     Args:
         every: steps of a round, H in the papers.
         outer_lr, outer_momentum: of the outer SGD.
-        precision: of the run.
-        model, module, exchange, comm, worker, overlap, bucket_mb: see GradSync.
 
     Raises:
-        ValueError: an argument out of range, or a setting that makes no sense here.
+        ValueError: an argument out of range, or an exchange that does not average.
     """
 
-    own_replicas = True
-
     def __init__(
-        self,
-        model: nn.Module,
-        module: nn.Module,
-        exchange: Exchange,
-        comm: Comm,
-        worker: Worker,
-        *,
-        every: int,
-        outer_lr: float,
-        outer_momentum: float,
-        precision: str = "fp32",
-        overlap: bool = False,
-        bucket_mb: float | None = None,
+        self, parts: SyncParts, *, every: int, outer_lr: float, outer_momentum: float
     ) -> None:
         _check_ranges(every, outer_lr, outer_momentum)
-        if overlap:
-            raise ValueError("overlap=true: must be false; weights are exchanged after the update")
-        if precision == "fp16":
-            raise ValueError(
-                "precision=fp16: each rank would skip other steps; allowed are fp32, bf16"
-            )
-        if not exchange.keeps_replicas_equal:
-            name = type(exchange).__name__
+        if not parts.exchange.keeps_replicas_equal:
+            name = type(parts.exchange).__name__
             raise ValueError(f"exchange={name}: leaves the ranks apart; take one that averages")
-        super().__init__(model, module, exchange, comm, worker, bucket_mb=bucket_mb)
+        super().__init__(parts, local(every))
         self.divides_loss = False  # ranks take steps with their own gradients
-        self.every = every
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
         self.outer = torch.optim.SGD(
             self.parameters.values(),
             lr=outer_lr,
@@ -86,7 +62,7 @@ class LocalSync(GradSync):
         return super().__enter__()
 
     def finish(self) -> None:
-        """Leave each rank its own gradient."""
+        """Leave each rank its own gradients."""
 
     def after_update(self, last: bool) -> Tensor | None:
         self.in_round = not last and (self.step + 1) % self.every != 0
@@ -102,20 +78,20 @@ class LocalSync(GradSync):
         for weight, start in zip(weights, anchor, strict=True):
             weight.grad = start - weight
         finite = super().finish()
-        torch._foreach_copy_(weights, anchor)
-        self.outer.step()
+        torch._foreach_copy_(weights, anchor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self.outer.step()  # pyright: ignore[reportUnknownMemberType]
         self.outer.zero_grad()
-        torch._foreach_copy_(anchor, weights)
+        torch._foreach_copy_(anchor, weights)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return finite
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SyncState:
         """The anchor, unless it is what the weights are, and the outer momentum."""
         state = self.outer.state
         momentum = {n: state[p]["momentum_buffer"] for n, p in self.parameters.items() if state}
         anchor = self.anchor if self.in_round else {}
         return {**super().state_dict(), "anchor": anchor, "momentum": momentum}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SyncState) -> None:
         super().load_state_dict(state)
         self.anchor = state.get("anchor", {})
         self.in_round = bool(self.anchor)
@@ -123,17 +99,7 @@ class LocalSync(GradSync):
             self.outer.state[self.parameters[name]]["momentum_buffer"] = momentum
 
 
-def mean_state(states: list[Any]) -> Any:
-    """`states` of several ranks in one: tensors averaged, by key; of all else, the first's."""
-    first = states[0]
-    if isinstance(first, dict):
-        return {key: mean_state([state[key] for state in states]) for key in first}
-    if isinstance(first, Tensor):
-        return torch.empty_like(first).copy_(torch.stack(states).double().mean(dim=0))
-    return first
-
-
-def _check_ranges(every: int, outer_lr: float, outer_momentum: float) -> None:
+def _check_ranges(every: object, outer_lr: object, outer_momentum: object) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"sync.every={every}: must be an integer of at least 1")
     if not _is_number(outer_lr) or not 0 < outer_lr < float("inf"):
@@ -142,5 +108,5 @@ def _check_ranges(every: int, outer_lr: float, outer_momentum: float) -> None:
         raise ValueError(f"sync.outer_momentum={outer_momentum}: must be at least 0 and below 1")
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,41 +1,33 @@
-"""No exchange and no schedule either: not even a bucket is filled."""
+"""NoSync: neither buckets nor exchanges, for the ceiling."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-from torch import nn
-
-from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
 from lab.exchange.none import NoExchange
-from lab.sync.base import Sync
+from lab.sync.base import Sync, SyncParts
+from lab.sync.pattern import none
 
 
 class NoSync(Sync):
-    """What GradSync is to the trainer, without buckets and hooks: not even a copy is made.
+    """Leave each rank its own gradients, without even copying them into buckets.
 
-    (`strategy=overlap exchange=none` has them, and shows what they cost.)
+    (`strategy=overlap exchange=none` has buckets and hooks, and shows what they cost.)
 
     Raises:
         ValueError: an exchange, which would be ignored.
     """
 
-    keeps_replicas_equal = False
-
-    def __init__(self, module: nn.Module, exchange: Exchange, comm: Comm, **_: Any) -> None:
-        if not isinstance(exchange, NoExchange):
-            name = type(exchange).__name__
+    def __init__(self, parts: SyncParts) -> None:
+        if not isinstance(parts.exchange, NoExchange):
+            name = type(parts.exchange).__name__
             raise ValueError(f"exchange={name}: strategy=none has none; take strategy=allreduce")
-        self.module, self.exchange, self.comm = module, exchange, comm
-        self.step = 0
+        super().__init__(parts, none())
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Forward and backward of one micro-batch."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Leave each rank its own gradient."""
-        self.unscale()
+        """Leave each rank its own gradients."""
+        self._unscale()
         self.step += 1

@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Collective, Comm
-from lab.distributed.worker import Worker
-from lab.exchange.base import Exchange, Rooted
+from lab.distributed.comm import Collective
+from lab.exchange.base import Rooted
 from lab.exchange.bucket import Bucket, GradBucket
+from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
+from lab.sync.pattern import root_update
 
 
 class RootUpdate(GradSync):
@@ -25,41 +26,21 @@ class RootUpdate(GradSync):
 
     The weights of a bucket lie in one piece of memory, as Caffe's do, and travel from there.
 
-    Args:
-        exchange: the path, a tree or a star.
-        precision: of the run.
-        model, module, comm, worker, overlap, bucket_mb: see GradSync. `overlap` concerns gradients.
+    The exchange is the path, a tree or a star. `overlap` concerns the way of the gradients.
 
     Raises:
-        ValueError: an exchange that does not go by way of rank 0, or fp16.
+        ValueError: an exchange that does not go by way of rank 0.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        module: nn.Module,
-        exchange: Exchange,
-        comm: Comm,
-        worker: Worker,
-        *,
-        precision: str = "fp32",
-        overlap: bool = False,
-        bucket_mb: float | None = None,
-    ) -> None:
+    def __init__(self, parts: SyncParts) -> None:
+        exchange = parts.exchange
         if not isinstance(exchange, Rooted) or not exchange.in_halves:
             raise ValueError(
                 f"exchange={type(exchange).__name__}: the root alone updates; allowed are those "
                 "that go to it and back, tree (with exchange.chunk_mb=null) and star"
             )
-        if precision == "fp16":
-            raise ValueError(
-                "precision=fp16: only the root would know which steps to skip; allowed are fp32, "
-                "bf16"
-            )
         self.path = exchange
-        super().__init__(
-            model, module, exchange, comm, worker, overlap=overlap, bucket_mb=bucket_mb
-        )
+        super().__init__(parts, root_update(parts.overlap))
 
     def finish(self) -> Tensor | None:
         """Wait until rank 0 has the mean gradient, which it alone keeps."""
@@ -96,7 +77,7 @@ def flatten(parameters: list[nn.Parameter]) -> Tensor:
     if len(rows) == 1:
         return rows[0]
     flat = torch.cat(rows)
-    parts = flat.split([len(row) for row in rows])
+    parts = torch.split(flat, [len(row) for row in rows])
     for parameter, part in zip(parameters, parts, strict=True):
         parameter.data = part.as_strided(parameter.shape, parameter.stride())
     return flat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -17,8 +17,8 @@ from lab.distributed.watchdog import Watch
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
-from lab.settings.config import ConfigError, build
-from lab.sync.base import Sync
+from lab.settings.config import ConfigError, Settings, build
+from lab.sync.base import Sync, SyncParts
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
 from lab.training.trainer import Progress, Trainer
@@ -81,18 +81,20 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
     asynchronous = exchange.asynchronous(world.comm)
     worker = make_worker(config.overlap, world.device, world.comm.backend, asynchronous)
     watch.worker = worker
-    sync = build(
-        config.sync,
-        model=model,
-        module=compiled(model, config),
-        exchange=exchange,
-        comm=world.comm,
-        worker=worker,
-        overlap=config.overlap,
-        bucket_mb=config.bucket_mb,
+    parts = SyncParts(
+        model,
+        compiled(model, config),
+        exchange,
+        world.comm,
+        worker,
+        config.overlap,
+        config.bucket_mb,
+        config.precision,
+        config.accumulate,
     )
-    _require_like_gpus(exchange, sync, world)
-    trainer = Trainer(config, world, watch, data, model, sync, optim, batch_size)
+    sync: Sync = build(config.sync, parts)
+    _require_like_gpus(world, exchange, sync)
+    trainer = Trainer(cast(Settings, config), world, watch, data, model, sync, optim, batch_size)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, sizes)
 
@@ -125,8 +127,8 @@ def _build_model(config: DictConfig, data: Data, world: World) -> tuple[nn.Modul
     return model, {**sizes, **count(model)}
 
 
-def _require_like_gpus(exchange: Exchange, sync: Sync, world: World) -> None:
-    for part in (exchange, sync):
+def _require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
+    for part in parts:
         if part.needs_like_gpus:
             try:
                 replicas.require_like_gpus(type(part).__name__, world)

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MB
+from lab.sync.pattern import pattern_of
 
 BACKEND = "inductor"
 
@@ -33,7 +34,7 @@ def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
     how, backend = compiled_as(config), BACKEND
     if how is None:
         return model
-    if how == "regions" and not config.sync["_target_"].endswith("DDPSync"):
+    if how == "regions" and not pattern_of(config).waits_in_backward:
         from torch._dynamo.backends.distributed import DDPOptimizer
         from torch._dynamo.backends.registry import lookup_backend
 

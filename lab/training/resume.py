@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
 
-from lab.sync.local import mean_state
+from lab.settings.config import Settings
 
 
-def check_fit(config: DictConfig, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
+def check_fit(config: Settings, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
     """Refuse a checkpoint whose tensors would mean something else in a run with these settings.
 
     Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
@@ -47,3 +49,13 @@ def replica_of(
     if rank is not None and size == len(owns):
         return owns[rank]
     return mean_state([{key: own[key] for key in ("model", "optimizer")} for own in owns])
+
+
+def mean_state(states: list[Any]) -> Any:
+    """`states` of several ranks in one: tensors averaged, by key; of all else, the first's."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: mean_state([state[key] for state in states]) for key in first}
+    if isinstance(first, Tensor):
+        return torch.empty_like(first).copy_(torch.stack(states).double().mean(dim=0))
+    return first

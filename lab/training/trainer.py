@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lab.data import Data
@@ -20,7 +20,8 @@ from lab.distributed.watchdog import Watch
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
-from lab.sync.gradsync import GradSync
+from lab.settings.config import Settings
+from lab.sync.base import Sync
 from lab.training.losses import Losses, overflow
 from lab.training.optim import LossScale, Optim, clip_gradients
 from lab.training.resume import check_fit, replica_of
@@ -52,12 +53,12 @@ class Trainer:
 
     def __init__(
         self,
-        config: DictConfig,
+        config: Settings,
         world: World,
         watch: Watch,
         data: Data,
         model: nn.Module,
-        sync: GradSync,
+        sync: Sync,
         optim: Optim,
         batch_size: int,
     ) -> None:

@@ -15,6 +15,7 @@ from lab.exchange.bucket import Bucket
 from lab.settings.config import build, load
 from lab.simulate.costs import payload_bytes
 from lab.simulate.network import Network
+from lab.sync.base import SyncParts
 from tests.support.cases import COUNTED, LINKS, REPEATABLE, exchange_settings
 from tests.support.ranks import join, spawn
 
@@ -49,16 +50,9 @@ def step_some(strategy: str) -> tuple[int, int]:
     """The same for one step of a strategy that moves more than gradients."""
     world, config = join(), load(f"strategy={strategy}".split())
     model, exchange = nn.Linear(COLUMNS, ROWS, bias=False), build(config.exchange)
-    sync = build(
-        config.sync,
-        model=model,
-        module=model,
-        exchange=exchange,
-        comm=world.comm,
-        worker=make_worker(config.overlap, world.device, world.comm.backend, False),
-        overlap=config.overlap,
-        bucket_mb=config.bucket_mb,
-    )
+    worker = make_worker(config.overlap, world.device, world.comm.backend, False)
+    settings = config.overlap, config.bucket_mb
+    sync = build(config.sync, SyncParts(model, model, exchange, world.comm, worker, *settings))
 
     def run() -> None:
         model.weight.grad = torch.randn(ROWS, COLUMNS)
@@ -66,7 +60,7 @@ def step_some(strategy: str) -> tuple[int, int]:
         sync.after_update(last=False)
 
     answer = count(run, world)
-    sync.worker.close()
+    worker.close()
     return answer
 
 

@@ -14,7 +14,6 @@ from lab.distributed import horovod_comm, world
 from lab.distributed.rank_info import Place
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, build, load
-from lab.sync.base import Sync
 from lab.sync.ddp import DDPSync
 from lab.training.assemble import _require_like_gpus
 
@@ -69,16 +68,16 @@ def test_what_all_ranks_compute_alike_needs_gpus_of_one_kind(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     own = exchange(name)
-    _require_like_gpus(own, Sync(), ranks_with("A100", "A100"))
+    _require_like_gpus(ranks_with("A100", "A100"), own)
     with pytest.raises(
         ConfigError, match=r"one kind.* A100 \(ranks \[0, 2\]\), H100 \(ranks \[1\]"
     ):
-        _require_like_gpus(own, Sync(), ranks_with("A100", "H100", "A100"))
+        _require_like_gpus(ranks_with("A100", "H100", "A100"), own)
 
 
 def test_other_exchanges_take_gpus_of_any_kind() -> None:
     for name in ("allreduce", "onebit", "topk", "ring"):
-        _require_like_gpus(exchange(name), Sync(), ranks_with("A100", "H100"))
+        _require_like_gpus(ranks_with("A100", "H100"), exchange(name))
 
 
 def test_auto_needs_what_it_is_made_of() -> None:
@@ -90,7 +89,7 @@ def test_auto_needs_what_it_is_made_of() -> None:
 @pytest.mark.parametrize(("hook", "needs"), [("fp16", False), ("powersgd", True)])
 def test_of_ddps_hooks_powersgd_needs_gpus_of_one_kind(hook: str, needs: bool) -> None:
     sync = DDPSync.__new__(DDPSync)
-    sync.module = SimpleNamespace(register_comm_hook=lambda *_: None)  # type: ignore[assignment]
+    sync.wrapped = SimpleNamespace(register_comm_hook=lambda *_: None)  # type: ignore[assignment]
     sync._wire_bytes = 4
     sync._register(hook, None)  # type: ignore[arg-type]
     assert sync.needs_like_gpus is needs

@@ -15,6 +15,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import Bucket
+from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from tests.support.guard import Guard
 
@@ -74,7 +75,7 @@ def calls(in_hook: Deed, in_stage: Deed) -> list[str]:
 
         net.weight.register_post_accumulate_grad_hook(hook)
         exchange, worker = Doing(in_stage), InlineWorker()
-        sync = GradSync(net, net, exchange, comm, worker, overlap=True)
+        sync = GradSync(SyncParts(net, net, exchange, comm, worker, overlap=True))
         with sync, Guard() as guard, guard.step():
             with sync.micro_batch(last=True):
                 net(torch.ones(3, 4)).sum().backward()

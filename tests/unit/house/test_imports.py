@@ -31,8 +31,8 @@ MAY_IMPORT = {
     "cluster": {"settings", "distributed", "model"},
     "study": {"settings", "cluster", "record", "training"},
     "analysis": {"measure", "record", "draw"},
-    "simulate": {"settings", "exchange", "measure", "analysis", "model", "draw", "record"},
-    "diagnosis": {"analysis", "measure", "record"},
+    "simulate": {"settings", "exchange", "sync", "measure", "analysis", "model", "draw", "record"},
+    "diagnosis": {"analysis", "sync", "measure", "record"},
     "claims": {"analysis", "simulate", "settings", "model", "draw", "measure", "record"},
     "benchmarks": {
         *("settings", "codec", "distributed", "measure", "exchange", "sync", "training", "draw"),

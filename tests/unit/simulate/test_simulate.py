@@ -30,6 +30,7 @@ from lab.simulate.hardware import Hardware, Link
 from lab.simulate.load import Load, Stage
 from lab.simulate.network import Network
 from lab.simulate.step import CEILING, Strategy, predict, simulate
+from lab.sync.pattern import gradsync
 from tests.support.cases import EXCHANGES, exchange_settings
 
 FLAT = Hardware("flat", "made up", "gloo", 1, None, Link(0.0, 1e8), math.inf)
@@ -137,10 +138,11 @@ def test_overlap_is_never_worse_than_blocking(
 ) -> None:
     hardware = replace(FLAT, library=library, codec_bytes_per_s=1e10)
     for bucket_mb in (None, 0.0, 1.0, 25.0):
-        blocking = replace(strategies[name], bucket_mb=bucket_mb, overlap=False)
+        blocking = replace(strategies[name], bucket_mb=bucket_mb, pattern=gradsync(overlap=False))
+        overlapped = replace(blocking, pattern=gradsync(overlap=True))
         for batch in (16, 64, 256):
             slow = simulate(profile, hardware, blocking, 4, batch).step_s
-            fast = simulate(profile, hardware, replace(blocking, overlap=True), 4, batch).step_s
+            fast = simulate(profile, hardware, overlapped, 4, batch).step_s
             assert fast <= slow * (1 + 1e-9)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.topology import binomial_node
 from lab.settings.config import build, load
-from lab.sync.gradsync import GradSync
+from lab.sync.base import Sync, SyncParts
 
 CPU = torch.device("cpu")
 NUM_STEPS, LR, MOMENTUM, WEIGHT_DECAY = 6, 0.1, 0.9, 0.01
@@ -44,7 +43,7 @@ def loss(outputs: Tensor) -> Tensor:
     return (outputs - 1).square().mean()
 
 
-def train(sync: GradSync, own: Tensor, steps: range) -> torch.optim.Optimizer:
+def train(sync: Sync, own: Tensor, steps: range) -> torch.optim.Optimizer:
     """SGD on one rank's batches, as the trainer does it; in float32, from where `sync` stands."""
     optimizer = torch.optim.SGD(
         sync.module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=True
@@ -72,10 +71,8 @@ def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
         config, model = configs[comm.rank], models[comm.rank]
         exchange = build(config.exchange)
         worker = make_worker(config.overlap, CPU, comm.backend, exchange.asynchronous(comm))
-        parts: dict[str, Any] = {"model": model, "module": model, "exchange": exchange}
-        parts |= {"comm": comm, "worker": worker}
-        parts |= {"overlap": config.overlap, "bucket_mb": config.bucket_mb}
-        sync = build(config.sync, **parts)
+        settings = config.overlap, config.bucket_mb, config.precision
+        sync = build(config.sync, SyncParts(model, model, exchange, comm, worker, *settings))
         optimizer = train(sync, data[comm.rank], range(NUM_STEPS))
         worker.close()
         momentum = sum(s["momentum_buffer"].numel() for s in optimizer.state.values())
@@ -284,7 +281,11 @@ def test_the_binomial_tree_is_made_of_caffes_pairs(size: int) -> None:
         ("strategy=caffe exchange=allreduce", "exchange=AllReduce: the root alone updates"),
         ("strategy=caffe exchange.chunk_mb=4", "exchange=Tree: the root alone updates; allowed"),
         ("strategy=torch7 precision=fp16", "precision=fp16: only the root would know"),
-        ("strategy=cntk overlap=true", "overlap=True: must be sync.double_buffer, which is False"),
+        ("strategy=cntk overlap=true", "overlap=true: must be sync.double_buffer, which is false"),
+        (
+            "strategy=cntk sync.double_buffer=true overlap=false",
+            "overlap=false: must be sync",
+        ),
         ("strategy=cntk sync.double_buffer=1", "sync.double_buffer=1: must be true or false"),
         ("strategy=cntk sync.double_buffer=true precision=fp16", "precision=fp16: a step cannot"),
     ],

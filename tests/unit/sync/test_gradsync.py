@@ -14,6 +14,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import Bucket, GradBucket, plan
+from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 
 CPU = torch.device("cpu")
@@ -51,8 +52,7 @@ def make(comm: Comm, overlap: bool, bucket_mb: float | None = 0) -> tuple[GradSy
     worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
     exchange = Recording()
     net = Net()
-    sync = GradSync(net, net, exchange, comm, worker, overlap=overlap, bucket_mb=bucket_mb)
-    return sync, exchange
+    return GradSync(SyncParts(net, net, exchange, comm, worker, overlap, bucket_mb)), exchange
 
 
 def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def test_after_the_first_step_all_follow_the_order_of_rank_0(overlap: bool) -> N
         net = Backwards()
         worker: Worker = ThreadWorker(CPU) if overlap else InlineWorker()
         exchange = Recording()
-        with GradSync(net, net, exchange, comm, worker, overlap=overlap, bucket_mb=0) as sync:
+        with GradSync(SyncParts(net, net, exchange, comm, worker, overlap, 0)) as sync:
             for _ in range(2):
                 step(sync, [(x, {"swap": comm.rank > 0})])
         worker.close()
@@ -164,8 +164,11 @@ def test_overlapped_is_blocking_bit_for_bit() -> None:
 
 def test_overlap_starts_exchanges_inside_backward() -> None:
     def rank_main(comm: Comm) -> int:
-        sync, exchange = make(comm, overlap=False)
-        sync.overlap = True  # hooks, with exchanges run where they are submitted
+        net, exchange = (
+            Net(),
+            Recording(),
+        )  # exchanges run where they are submitted
+        sync = GradSync(SyncParts(net, net, exchange, comm, InlineWorker(), True, 0))
         with sync, sync.micro_batch(last=True):
             sync.module(torch.randn(4, 6)).square().mean().backward()
         return len(exchange.seen)
@@ -260,7 +263,7 @@ def test_error_of_an_exchange_reaches_finish() -> None:
 
     def rank_main(comm: Comm) -> None:
         net, worker = Net(), ThreadWorker(CPU)
-        sync = GradSync(net, net, Broken(), comm, worker, overlap=True, bucket_mb=0)
+        sync = GradSync(SyncParts(net, net, Broken(), comm, worker, overlap=True, bucket_mb=0))
         with sync:
             step(sync, [(torch.randn(4, 6), {})])
 
@@ -329,9 +332,8 @@ class Aliased(nn.Module):
 def test_gradients_that_share_memory_are_averaged_once() -> None:
     def rank_main(comm: Comm) -> list[float]:
         net = Aliased()
-        with GradSync(
-            net, net, AllReduce(), comm, InlineWorker(), overlap=True, bucket_mb=25
-        ) as sync:
+        parts = SyncParts(net, net, AllReduce(), comm, InlineWorker(), overlap=True, bucket_mb=25)
+        with GradSync(parts) as sync:
             with sync.micro_batch(last=True):
                 (net(torch.tensor(1.0 + comm.rank)) * sync.loss_factor).backward()
             sync.finish()

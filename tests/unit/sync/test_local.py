@@ -19,8 +19,10 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import Bucket
 from lab.exchange.none import NoExchange
 from lab.measure.statistics import round_means
+from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
-from lab.sync.local import LocalSync, mean_state
+from lab.sync.local import LocalSync
+from lab.training.resume import mean_state
 
 LOCAL_SGD: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
@@ -39,7 +41,10 @@ def local(
     model: nn.Module, comm: Comm, exchange: Exchange | None = None, **settings: Any
 ) -> LocalSync:
     settings = {"every": 4, **LOCAL_SGD, **settings}
-    return LocalSync(model, model, exchange or AllReduce(), comm, InlineWorker(), **settings)
+    of_run = {key: settings.pop(key) for key in ("overlap", "precision") if key in settings}
+    worker = InlineWorker()
+    parts = SyncParts(model, model, exchange or AllReduce(), comm, worker, **of_run)
+    return LocalSync(parts, **settings)
 
 
 def train(sync: GradSync, batches: Tensor, num_steps: int) -> None:
@@ -65,7 +70,7 @@ def test_rounds_of_one_step_are_what_averaging_gradients_gives(size: int) -> Non
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
         other = copy.deepcopy(models[comm.rank])
         sync = local(models[comm.rank], comm, every=1)
-        reference = GradSync(other, other, AllReduce(), comm, InlineWorker())
+        reference = GradSync(SyncParts(other, other, AllReduce(), comm, InlineWorker()))
         for each in (sync, reference):
             with each:
                 train(each, batches[comm.rank], 6)

@@ -16,6 +16,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker, Job
 from lab.exchange.allreduce import AllReduce
 from lab.settings.config import load
+from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.training import compiled as compiling
 from lab.training.compiled import compiled, compiled_as
@@ -61,15 +62,8 @@ def events_of_a_step(monkeypatch: pytest.MonkeyPatch, *settings: str) -> list[st
     config = load([*settings, "compile=true"])
 
     def rank_main(comm: Comm) -> None:
-        sync = GradSync(
-            model,
-            compiled(model, config),
-            AllReduce(),
-            comm,
-            Noting(events),
-            overlap=config.overlap,
-            bucket_mb=config.bucket_mb,
-        )
+        module, settings = compiled(model, config), (config.overlap, config.bucket_mb)
+        sync = GradSync(SyncParts(model, module, AllReduce(), comm, Noting(events), *settings))
         with sync:
             for _ in range(2):
                 events.clear()

@@ -1,0 +1,166 @@
+"""Pattern: when a sync exchanges, what it sends, and what it cannot be combined with.
+
+Both the syncs and the programs that only reason about them (simulator, diagnosis) read these facts,
+so nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Begin(Enum):
+    """When the exchange of a step begins."""
+
+    NEVER = "never"
+    DURING_BACKWARD = "during backward, as each bucket fills"
+    AFTER_BACKWARD = "after backward"
+    NEXT_STEP = "after backward, and runs during the next step"
+    AFTER_UPDATE = "after the update"
+
+
+class Leg(Enum):
+    """One way that data takes. An exchange has one leg, or several of equal size."""
+
+    MEAN_OF_GRADIENTS = "mean of gradients to all ranks"
+    MEAN_OF_CHANGES = "mean of weight changes to all ranks"
+    GRADIENTS_TO_ROOT = "mean of gradients to the root"
+    WEIGHTS_FROM_ROOT = "weights from the root"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The communication pattern of a sync.
+
+    Attributes:
+        begins: when an exchange starts.
+        legs: in the order in which they run.
+        every: steps from one exchange to the next.
+        by_library: another library exchanges the gradients, on a schedule of its own.
+        waits_in_backward: backward returns when the exchange is done, so its time includes it.
+        no_overlap: why `overlap=true` is refused; empty: it is accepted.
+        no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
+            accepted.
+    """
+
+    begins: Begin
+    legs: tuple[Leg, ...]
+    every: int = 1
+    by_library: bool = False
+    waits_in_backward: bool = False
+    no_overlap: str = ""
+    no_fp16: str = ""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether exchanges run while the rank computes."""
+        return self.begins in (Begin.DURING_BACKWARD, Begin.NEXT_STEP)
+
+    @property
+    def own_replicas(self) -> bool:
+        """Whether each rank has weights and momentum of its own between exchanges."""
+        return Leg.MEAN_OF_CHANGES in self.legs
+
+    @property
+    def takes_exchanges(self) -> bool:
+        """Whether one of the lab's exchanges moves the data."""
+        return bool(self.legs) and not self.by_library
+
+    @property
+    def takes_any_exchange(self) -> bool:
+        """Whether that may be any exchange that averages, rather than a path by way of the root."""
+        return self.takes_exchanges and Leg.WEIGHTS_FROM_ROOT not in self.legs
+
+
+def _backward(overlap: bool) -> Begin:
+    return Begin.DURING_BACKWARD if overlap else Begin.AFTER_BACKWARD
+
+
+def gradsync(overlap: bool) -> Pattern:
+    """Average gradients in every step."""
+    return Pattern(_backward(overlap), (Leg.MEAN_OF_GRADIENTS,))
+
+
+def local(every: int) -> Pattern:
+    """Average weights after every `every` steps."""
+    return Pattern(
+        Begin.AFTER_UPDATE,
+        (Leg.MEAN_OF_CHANGES,),
+        every,
+        no_overlap="must be false; weights are exchanged after the update",
+        no_fp16="each rank would skip other steps",
+    )
+
+
+def root_update(overlap: bool) -> Pattern:
+    """Reduce gradients to the root, which updates, and broadcast its weights."""
+    return Pattern(
+        _backward(overlap),
+        (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
+        no_fp16="only the root would know which steps to skip",
+    )
+
+
+def double_buffer(buffered: bool) -> Pattern:
+    """Average gradients after backward, or (`buffered`) during the next step."""
+    if not buffered:
+        no_overlap = (
+            "must be sync.double_buffer, which is false; nothing is exchanged during backward"
+        )
+        return Pattern(Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), no_overlap=no_overlap)
+    no_fp16 = "a step cannot be skipped once the next one is under way (sync.double_buffer=true)"
+    return Pattern(Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), no_fp16=no_fp16)
+
+
+def ddp(hook: str) -> Pattern:
+    """Leave gradients to DistributedDataParallel; its hook "noop" moves nothing."""
+    legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
+    return Pattern(Begin.DURING_BACKWARD, legs, by_library=True, waits_in_backward=True)
+
+
+def horovod() -> Pattern:
+    """Leave gradients to Horovod's DistributedOptimizer."""
+    return Pattern(Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True)
+
+
+def none() -> Pattern:
+    """Exchange nothing."""
+    return Pattern(Begin.NEVER, ())
+
+
+# A sync that the lab does not know is taken for one that follows a schedule of its own.
+UNKNOWN = Pattern(
+    Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_overlap="unknown"
+)
+
+# By the name of the class, which `_target_` ends with in configurations and records of any age.
+OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
+    "GradSync": lambda _, overlap: gradsync(overlap),
+    "LocalSync": lambda sync, _: local(sync["every"]),
+    "RootUpdate": lambda _, overlap: root_update(overlap),
+    "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
+    "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
+    "HorovodSync": lambda _sync, _overlap: horovod(),
+    "NoSync": lambda _sync, _overlap: none(),
+}
+
+
+def pattern_of(settings: Mapping[str, Any]) -> Pattern:
+    """The pattern of a run.
+
+    Args:
+        settings: its composed settings, of which `sync` and `overlap` matter.
+    """
+    name = class_of(settings)
+    if name not in OF_CLASS:
+        return UNKNOWN
+    return OF_CLASS[name](settings["sync"], bool(settings.get("overlap", False)))
+
+
+def class_of(settings: Mapping[str, Any]) -> str:
+    """The class of a run's sync, without its module: "GradSync"; "" if `settings` name none."""
+    target: str = settings.get("sync", {}).get("_target_", "")
+    return target.rpartition(".")[2]
