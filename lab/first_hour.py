@@ -10,10 +10,10 @@ from lab.checklist.check import check, checklist, chosen
 from lab.checklist.item import Results
 from lab.checklist.machine import machine_of, query
 from lab.checklist.process import run
-from lab.checklist.settings import HELP, Settings, read
+from lab.checklist.settings import COMMAND, Settings, read
 from lab.record.files import write_json
-from lab.settings.command_line import report_error
-from lab.settings.config import ConfigError
+from lab.settings.command_line import answer
+from lab.settings.errors import ConfigError
 
 
 def main(arguments: list[str]) -> int:
@@ -23,18 +23,8 @@ def main(arguments: list[str]) -> int:
         0 if every figure holds; 1 if one differs or failed; 2 for a wrong setting, or without a
         GPU; 130 after Ctrl-C.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(HELP, end="")
-        return 0
-    try:
-        settings = read(arguments)
-        return _run(settings, shlex.join(["python", "-m", "lab.first_hour", *arguments]))
-    except ConfigError as error:
-        report_error("lab.first_hour", error)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the page has what was done", file=sys.stderr)
-        return 130
+    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
+    return answer(COMMAND, arguments, lambda line: _run(read(line.settings), command))
 
 
 def _run(settings: Settings, command: str) -> int:

@@ -2,73 +2,65 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+from lab.settings.command_line import Command, CommandLine, answer
+from lab.settings.errors import ConfigError
+
 FORMATS = ("png", "svg", "pdf")
-EXAMPLES = """examples:
-  python -m lab.plot runs/demo
-  python -m lab.plot runs/demo --baseline allreduce
-  python -m lab.plot runs/demo/onebit-n2-breakdown
-  python -m lab.plot runs/demo --out figures --format svg,pdf
-"""
+COMMAND = Command(
+    "lab.plot",
+    """\
+Write the figures and summary.csv of a study, and print its table; or draw the timeline of a cell,
+which runs with measure=breakdown have.""",
+    (
+        "python -m lab.plot runs/demo",
+        "python -m lab.plot runs/demo baseline=allreduce",
+        "python -m lab.plot runs/demo/onebit-n2-breakdown",
+        "python -m lab.plot runs/demo out=figures format=svg,pdf",
+    ),
+    {
+        "out": ("null", "folder to write to; null: STUDY/figures"),
+        "format": ("png,svg", f"a list of {', '.join(FORMATS)}"),
+        "baseline": (
+            "null",
+            "strategy whose 1-rank runs speedup is measured from; null: none, or each series' own "
+            "where the study has no run of none",
+        ),
+    },
+    word="STUDY[/CELL]",
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plot one study.
+def main(arguments: list[str]) -> int:
+    """Plot one study; the exit code is 2 for an input that cannot be plotted."""
+    return answer(COMMAND, arguments, _plot)
 
-    Returns:
-        0, or 2 after one line on stderr for an input that cannot be plotted.
-    """
-    asked = _parser().parse_args(arguments)
-    # Here, not above: --help and a wrong flag then answer before pandas and matplotlib load.
+
+def _plot(line: CommandLine) -> int:
+    texts = COMMAND.texts(line.settings)
+    formats = _formats(texts["format"])
+    # Here, not above: help and a wrong setting are answered before pandas and matplotlib load.
     from lab.analysis.plot import report
 
+    folder = Path(line.word)
+    out = folder / "figures" if texts["out"] == "null" else Path(texts["out"])
+    baseline = None if texts["baseline"] == "null" else texts["baseline"]
     try:
-        report(
-            asked.study,
-            asked.out or asked.study / "figures",
-            _formats(asked.format),
-            asked.baseline,
-        )
+        report(folder, out, formats, baseline)
     except (ValueError, OSError) as error:
-        print(f"lab.plot: error: {error}", file=sys.stderr)
-        return 2
+        raise ConfigError(str(error)) from None
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lab.plot",
-        description="Write the figures and summary.csv of a study, and print its table; or draw "
-        "the timeline of a cell, which runs with measure=breakdown have.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "study", type=Path, help="study folder (holds <cell>/record.json), or a cell's"
-    )
-    parser.add_argument("--out", type=Path, help="folder to write to (default: STUDY/figures)")
-    parser.add_argument(
-        "--format", default="png,svg", help=f"comma-separated, of {', '.join(FORMATS)}"
-    )
-    parser.add_argument(
-        "--baseline",
-        help="strategy whose 1-rank runs speedup is measured from (default: none, or each "
-        "series' own where the study has no run of none)",
-    )
-    return parser
-
-
 def _formats(text: str) -> list[str]:
-    asked = [part.strip() for part in text.split(",")]
-    for name in asked:
+    formats = [word.strip() for word in text.strip("[]").split(",")]
+    for name in formats:
         if name not in FORMATS:
-            raise ValueError(f"format={name!r}; allowed are {', '.join(FORMATS)}")
-    return asked
+            raise ConfigError(f"format={name}: allowed are {', '.join(FORMATS)}")
+    return formats
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

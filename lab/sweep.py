@@ -1,178 +1,32 @@
-"""A grid of runs: one fresh torchrun per cell, one after the other, or SLURM's job arrays."""
+"""A grid of runs: `python -m lab.sweep study=demo`."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import importlib.util
-import json
 import sys
-import time
-from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-from lab.cluster import sandbox
-from lab.settings.command_line import answer_help, report_error
-from lab.settings.config import ConfigError
-from lab.study.grid import SWEEP_SETTINGS, Cell, Study, read
+from lab.settings.command_line import Command, answer
+from lab.study.grid import SWEEP_SETTINGS
+from lab.study.run import sweep
 
-EXAMPLES = (
-    "python -m lab.sweep study=demo",
-    "python -m lab.sweep study=mine strategy=none,overlap,onebit world_size=1,2 "
-    "batch_size=128,256 repeats=3",
-    "python -m lab.sweep study=buckets strategy=overlap world_size=2 bucket_mb=1,4,25 steps=60",
-    "SBATCH_GPUS_PER_TASK=1 python -m lab.sweep launcher=slurm study=demo world_size=1,2,4,8",
+COMMAND = Command(
+    "lab.sweep",
+    "Run a grid of cells. Any setting of lab.train takes a list: batch_size=128,256.",
+    (
+        "python -m lab.sweep study=demo",
+        "python -m lab.sweep study=mine strategy=none,overlap,onebit world_size=1,2 "
+        "batch_size=128,256 repeats=3",
+        "python -m lab.sweep study=buckets strategy=overlap world_size=2 bucket_mb=1,4,25 steps=60",
+        "SBATCH_GPUS_PER_TASK=1 python -m lab.sweep launcher=slurm study=demo world_size=1,2,4,8",
+    ),
+    SWEEP_SETTINGS,
+    runs=True,
+    sweeps=True,
 )
-LOCK_WAIT_S = 60.0
 
 
 def main(arguments: list[str]) -> int:
     """Run what is missing of a study; the exit code is 1 if no cell of it is done."""
-    purpose = "Run a grid of cells. Any setting of lab.train takes a list: batch_size=128,256."
-    if answer_help("lab.sweep", purpose, EXAMPLES, arguments, SWEEP_SETTINGS):
-        return 0
-    try:
-        study = read(arguments)
-        _check_launcher(study)
-        root = _make_root(study)
-        with _alone(root) as lock:
-            run_missing = _run_on_slurm if study.launcher == "slurm" else _run_here
-            statuses = list(run_missing(study, root, lock))
-    except ConfigError as error:
-        report_error("lab.sweep", error)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command continues from here", file=sys.stderr)
-        return 130
-    num_done = statuses.count("done")
-    print(f"{num_done} of {len(statuses)} cells done; figures: python -m lab.plot {root}")
-    return 0 if num_done else 1
-
-
-def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
-    """Run every cell that has no record yet, in order; the status of each."""
-    from lab.study.launch import run_cell
-
-    durations: list[float] = []
-    for number, cell in enumerate(study.cells, start=1):
-        print(f"[{number}/{len(study.cells)}] {cell.name}:", end=" ", flush=True)
-        record = _recorded(root, cell)
-        if record is not None:
-            print(_already(root, cell, record), flush=True)
-        else:
-            began = time.monotonic()
-            record = run_cell(root, cell, study.cell_timeout_s, lock)
-            durations.append(time.monotonic() - began)
-            missing = sum(_recorded(root, later) is None for later in study.cells[number:])
-            eta = timedelta(seconds=round(missing * sum(durations) / len(durations)))
-            print(f"{_outcome(record)}, ETA {eta}", flush=True)
-        yield record["status"]
-
-
-def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
-    """Submit every cell that has no record yet; the status of each, as they end."""
-    from lab.study.slurm import run_cells
-
-    records = [(cell, _recorded(root, cell)) for cell in study.cells]
-    missing = [cell for cell, record in records if record is None]
-    positions = iter(range(1, len(study.cells) + 1))
-    for cell, record in records:
-        if record is not None:
-            position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
-            print(position, _already(root, cell, record), flush=True)
-            yield record["status"]
-    began = time.monotonic()
-    with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as ended:
-        for num_ended, (cell, record) in enumerate(ended, start=1):
-            position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
-            remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
-            eta = timedelta(seconds=round(remaining_s))
-            print(position, f"{_outcome(record)}, ETA {eta}", flush=True)
-            yield record["status"]
-
-
-def _recorded(root: Path, cell: Cell) -> dict[str, Any] | None:
-    """The record of a cell that need not run again; an interrupted one must."""
-    try:
-        record = json.loads((root / cell.name / "record.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if record["status"] == "interrupted" else record
-
-
-def _already(root: Path, cell: Cell, record: dict[str, Any]) -> str:
-    again = "" if record["status"] == "done" else f" (to try again, delete {root / cell.name})"
-    return f"{record['status']} already{again}"
-
-
-def _outcome(record: dict[str, Any]) -> str:
-    if record["status"] != "done" or not record["step_s"]:
-        return f"{record['status']}: {record['error']}"
-    return f"{1000 * record['step_s']['median']:.2f} ms/step, {record['images_per_s']:.0f} images/s"
-
-
-def _check_launcher(study: Study) -> None:
-    """Refuse what cannot be started, before any cell has run.
-
-    Raises:
-        ConfigError: there is no SLURM, or no Horovod for a cell over it; or a cell wants more GPUs
-            than there are on this host, and it names the largest number of ranks that would do.
-    """
-    if any(cell.over_horovod for cell in study.cells):
-        _check_horovod(study.launcher)
-    clusters = set(filter(None, (cell.cluster for cell in study.cells)))
-    if clusters and study.launcher == "slurm":
-        raise ConfigError("launcher=slurm: starts no emulated clusters; leave cluster= out")
-    for cluster in clusters:
-        sandbox.find(cluster)
-    if study.launcher == "slurm":
-        from lab.study.slurm import check_installed
-
-        check_installed()
-        return
-    from lab.distributed.gpus import check_gpus
-
-    for cell in study.cells:
-        try:
-            check_gpus(cell.config.device, 1 if cell.config.share_gpus else cell.world_size)
-        except ValueError as error:
-            raise ConfigError(f"world_size={cell.world_size}: {error}") from None
-
-
-def _check_horovod(launcher: str) -> None:
-    if launcher == "slurm":
-        raise ConfigError("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
-    if importlib.util.find_spec("horovod") is None:
-        raise ConfigError("comm=horovod: Horovod is not installed; make horovod")
-
-
-def _make_root(study: Study) -> Path:
-    root = Path(study.runs_dir).absolute() / study.name
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        (root / ".lock").touch()
-    except OSError as error:
-        message = f"runs_dir={study.runs_dir}: cannot write {root}: {error.strerror}"
-        raise ConfigError(message) from None
-    return root
-
-
-@contextlib.contextmanager
-def _alone(root: Path) -> Iterator[int]:
-    """Hold the study's lock; yields its descriptor. A killed sweep's launcher still holds it."""
-    with (root / ".lock").open() as lock:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"study={root.name}: another sweep of it runs") from None
-                time.sleep(0.5)
-        yield lock.fileno()
+    return answer(COMMAND, arguments, sweep)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
-from lab.benchmarks.step import CEILING, assembled
+from lab.benchmarks.step import CEILING
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.settings.config import ConfigError
@@ -31,6 +31,7 @@ from lab.sync.local import LocalSync
 from lab.sync.none import NoSync
 from lab.sync.root_update import RootUpdate
 from lab.training.assemble import Assembly, join
+from lab.training.dry import assembled
 from lab.training.outcome import surroundings
 
 NUM_STEPS = 7  # after the warm-up

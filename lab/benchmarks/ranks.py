@@ -94,6 +94,7 @@ def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
     return result
 
 
-def answer(result: dict[str, Any]) -> None:
-    """Hand a result, or a refusal, to the process that started the ranks."""
+def hand_over(result: dict[str, Any]) -> int:
+    """Hand a result, or a refusal, to the process that started the ranks; the exit code."""
     write_json(Path(os.environ[ANSWER]), result)
+    return 0

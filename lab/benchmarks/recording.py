@@ -9,10 +9,10 @@ import torch
 
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
-from lab.benchmarks.step import assembled
 from lab.distributed import world as worlds
 from lab.measure.clock import PHASES
 from lab.training.assemble import join
+from lab.training.dry import assembled
 from lab.training.outcome import surroundings
 
 STEP_S = 0.05  # a fast step, which it is compared with

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable
@@ -14,7 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
 from lab.distributed.launcher import was_launched, world_size
-from lab.settings.config import ConfigError, Override, check_batch, load, parse_overrides
+from lab.settings.config import check_batch, load
+from lab.settings.errors import ConfigError
+from lab.settings.overrides import Override, file_to_write, parse_overrides, split
 from lab.sync.pattern import Begin, pattern_of
 
 UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
@@ -139,13 +140,8 @@ def read(arguments: list[str]) -> Request:
         texts |= {"world_size": str(world_size())}
     elif name == "recording":
         texts |= {"world_size": "1"}
-    others = []
-    for setting in settings:
-        key, _, text = setting.partition("=")
-        if key in texts:
-            texts[key] = text
-        else:
-            others.append(setting)
+    own_texts, others = split(settings, texts)
+    texts |= own_texts
     if was_launched() and texts["world_size"] != str(world_size()):
         raise ConfigError(
             f"world_size={texts['world_size']}: a launcher has started {world_size()} ranks"
@@ -199,14 +195,7 @@ def _names(_key: str, text: str) -> list[str] | None:
 
 
 def _json_file(key: str, text: str) -> Path | None:
-    path = Path(text).absolute()
-    if text == "null":
-        return None
-    if path.suffix != ".json" or not path.parent.is_dir():
-        raise ConfigError(f"{key}={text}: must name a file FILE.json in a folder that is there")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{key}={text}: cannot write {path.parent}")
-    return path
+    return file_to_write(key, text, ".json")
 
 
 PARSERS: dict[str, Callable[[str, str], Any]] = {

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.timing import aligner
 from lab.distributed import world as worlds
-from lab.distributed.watchdog import Watch
 from lab.distributed.world import World
 from lab.measure.statistics import round_means
-from lab.training.assemble import Assembly, assemble, join
+from lab.training.assemble import Assembly, join
+from lab.training.dry import assembled
 from lab.training.outcome import surroundings
 
-NEVER_S = 1e9  # no exchange of a benchmark is watched: the process group's timeout ends a hang
 CEILING, REFERENCE = "none", "ddp"
 
 
@@ -104,13 +101,3 @@ def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
             next(loops[index])
     own = np.stack([part.trainer.clock.step_seconds() for part in parts])
     return world.gather(torch.from_numpy(own)).transpose(0, 1).numpy()
-
-
-@contextmanager
-def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
-    """Everything that trains, for as long as it is measured."""
-    watch = Watch(world.store, world.rank, world.size, world.device, NEVER_S, lambda _: None)
-    part = assemble(config, world, watch)
-    yield part
-    watch.close()
-    part.worker.close()

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lab.settings.config import ConfigError
+from lab.settings.command_line import Command
+from lab.settings.errors import ConfigError
 
-DEFAULTS = {"items": "null", "time_limit_s": "570", "out": "null"}
-HELP = f"""\
-usage: python -m lab.first_hour [setting=value ...]
-
+COMMAND = Command(
+    "lab.first_hour",
+    """\
 Run the checklist of the first hour on GPUs, from a checkout's root: items 1 to 9 need one GPU,
 10 to 15 several. Each figure is printed beside what is expected, and a page is written. What is run
-in parts, by items=, adds up on the same page.
-
-settings:
-  items=null         numbers or parts, as in items=1,4,6a; null: all
-  time_limit_s={DEFAULTS["time_limit_s"]}   what takes longer is ended, and has failed
-  out=null           FILE.md; null: docs/results/gpu-NAME.md. FILE.json and a folder go beside it
-"""
+in parts, by items=, adds up on the same page.""",
+    ("python -m lab.first_hour", "python -m lab.first_hour items=1,4,6a out=mine.md"),
+    {
+        "items": ("null", "numbers or parts, as in items=1,4,6a; null: all"),
+        "time_limit_s": ("570", "what takes longer is ended, and has failed"),
+        "out": ("null", "FILE.md, FILE.json and a folder next to it; null: docs/results/gpu-NAME"),
+    },
+    stopped="stopped; the page has what was done",
+)
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,7 @@ def read(arguments: list[str]) -> Settings:
     Raises:
         ConfigError: a key that is none, or a value out of range.
     """
-    texts = dict(DEFAULTS)
-    for argument in arguments:
-        key, _, text = argument.partition("=")
-        if key not in DEFAULTS or not text:
-            raise ConfigError(f"{argument}: allowed are {', '.join(DEFAULTS)} (--help)")
-        texts[key] = text
+    texts = COMMAND.texts(arguments)
     limit, out = texts["time_limit_s"], texts["out"]
     if not limit.isdigit() or int(limit) < 1:
         raise ConfigError(f"time_limit_s={limit}: must be an integer of at least 1")

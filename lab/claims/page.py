@@ -1,4 +1,4 @@
-"""The page that `lab.verify --out` writes: claims, every cell, crossings, and their figures."""
+"""The page that `lab.verify out=` writes: claims, every cell, crossings, and their figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lab.claims.claims import Paper, Reproduction
 from lab.claims.metrics import MeasuredFacts
 from lab.claims.predicted import Predicted, profile_of, strategy_of
 from lab.claims.tables import Crossings, Scored
-from lab.settings.config import read_file
+from lab.settings.files import read_file
 from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest
 from lab.simulate.hardware import Hardware
 from lab.simulate.score import Score

@@ -6,7 +6,8 @@ from functools import cache
 
 from lab.claims.metrics import Missing, Point
 from lab.model.profile import VALUE_BYTES, Profile
-from lab.settings.config import load, read_file
+from lab.settings.config import load
+from lab.settings.files import read_file
 from lab.simulate.crossover import with_rate
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy, simulate

@@ -6,22 +6,28 @@ import sys
 
 from lab.cluster import sandbox
 from lab.cluster.settings import Cluster, cluster_of
-from lab.settings.command_line import report_error
-from lab.settings.config import ConfigError, conf_dir, load
+from lab.settings.command_line import Command, CommandLine, answer, report_error
+from lab.settings.config import load
+from lab.settings.errors import ConfigError
+from lab.settings.files import conf_dir
 
-USAGE = """\
-usage: python -m lab.cluster run [setting=value ...] -- TORCHRUN-ARGUMENTS
-       python -m lab.cluster check [setting=value ...]
-
+COMMAND = Command(
+    "lab.cluster",
+    """\
 Hosts on this machine, each a network namespace behind a link of its own. run starts a torchrun on
-each; check measures the links. Nothing is left behind, however it ends.
+each, with the arguments after --; check measures the links. Nothing is left behind.
 
-settings:
-{}
-examples:
-  python -m lab.cluster run hosts=4 rate=1gbit -- -m lab.train strategy=tree
-  python -m lab.cluster run hosts=2 'rates=[1gbit,100mbit]' -- -m lab.train strategy=ring
-  python -m lab.cluster check hosts=4 rate=100mbit"""
+settings, and their defaults:
+"""
+    + "\n".join((conf_dir() / "cluster" / "emulated.yaml").read_text().splitlines()[2:]),
+    (
+        "python -m lab.cluster run hosts=4 rate=1gbit -- -m lab.train strategy=tree",
+        "python -m lab.cluster run hosts=2 'rates=[1gbit,100mbit]' -- -m lab.train strategy=ring",
+        "python -m lab.cluster check hosts=4 rate=100mbit",
+    ),
+    word="run|check",
+    stopped="",
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -30,33 +36,26 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code of h0's torchrun; for check, 1 if a link is off; 2 for a wrong setting.
     """
-    if {"-h", "--help"} & set(arguments[: _end(arguments)]):
-        settings = (conf_dir() / "cluster" / "emulated.yaml").read_text().splitlines()[2:]
-        print(USAGE.format("".join(f"  {line}\n" for line in settings)))
-        return 0
-    try:
-        return sandbox.run(*_read(arguments))
-    except ConfigError as error:
-        report_error("lab.cluster", ConfigError(str(error).replace("cluster.", "")))
-        return 2
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    rest = arguments[end + 1 :]
+    return answer(COMMAND, arguments[:end], lambda line: sandbox.run(*task_of(line, rest)), _refuse)
 
 
-def _read(arguments: list[str]) -> tuple[Cluster, list[str]]:
-    """Parse a command line into a cluster and the task to run on it."""
-    task, *settings = arguments[: _end(arguments)] or [""]
-    rest = arguments[_end(arguments) + 1 :]
-    if task not in ("run", "check"):
-        raise ConfigError(f"{task or '(nothing)'}: the first word must be run or check")
-    if bool(rest) != (task == "run"):
+def _refuse(error: ConfigError) -> int:
+    report_error(COMMAND.name, ConfigError(str(error).replace("cluster.", "")))
+    return 2
+
+
+def task_of(line: CommandLine, rest: list[str]) -> tuple[Cluster, list[str]]:
+    """Parse a command line into a cluster and the task to run on it; `rest` is torchrun's."""
+    if line.word not in ("run", "check"):
+        raise ConfigError(f"{line.word}: the first word must be run or check")
+    if bool(rest) != (line.word == "run"):
         raise ConfigError("after -- stand torchrun's arguments for run, as in -- -m lab.train")
-    config = load(["cluster=emulated", *(f"cluster.{setting}" for setting in settings)])
+    config = load(["cluster=emulated", *(f"cluster.{setting}" for setting in line.settings)])
     cluster = cluster_of(config)
     assert cluster
-    return cluster, [task, *rest]
-
-
-def _end(arguments: list[str]) -> int:
-    return arguments.index("--") if "--" in arguments else len(arguments)
+    return cluster, [line.word, *rest]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 
 
 def world_size() -> int:
@@ -18,6 +20,20 @@ def was_launched() -> bool:
 def is_first_rank() -> bool:
     """Return whether this process is rank 0; the ranks need not have joined yet."""
     return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"
+
+
+def end_on_signals(command: str) -> None:
+    """End at SIGTERM or SIGUSR1 with a line, until a run's watchdog takes these signals."""
+
+    def end(number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        if is_first_rank():
+            line = f"{command}: error: stopped by {name} before the run had begun\n"
+            os.write(sys.stderr.fileno(), line.encode())
+        os._exit(1)  # and not 75: a job whose time ends here would be requeued for ever
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
 
 
 def launch_id(arguments: list[str]) -> str | None:

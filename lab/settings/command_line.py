@@ -1,72 +1,173 @@
-"""What all commands say to their users."""
+"""One dialect for all commands: positional words, `key=value`, and Hydra's own flags."""
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from lab.settings.config import FIELDS, GROUPS, ConfigError, choices_of, load
+from omegaconf import DictConfig, OmegaConf
+
+from lab.settings.errors import ConfigError
+from lab.settings.overrides import quoted, split
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto goes on
+SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
 
 
-def answer_help(
-    command: str,
-    purpose: str,
-    examples: tuple[str, ...],
-    arguments: list[str],
-    own: Mapping[str, tuple[str, str]] = MappingProxyType({}),
-) -> bool:
-    """Print help if it is asked for; whether it was. `own`: the command's own settings."""
-    if not {"-h", "--help"} & set(arguments):
-        return False
-    lines = [f"usage: python -m {command} [setting=value ...]", "", purpose, "", "groups:"]
-    lines += [f"  {group:<20} {', '.join(choices_of(group))}" for group in GROUPS]
-    lines += ["", "settings:"]
-    lines += [f"  {f'{name}={default}':<28} {text}" for name, (default, text) in own.items()]
-    for name, field in FIELDS.items():
-        if name not in GROUPS:
-            default = "null" if field.default is None else str(field.default)
-            allowed = " | ".join(map(str, field.metadata["choices"]))
-            text = field.metadata["help"] + (f" ({allowed})" if allowed else "")
-            lines.append(f"  {name + '=' + default.lower():<28} {text}")
-    lines += ["", "settings of the groups' choices (strategy=onebit --help shows that one's):"]
-    lines += [f"  {line}" for line in _settings_of_choices(arguments)]
-    lines += ["", "examples:", *(f"  {example}" for example in examples)]
-    print("\n".join(lines))
-    return True
+@dataclass(frozen=True)
+class Command:
+    """What a command takes, as its help says.
+
+    Attributes:
+        name: as in `python -m NAME`.
+        purpose: what it does, in a few lines.
+        examples: command lines.
+        settings: its own, each with its default and a line of help.
+        word: name of its one positional word; empty: it has none.
+        runs: whether it takes the settings of a run too, and Hydra's flags.
+        sweeps: whether `--multirun` means something to it.
+        stopped: what it prints after Ctrl-C; empty: nothing.
+    """
+
+    name: str
+    purpose: str
+    examples: tuple[str, ...]
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    word: str = ""
+    runs: bool = False
+    sweeps: bool = False
+    stopped: str = "stopped"
+
+    @property
+    def flags(self) -> str:
+        """The flags that it takes."""
+        names = ["--help"]
+        names += ["--config-dir DIR", "--cfg job"] if self.runs else []
+        names += ["--multirun"] if self.sweeps else []
+        return ", ".join(names)
+
+    @property
+    def usage(self) -> str:
+        """How it is called."""
+        return " ".join(filter(None, ("python -m", self.name, self.word, "[setting=value ...]")))
+
+    def texts(self, arguments: Sequence[str]) -> dict[str, str]:
+        """The texts of its own settings, where it has no others; defaults where not given.
+
+        Raises:
+            ConfigError: a setting that it does not have.
+        """
+        texts, others = split(arguments, self.settings)
+        if unknown := [*others, *(key for key in texts if key not in self.settings)]:
+            raise ConfigError(f"{unknown[0]}: allowed are {', '.join(self.settings)} (--help)")
+        return {key: default for key, (default, _) in self.settings.items()} | texts
 
 
-def _settings_of_choices(arguments: list[str]) -> list[str]:
+@dataclass(frozen=True)
+class CommandLine:
+    """The words that a command was given.
+
+    Attributes:
+        word: the positional one.
+        settings: `key=value` words, in order; `--config-dir` is one of them.
+        shows_settings: whether `--cfg job` asks for the settings alone.
+    """
+
+    word: str
+    settings: list[str]
+    shows_settings: bool
+    is_multirun: bool
+    asks_help: bool
+
+
+def answer(
+    command: Command,
+    arguments: Sequence[str],
+    act: Callable[[CommandLine], int],
+    refuse: Callable[[ConfigError], int] | None = None,
+) -> int:
+    """Do what a command line asks for.
+
+    Args:
+        act: the command itself; returns its exit code.
+        refuse: what becomes of a wrong setting; by default one line on stderr, and exit code 2.
+
+    Returns:
+        The exit code: 0 after help, 2 for a wrong setting, 130 after Ctrl-C.
+    """
     try:
-        config = load([argument for argument in arguments if "=" in argument])
-    except ConfigError:  # help is what was asked for
-        config = load([])
-    lines = []
-    for group in GROUPS[1:]:
-        for key, value in config[group].items():
-            if not str(key).startswith("_") and not _is_data(value):
-                lines.append(f"{group}.{key}={_as_written(value)}")
-    return lines
+        line = read(command, arguments)
+        if line.asks_help:
+            from lab.settings.help import help_text
+
+            print(help_text(command, line.settings))
+            return 0
+        return act(line)
+    except ConfigError as error:
+        if refuse:
+            return refuse(error)
+        report_error(command.name, error)
+        return 2
+    except KeyboardInterrupt:
+        if command.stopped:
+            print(f"\n{command.stopped}", file=sys.stderr)
+        return 130
 
 
-def _as_written(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_as_written(each)}" for key, each in value.items()) + "}"
-    return json.dumps(value) if value in (None, True, False) else str(value)
+def read(command: Command, arguments: Sequence[str]) -> CommandLine:
+    """Sort the words of a command line.
+
+    Raises:
+        ConfigError: a flag that the command does not take, or not as many words as it needs.
+    """
+    words, settings, flags = list[str](), list[str](), set[str]()
+    rest = iter(arguments)
+    for argument in rest:
+        if argument.startswith("-"):
+            flag, value = _flag(command, argument, rest)
+            flags.add(flag)
+            settings += [f"config_dir={quoted(value)}"] if flag == "--config-dir" else []
+        elif command.word and not SETTING.match(argument):
+            words.append(argument)
+        else:
+            settings.append(argument)
+    if len(words) != bool(command.word) and "--help" not in flags:
+        asked = " ".join(words) or "(nothing)"
+        raise ConfigError(f"{asked}: takes one {command.word}, as in {command.usage}")
+    shows_settings, is_multirun = "--cfg" in flags, "--multirun" in flags
+    word = words[0] if words else ""
+    return CommandLine(word, settings, shows_settings, is_multirun, "--help" in flags)
 
 
-def _is_data(value: Any) -> bool:
-    """Whether it is what a profile holds, or a choice within a choice, rather than a setting."""
-    if isinstance(value, Mapping):
-        return "_target_" in value
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return listed and any(isinstance(v, Mapping) for v in value)
+def show(configs: Iterable[DictConfig]) -> None:
+    """Print settings as YAML documents, for `--cfg job`."""
+    print("---\n".join(OmegaConf.to_yaml(config) for config in configs), end="")
 
 
 def report_error(command: str, error: Exception) -> None:
     """One line on stderr."""
     print(f"{command}: error: {error}", file=sys.stderr)
+
+
+def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:
+    """A flag by its long name, and its value."""
+    name, _, value = argument.partition("=")
+    if name in ("-h", "--help"):
+        return "--help", ""
+    if command.sweeps and name in ("-m", "--multirun"):
+        return "--multirun", ""
+    value = value or next(rest, "")
+    if (key := name.lstrip("-").replace("-", "_")) in command.settings:
+        raise ConfigError(f"{name} {value}: is written {key}={value or '...'}")
+    if command.runs and name in ("-c", "--cfg"):
+        if value != "job":
+            raise ConfigError(f"{name} {value}: allowed is --cfg job")
+        return "--cfg", value
+    if command.runs and name in ("-cd", "--config-dir"):
+        if not Path(value).is_dir() or not value:
+            raise ConfigError(f"{name} {value}: there is no such folder")
+        return "--config-dir", str(Path(value).absolute())
+    raise ConfigError(f"{name}: flags are {command.flags}; settings are written key=value")

@@ -5,32 +5,31 @@ Nothing here imports torch, so `--help` and a wrong setting answer at once.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from lab.settings.errors import ConfigError, one_line
+from lab.settings.files import choices_of, conf_dir, keys_of
+from lab.settings.overrides import config_dir_of, parse_overrides, quoted
 
 GROUPS = (
     *("strategy", "exchange", "sync", "transform"),
     *("model", "profile", "data", "optim", "comm", "recorder", "cluster"),
 )
-
-
-class ConfigError(ValueError):
-    """A setting the user can correct. Its text is one line: the key, the value, what is allowed."""
 
 
 def setting(
@@ -105,6 +104,7 @@ class Settings:
         300.0, "an exchange that takes longer has failed", above=0, at_most=1e6
     )
 
+    config_dir: str | None = setting(None, "a folder with choices of your own (--config-dir)")
     runs_dir: str = setting("runs", "root of all run directories")
     study: str = setting("default", "the sweep this run belongs to")
     cell: str | None = setting(None, "name of this run; by default made of what was set")
@@ -115,51 +115,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 ConfigStore.instance().store(name="settings", node=Settings)
 
 
-def conf_dir() -> Path:
-    """The configuration tree: inside the package when installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
-
-
-def choices_of(group: str) -> list[str]:
-    """Names that `group=` may take, in alphabetical order."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
-
-
-def read_file(group: str, name: str) -> dict[str, Any]:
-    """What conf/<group>/<name>.yaml holds.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    if name not in choices_of(group):
-        raise ConfigError(f"{group}={name}: allowed are {', '.join(choices_of(group))}")
-    content = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items()}
-
-
-def parse_overrides(arguments: list[str]) -> list[Override]:
-    """`key=value` arguments in Hydra's grammar.
-
-    Raises:
-        ConfigError: an argument is not of that form.
-    """
-    for argument in arguments:
-        try:
-            OverridesParser.create().parse_override(argument)
-        except HydraException:
-            raise ConfigError(
-                f"{argument!r} is not a setting: write key=value, and quote values with "
-                "commas, brackets or '=' as in 'cell=\"a=b\"'"
-            ) from None
-        if argument[0] in "+~" or argument.startswith("hydra."):
-            raise ConfigError(f"{argument}: settings can be changed, not added or removed")
-    return OverridesParser.create().parse_overrides(arguments)
-
-
-def load(arguments: list[str]) -> DictConfig:
+def load(arguments: Sequence[str]) -> DictConfig:
     """Compose, type-check and validate the settings of one run.
 
     Args:
@@ -170,26 +126,64 @@ def load(arguments: list[str]) -> DictConfig:
     """
     overrides = parse_overrides(arguments)
     for override in overrides:
-        if override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line}: a run takes one value; lists are for python -m lab.sweep"
-            )
+        _refuse(override)
+    config_dir = config_dir_of(arguments)
     # A run's study is a name. To Hydra it would be a choice among the files of conf/study.
     studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
-    others = [str(o.input_line) for o in overrides if o.key_or_group != "study"]
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = compose("train", overrides=others)
+        config = _compose([o for o in overrides if o.key_or_group != "study"], config_dir)
         if studies:
             config.study = studies[-1]
         _validate(config)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, arguments)) from None
+        raise ConfigError(_explain(error, arguments, config_dir)) from None
     except ConfigError:
         raise
     except ValueError as error:  # Hydra's own, of a group without a choice
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(error)) from None
     return config
+
+
+def _refuse(override: Override) -> None:
+    """What Hydra would take and no run can use."""
+    line, key = override.input_line, override.key_or_group
+    if override.is_sweep_override():
+        raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")
+    if override.is_delete() and ("." not in key or key.endswith("._target_")):
+        raise ConfigError(f"{line}: a run needs it; what a choice sets can be removed: ~data.size")
+    if (override.is_add() or override.is_force_add()) and key.split(".")[0] not in FIELDS:
+        raise ConfigError(f"{line}: nothing would read it; a choice can get more: +data.key=value")
+
+
+def _compose(overrides: list[Override], config_dir: str | None) -> DictConfig:
+    """The choices of groups as Hydra composes them, and plain values set in a copy of that.
+
+    Hydra takes both in one call, in this order too, but parses some twenty files for it: a grid
+    whose cells differ in values alone reads them once.
+    """
+    # What adds or removes means something else before or after another one: all stays together.
+    as_one = any(str(o.input_line)[0] in "+~" for o in overrides)
+    plain = [] if as_one else [o for o in overrides if not _names_group(o, config_dir)]
+    lines = (str(o.input_line) for o in overrides if o not in plain)
+    config = copy.deepcopy(_composed(tuple(lines), config_dir))
+    for override in plain:
+        try:
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+        except (ConfigAttributeError, ConfigKeyError):
+            line = str(override.input_line)
+            raise ConfigError(_unknown(line, override.key_or_group, config_dir)) from None
+    return config
+
+
+def _names_group(override: Override, config_dir: str | None) -> bool:
+    return override.package is not None or bool(choices_of(override.key_or_group, config_dir))
+
+
+@functools.lru_cache(maxsize=128)
+def _composed(lines: tuple[str, ...], config_dir: str | None) -> DictConfig:
+    search = [f"hydra.searchpath=[{quoted(f'file://{config_dir}')}]"] if config_dir else []
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose("train", overrides=[*lines, *search])
 
 
 def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
@@ -202,15 +196,17 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     Raises:
         ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
     """
+    from hydra.utils import instantiate  # not above: help and wrong settings need none
+
     try:
         return instantiate(node, *parts, **runtime)
     except HydraException as error:
         cause = error.__cause__
         if isinstance(cause, (ValueError, TypeError)):
-            raise ConfigError(_one_line(cause)) from error
+            raise ConfigError(one_line(cause)) from error
         if cause is not None and not isinstance(cause, (ImportError, AttributeError)):
             raise cause from None
-        raise ConfigError(f"_target_={node.get('_target_')}: {_one_line(error)}") from error
+        raise ConfigError(f"_target_={node.get('_target_')}: {one_line(error)}") from error
 
 
 def _validate(config: DictConfig) -> None:
@@ -244,43 +240,33 @@ def _out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _explain(error: Exception, arguments: list[str]) -> str:
+def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:
     """One line that names the key, the value and what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.strip("/").rpartition("/")
         group, choice = (group, choice) if group else (choice, "")
-        return f"{group}={choice}: allowed are {', '.join(choices_of(group))}"
+        return f"{group}={choice}: allowed are {', '.join(choices_of(group, config_dir))}"
     cause = error.__cause__ or error
-    quoted = re.search(r"'([^']+)'", str(error))
-    key = str(getattr(cause, "full_key", None) or (quoted.group(1) if quoted else ""))
-    given = next((a for a in arguments if a.lstrip("+~").split("=")[0] == key), key)
+    quoted_key = re.search(r"'([^']+)'", str(error))
+    key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
+    argument = next((a for a in arguments if a.lstrip("+~").split("=")[0] == key), key)
     if "Could not override" in str(error):
-        return _unknown(given, key)
-    return f"{given}: {_one_line(cause)}"
+        return _unknown(argument, key, config_dir)
+    return f"{argument}: {one_line(cause)}"
 
 
-def _unknown(given: str, key: str) -> str:
+def _unknown(argument: str, key: str, config_dir: str | None) -> str:
+    keys = {group: keys_of(group, config_dir) for group in GROUPS}
     group, _, name = key.partition(".")
-    if group in GROUPS:
-        has_it = [choice for choice in choices_of(group) if name in read_file(group, choice)]
-        if has_it:
-            return f"{given}: needs {' or '.join(f'{group}={choice}' for choice in has_it)}"
-    close = difflib.get_close_matches(key.split(".")[-1], _known_keys(), n=1, cutoff=0.5)
+    if has_it := [choice for choice, names in keys.get(group, {}).items() if name in names]:
+        return f"{argument}: needs {' or '.join(f'{group}={each}' for each in sorted(has_it))}"
+    known = {
+        *FIELDS,
+        *(name for choices in keys.values() for names in choices.values() for name in names),
+    }
+    close = difflib.get_close_matches(key.split(".")[-1], sorted(known), n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{given}: no such setting{hint} (--help lists them)"
-
-
-def _known_keys() -> list[str]:
-    keys = [*FIELDS]
-    for group in GROUPS:
-        for path in (conf_dir() / group).glob("*.yaml"):
-            keys += [str(key) for key in OmegaConf.load(path)]
-    return [key for key in keys if key not in ("_target_", "defaults")]
-
-
-def _one_line(error: object) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return f"{argument}: no such setting{hint} (--help lists them)"
 
 
 def check_batch(config: DictConfig, world_size: int) -> None:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
 from lab.cluster.settings import Cluster, cluster_of
-from lab.settings.config import (
-    ConfigError,
-    check_batch,
-    choices_of,
-    load,
-    parse_overrides,
-    read_file,
-)
+from lab.settings.config import check_batch, load
+from lab.settings.errors import ConfigError
+from lab.settings.files import choices_of, read_file
 from lab.settings.names import run_name, variant
+from lab.settings.overrides import config_dir_of, parse_overrides, split
 
 SWEEP_SETTINGS = {
     "launcher": ("local", "what starts the ranks of a cell (local | slurm)"),
     "world_size": ("1", "numbers of ranks (a list)"),
     "repeats": ("1", "times that the whole grid is measured, one after the other"),
     "cell_timeout_s": ("3600", "a cell that takes longer is ended and recorded as timeout"),
+}
+DEFAULTS = {key: default for key, (default, _) in SWEEP_SETTINGS.items()} | {
+    "study": "default",
+    "runs_dir": "runs",
 }
 LAUNCHERS = ("local", "slurm")
 
@@ -77,7 +78,7 @@ class Study:
     cell_timeout_s: float
 
 
-def read(arguments: list[str]) -> Study:
+def read(arguments: Sequence[str]) -> Study:
     """The study that a command line describes.
 
     `study=NAME` starts from conf/study/NAME.yaml if there is such a file; settings on the command
@@ -89,75 +90,81 @@ def read(arguments: list[str]) -> Study:
         ConfigError: any cell has a wrong setting. Nothing has run then. (What only a constructor
             can judge, with the data at hand, comes to light in the cell's own run.)
     """
-    lists = _lists(arguments)
-    name = _only(lists, "study", "default")
-    load([f"study={name}"])  # names a directory, and maybe a file
-    if not lists and name not in ("default", *choices_of("study")):
-        known = ", ".join(choices_of("study"))
-        raise ConfigError(f"study={name}: allowed are {known}, or a new name with settings to run")
-    lists = _study_file(name) | lists
-    runs_dir = _only(lists, "runs_dir", "runs")
-    launcher = _only(lists, "launcher", "local")
+    texts, run = split([*_of_study_file(arguments), *arguments], DEFAULTS)
+    texts = DEFAULTS | texts
+    name, launcher = _only("study", texts), _only("launcher", texts)
     if launcher not in LAUNCHERS:
         raise ConfigError(f"launcher={launcher}: allowed are {', '.join(LAUNCHERS)}")
-    repeats = _positive(lists, "repeats")
-    timeout_s = _positive(lists, "cell_timeout_s")
-    sizes = [_integer("world_size", value) for value in lists.pop("world_size", ["1"])]
-    for key in ("cell", "repeat", "resume"):
-        if key in lists:
-            raise ConfigError(f"{key}={','.join(lists[key])}: a sweep sets this itself")
-    strategies = lists.pop("strategy", ["allreduce"])
-    points = [
-        _cell(dict(zip(lists, values, strict=True)), strategy, size)
-        for values in itertools.product(*lists.values())
-        for size in sizes
-        for strategy in strategies
-    ]
+    repeats, timeout_s = (_integer(key, _only(key, texts)) for key in ("repeats", "cell_timeout_s"))
+    sizes = [_integer("world_size", size) for size in _values("world_size", texts["world_size"])]
+    points = _points(_lists(run), sizes)
     if len({point.name for point in points}) < len(points):
         raise ConfigError(f"study={name}: a value is listed twice, or two differ in signs alone")
     cells = [
         dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
     ]
-    return Study(name, runs_dir, launcher, cells, timeout_s)
+    return Study(name, _only("runs_dir", texts), launcher, cells, timeout_s)
 
 
-def _cell(settings: dict[str, str], strategy: str, world_size: int) -> Cell:
-    arguments = (f"strategy={strategy}", *(f"{key}={value}" for key, value in settings.items()))
-    config = load(list(arguments))
+def _points(lists: dict[str, list[str]], sizes: list[int]) -> list[Cell]:
+    """The cells of one repeat."""
+    for key in ("cell", "repeat", "resume"):
+        if key in lists:
+            raise ConfigError(f"{' '.join(lists[key])}: a sweep sets this itself")
+    strategies = lists.pop("strategy", ["strategy=allreduce"])
+    return [
+        _cell((strategy, *settings), size)
+        for settings in itertools.product(*lists.values())
+        for size in sizes
+        for strategy in strategies
+    ]
+
+
+def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
+    config = load(arguments)
     check_batch(config, world_size)
     cluster_of(config, world_size)
     return Cell(arguments, config, world_size)
 
 
-def _lists(arguments: list[str]) -> dict[str, list[str]]:
-    """Each setting's values, as text that a command line would take."""
-    lists = {}
+def _lists(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """By key the settings that a list stands for, each as a command line would take it."""
+    lists = dict[str, list[str]]()
     for override in parse_overrides(arguments):
         if override.is_sweep_override() and not override.is_choice_sweep():
             raise ConfigError(f"{override.input_line}: write the values as a list, a,b,c")
+        settings = [str(override.input_line)]
         if override.is_choice_sweep():
-            values = list(map(str, override.sweep_string_iterator()))
-        else:
-            values = [str(override.input_line).partition("=")[2]]
-        lists[override.get_key_element()] = values
+            key = override.get_key_element()
+            settings = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        lists[override.key_or_group] = settings
     return lists
 
 
-def _study_file(name: str) -> dict[str, list[str]]:
-    if name not in choices_of("study"):
-        return {}
-    return _lists([f"{key}={value}" for key, value in read_file("study", name).items()])
+def _of_study_file(arguments: Sequence[str]) -> list[str]:
+    """The settings in conf/study/NAME.yaml; none where a study is a new name."""
+    texts, others = split(arguments, ("study",))
+    name, config_dir = _only("study", DEFAULTS | texts), config_dir_of(arguments)
+    load([f"study={name}"])  # names a directory, and maybe a file
+    known = choices_of("study", config_dir)
+    if name in known:
+        return [f"{key}={value}" for key, value in read_file("study", name, config_dir).items()]
+    if name != "default" and not [each for each in others if not each.startswith("config_dir=")]:
+        raise ConfigError(
+            f"study={name}: allowed are {', '.join(known)}, or a new name with settings to run"
+        )
+    return []
 
 
-def _only(lists: dict[str, list[str]], key: str, default: str) -> str:
-    values = lists.pop(key, [default])
+def _values(key: str, text: str) -> list[str]:
+    return [setting.partition("=")[2] for setting in _lists([f"{key}={text}"])[key]]
+
+
+def _only(key: str, texts: dict[str, str]) -> str:
+    values = _values(key, texts[key])
     if len(values) > 1:
-        raise ConfigError(f"{key}={','.join(values)}: takes one value")
+        raise ConfigError(f"{key}={texts[key]}: takes one value")
     return values[0]
-
-
-def _positive(lists: dict[str, list[str]], key: str) -> int:
-    return _integer(key, _only(lists, key, SWEEP_SETTINGS[key][0]))
 
 
 def _integer(key: str, text: str) -> int:

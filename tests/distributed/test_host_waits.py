@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from lab.benchmarks.step import assembled
 from lab.distributed import world as worlds
 from lab.distributed.worker import InlineWorker
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
+from lab.training.dry import assembled
 from tests.support.cases import STRATEGIES
 from tests.support.guard import Guard, Wait
 from tests.support.ranks import join, spawn

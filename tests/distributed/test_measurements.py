@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from lab.benchmarks.step import assembled
 from lab.distributed import world as worlds
 from lab.measure.memory import Memory
 from lab.record.run_directory import RunDirectory
 from lab.settings.config import load
 from lab.training import outcome
+from lab.training.dry import assembled
 from tests.support.ranks import join, spawn
 
 BETWEEN_S, EVALUATION_S = 0.03, 0.7

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lab.benchmarks.step import assembled
 from lab.distributed import world as worlds
 from lab.settings.config import load
+from lab.training.dry import assembled
 from lab.training.trainer import Trainer
 from tests.support.ranks import join, spawn
 

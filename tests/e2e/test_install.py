@@ -9,22 +9,23 @@ from pathlib import Path
 import pytest
 
 from lab.settings.config import choices_of
-from tests.conftest import Finished, record
+from tests.conftest import ROOT, Finished, record
 
-COMMANDS = ("lab.train", "lab.sweep", "lab.plot", "lab.bench")
+DOORS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem != "__init__")
+COMMANDS = (*(f"lab.{door}" for door in DOORS), "lab.cluster")
+OF_RUNS = ("lab.train", "lab.sweep", "lab.bench", "lab.predict", "lab.profile_layers")
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_help_names_settings_and_three_examples(
-    command: Callable[..., Finished], module: str
-) -> None:
+def test_help_names_settings_and_examples(command: Callable[..., Finished], module: str) -> None:
     done = command(module, "--help")
     assert done.code == 0
+    assert done.out.startswith(f"usage: python -m {module} ")
     examples = done.out[done.out.index("examples:") :]
-    assert examples.count(f"-m {module}") >= 3
-    if module != "lab.plot":
+    assert examples.count(f"-m {module}") >= 2
+    if module in OF_RUNS:
         assert all(name in done.out for name in choices_of("strategy"))
-        assert "exchange_timeout_s=300.0" in done.out
+        assert "exchange_timeout_s=300.0" in done.out and "--config-dir DIR" in done.out
 
 
 def test_plain_python_is_one_rank_and_torchrun_reads_the_same(

@@ -41,7 +41,7 @@ def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path:
     assert again.out.count("done already") == 2
     assert {path: record(path)["started_at"] for path in started} == started
 
-    plotted = command("lab.plot", "runs/s", "--format", "png")
+    plotted = command("lab.plot", "runs/s", "format=png")
     assert plotted.code == 0, plotted.err
     assert "oom" in plotted.out
     table = pd.read_csv(tmp_path / "runs/s/figures/summary.csv")

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import matplotlib
 
+from lab.benchmarks.request import Request
 from lab.draw import style
 from lab.draw.text import aligned
+from lab.record.files import write_json
+
+
+def present(request: Request, measured: dict[str, Any]) -> bool:
+    """Print a result, and write it and its figure to `out=`; whether the values are right."""
+    command = shlex.join(["python", "-m", "lab.bench", *request.arguments])
+    result = {"bench": request.bench, "command": command, **measured}
+    print(table(result))
+    if out := request.own["out"]:
+        write_json(out, result)
+        print(f"wrote {out} and {draw(out)}")
+    return not any(row.get("wrong") for row in result["rows"])
 
 
 def table(result: dict[str, Any]) -> str:

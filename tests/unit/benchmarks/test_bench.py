@@ -59,14 +59,17 @@ def test_sizes_are_read_in_units_of_1024() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "(nothing): the first word must be collective, codec, step"),
+        ([], "(nothing): takes one collective|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs two"),
         (["step", "strategy=overlap,nope"], "strategy=nope: allowed are allreduce"),
         (["step", "strategy=ddp,ddp"], "ddp, ddp: the same is listed twice"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
         (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),
         (["step", "strategy=tree,ddp", "world_size=0"], "world_size=0: must be an integer"),
-        (["step", "strategy=tree,ddp", "out=absent/a.json"], "out=absent/a.json: must name a file"),
+        (
+            ["step", "strategy=tree,ddp", "out=absent/a.json"],
+            "out=absent/a.json: must name FILE.json",
+        ),
         (["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"], "others' turns"),
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: what is compared takes turns in one"),
         (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: what is compared"),

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from lab import plot, profile_layers
-from lab.benchmarks import request
+from lab import plot
+from lab.benchmarks import layers_request, request
+from lab.benchmarks.views.layers import KERNELS
 from lab.checklist import check, page
 from lab.checklist.figures import value
 from lab.checklist.item import Command, Figure, Item, Machine, Results
 from lab.measure.spans import Span
 from lab.record.trace import write_trace
+from lab.settings import command_line
 from lab.settings.config import check_batch, load
 from lab.study import grid
 from tests.conftest import ROOT
@@ -50,9 +52,10 @@ def test_every_command_is_one_that_the_lab_accepts(command: Command) -> None:
     elif module == "lab.sweep":
         grid.read(given)
     elif module == "lab.profile_layers":
-        profile_layers._configs(others)
+        layers_request.read(others)
     elif module == "lab.plot":
-        plot._parser().parse_args(given)
+        line = command_line.read(plot.COMMAND, given)
+        assert plot.COMMAND.texts(line.settings)
     else:
         assert module == "pytest" and (ROOT / given[0]).exists()
 
@@ -196,7 +199,7 @@ def test_figures_are_read_off_what_commands_print(checked: Callable[..., dict[st
         (results.folder / f"{command.name}.out").write_text((steps + 3) * line)
 
     assert checked("5", waiting)["values"] == {"host waits": 1}
-    line = f"layers 12.000 ms; {profile_layers.KERNELS} 10.000 ms\n"
+    line = f"layers 12.000 ms; {KERNELS} 10.000 ms\n"
     layers = checked("7b", leaves(out=line))
     assert layers["values"]["layers / kernels"] == pytest.approx(1.2)
     hung = "lab.train: error: exchange_timeout_s=30: rank 0 waits in AllReduce of b; rank 1 is lost"

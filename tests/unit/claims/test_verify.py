@@ -15,7 +15,8 @@ from lab import verify
 from lab.claims.predicted import profile_of, strategy_of
 from lab.model.counts import parameters_of
 from lab.model.mlp import mlp
-from lab.settings.config import load, read_file
+from lab.settings.config import load
+from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.step import simulate
 
@@ -53,7 +54,7 @@ def test_predictions_alone_say_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_was_measured_decides(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify.main(["kim2017", "--runs", str(runs)]) == 0
+    assert verify.main(["kim2017", f"runs={runs}"]) == 0
     table = rows(capsys.readouterr().out)
     predicted_alone = [row for row in table if "(predicted)" in row]
     # Nothing here counts operations, and no cell has the other profile.
@@ -74,7 +75,7 @@ def test_a_claim_that_fails_is_an_exit_code(
         if (record["strategy"], record["world_size"]) == ("onebit", 4):
             record["step_s"]["median"] *= 2
         (slow / cell.name / "record.json").write_text(json.dumps(record))
-    assert verify.main(["kim2017", "--runs", str(slow)]) == 1
+    assert verify.main(["kim2017", f"runs={slow}"]) == 1
     failed = [row for row in rows(capsys.readouterr().out) if "fails (measured)" in row]
     assert len(failed) == 1 and "2.62" in failed[0]
 
@@ -83,12 +84,12 @@ def test_the_page_scores_predictions_and_shows_figures(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "kim.md"
-    assert verify.main(["kim2017", "--runs", str(runs), "--out", str(page)]) == 0
+    assert verify.main(["kim2017", f"runs={runs}", f"out={page}"]) == 0
     capsys.readouterr()
     text = page.read_text()
     found = re.search(r"(\d+) held-out cells: median error ([\d.]+) %, worst ([\d.]+) %", text)
     assert found and int(found[1]) == 18 and float(found[2]) < 1
-    assert f"python -m lab.verify kim2017 --runs {runs} --out {page}" in text
+    assert f"python -m lab.verify kim2017 runs={runs} out={page}" in text
     pictures = re.findall(r"!\[\w+\]\((kim/\w+\.png)\)", text)
     assert pictures == ["kim/speedup.png", "kim/bandwidth.png", "kim/regimes.png"]
     assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)
@@ -100,13 +101,13 @@ def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]
     assert verify.main(["tf_benchmarks"]) == 1  # links at their peak do not explain 4 and 8 GPUs
     table = rows(capsys.readouterr().out)
     assert ["holds" in row for row in table] == [True, True, False, False, True]
-    assert verify.main(["horovod", "--runs", "runs/horovod"]) == 2
+    assert verify.main(["horovod", "runs=runs/horovod"]) == 2
     assert "there is no study of Horovod" in capsys.readouterr().err
 
 
 def test_wrong_paths_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify.main(["kim2017", "--runs", str(tmp_path / "no")]) == 2
-    assert verify.main(["kim2017", "--out", str(tmp_path / "no/page.md")]) == 2
+    assert verify.main(["kim2017", f"runs={tmp_path}/no"]) == 2
+    assert verify.main(["kim2017", f"out={tmp_path}/no/page.md"]) == 2
     assert capsys.readouterr().err.count("\n") == 2
 
 

@@ -164,7 +164,7 @@ def test_changes_of_a_link() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "(nothing): the first word must be run or check"),
+        ([], "(nothing): takes one run|check, as in python -m lab.cluster"),
         (["walk"], "walk: the first word must be run or check"),
         (["run", "hosts=2"], "after -- stand torchrun's arguments"),
         (["check", "hosts=2", "--", "-m", "lab.train"], "after -- stand torchrun's arguments"),

@@ -8,15 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from lab import explain, plot, verify
 from lab.benchmarks import request
+from lab.cluster import __main__ as cluster
+from lab.settings import command_line
 from lab.settings.config import load
+from lab.settings.files import choices_of
+from lab.simulate import request as prediction
 from lab.study import grid
 from tests.conftest import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
     r"lab\.(train|sweep|bench|profile_layers)\b|launch/\S+\.(sh|sbatch)\b|docker run .*scaling-lab"
+    r"|-m lab\.(predict|verify|explain|plot|cluster)\b"
 )
+OF_FOLDERS = {
+    "lab.plot": plot.COMMAND,
+    "lab.explain": explain.COMMAND,
+    "lab.verify": verify.COMMAND,
+}
 
 
 def blocks(path: Path) -> list[str]:
@@ -52,15 +63,26 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize("line", commands())
 def test_settings_in_documents_are_accepted(line: str) -> None:
-    given = settings(line)
-    if "lab.sweep" in line:
+    given = [each for each in settings(line) if not each.startswith("out=")]
+    door = re.search(r"lab\.\w+", line)
+    name = door[0] if door else ""
+    words = shlex.split(line.partition(name)[2], comments=True) if name else []
+    if name in OF_FOLDERS:
+        read = command_line.read(OF_FOLDERS[name], words)
+        assert OF_FOLDERS[name].texts(read.settings)
+        assert name != "lab.verify" or read.word in choices_of("claims")
+    elif name == "lab.cluster":
+        end = words.index("--") if "--" in words else len(words)
+        line_of_hosts = command_line.read(cluster.COMMAND, words[:end])
+        assert cluster.task_of(line_of_hosts, words[end + 1 :])[0].num_hosts > 1
+    elif name == "lab.predict":
+        assert prediction.read(given).cells
+    elif name == "lab.sweep":
         assert grid.read(given).cells
-    elif "lab.bench" in line:
-        name = shlex.split(line.partition("lab.bench")[2])[0]
-        others = [each for each in given if not each.startswith("out=")]
-        assert request.read([name, *others]).variants
+    elif name == "lab.bench":
+        assert request.read([words[0], *given]).variants
     else:
-        load([each for each in given if not each.startswith("out=")])
+        load(given)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -139,8 +139,9 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("out=mine.json", "out=mine.json: must be NAME.yaml, of letters, digits, _ and -"),
-        ("out=no/mine.yaml", "out=no/mine.yaml: there is no directory no"),
+        ("out=my.own.yaml", "out=my.own.yaml: must be NAME.yaml, of letters, digits, _ and -"),
+        ("out=mine.json", "out=mine.json: must name FILE.yaml in a folder that is there"),
+        ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in a folder that is there"),
         ("strategy=ddp", "strategy=ddp: nothing is exchanged here; take transform=fc1x1 alone"),
         ("batch_size=3", "batch_size=3: must be at least 4"),
         ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),

@@ -183,5 +183,5 @@ def test_plot_draws_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "holds no timeline.json; runs with measure=breakdown leave one" in capsys.readouterr().err
     )
     write_trace(tmp_path / "timeline.json", [*step(0, 0.0), *step(1, 0.1)], ABOUT)
-    assert plot([str(tmp_path), "--format", "png"]) == 0
+    assert plot([str(tmp_path), "format=png"]) == 0
     assert (tmp_path / "figures" / "timeline.png").stat().st_size > 10_000

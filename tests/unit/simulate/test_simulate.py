@@ -355,7 +355,7 @@ def test_predictions_beside_a_study(
     ("arguments", "message"),
     [
         (["hardware=eth1g"], "hardware=eth1g: allowed are dgx1_p100,"),
-        (["hardware=eth10g,eth25g"], "takes one value"),
+        (["hardware=eth10g,eth25g"], "hardware=eth10g,eth25g: allowed are dgx1_p100,"),
         (["profile=vgg"], "profile=vgg: allowed are alexnet_p100, alexnet_titanx"),
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),

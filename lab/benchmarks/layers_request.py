@@ -1,0 +1,47 @@
+"""What a command line of lab.profile_layers asks for. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lab.distributed.launcher import world_size
+from lab.settings.config import load
+from lab.settings.errors import ConfigError
+from lab.settings.overrides import file_to_write
+
+FEWER = 4  # the second batch is so many times smaller
+DEFAULTS = ("strategy=none", "steps=30")
+
+
+def read(settings: Sequence[str]) -> list[DictConfig]:
+    """The run's settings as they were given, and with a smaller batch."""
+    for setting in settings:
+        if setting.startswith("strategy="):
+            raise ConfigError(f"{setting}: nothing is exchanged here; take transform=fc1x1 alone")
+    config = load([*DEFAULTS, *settings])
+    for key, needed in (("accumulate", 1), ("compile", False)):
+        if config[key] != needed:
+            raise ConfigError(f"{key}={config[key]}: layers are measured with {key}={needed}")
+    if config.warmup_steps >= config.steps:
+        raise ConfigError(f"steps={config.steps}: must be above warmup_steps={config.warmup_steps}")
+    if config.batch_size < FEWER:
+        raise ConfigError(f"batch_size={config.batch_size}: must be at least {FEWER}")
+    if world_size() > 1:
+        raise ConfigError(f"{world_size()} ranks were started: layers are measured on one")
+    return [config, load([*DEFAULTS, *settings, f"batch_size={config.batch_size // FEWER}"])]
+
+
+def profile_file(text: str) -> Path | None:
+    """The file that `out=` names, which is a choice of `profile=` too; None for `null`.
+
+    Raises:
+        ConfigError: no choice can have its name, or it cannot be written.
+    """
+    path = file_to_write("out", text, ".yaml")
+    if path and not re.fullmatch(r"[\w-]+", path.stem):
+        raise ConfigError(f"out={text}: must be NAME.yaml, of letters, digits, _ and -")
+    return path

@@ -1,0 +1,36 @@
+"""Measure what a request asks for: here, or on ranks that are started for it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from lab.benchmarks.ranks import ask_ranks, is_rank, with_world_size
+from lab.benchmarks.request import BENCHES, Request
+
+
+def measure(request: Request) -> dict[str, Any] | None:
+    """The result, on rank 0, or where the ranks were started from.
+
+    Raises:
+        ConfigError: a setting that proves wrong with data, devices and ranks at hand.
+        RanksFailed: a rank failed.
+    """
+    # Only now is torch imported: help and wrong settings have been answered without it.
+    benchmark = importlib.import_module(f"lab.benchmarks.{request.bench}")
+    if is_rank():
+        return benchmark.measure(request)
+    request = with_world_size(request)
+    if BENCHES[request.bench].apart:
+        return benchmark.combine(list(_one_by_one(request)))
+    if request.own.get("world_size", 1) == 1 and not request.cluster():
+        return benchmark.measure(request)
+    return ask_ranks(request)
+
+
+def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
+    for number, variant in enumerate(request.variants, start=1):
+        print(f"[{number}/{len(request.variants)}] {variant.label}", file=sys.stderr)
+        yield ask_ranks(request, variant)

@@ -1,0 +1,57 @@
+"""The folders that choices come from: the lab's conf/, and one of the user's (`config_dir`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lab.settings.errors import ConfigError
+
+TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
+
+
+def conf_dir() -> Path:
+    """The configuration tree: inside the package when installed, next to it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def choices_of(group: str, config_dir: str | None = None) -> list[str]:
+    """Names that `group=` may take, in alphabetical order."""
+    return sorted(_files(group, config_dir))
+
+
+def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str, Any]:
+    """The content of <group>/<name>.yaml.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    files = _files(group, config_dir)
+    if name not in files:
+        raise ConfigError(f"{group}={name}: allowed are {', '.join(sorted(files))}")
+    content = OmegaConf.to_container(OmegaConf.load(files[name]))
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:
+    """The settings of each choice of a group, without parsing its YAML: help must be quick."""
+    return {
+        name: set(TOP_LEVEL_KEY.findall(path.read_text())) - {"defaults"}
+        for name, path in _files(group, config_dir).items()
+    }
+
+
+def _files(group: str, config_dir: str | None) -> dict[str, Path]:
+    """Files by name. As in Hydra, the lab's own come first: a user adds choices, replaces none."""
+    folders = [Path(config_dir)] if config_dir else []
+    return {
+        path.stem: path
+        for folder in [*folders, conf_dir()]
+        for path in (folder / group).glob("*.yaml")
+    }

@@ -1,0 +1,93 @@
+"""Words of a command line: `key=value`, and with Hydra `+key=value`, `++key=value` and `~key`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from lab.settings.errors import ConfigError
+
+__all__ = ["Override", "config_dir_of", "file_to_write", "parse_overrides", "quoted", "split"]
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """`key=value` arguments in Hydra's grammar.
+
+    Raises:
+        ConfigError: an argument is not of that form, or is a setting of Hydra itself.
+    """
+    parser = OverridesParser.create()
+    overrides = []
+    for argument in arguments:
+        try:
+            overrides.append(parser.parse_override(argument))
+        except HydraException:
+            raise ConfigError(
+                f"{argument!r} is not a setting: write key=value, and quote values with "
+                "commas, brackets or '=' as in 'cell=\"a=b\"'"
+            ) from None
+        if overrides[-1].key_or_group.split(".")[0] == "hydra":
+            raise ConfigError(f"{argument}: Hydra itself has no settings here (--help)")
+    return overrides
+
+
+def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """A command's own settings, and all others as they were given.
+
+    Args:
+        keys: of the command's own; `hardware` stands for `hardware.inter.alpha_s` too.
+
+    Returns:
+        The text of each own setting, the last where one is given twice; and the other arguments.
+    """
+    texts, others = dict[str, str](), list[str]()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if equals and key.split(".")[0] in keys:
+            texts[key] = text
+        else:
+            others.append(argument)
+    return texts, others
+
+
+def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
+    """The file that a setting such as `out=` names, None for `null`.
+
+    Raises:
+        ConfigError: it has none of the `suffixes`, or cannot be written where it is to lie.
+    """
+    if text == "null":
+        return None
+    path = Path(text)
+    if path.suffix not in suffixes or not path.stem or not path.parent.is_dir():
+        names = " or ".join(f"FILE{suffix}" for suffix in suffixes)
+        raise ConfigError(f"{key}={text}: must name {names} in a folder that is there")
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(target, os.W_OK):
+        raise ConfigError(f"{key}={text}: cannot write {target}")
+    return path
+
+
+def config_dir_of(arguments: Sequence[str]) -> str | None:
+    """The folder of the user's own choices, if the arguments name one.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    words = [argument for argument in arguments if argument.startswith("config_dir=")]
+    folder = parse_overrides(words)[-1].value() if words else None
+    if folder is None:
+        return None
+    if not Path(str(folder)).is_dir():
+        raise ConfigError(f"config_dir={folder}: there is no such folder")
+    return str(Path(str(folder)).absolute())
+
+
+def quoted(text: str) -> str:
+    """A text as one value of Hydra's grammar, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

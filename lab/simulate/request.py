@@ -1,0 +1,100 @@
+"""What a command line of lab.predict asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lab.model.profile import Profile, replayed
+from lab.settings.errors import ConfigError
+from lab.settings.files import read_file
+from lab.settings.overrides import config_dir_of, file_to_write, split
+from lab.simulate.hardware import Hardware
+from lab.study.grid import Cell
+from lab.study.grid import read as read_grid
+
+DEFAULT_PROFILE = "alexnet_titanx"
+SETTINGS = {
+    "hardware": ("titanx_x4", "a file of conf/hardware; hardware.KEY=... changes a figure of it"),
+    "fit": (
+        "null",
+        "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
+        "or FILE.json of lab.bench collective or codec",
+    ),
+    "out": ("null", "FILE.json for the result, its figure next to it; or FILE.png alone"),
+    "trace": ("null", "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to predict.
+
+    Attributes:
+        profiles: one for each cell.
+        fit: a study's folder or a benchmark's JSON, that the hardware is fitted to.
+    """
+
+    cells: list[Cell]
+    profiles: list[Profile]
+    hardware: Hardware
+    fit: Path | None
+    out: Path | None
+    trace: Path | None
+
+
+def read(arguments: Sequence[str]) -> Request:
+    """The cells, the profile and the hardware that a command line names.
+
+    Raises:
+        ConfigError: any of its settings is wrong.
+    """
+    texts, run = split(arguments, SETTINGS)
+    texts = {key: default for key, (default, _) in SETTINGS.items()} | texts
+    out = file_to_write("out", texts["out"], ".json", ".png")
+    trace = file_to_write("trace", texts["trace"], ".json")
+    cells = [cell for cell in read_grid(run).cells if cell.repeat == 0]
+    if trace and len(cells) > 1:
+        raise ConfigError(f"trace={trace}: takes one cell, and these are {len(cells)}")
+    config_dir = config_dir_of(run)
+    try:
+        hardware = Hardware.parse(_hardware(texts, config_dir))
+        profiles = [_profile(plain(cell.config)) for cell in cells]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    fit = None if texts["fit"] == "null" else Path(texts["fit"])
+    return Request(cells, profiles, hardware, fit, out, trace)
+
+
+def plain(node: Any) -> dict[str, Any]:
+    """A node of settings as a dict, its references resolved."""
+    container = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _profile(settings: Mapping[str, Any]) -> Profile:
+    """What a cell's layers cost."""
+    named = settings["profile"] or read_file("profile", DEFAULT_PROFILE)
+    return replayed(settings) or Profile.parse(named)
+
+
+def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:
+    """A file of conf/hardware, with `hardware.key=value` in place of its figures.
+
+    Raises:
+        ConfigError: there is no such file, or a value cannot be read.
+    """
+    changes = {key: text for key, text in texts.items() if key.startswith("hardware.")}
+    dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
+    try:
+        node = OmegaConf.create(read_file("hardware", texts["hardware"], config_dir))
+        return plain(OmegaConf.merge(node, OmegaConf.from_dotlist(dotted)))
+    except (OmegaConfBaseException, TypeError) as error:
+        lines = " ".join(f"{key}={text}" for key, text in changes.items())
+        raise ConfigError(f"{lines}: {str(error).splitlines()[0]}") from None

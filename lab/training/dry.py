@@ -1,0 +1,39 @@
+"""A run's parts without a run: to measure them, and to find wrong settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from omegaconf import DictConfig
+
+from lab.distributed import world as worlds
+from lab.distributed.watchdog import Watch
+from lab.distributed.world import World
+from lab.training.assemble import Assembly, assemble, join
+
+NEVER_S = 1e9  # no exchange is watched here: the process group's timeout ends a hang
+
+
+@contextmanager
+def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
+    """Everything that trains, for as long as the context lasts."""
+    watch = Watch(world.store, world.rank, world.size, world.device, NEVER_S, lambda _: None)
+    parts = assemble(config, world, watch)
+    yield parts
+    watch.close()
+    parts.worker.close()
+
+
+def check(config: DictConfig) -> None:
+    """Build everything that trains, and let it go again.
+
+    Raises:
+        ConfigError: a setting that proves wrong with data, devices and files at hand.
+    """
+    world = join(config)
+    try:
+        with assembled(config, world):
+            pass
+    finally:
+        worlds.stop()

@@ -1,0 +1,194 @@
+"""One dialect: words, settings and Hydra's flags, for every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lab import explain, plot, sweep, train, verify
+from lab.settings.command_line import Command, read
+from lab.settings.config import ConfigError, load
+from lab.settings.files import choices_of, conf_dir
+from lab.settings.names import run_name, variant
+from lab.settings.overrides import file_to_write, split
+from lab.study import grid
+
+MINE = """\
+# @package _global_
+defaults:
+  - /exchange: onebit
+  - /transform: none
+strategy: mine
+overlap: true
+bucket_mb: 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's own choices, in a folder whose name needs quotes in Hydra's grammar."""
+    folder = tmp_path / "it's, = mine"
+    for group, text in (("strategy", MINE), ("study", "strategy: mine,tree\nworld_size: 2\n")):
+        (folder / group).mkdir(parents=True)
+        (folder / group / "mine.yaml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["strategy=onebit", "batch_size=32", "exchange.threshold=mean"],
+        ["model.hidden=[3,4]", "precision=bf16", "strategy=local_sgd", "model=mlp"],
+        ["cluster=emulated", "cluster.rates=[1gbit,10mbit]"],
+        ["strategy=overlap", "exchange=topk", "optim.lr=1"],
+        ["+exchange.more=3", "exchange.more=4"],
+        ["strategy=onebit", "~exchange.threshold", "++exchange.block_size=7"],
+    ],
+)
+def test_settings_are_what_hydra_composes(arguments: list[str]) -> None:
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        expected = compose("train", overrides=arguments)
+    for _ in range(2):  # the second time its groups are not composed again
+        assert OmegaConf.to_yaml(load(arguments)) == OmegaConf.to_yaml(expected)
+
+
+def test_a_loaded_run_can_be_changed_without_changing_the_next() -> None:
+    load(["strategy=onebit"]).exchange.threshold = "changed"
+    assert load(["strategy=onebit"]).exchange.threshold != "changed"
+
+
+@pytest.mark.parametrize("flag", [["--config-dir={}"], ["--config-dir", "{}"], ["-cd", "{}"]])
+def test_a_folder_of_ones_own_choices_is_searched(
+    folder: Path, flag: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(folder) for word in flag]
+    line = read(train.COMMAND, [*words, "strategy=mine"])
+    config = load(line.settings)
+    assert (config.strategy, config.bucket_mb, config.config_dir) == ("mine", 3, str(folder))
+    assert load(["strategy=tree", *line.settings[:1]]).strategy == "tree"
+    assert train.main([*words, "--help"]) == 0
+    assert "layerwise, local_sgd, mine, none" in capsys.readouterr().out
+    assert "config_dir" not in str(variant(line.settings))
+    assert run_name(line.settings, "mine", 2) == "mine-n2"
+
+
+def test_a_sweep_finds_ones_own_studies_and_hands_the_folder_on(folder: Path) -> None:
+    line = read(sweep.COMMAND, ["--config-dir", str(folder), "study=mine", "batch_size=8,16"])
+    study = grid.read(line.settings)
+    assert [cell.strategy for cell in study.cells] == ["mine", "tree"] * 2
+    for cell in study.cells:
+        assert load(list(cell.arguments)).config_dir == str(folder)
+
+
+def test_the_labs_own_choices_are_not_replaced(folder: Path) -> None:
+    (folder / "strategy" / "tree.yaml").write_text(MINE)
+    config_dir = read(train.COMMAND, ["--config-dir", str(folder)]).settings
+    assert load(["strategy=tree", *config_dir]).strategy == "tree"
+    assert choices_of("strategy", str(folder)).count("tree") == 1
+
+
+def test_cfg_job_prints_settings_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["strategy=onebit", "steps=3", "device=cpu", "--cfg", "job"]
+    assert train.main(arguments) == 0
+    printed = OmegaConf.create(capsys.readouterr().out)
+    assert printed == OmegaConf.create(OmegaConf.to_yaml(load(arguments[:3])))
+
+
+def test_cfg_job_refuses_what_a_run_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    for refused in (["strategy=diloco", "overlap=true"], ["+exchange.nope=3"], ["batch_size=0"]):
+        assert train.main([*refused, "device=cpu", "-c", "job"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.count("\n") == 1
+
+
+def test_multirun_is_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    grid_of_two = ["strategy=none,tree", "world_size=2", "--cfg", "job"]
+    assert train.main(["-m", *grid_of_two]) == 0
+    printed = capsys.readouterr().out
+    assert sweep.main(grid_of_two) == 0
+    assert printed == capsys.readouterr().out
+    documents = [OmegaConf.create(text) for text in printed.split("---\n")]
+    assert [document.strategy for document in documents] == ["none", "tree"]
+
+
+def test_multirun_under_a_launcher_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert train.main(["--multirun"]) == 2
+    assert "leave the launcher out" in capsys.readouterr().err
+
+
+def test_what_is_added_and_removed_names_a_cell() -> None:
+    study = grid.read(["study=s", "strategy=onebit", "~exchange.threshold", "+data.more=1,2"])
+    assert [cell.arguments[1:] for cell in study.cells] == [
+        ("~exchange.threshold", "+data.more=1"),
+        ("~exchange.threshold", "+data.more=2"),
+    ]
+    assert len({cell.name for cell in study.cells}) == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("~batch_size", "~batch_size: a run needs it"),
+        ("~exchange._target_", "~exchange._target_: a run needs it"),
+        ("++nope=1", r"++nope=1: nothing would read it"),
+        ("+batch_size=3", "+batch_size=3: Could not append to config"),
+        ("hydra.searchpath=[a]", "hydra.searchpath=[a]: Hydra itself has no settings here"),
+        ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
+    ],
+)
+def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load([argument])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (plot.COMMAND, ["runs/a", "--out", "figures"], "--out figures: is written out=figures"),
+        (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: is written format=svg"),
+        (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: is written runs=runs/k"),
+        (explain.COMMAND, ["runs/a", "--why"], "--why: flags are --help; settings are written"),
+        (plot.COMMAND, [], "(nothing): takes one STUDY[/CELL], as in python -m lab.plot"),
+        (plot.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: takes one STUDY[/CELL]"),
+        (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed are out, format, baseline"),
+        (plot.COMMAND, ["runs/a", "-m"], "-m: flags are --help; settings are written key=value"),
+    ],
+)
+def test_wrong_words_are_answered_in_a_line(
+    command: Command, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        command.texts(read(command, arguments).settings)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_folder_may_have_an_equals_sign() -> None:
+    line = read(plot.COMMAND, ["runs/a=b", "out=c"])
+    assert (line.word, line.settings) == ("runs/a=b", ["out=c"])
+
+
+def test_settings_are_split_by_whose_they_are() -> None:
+    arguments = ["hardware=a", "batch_size=3", "hardware.inter.alpha_s=1", "out=x", "out=y", "~z"]
+    assert split(arguments, ("hardware", "out")) == (
+        {"hardware": "a", "hardware.inter.alpha_s": "1", "out": "y"},
+        ["batch_size=3", "~z"],
+    )
+
+
+def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
+    assert file_to_write("out", "null", ".md") is None
+    assert file_to_write("out", f"{tmp_path}/a.md", ".md") == tmp_path / "a.md"
+    for wrong in (f"{tmp_path}/no/a.md", f"{tmp_path}/a.txt", f"{tmp_path}/.md"):
+        with pytest.raises(ConfigError, match=f"out={wrong}: must name FILE.md in a folder"):
+            file_to_write("out", wrong, ".md")
+    (tmp_path / "b.md").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        file_to_write("out", f"{tmp_path}/b.md", ".md")
