@@ -14,7 +14,7 @@ from lab.simulate.load import Sizes
 from lab.simulate.network import Network
 from tests.support.cases import EXCHANGES, LINKS, REPEATABLE, exchange_settings
 
-SHAPE = torch.Size((264, 2048))  # rows and blocks that 2, 3, 4 and 8 ranks share equally
+SHAPE = torch.Size((384, 2048))  # 2, 3, 4 and 8 ranks share it equally, in whole lines of a message
 
 
 def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
