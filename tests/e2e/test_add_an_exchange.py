@@ -103,7 +103,7 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("left_out", [(CARD,), (LOOK, ROW)], ids=["card", "look and row"])
+@pytest.mark.parametrize("left_out", [(CARD,), (ROW, LOOK)], ids=["card", "row and look"])
 def test_whatever_is_left_out_is_named_in_a_line(tmp_path: Path, left_out: tuple[str, ...]) -> None:
     tree = tree_with(tmp_path, [block for block in additions() if block[0] not in left_out])
     done = run_pytest(tree, NAMES_WHO_LACKS)
