@@ -1,41 +1,54 @@
-"""What is trained on: each data set fulfils the protocol Data."""
+"""Data sets; each fulfils the protocol Data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lab.data.sampler import GlobalSampler
 
 
 class Data(Protocol):
-    """Labelled images, on the device that they were made for.
+    """Samples of an input and its target, on the device that they were made for.
 
     Attributes:
-        image_shape: (C, H, W) of one image.
-        num_classes: labels are 0 to num_classes - 1.
-        num_train, num_test: number of images of each part, over all ranks.
+        unit: the name of one sample, as in "image".
+        input_shape: shape of one input, (C, H, W) of an image.
+        input_dtype: of inputs.
+        num_classes: targets are indices from 0 to num_classes - 1; None: they are no indices.
+        num_train, num_test: number of samples of each part, over all ranks.
     """
 
-    image_shape: tuple[int, int, int]
-    num_classes: int
+    unit: str
+    input_shape: tuple[int, ...]
+    input_dtype: torch.dtype
+    num_classes: int | None
     num_train: int
     num_test: int
 
-    def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless batches: images float32 [per-rank batch, C, H, W], labels int64 [per-rank batch].
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """Training and test targets [samples, ...], for a check before the first step.
 
-        They follow `sampler`, and depend on nothing but its order and the seed of the data.
+        Parts are enough where reading all of them would take long.
+        """
+        ...
+
+    def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield endless batches: inputs [samples, *input_shape] and targets [samples, ...].
+
+        They hold this rank's samples, in the order of `sampler`, and depend on nothing but that
+        and the seed of the data.
         """
         ...
 
     def test_batches(
         self, rank: int, world_size: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Test images rank::world_size once, at most `batch_size` at a time; types as above.
+        """Yield test samples rank::world_size once, at most `batch_size` at a time.
 
-        Every image comes once over all ranks; a rank may have none.
+        Every sample comes once over all ranks; a rank may have none. Shapes are those of training.
         """
         ...

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.functional import interpolate
+from torch import Tensor
+from torch.nn.functional import affine_grid, grid_sample, interpolate
 
 from lab.data.tensors import TensorData
 
-OWN_PX = 8
+NATIVE_PX = 8
 
 
 def digits(*, seed: int, device: torch.device, size: int = 32) -> TensorData:
-    """The 1797 digits of UCI's optdigits test set, 1437 to train on and 360 to test on.
+    """Return the 1797 digits of UCI's optdigits test set, 1437 to train on and 360 to test on.
 
     Resized bilinearly; zero mean and unit variance over the training images. They are those of
     scikit-learn's load_digits, split by its train_test_split, stratified by class, and kept in a
@@ -27,15 +29,74 @@ def digits(*, seed: int, device: torch.device, size: int = 32) -> TensorData:
         size: height and width, px.
 
     Raises:
-        ValueError: `size` is not an integer of at least 8, the images' own size.
+        ValueError: `size` is not an integer of at least 8, the images' native size.
     """
-    if not isinstance(size, int) or size < OWN_PX:
-        raise ValueError(f"data.size={size}: must be an integer of at least {OWN_PX}")
+    images, classes, num_test = _load(size)
+    images = (images - images[:-num_test].mean()) / images[:-num_test].std()
+    return _split(images, classes, num_test, device, num_classes=10)
+
+
+def rotated_digits(
+    *, seed: int, device: torch.device, size: int = 32, max_degrees: float = 45.0
+) -> TensorData:
+    """Return the digits of `digits`, each turned by a random angle, which is its target.
+
+    Targets are float32 radians, uniform between plus and minus `max_degrees`, counterclockwise.
+
+    Args:
+        seed: of the angles.
+        device: where the images are kept.
+        size: height and width, px.
+        max_degrees: largest angle.
+
+    Raises:
+        ValueError: `size` is not an integer of at least 8, or `max_degrees` not a number above 0
+            and up to 180.
+    """
+    if not isinstance(max_degrees, int | float) or not 0 < max_degrees <= 180:
+        raise ValueError(f"data.max_degrees={max_degrees}: must be a number above 0, at most 180")
+    images, _, num_test = _load(size)
+    generator = torch.Generator().manual_seed(seed)
+    angles = math.radians(max_degrees) * (2 * torch.rand(len(images), generator=generator) - 1)
+    images = _rotate(images, angles)
+    images = (images - images[:-num_test].mean()) / images[:-num_test].std()
+    return _split(images, angles, num_test, device, num_classes=None)
+
+
+def _load(size: object) -> tuple[Tensor, Tensor, int]:
+    """Read images float32 [n, 1, size, size], classes int64 [n], and the number at the end to test.
+
+    Images are resized, not normalised.
+    """
+    if not isinstance(size, int) or size < NATIVE_PX:
+        raise ValueError(f"data.size={size}: must be an integer of at least {NATIVE_PX}")
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         pixels, classes, num_test = file["pixels"], file["classes"], int(file["num_test"])
     images = torch.from_numpy(pixels).float().unsqueeze(1)
     images = interpolate(images, (size, size), mode="bilinear", align_corners=False)
-    images = (images - images[:-num_test].mean()) / images[:-num_test].std()
-    images, labels = images.to(device), torch.from_numpy(classes).long().to(device)
+    return images, torch.from_numpy(classes).long(), num_test
+
+
+def _rotate(images: Tensor, angles: Tensor) -> Tensor:
+    """Turn images [n, C, H, W] counterclockwise by angles [n] in radians; corners become 0."""
+    cos, sin, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
+    rows = [torch.stack(row, dim=1) for row in ((cos, -sin, zero), (sin, cos, zero))]
+    grid = affine_grid(torch.stack(rows, dim=1), list(images.shape), align_corners=False)
+    return grid_sample(images, grid, align_corners=False)
+
+
+def _split(
+    images: Tensor,
+    targets: Tensor,
+    num_test: int,
+    device: torch.device,
+    num_classes: int | None,
+) -> TensorData:
+    images, targets = images.to(device), targets.to(device)
     train, test = slice(None, -num_test), slice(-num_test, None)
-    return TensorData((images[train], labels[train]), (images[test], labels[test]), 10)
+    return TensorData(
+        (images[train], targets[train]),
+        (images[test], targets[test]),
+        unit="image",
+        num_classes=num_classes,
+    )

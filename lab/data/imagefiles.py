@@ -1,4 +1,4 @@
-"""One image file as a tensor: what the decoding processes do."""
+"""Decode image files to tensors, in the decoding processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class ImageFiles(Dataset):
 
 
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor] | CorruptImage:
-    """Pixels uint8 [batch, 3, size, size] and labels int64 [batch], or the first corrupt image."""
+    """Stack pixels uint8 [batch, 3, size, size] and labels int64 [batch].
+
+    A corrupt image is returned in their place.
+    """
     images, labels = [], []
     for sample in samples:
         if isinstance(sample, CorruptImage):
@@ -61,7 +64,7 @@ def collate(samples: list[Sample]) -> tuple[Tensor, Tensor] | CorruptImage:
 
 
 def decode(path: str, size: int, rng: np.random.Generator | None) -> Tensor:
-    """Pixels uint8 [3, size, size]: a random crop, maybe mirrored, or the centre without `rng`.
+    """Return pixels uint8 [3, size, size]: a random crop, maybe mirrored; without `rng` the centre.
 
     Raises:
         Exception: of whatever kind; the file is no readable image.
@@ -76,7 +79,7 @@ def decode(path: str, size: int, rng: np.random.Generator | None) -> Tensor:
 
 
 def random_crop(width: int, height: int, rng: np.random.Generator) -> Box:
-    """A box with 8 to 100 % of the area and an aspect ratio from 3/4 to 4/3.
+    """Draw a box with 8 to 100 % of the area and an aspect ratio from 3/4 to 4/3.
 
     The largest centred square if ten draws do not fit (a very long image).
     """
@@ -91,7 +94,7 @@ def random_crop(width: int, height: int, rng: np.random.Generator) -> Box:
 
 
 def centre_crop(width: int, height: int, share: float) -> Box:
-    """The centred square whose side is `share` of the shorter side."""
+    """Return the centred square whose side is `share` of the shorter side."""
     side = share * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side

@@ -19,7 +19,7 @@ from lab.data.sampler import GlobalSampler
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's RGB values, in 0 to 1
 STD = (0.229, 0.224, 0.225)
-HOLD_OUT = 10  # every so many images of a class are for testing where no folder says which
+HOLD_OUT = 10  # one in so many images of a class is for testing where no folder says which
 
 
 class ImageFolder:
@@ -42,6 +42,9 @@ class ImageFolder:
         ValueError: an argument out of range, or a folder without what it needs.
     """
 
+    num_classes: int | None
+    input_shape: tuple[int, ...]
+
     def __init__(
         self,
         *,
@@ -61,10 +64,18 @@ class ImageFolder:
         self.train_images = ImageFiles(train, size, seed if augment else None)
         self.test_images = ImageFiles(test, size, None)
         self.num_train, self.num_test = len(train), len(test)
-        self.image_shape: tuple[int, int, int] = (3, size, size)
+        self.unit, self.input_shape, self.input_dtype = "image", (3, size, size), torch.float32
         self._workers, self._device = workers, device
         self._mean = 255 * torch.tensor(MEAN, device=device).view(3, 1, 1)
         self._std = 255 * torch.tensor(STD, device=device).view(3, 1, 1)
+
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """See lab.data.Data. All of them: file names tell the class."""
+        train, test = (
+            torch.tensor([label for _, label in part.files])
+            for part in (self.train_images, self.test_images)
+        )
+        return train, test
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
         """See lab.data.Data.
@@ -114,7 +125,7 @@ class ImageFolder:
 
 
 def find_files(path: str | None) -> tuple[list[File], list[File], int]:
-    """Training files, test files and number of classes under `path`.
+    """Find training files, test files and the number of classes under `path`.
 
     Raises:
         ValueError: there is no such folder, or it lacks images of either part.
@@ -143,7 +154,7 @@ def find_files(path: str | None) -> tuple[list[File], list[File], int]:
 
 
 def _by_class(folder: Path) -> dict[str, list[str]]:
-    """Image files of each class folder, in sorted order; none if `folder` does not exist."""
+    """List the image files of each class folder, sorted; none if `folder` does not exist."""
     if not folder.is_dir():
         return {}
     return {
@@ -158,7 +169,7 @@ def _labelled(files: dict[str, list[str]], classes: list[str]) -> list[File]:
 
 
 def _detach(worker: int) -> None:
-    """In a worker: make it end when its parent says so, and in no other way.
+    """Make this worker end when its parent says so, and in no other way.
 
     A signal from a terminal or torchrun goes to the whole process group; a worker that died of it
     would fail a run that its parent is about to end in good order. And at its end a worker must

@@ -1,4 +1,4 @@
-"""The order in which samples are trained on, and each rank's part of it."""
+"""The order in which samples are trained on, and each rank's share of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class GlobalSampler:
-    """This rank's part of an endless stream of samples, which no world size changes.
+    """Yields this rank's share of an endless stream of samples, which no world size changes.
 
     The stream is one permutation of all samples after another, the one of epoch e drawn from
     (seed, e). Global batch k begins at sample `start + k * batch_size` of the stream, so it may
@@ -17,7 +17,7 @@ class GlobalSampler:
     Args:
         num_samples: samples of one epoch.
         batch_size: global.
-        rank, world_size: whose part.
+        rank, world_size: whose share.
         seed: of all permutations.
         start: samples of the stream that earlier runs have used.
 
@@ -56,7 +56,7 @@ class GlobalSampler:
         self._permutation = np.empty(0, dtype=np.int64)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Endless batches of this rank: epoch and index of each sample, int64 [per-rank batch]."""
+        """Yield this rank's batches: epoch and index of each sample, int64 [per-rank batch]."""
         position = self.first
         while True:
             yield self._slice(position, position + self.per_rank_batch_size)
@@ -69,7 +69,7 @@ class GlobalSampler:
         return epochs, np.concatenate(parts)
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Permutation int64 [num_samples] of `epoch`; the last one asked for is kept."""
+        """Return the permutation int64 [num_samples] of `epoch`, and keep it for the next call."""
         if epoch != self._epoch:
             generator = np.random.default_rng([self.seed, epoch])
             self._epoch, self._permutation = epoch, generator.permutation(self.num_samples)

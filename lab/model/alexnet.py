@@ -19,23 +19,23 @@ SMALLEST_PX = 63
 SMALL_SMALLEST_PX = 8
 
 
-def alexnet(*, image_shape: Sequence[int], num_classes: int, dropout: float = 0.5) -> ConvNet:
+def alexnet(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.5) -> ConvNet:
     """The one-tower AlexNet (Krizhevsky 2014, "One weird trick", section 5).
 
     61,838,248 parameters for 3x224x224 images and 1000 classes, 94.8 % of them in the head.
 
     Args:
-        image_shape: (C, H, W) of one image.
-        num_classes: width of the last layer.
+        input_shape: (C, H, W) of an image.
+        output_size: width of the last layer.
         dropout: probability that an input of a hidden FC layer is dropped.
 
     Raises:
         ValueError: images smaller than 63 px, or `dropout` out of range.
     """
     require_dropout(dropout)
-    require_size("alexnet", image_shape, SMALLEST_PX)
+    require_size("alexnet", input_shape, SMALLEST_PX)
     features = nn.Sequential(
-        *_convolution(image_shape[0], 64, kernel_size=11, stride=4, padding=2),
+        *_convolution(input_shape[0], 64, kernel_size=11, stride=4, padding=2),
         nn.MaxPool2d(3, stride=2),
         *_convolution(64, 192, kernel_size=5, padding=2),
         nn.MaxPool2d(3, stride=2),
@@ -44,15 +44,15 @@ def alexnet(*, image_shape: Sequence[int], num_classes: int, dropout: float = 0.
         *_convolution(384, 256),
         nn.MaxPool2d(3, stride=2),
     )
-    model = with_fc_head(features, image_shape, [4096, 4096], num_classes, dropout)
+    model = with_fc_head(features, input_shape, [4096, 4096], output_size, dropout)
     initialise_for_relu(model)
     return model
 
 
 def alexnet_small(
     *,
-    image_shape: Sequence[int],
-    num_classes: int,
+    input_shape: Sequence[int],
+    output_size: int,
     width: int = 16,
     hidden: int = 1400,
     dropout: float = 0.0,
@@ -63,8 +63,8 @@ def alexnet_small(
     classes, as in AlexNet, so that gradients are as unevenly spread over the layers.
 
     Args:
-        image_shape: (C, H, W) of one image.
-        num_classes: width of the last layer.
+        input_shape: (C, H, W) of an image.
+        output_size: width of the last layer.
         width: channels of the first convolution; AlexNet has 64.
         hidden: width of both hidden FC layers.
         dropout: probability that an input of a hidden FC layer is dropped.
@@ -75,9 +75,9 @@ def alexnet_small(
     require_width("model.width", width)
     require_width("model.hidden", hidden)
     require_dropout(dropout)
-    require_size("alexnet_small", image_shape, SMALL_SMALLEST_PX)
+    require_size("alexnet_small", input_shape, SMALL_SMALLEST_PX)
     features = nn.Sequential(
-        *_convolution(image_shape[0], width),
+        *_convolution(input_shape[0], width),
         nn.MaxPool2d(2),
         *_convolution(width, 3 * width),
         nn.MaxPool2d(2),
@@ -86,7 +86,7 @@ def alexnet_small(
         *_convolution(6 * width, 4 * width),
         nn.MaxPool2d(2),
     )
-    model = with_fc_head(features, image_shape, [hidden, hidden], num_classes, dropout)
+    model = with_fc_head(features, input_shape, [hidden, hidden], output_size, dropout)
     initialise_for_relu(model)
     return model
 

@@ -14,8 +14,8 @@ class ConvNet(nn.Module):
     """A head over convolution features, kept apart so that a transform can exchange the head.
 
     Args:
-        features: [batch, *image_shape] -> [batch, *feature_shape].
-        classifier: [batch, *feature_shape] -> logits [batch, num_classes].
+        features: [batch, *input_shape] -> [batch, *feature_shape].
+        classifier: [batch, *feature_shape] -> [batch, output_size].
         feature_shape: (C, H, W) of the features' output.
     """
 
@@ -31,27 +31,27 @@ class ConvNet(nn.Module):
         self.feature_shape = feature_shape
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, num_classes] of images [batch, C, H, W]."""
+        """Map images [batch, C, H, W] to outputs [batch, output_size]."""
         return self.classifier(self.features(images))
 
 
 def with_fc_head(
     features: nn.Sequential,
-    image_shape: Sequence[int],
+    input_shape: Sequence[int],
     hidden: Sequence[int],
-    num_classes: int,
+    output_size: int,
     dropout: float = 0.0,
 ) -> ConvNet:
-    """`features` under FC layers of the widths `hidden`, each with dropout before it and a ReLU.
+    """Put `features` under FC layers of widths `hidden`, each with dropout before it and a ReLU.
 
     Args:
         features: convolutions and pooling.
-        image_shape: (C, H, W) of one image.
+        input_shape: (C, H, W) of an image.
         hidden: widths of the hidden layers.
-        num_classes: width of the last layer.
+        output_size: width of the last layer.
         dropout: probability that an input of a hidden layer is dropped; 0 adds no such layer.
     """
-    shape = output_shape(features, image_shape)
+    shape = output_shape(features, input_shape)
     head: list[nn.Module] = [nn.Flatten()]
     width = math.prod(shape)
     for hidden_width in hidden:
@@ -59,7 +59,7 @@ def with_fc_head(
             head.append(nn.Dropout(dropout))
         head += [nn.Linear(width, hidden_width), nn.ReLU()]
         width = hidden_width
-    head.append(nn.Linear(width, num_classes))
+    head.append(nn.Linear(width, output_size))
     return ConvNet(features, nn.Sequential(*head), shape)
 
 
@@ -76,20 +76,25 @@ def initialise_for_relu(module: nn.Module) -> None:
                 nn.init.zeros_(layer.bias)
 
 
-def output_shape(features: nn.Sequential, image_shape: Sequence[int]) -> tuple[int, int, int]:
-    """(C, H, W) of the output for one image, found without computing it."""
-    image = torch.empty(1, *image_shape, device="meta")
+def output_shape(features: nn.Sequential, input_shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return (C, H, W) of the output for one image, without computing it."""
+    image = torch.empty(1, *input_shape, device="meta")
     _, channels, height, width = copy.deepcopy(features).to("meta")(image).shape
     return channels, height, width
 
 
-def require_size(model: str, image_shape: Sequence[int], smallest: int) -> None:
-    """Refuse images that the pooling layers would shrink to nothing.
+def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
+    """Refuse inputs that are no images, or that the pooling layers would shrink to nothing.
 
     Raises:
-        ValueError: height or width is below `smallest` pixels.
+        ValueError: not three dimensions, or height or width is below `smallest` pixels.
     """
-    _, height, width = image_shape
+    if len(input_shape) != 3:
+        raise ValueError(
+            f"model={model}: inputs of shape {list(input_shape)} are not images; it needs "
+            "[channels, height, width]"
+        )
+    _, height, width = input_shape
     if min(height, width) < smallest:
         raise ValueError(
             f"model={model}: images of {height}x{width} px are too small, it needs at least "
@@ -98,7 +103,7 @@ def require_size(model: str, image_shape: Sequence[int], smallest: int) -> None:
 
 
 def require_width(key: str, value: object) -> None:
-    """Refuse what cannot be the width of a layer.
+    """Refuse a value that cannot be the width of a layer.
 
     Raises:
         ValueError: not an integer of at least 1.
@@ -108,7 +113,7 @@ def require_width(key: str, value: object) -> None:
 
 
 def require_dropout(dropout: object) -> None:
-    """Refuse what is not a dropout probability.
+    """Refuse a value that is not a dropout probability.
 
     Raises:
         ValueError: not a number in [0, 1).

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-IMAGENET = {"image_shape": (3, 224, 224), "num_classes": 1000}
+IMAGENET = {"input_shape": (3, 224, 224), "output_size": 1000}
 
 
 def parameters_of(make_model: Callable[..., nn.Module]) -> tuple[int, int]:
-    """Of a model for ImageNet: all parameters, and those of fully connected layers (nn.Linear).
+    """Count a model's parameters for ImageNet: all, and those in nn.Linear layers.
 
     Args:
-        make_model: called with image_shape and num_classes. Nothing is allocated.
+        make_model: called with input_shape and output_size. Nothing is allocated.
     """
     with torch.device("meta"):
         model = make_model(**IMAGENET)

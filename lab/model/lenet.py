@@ -11,21 +11,21 @@ from lab.model.convnet import ConvNet, require_size, with_fc_head
 SMALLEST_PX = 16
 
 
-def lenet(*, image_shape: Sequence[int], num_classes: int) -> ConvNet:
+def lenet(*, input_shape: Sequence[int], output_size: int) -> ConvNet:
     """The 20-50-500 net of Caffe's MNIST example, after LeNet-5 (LeCun et al. 1998).
 
     Args:
-        image_shape: (C, H, W) of one image.
-        num_classes: width of the last layer.
+        input_shape: (C, H, W) of an image.
+        output_size: width of the last layer.
 
     Raises:
         ValueError: images smaller than 16 px.
     """
-    require_size("lenet", image_shape, SMALLEST_PX)
+    require_size("lenet", input_shape, SMALLEST_PX)
     features = nn.Sequential(
-        nn.Conv2d(image_shape[0], 20, 5),
+        nn.Conv2d(input_shape[0], 20, 5),
         nn.MaxPool2d(2),
         nn.Conv2d(20, 50, 5),
         nn.MaxPool2d(2),
     )
-    return with_fc_head(features, image_shape, [500], num_classes)
+    return with_fc_head(features, input_shape, [500], output_size)

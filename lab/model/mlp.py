@@ -9,14 +9,14 @@ from torch import nn
 
 
 def mlp(
-    *, image_shape: Sequence[int], num_classes: int, hidden: Sequence[int] = (512, 256)
+    *, input_shape: Sequence[int], output_size: int, hidden: Sequence[int] = (512, 256)
 ) -> nn.Sequential:
-    """FC layers with ReLU between them: images [batch, C, H, W] -> logits [batch, num_classes].
+    """Return FC layers with ReLU between them: [batch, *input_shape] -> [batch, output_size].
 
     Args:
-        image_shape: (C, H, W) of one image.
-        num_classes: width of the last layer.
-        hidden: widths of the hidden layers; none makes a linear classifier.
+        input_shape: of one input; flattened.
+        output_size: width of the last layer.
+        hidden: widths of the hidden layers; none makes a linear model.
 
     Raises:
         ValueError: `hidden` is not a list of integers of at least 1.
@@ -25,8 +25,8 @@ def mlp(
     if not listed or not all(isinstance(width, int) and width >= 1 for width in hidden):
         raise ValueError(f"model.hidden={hidden}: must be a list of integers of at least 1")
     layers: list[nn.Module] = [nn.Flatten()]
-    width = math.prod(image_shape)
+    width = math.prod(input_shape)
     for hidden_width in hidden:
         layers += [nn.Linear(width, hidden_width), nn.ReLU()]
         width = hidden_width
-    return nn.Sequential(*layers, nn.Linear(width, num_classes))
+    return nn.Sequential(*layers, nn.Linear(width, output_size))

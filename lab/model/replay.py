@@ -60,16 +60,16 @@ class Pace:
 
 
 class Replay(nn.Module):
-    """Layers that wait: images [batch, C, H, W] -> logits [batch, num_classes], all zeros.
+    """Layers that wait: [batch, *input_shape] -> [batch, output_size], all zeros.
 
     In training, each layer's forward and backward take the profile's time for the batch that comes,
     and a layer's gradients appear when its backward ends, before that of the layer below begins. In
     evaluation nothing waits.
 
     Args:
-        image_shape: of no consequence.
-        num_classes: width of the logits.
-        profile: what a file of conf/profile holds.
+        input_shape: not used.
+        output_size: width of the outputs.
+        profile: the content of a file of conf/profile holds.
         bytes_scale: gradients are so many times as large as the profile says.
         time_scale: layers take so many times as long.
         pace: how they wait.
@@ -81,8 +81,8 @@ class Replay(nn.Module):
     def __init__(
         self,
         *,
-        image_shape: Sequence[int],
-        num_classes: int,
+        input_shape: Sequence[int],
+        output_size: int,
         profile: Mapping[str, Any],
         bytes_scale: float = 1.0,
         time_scale: float = 1.0,
@@ -96,20 +96,22 @@ class Replay(nn.Module):
         if not scaled.gradient_bytes:
             raise ValueError(f"model.bytes_scale={bytes_scale}: leaves no layer a single value")
         self.bytes_scale = scaled.bytes_scale
-        self.num_classes = num_classes
+        self.output_size = output_size
         self.pace = pace or Pace()
         named = ((each.name, ReplayedLayer(each, scaled, self.pace)) for each in scaled.layers)
         self.layers = nn.Sequential(OrderedDict(named))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, num_classes] of images [batch, C, H, W]."""
-        logits = images.new_zeros(len(images), self.num_classes)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs [batch, ...] to zeros float32 [batch, output_size]."""
+        outputs = torch.zeros(len(inputs), self.output_size, device=inputs.device)
         if not self.training:
-            return logits
-        if images.is_cuda:  # the host waits, so it must not run ahead of exchange and update
-            torch.cuda.current_stream(images.device).synchronize()
+            return outputs
+        if inputs.is_cuda:  # the host waits, so it must not run ahead of exchange and update
+            torch.cuda.current_stream(inputs.device).synchronize()
         self.pace.restart()
-        return self.layers(logits.requires_grad_())  # layers without parameters too have a backward
+        return self.layers(
+            outputs.requires_grad_()
+        )  # layers without parameters too have a backward
 
 
 class ReplayedLayer(nn.Module):
@@ -122,22 +124,22 @@ class ReplayedLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(0.01 * torch.randn(shape)))
 
     def forward(self, activations: Tensor) -> Tensor:
-        """The activations [batch, num_classes] as they are, after the layer's time."""
+        """The activations [batch, output_size] as they are, after the layer's time."""
         return _Wait.apply(activations, self, *self.parameters())  # type: ignore[return-value]
 
     def forward_s(self, batch: int) -> float:
-        """Seconds that `batch` images take forward."""
+        """Return the seconds that `batch` samples take forward."""
         return self.profile.forward_s(self.layer, batch)
 
     def backward_s(self, batch: int) -> float:
-        """Seconds that `batch` images take backward."""
+        """Return the seconds that `batch` samples take backward."""
         return self.profile.backward_s(self.layer, batch)
 
 
 class _Wait(torch.autograd.Function):
     """Activations pass through it, gradients of activations too.
 
-    A parameter's gradient is its value times one number, that of the first class, so it differs
+    A parameter's gradient is its value times one number, that of the first output, so it differs
     between ranks, takes no memory but its own, and is as the loss's factors (1/N, 1/micro-batches,
     loss scale) want it. Autograd runs the nodes that accumulate gradients before all others that
     are ready, so a layer's hooks run before the backward of the layer below.

@@ -28,7 +28,7 @@ from lab.settings.overrides import config_dir_of, parse_overrides, quoted
 
 GROUPS = (
     *("strategy", "exchange", "sync", "transform"),
-    *("model", "profile", "data", "optim", "comm", "recorder", "cluster"),
+    *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster"),
 )
 
 
@@ -61,6 +61,7 @@ class Settings:
     exchange: dict[str, Any] = setting({}, "what moves, and along which path (a group)")
     sync: dict[str, Any] = setting({}, "when gradients or weights are exchanged (a group)")
     transform: dict[str, Any] = setting({}, "which model is made of the model (a group)")
+    task: dict[str, Any] = setting({}, "loss, metrics, and what targets must be (a group)")
     model: dict[str, Any] = setting({}, "what is trained (a group)")
     profile: dict[str, Any] = setting({}, "what the layers of model=replay cost (a group)")
     data: dict[str, Any] = setting({}, "on what (a group)")
@@ -74,7 +75,7 @@ class Settings:
         None, "bucket size in MB; null: one bucket, 0: one per layer", at_least=0
     )
     batch_size: int = setting(
-        128, "images per step: global (strong) or per rank (weak)", at_least=1
+        128, "samples per step: global (strong) or per rank (weak)", at_least=1
     )
     scaling: str = setting("strong", "what batch_size fixes", ("strong", "weak"))
     steps: int | None = setting(None, "optimizer steps (instead of epochs)", at_least=1)

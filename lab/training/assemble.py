@@ -1,8 +1,7 @@
-"""The composition root: settings become data, model, exchange and trainer."""
+"""The composition root: settings become data, task, model, exchange and trainer."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,11 +18,11 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, Settings, build
 from lab.sync.base import Sync, SyncParts
+from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
-from lab.training.trainer import Progress, Trainer
-
-DEFAULT_EPOCHS = 30
+from lab.training.progress import Progress, total_steps
+from lab.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def join(config: DictConfig) -> World:
 
 
 def global_batch_size(config: DictConfig, world_size: int) -> int:
-    """Images of one optimizer step over all ranks."""
+    """Return the samples of one optimizer step over all ranks."""
     return config.batch_size * (world_size if config.scaling == "weak" else 1)
 
 
@@ -73,10 +72,14 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
     seed = config.seed + config.repeat
     torch.manual_seed(seed)
     data: Data = build(config.data, seed=seed, device=world.device)
-    model, sizes = _build_model(config, data, world)
+    task: Task = build(config.task)
+    shapes = _output_shapes(task, data)
+    model, sizes = _build_model(config, data, shapes[0][-1], world)
+    _check_outputs(task, model, data, shapes, world.device)
     batch_size = global_batch_size(config, world.size)
-    total = total_steps(config, data.num_train, batch_size)
-    optim = build(config.optim, batch_size=batch_size, total_steps=total)
+    settings = cast(Settings, config)
+    progress = Progress(total_steps(settings, data.num_train, batch_size))
+    optim = build(config.optim, batch_size=batch_size)
     exchange: Exchange = build(config.exchange)
     asynchronous = exchange.asynchronous(world.comm)
     worker = make_worker(config.overlap, world.device, world.comm.backend, asynchronous)
@@ -94,7 +97,7 @@ def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
     )
     sync: Sync = build(config.sync, parts)
     _require_like_gpus(world, exchange, sync)
-    trainer = Trainer(cast(Settings, config), world, watch, data, model, sync, optim, batch_size)
+    trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, sizes)
 
@@ -108,10 +111,42 @@ def count(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _build_model(config: DictConfig, data: Data, world: World) -> tuple[nn.Module, dict[str, Any]]:
-    model: nn.Module = build(
-        config.model, image_shape=data.image_shape, num_classes=data.num_classes
-    )
+def _output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
+    """Shapes that outputs must have for a training and for a test sample."""
+    try:
+        return [task.output_shape(targets, data.num_classes) for targets in data.targets()]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_outputs(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    shapes: list[tuple[int, ...]],
+    device: torch.device,
+) -> None:
+    """Refuse, before the first step, a model whose outputs are not what the task needs."""
+    inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=device)
+    with torch.no_grad():
+        outputs = model.eval()(inputs)
+    model.train()
+    try:
+        for shape in shapes:
+            task.check_outputs(outputs, shape)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _build_model(
+    config: DictConfig, data: Data, output_size: int, world: World
+) -> tuple[nn.Module, dict[str, Any]]:
+    if config.channels_last and len(data.input_shape) != 3:
+        raise ConfigError(
+            f"channels_last=true: inputs of shape {list(data.input_shape)} are not images "
+            "[channels, height, width]; leave it false"
+        )
+    model: nn.Module = build(config.model, input_shape=data.input_shape, output_size=output_size)
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)
@@ -134,18 +169,3 @@ def _require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
                 replicas.require_like_gpus(type(part).__name__, world)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-
-
-def total_steps(
-    config: DictConfig, num_train: int, batch_size: int, done: Progress | None = None
-) -> int:
-    """Optimizer steps of the whole run.
-
-    Args:
-        done: what a checkpoint has behind it, maybe in batches of another size.
-    """
-    if config.steps is not None:
-        return config.steps
-    epochs = DEFAULT_EPOCHS if config.epochs is None else config.epochs
-    step, samples = (done.step, done.samples) if done else (0, 0)
-    return step + max(0 if done else 1, math.ceil((epochs * num_train - samples) / batch_size))

@@ -1,4 +1,4 @@
-"""Losses of steps, read a step late, and what to say of one that is not finite."""
+"""Losses of steps, read a step late, and the error of one that is not finite."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Losses:
-    """A step's loss, on its way to the host while the next step is queued: no host waits for it.
+    """Copies each step's loss to the host while the next step is queued: no host waits for it.
 
-    One that an exchange found not finite is NaN here, so that there is one thing to look at.
+    The loss is NaN where an exchange found gradients that are not finite: one check covers both.
 
     Attributes:
         read: the losses that have been read, of one step after the other.
@@ -27,7 +27,7 @@ class Losses:
 
         Args:
             loss: float32 [], overwritten.
-            finite: bool [], what exchanges found, if they looked.
+            finite: bool [], whether gradients were finite; None where an exchange did not look.
         """
         self.read_last()
         for found in finite:
@@ -39,7 +39,7 @@ class Losses:
         self._coming = copy, ready
 
     def read_last(self) -> float | None:
-        """The loss appended last, once the device has come so far; None if it has been read."""
+        """Return the loss appended last, once the device has computed it; None if it was read."""
         if self._coming is None:
             return None
         (copy, ready), self._coming = self._coming, None
@@ -50,9 +50,9 @@ class Losses:
 
 
 def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointError:
-    """The error of a step, counted from 0, that names the first of `tensors` that is not finite.
+    """Return the error of a step, counted from 0; it names the first tensor that is not finite.
 
-    Where all are, what was first is past telling.
+    Where none is finite, nobody can tell which was the first.
     """
     everything = list(tensors)
     bad = [name for name, tensor in everything if not tensor.isfinite().all()]

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 SCHEDULES = ("constant", "cosine")
 
@@ -22,7 +22,6 @@ class Optim:
         linear_scaling: multiply the rate by batch_size / base_batch_size (section 2.1).
         base_batch_size: the global batch for which `lr` was chosen.
         batch_size: global batch of this run.
-        total_steps: of this run.
 
     Raises:
         ValueError: an argument out of range.
@@ -40,7 +39,6 @@ class Optim:
         linear_scaling: bool,
         base_batch_size: int,
         batch_size: int,
-        total_steps: int,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule={schedule}: allowed are {', '.join(SCHEDULES)}")
@@ -68,10 +66,9 @@ class Optim:
         self.nesterov = nesterov
         self.schedule = schedule
         self.warmup_steps = warmup_steps
-        self.total_steps = total_steps
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of `model`: one fused pass over all parameters."""
+        """Return the optimizer of `model`: one fused pass over all parameters."""
         return torch.optim.SGD(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=self.peak_lr,
@@ -81,21 +78,21 @@ class Optim:
             fused=True,
         )
 
-    def prepare(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Set what `step` uses. After a resume too it is this run's settings that count."""
+    def prepare(self, optimizer: torch.optim.Optimizer, step: int, total_steps: int) -> None:
+        """Set the hyperparameters of `step`. After a resume too this run's settings count."""
         for group in optimizer.param_groups:
-            group["lr"] = self.lr_at(step)
+            group["lr"] = self.lr_at(step, total_steps)
             group["momentum"] = self.momentum
             group["weight_decay"] = self.weight_decay
             group["nesterov"] = self.nesterov
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0."""
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """Return the learning rate of step `step` of `total_steps`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.peak_lr
-        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
         return self.peak_lr * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -110,6 +107,17 @@ def clip_gradients(model: nn.Module, max_norm: float) -> None:
         norm = nn.utils.get_total_norm(gradients)
         norm.masked_fill_(norm.isnan(), torch.inf)
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+
+
+def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
+    """Tell whether all gradients are finite. The host waits: it must know if there is an update.
+
+    Args:
+        exchanged: bool [], what the exchange found; None if it did not look.
+    """
+    norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
+    finite = torch.stack(norms).isfinite().all()
+    return bool(finite if exchanged is None else finite & exchanged)
 
 
 class LossScale:

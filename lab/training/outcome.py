@@ -29,6 +29,7 @@ from lab.measure.statistics import (
 )
 from lab.record.run_directory import RunDirectory
 from lab.record.trace import TIMELINE, write_trace
+from lab.task.metrics import metrics_of, shown
 from lab.training.trainer import Trainer
 
 # A record has every key of the contract, whatever became of the run.
@@ -166,8 +167,7 @@ def _on_one_clock(texts: list[str]) -> Iterator[Span]:
 def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:
     if trainer.progress.step < trainer.total_steps:
         return {"status": "interrupted", "error": f"stopped by {stop_signal}"}
-    last = trainer.progress.evaluations[-1]
-    final = {"loss": last["loss"], "accuracy": last["accuracy"]}
+    final = metrics_of(trainer.progress.evaluations[-1])
     return {"status": "done", "error": None, "final": final}
 
 
@@ -217,8 +217,9 @@ def summary(record: dict[str, Any], path: Path) -> str:
         f"{record['status']}: strategy={record['strategy']} on {ranks} ({record['backend']}, "
         f"{record['device']}), {record['num_steps']} steps of {record['batch_size']} images"
     ]
-    if record["final"]["accuracy"] is not None:
-        lines.append(f"test accuracy   {100 * record['final']['accuracy']:.2f} %")
+    for name, value in record["final"].items():
+        if name != "loss" and value is not None:
+            lines.append(f"{f'test {name}':<15} {shown(name, value)}")
     if record["step_s"]:
         step, mad = 1000 * record["step_s"]["median"], 1000 * record["step_s"]["mad"]
         lines.append(

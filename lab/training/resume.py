@@ -1,26 +1,88 @@
-"""What a run takes over from a checkpoint, and when it must not."""
+"""A trainer's state in a checkpoint: how it is collected, and how another run takes it over."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lab.distributed.replicas import broadcast_buffers
 from lab.settings.config import Settings
+from lab.training.losses import overflow
+from lab.training.progress import Progress, total_steps
+from lab.training.trainer import Trainer
+
+State = dict[str, Any]
 
 
-def check_fit(config: Settings, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
+def state_of(trainer: Trainer) -> tuple[State, State]:
+    """Collect a checkpoint's content: the part that all ranks share, and this rank's part.
+
+    Raises:
+        FloatingPointError: weights or gradients in it are not finite.
+    """
+    trainer.pause()
+    model, sync, device = trainer.model, trainer.sync, trainer.world.device
+    broadcast_buffers(model, trainer.world)
+    sync_state = sync.state_dict()
+    _refuse_spoiled(trainer, sync_state)
+    replica = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    shared = {
+        "sync": sync_state,
+        "progress": asdict(trainer.progress) | {"seconds": trainer.training_seconds()},
+        "loss_scale": trainer.loss_scale and trainer.loss_scale.state_dict(),
+        "channels_last": trainer.config.channels_last,
+        "exchange": OmegaConf.to_container(trainer.config.exchange),
+    }
+    by_rank = {"exchange": sync.exchange.state_dict(), "rng": torch.get_rng_state()}
+    if device.type == "cuda":
+        by_rank["cuda_rng"] = torch.cuda.get_rng_state(device)
+    (by_rank if sync.own_replicas else shared).update(replica)
+    return shared, by_rank
+
+
+def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
+    """Continue from what `state_of` returned on each rank of as many, or of other, ranks.
+
+    Args:
+        shared: the part that all ranks share.
+        ranks: the part of each rank that wrote the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is of another model or strategy.
+    """
+    check_fit(trainer.config, shared, ranks)
+    rank = trainer.world.rank if trainer.sync.own_replicas else None
+    replica = replica_of(rank, trainer.world.size, shared, ranks)
+    try:
+        trainer.model.load_state_dict(replica["model"])
+        trainer.optimizer.load_state_dict(replica["optimizer"])
+    except (RuntimeError, ValueError):
+        raise ValueError(
+            f"resume={trainer.config.resume}: the checkpoint is of another model; use the same "
+            "model, transform and data"
+        ) from None
+    trainer.progress = _progress(trainer, shared["progress"])
+    trainer.first_step = trainer.progress.step
+    if trainer.loss_scale and shared["loss_scale"]:
+        trainer.loss_scale.load_state_dict(shared["loss_scale"])
+    trainer.sync.load_state_dict(_to(shared["sync"], trainer.world.device))
+    _restore_rank(trainer, ranks)
+
+
+def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
     """Refuse a checkpoint whose tensors would mean something else in a run with these settings.
 
     Momentum and residuals lie in memory order; residuals belong to the exchange that left them.
 
     Args:
-        shared, owns: see Trainer.load_state.
+        shared, ranks: see `restore`.
 
     Raises:
-        ValueError: it is such a one.
+        ValueError: its memory layout, or its exchange, is another.
     """
     if shared["channels_last"] != config.channels_last:
         raise ValueError(
@@ -28,27 +90,58 @@ def check_fit(config: Settings, shared: dict[str, Any], owns: list[dict[str, Any
             f"channels_last={shared['channels_last']}; set the same"
         )
     then, now = shared["exchange"], OmegaConf.to_container(config.exchange)
-    if owns[0]["exchange"] and then != now:
+    if ranks[0]["exchange"] and then != now:
         raise ValueError(f"exchange={now}: the checkpoint holds residuals of exchange={then}")
 
 
-def replica_of(
-    rank: int | None, size: int, shared: dict[str, Any], owns: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Weights and momentum to go on with.
+def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -> State:
+    """Choose the weights and momentum to go on with.
 
     Where ranks had their own and this run cannot give each its own back (their number is another,
     or all must have the same), that is the mean over all of them.
 
     Args:
         rank: of `size` ranks that may each have its own; None: all have the same.
-        shared, owns: see Trainer.load_state.
+        shared, ranks: see `restore`.
     """
     if "model" in shared:
         return shared
-    if rank is not None and size == len(owns):
-        return owns[rank]
-    return mean_state([{key: own[key] for key in ("model", "optimizer")} for own in owns])
+    if rank is not None and size == len(ranks):
+        return ranks[rank]
+    return mean_state([{key: state[key] for key in ("model", "optimizer")} for state in ranks])
+
+
+def _progress(trainer: Trainer, saved: State) -> Progress:
+    """Return the saved progress, with the last step that this run's settings ask for."""
+    num_train, batch_size = trainer.data.num_train, trainer.batch_size
+    total = total_steps(trainer.config, num_train, batch_size, saved["step"], saved["samples"])
+    return Progress(**{**saved, "total_steps": total})
+
+
+def _restore_rank(trainer: Trainer, ranks: list[State]) -> None:
+    world, exchange = trainer.world, trainer.sync.exchange
+    states = [state["exchange"] for state in ranks]
+    if world.size == len(ranks):
+        torch.set_rng_state(ranks[world.rank]["rng"])
+        if "cuda_rng" in ranks[world.rank] and world.device.type == "cuda":
+            torch.cuda.set_rng_state(ranks[world.rank]["cuda_rng"], world.device)
+        state = states[world.rank]
+    else:
+        state = exchange.redistribute(states, world.rank, world.size) if states[0] else {}
+    if state:
+        exchange.load_state_dict(_to(state, world.device))
+
+
+def _refuse_spoiled(trainer: Trainer, sync_state: dict[str, dict[str, Tensor]]) -> None:
+    """Raise if weights or tensors of the sync are not finite, though no loss has shown it."""
+    kept = (pair for tensors in sync_state.values() for pair in tensors.items())
+    tensors = [*trainer.model.named_parameters(), *kept]
+    if not all(tensor.isfinite().all() for _, tensor in tensors):
+        raise overflow(trainer.progress.step - 1, tensors)
+
+
+def _to(state: State, device: torch.device) -> State:
+    return {key: {n: v.to(device) for n, v in tensors.items()} for key, tensors in state.items()}
 
 
 def mean_state(states: list[Any]) -> Any:

@@ -20,8 +20,9 @@ from lab.record.run_directory import RunDirectory
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
 from lab.settings.names import run_name, variant
-from lab.training import checkpoint, outcome
-from lab.training.assemble import Assembly, assemble, global_batch_size, total_steps
+from lab.task.metrics import metrics_of
+from lab.training import checkpoint, outcome, resume
+from lab.training.assemble import Assembly, assemble, global_batch_size
 from lab.training.compiled import compiled_as
 
 RECORD_WAIT_S = 5.0  # what rank 0 has to record a failure before another rank does it
@@ -104,7 +105,7 @@ class Run:
 
     def save(self, parts: Assembly) -> None:
         """Write a checkpoint; called by all ranks after the same step."""
-        shared, own = parts.trainer.state()
+        shared, own = resume.state_of(parts.trainer)
         step = parts.trainer.progress.step
         outcome.write_steps(parts.trainer, self.directory)  # rows of a step are written over
         checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
@@ -123,15 +124,14 @@ class Run:
             return
         path = Path(chosen)
         try:
-            parts.trainer.load_state(*checkpoint.load(path))
+            resume.restore(parts.trainer, *checkpoint.load(path))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         trainer = parts.trainer
-        done, images = trainer.progress, trainer.data.num_train
-        trainer.optim.total_steps = total_steps(self.config, images, trainer.batch_size, done)
-        if done.step > trainer.total_steps:
+        step = trainer.progress.step
+        if step > trainer.total_steps:
             raise ConfigError(
-                f"resume={path}: is at step {done.step}, this run ends at {trainer.total_steps}"
+                f"resume={path}: is at step {step}, this run ends at {trainer.total_steps}"
             )
 
     def _checkpoint(self) -> Path | None:
@@ -166,9 +166,11 @@ class Run:
                 self._note(bar, trainer.evaluate())
 
     def _note(self, bar: tqdm[Any], result: dict[str, float]) -> None:
-        bar.set_postfix({key: f"{result[key]:.4g}" for key in ("loss", "accuracy")})
+        metrics = metrics_of(result)
+        bar.set_postfix({name: f"{value:.4g}" for name, value in metrics.items()})
         if self.recorder and self.world.rank == 0:
-            values = {f"test/{key}": result[key] for key in ("loss", "accuracy", "seconds")}
+            values = metrics | {"seconds": result["seconds"]}
+            values = {f"test/{name}": value for name, value in values.items()}
             self.recorder.log(int(result["step"]), values)
 
     def _open_records(self, first_step: int) -> None:

@@ -6,11 +6,9 @@ import math
 from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lab.data import Data
@@ -22,22 +20,12 @@ from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.settings.config import Settings
 from lab.sync.base import Sync
+from lab.task.base import Task
 from lab.training.losses import Losses, overflow
-from lab.training.optim import LossScale, Optim, clip_gradients
-from lab.training.resume import check_fit, replica_of
+from lab.training.optim import LossScale, Optim, clip_gradients, gradients_finite
+from lab.training.progress import Progress
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class Progress:
-    """How far training has come; part of every checkpoint."""
-
-    step: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    num_skipped_steps: int = 0
-    evaluations: list[dict[str, float]] = field(default_factory=list)
 
 
 class Trainer:
@@ -45,10 +33,12 @@ class Trainer:
 
     Args:
         watch: says when to stop.
+        task: says how good the model's outputs are.
         model: on the device, transformed, equal on all ranks.
         sync: exchanges its gradients, or its weights once in a while.
         optim: updates it.
         batch_size: global.
+        progress: where to begin, and where to end.
     """
 
     def __init__(
@@ -57,20 +47,20 @@ class Trainer:
         world: World,
         watch: Watch,
         data: Data,
+        task: Task,
         model: nn.Module,
         sync: Sync,
         optim: Optim,
         batch_size: int,
+        progress: Progress,
     ) -> None:
         self.config, self.world, self.watch, self.data = config, world, watch, data
-        self.model, self.sync, self.optim = model, sync, optim
-        self.batch_size = batch_size
+        self.task, self.model, self.sync, self.optim = task, model, sync, optim
+        self.batch_size, self.progress = batch_size, progress
         self.optimizer = optim.optimizer(model)
-        self.criterion = nn.CrossEntropyLoss()
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
         sync.clock = self.clock
-        self.progress = Progress()
         self.memory = Memory(world.device)
         self.first_step = 0  # of this start of the run
         self.losses = Losses()
@@ -99,123 +89,59 @@ class Trainer:
                 self.progress.step += 1
                 self.progress.samples += self.batch_size
                 yield self.progress.step
-            self._pause()
+            self.pause()
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss and accuracy over the test images of all ranks.
+        """Return the task's metrics over the test samples of all ranks; `progress` notes them too.
 
         Raises:
             FloatingPointError: the loss is not finite: training has diverged.
         """
-        self._pause()
+        self.pause()
         broadcast_buffers(self.model, self.world)
         self.model.eval()
-        totals = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(self.task.num_sums, dtype=torch.float64, device=self.world.device)
         per_rank = max(1, self.batch_size // self.world.size)
         with torch.no_grad():
-            batches = self.data.test_batches(self.world.rank, self.world.size, per_rank)
-            for images, labels in batches:
+            for batch in self.data.test_batches(self.world.rank, self.world.size, per_rank):
+                inputs, targets = batch
                 with self._autocast():
-                    outputs = self.model(self._layout(images))
-                loss = nn.functional.cross_entropy(outputs.float(), labels, reduction="sum")
-                correct = (outputs.argmax(dim=1) == labels).sum()
-                totals += torch.tensor([float(loss), float(correct), len(labels)])
+                    outputs = self.model(self._layout(inputs))
+                sums += self.task.sums(outputs, targets)
         self.model.train()
-        loss, correct, count = self.world.gather(totals).sum(dim=0).tolist()
-        if not math.isfinite(loss):
+        metrics = self.task.metrics(self.world.gather(sums).sum(dim=0))
+        if not math.isfinite(metrics["loss"]):
             raise self._overflow()
-        result = {"step": self.progress.step, "seconds": self.training_seconds()}
-        result |= {"loss": loss / count, "accuracy": correct / count}
-        self.progress.evaluations.append(result)
-        return result
+        when = {"step": self.progress.step, "seconds": self.training_seconds()}
+        self.progress.evaluations.append(when | metrics)
+        return self.progress.evaluations[-1]
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run, those before a resume included."""
-        return self.optim.total_steps
+        return self.progress.total_steps
 
     def evaluated(self) -> bool:
-        """Whether the weights as they are have been evaluated."""
+        """Tell whether the present weights have been evaluated."""
         evaluations = self.progress.evaluations
         return bool(evaluations) and evaluations[-1]["step"] == self.progress.step
 
     def training_seconds(self) -> float:
-        """Seconds spent in steps so far, those before a resume included."""
+        """Return the seconds spent in steps so far, those before a resume included."""
         return self.progress.seconds + self.clock.total_seconds()
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds: the part that all ranks share, and this rank's own.
-
-        Raises:
-            FloatingPointError: weights or gradients in it are not finite.
-        """
-        self._pause()
-        broadcast_buffers(self.model, self.world)
-        of_sync = self.sync.state_dict()
-        self._refuse_spoiled(of_sync)
-        replica = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        shared = {
-            "sync": of_sync,
-            "progress": asdict(self.progress) | {"seconds": self.training_seconds()},
-            "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
-            "channels_last": self.config.channels_last,
-            "exchange": OmegaConf.to_container(self.config.exchange),
-        }
-        own = {"exchange": self.sync.exchange.state_dict(), "rng": torch.get_rng_state()}
-        if self.world.device.type == "cuda":
-            own["cuda_rng"] = torch.cuda.get_rng_state(self.world.device)
-        (own if self.sync.own_replicas else shared).update(replica)
-        return shared, own
-
-    def load_state(self, shared: dict[str, Any], owns: list[dict[str, Any]]) -> None:
-        """Continue from what `state` returned on each rank of as many, or of other, ranks.
-
-        Raises:
-            ValueError: the checkpoint is of another model or strategy.
-        """
-        check_fit(self.config, shared, owns)
-        mine = self.world.rank if self.sync.own_replicas else None
-        replica = replica_of(mine, self.world.size, shared, owns)
-        try:
-            self.model.load_state_dict(replica["model"])
-            self.optimizer.load_state_dict(replica["optimizer"])
-        except (RuntimeError, ValueError):
-            raise ValueError(
-                f"resume={self.config.resume}: the checkpoint is of another model; use the same "
-                "model, transform and data"
-            ) from None
-        self.progress = Progress(**shared["progress"])
-        self.first_step = self.progress.step
-        if self.loss_scale and shared["loss_scale"]:
-            self.loss_scale.load_state_dict(shared["loss_scale"])
-        self.sync.load_state_dict(_to(shared["sync"], self.world.device))
-        self._load_own(owns)
-
-    def _load_own(self, owns: list[dict[str, Any]]) -> None:
-        rank, size, exchange = self.world.rank, self.world.size, self.sync.exchange
-        states = [own["exchange"] for own in owns]
-        if size == len(owns):
-            torch.set_rng_state(owns[rank]["rng"])
-            if "cuda_rng" in owns[rank] and self.world.device.type == "cuda":
-                torch.cuda.set_rng_state(owns[rank]["cuda_rng"], self.world.device)
-            state = states[rank]
-        else:
-            state = exchange.redistribute(states, rank, size) if states[0] else {}
-        if state:
-            exchange.load_state_dict(_to(state, self.world.device))
 
     def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         clock, sync, parts = self.clock, self.sync, self.config.accumulate
         with clock.phase("data"):
-            images, labels = next(batches)
-            micro_batches = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+            inputs, targets = next(batches)
+            micro_batches = list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
         before = self._exchange_state()
         sync.loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         total = torch.zeros((), device=self.world.device)
-        for number, (images, labels) in enumerate(micro_batches, start=1):
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
             with sync.micro_batch(last=number == parts):
                 with clock.phase("forward"), self._autocast():
-                    loss = self.criterion(sync.module(self._layout(images)), labels) / parts
+                    loss = self.task.loss(sync.module(self._layout(inputs)), targets) / parts
                 with clock.phase("backward"):  # overlapped exchanges start in here
                     (loss * sync.loss_factor).backward()
             total += loss.detach()
@@ -230,7 +156,7 @@ class Trainer:
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
-            good = self._gradients_finite(finite)
+            good = gradients_finite(self.model, finite)
             self.loss_scale.update(good)
             if not good:
                 self.sync.exchange.load_state_dict(exchange_before)
@@ -239,12 +165,12 @@ class Trainer:
                 return
         if self.config.clip_grad_norm is not None:
             clip_gradients(self.model, self.config.clip_grad_norm)
-        self.optim.prepare(self.optimizer, self.progress.step)
+        self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def _exchange_state(self) -> dict[str, Any]:
-        """What the exchange knows before the step, where the step may yet have to be undone."""
+        """Copy the exchange's state before a step that may have to be undone."""
         if not self.loss_scale:
             return {}
         state = self.sync.exchange.state_dict()
@@ -254,8 +180,12 @@ class Trainer:
         traffic = self.sync.comm.traffic
         return traffic.payload_bytes, traffic.num_messages
 
-    def _pause(self) -> None:
-        """Before anything but a step: wait for what is under way, and look at the last step."""
+    def pause(self) -> None:
+        """Wait for exchanges under way, and check the last step; before anything but a step.
+
+        Raises:
+            FloatingPointError: the last step was not finite.
+        """
         self.clock.pause()
         self.memory.pause()
         self._check_last_step()
@@ -268,19 +198,6 @@ class Trainer:
 
     def _overflow(self) -> FloatingPointError:
         return overflow(self.progress.step - 1, self.model.named_parameters())
-
-    def _refuse_spoiled(self, of_sync: dict[str, dict[str, Tensor]]) -> None:
-        """Raise if weights or what the sync keeps are not finite, though no loss has shown it."""
-        kept = (pair for tensors in of_sync.values() for pair in tensors.items())
-        tensors = [*self.model.named_parameters(), *kept]
-        if not all(tensor.isfinite().all() for _, tensor in tensors):
-            raise overflow(self.progress.step - 1, tensors)
-
-    def _gradients_finite(self, found: Tensor | None) -> bool:
-        """Whether the step counts. The host must know at once, as only then is there an update."""
-        norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        finite = torch.stack(norms).isfinite().all()
-        return bool(finite if found is None else finite & found)
 
     def _sampler(self) -> GlobalSampler:
         return GlobalSampler(
@@ -296,11 +213,7 @@ class Trainer:
         dtype = AUTOCAST.get(self.config.precision)
         return torch.autocast(self.world.device.type, dtype) if dtype else nullcontext()
 
-    def _layout(self, images: Tensor) -> Tensor:
+    def _layout(self, inputs: Tensor) -> Tensor:
         if self.config.channels_last:
-            return images.contiguous(memory_format=torch.channels_last)
-        return images
-
-
-def _to(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {key: {n: v.to(device) for n, v in tensors.items()} for key, tensors in state.items()}
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs

@@ -1,1 +1,1 @@
-"""Models made of models, before they are placed on a device."""
+"""Transforms: they rebuild a model before it is placed on a device."""

@@ -1,4 +1,4 @@
-"""FC layers as convolutions: another model with a small head, or the same model written anew."""
+"""Replaces FC layers by convolutions: a smaller head, or the same function rewritten."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODES = ("substitution", "equivalent")
 
 
 class Fc1x1:
-    """Exchange the FC head of a ConvNet for convolutions.
+    """Replaces the FC head of a ConvNet by convolutions.
 
     "substitution" makes another model: each FC layer becomes a 1x1 convolution at every position of
     the feature map, hidden ones with fewer channels, and global average pooling follows the last
@@ -40,7 +40,7 @@ class Fc1x1:
         self.width_divisor = width_divisor
 
     def __call__(self, model: nn.Module) -> ConvNet:
-        """A ConvNet with the features of `model` (shared, not copied) under another head.
+        """Return a ConvNet with the features of `model` (shared, not copied) under another head.
 
         Raises:
             ValueError: `model` has no FC head over convolution features.
@@ -82,7 +82,7 @@ def _rewrite(model: ConvNet) -> nn.Sequential:
 
 
 def _as_convolution(linear: nn.Linear, shape: tuple[int, int, int]) -> nn.Conv2d:
-    """The convolution that maps an input of `shape` (C, H, W) as `linear` maps it flattened."""
+    """Return the convolution that does to inputs (C, H, W) what `linear` does to them flattened."""
     channels, height, width = shape
     convolution = nn.Conv2d(channels, linear.out_features, (height, width))
     with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import nn
 from lab.distributed import world as worlds
 from lab.settings.config import load
 from lab.training.dry import assembled
+from lab.training.resume import state_of
 from lab.training.trainer import Trainer
 from tests.support.ranks import join, spawn
 
@@ -44,10 +45,10 @@ CASES: dict[str, tuple[tuple[str, ...], int, Then, str]] = {
         ("strategy=overlap",), 12, train_on, LATER.replace(f"first in {BAD}", "in all parameters")
     ),
     "evaluated": (("strategy=onebit",), 4, Trainer.evaluate, NAMED),
-    "saved": (("strategy=onebit",), 4, Trainer.state, NAMED),
-    "saved, no exchange looked": (("strategy=overlap",), 4, Trainer.state, NAMED),
+    "saved": (("strategy=onebit",), 4, state_of, NAMED),
+    "saved, no exchange looked": (("strategy=overlap",), 4, state_of, NAMED),
     "saved, not applied yet": (
-        ("strategy=cntk", "sync.double_buffer=true"), 4, Trainer.state, NAMED
+        ("strategy=cntk", "sync.double_buffer=true"), 4, state_of, NAMED
     ),
     "last step": (("strategy=onebit", "steps=4"), 12, train_on, NAMED),
 }  # fmt: skip

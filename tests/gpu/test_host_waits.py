@@ -19,7 +19,7 @@ from tests.support.ranks import join, spawn
 
 NUM_RANKS = min(2, torch.cuda.device_count()) if DEVICE == "cuda" else 2
 # Cases that may wait, and where they do.
-MAY_WAIT = {"precision=fp16": "_gradients_finite"} if DEVICE == "cuda" else {}
+MAY_WAIT = {"precision=fp16": "gradients_finite"} if DEVICE == "cuda" else {}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Does a faster step also learn faster?"""
+"""Convergence: training loss, and the task's metric on test samples, over steps and time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lab.analysis.records import Cell
 from lab.analysis.speedup import CEILING
 from lab.draw import style
 from lab.draw.looks import Look
+from lab.task.metrics import axis, metrics_of
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50
 AXES = {"step": "step", "seconds": "training time (s)"}
@@ -22,15 +23,14 @@ AXES = {"step": "step", "seconds": "training time (s)"}
 
 @dataclass(frozen=True)
 class Curves:
-    """How one run learned: columns `step`, `seconds` and `loss`, or `accuracy` in percent."""
+    """How one run learned: tables by what they show, with columns `step`, `seconds` and `value`."""
 
     cell: Cell
-    loss: pd.DataFrame
-    accuracy: pd.DataFrame
+    tables: dict[str, pd.DataFrame]
 
 
 def convergence(sheet: Sheet) -> Figure:
-    """Training loss and test accuracy against steps and seconds, one run per series.
+    """Draw training loss and a test metric against steps and seconds, one run per series.
 
     The point is the one with the most ranks, and of those the largest batch; the run is its
     lowest repeat. `none` has no line at several ranks: its replicas are not one model.
@@ -39,10 +39,11 @@ def convergence(sheet: Sheet) -> Figure:
         NothingToDraw: no run of such a point kept losses or evaluations.
     """
     runs = _representatives(sheet)
-    curves = [Curves(run, _losses(run), _accuracies(run)) for run in runs]
-    kinds = [
-        name for name in ("loss", "accuracy") if any(not getattr(one, name).empty for one in curves)
-    ]
+    metric = _metric(runs)
+    label, factor = axis(metric)
+    sources = {"training loss": _losses, label: lambda run: _evaluated(run, metric, factor)}
+    curves = [Curves(run, {kind: read(run) for kind, read in sources.items()}) for run in runs]
+    kinds = [kind for kind in sources if any(not one.tables[kind].empty for one in curves)]
     if not kinds:
         raise NothingToDraw("no losses and no evaluations")
     figure, axes = style.canvas(
@@ -52,10 +53,10 @@ def convergence(sheet: Sheet) -> Figure:
         for panel, (key, text) in zip(line, AXES.items(), strict=True):
             for one in curves:
                 look = sheet.looks[one.cell.series]
-                _draw(panel, getattr(one, kind), key, kind, look, bool(one.cell.emulation))
+                _draw(panel, one.tables[kind], key, look, bool(one.cell.emulation))
             panel.grid(linewidth=0.4)
             panel.set_xlabel(text if line is axes[-1] else "")
-        line[0].set_ylabel("training loss" if kind == "loss" else "test accuracy (%)")
+        line[0].set_ylabel(kind)
     return _finish(figure, sheet, runs)
 
 
@@ -97,23 +98,29 @@ def _losses(cell: Cell) -> pd.DataFrame:
     window = max(1, len(by_step) // NUM_SMOOTHED)
     by_step["loss"] = by_step["loss"].rolling(window, min_periods=1).mean()
     thin = by_step.iloc[:: math.ceil(len(by_step) / NUM_DRAWN)]
-    return thin.rename(columns={"end_s": "seconds"})
+    return thin.rename(columns={"end_s": "seconds", "loss": "value"})
 
 
-def _accuracies(cell: Cell) -> pd.DataFrame:
-    rows = [e for e in cell.evaluations if e.get("accuracy") is not None]
-    table = pd.DataFrame(rows, columns=["step", "seconds", "accuracy"])
-    return table.assign(accuracy=100 * table["accuracy"].astype(float))
+def _metric(runs: list[Cell]) -> str:
+    """Name the first metric besides the loss that the runs' evaluations have; else the loss."""
+    names = [name for run in runs for e in run.evaluations for name in metrics_of(e)]
+    return next((name for name in names if name != "loss"), "loss")
 
 
-def _draw(panel: Axes, table: pd.DataFrame, x: str, y: str, look: Look, emulated: bool) -> None:
+def _evaluated(cell: Cell, metric: str, factor: float) -> pd.DataFrame:
+    rows = [e for e in cell.evaluations if e.get(metric) is not None]
+    table = pd.DataFrame(rows, columns=["step", "seconds", metric])
+    return table.assign(value=factor * table[metric].astype(float))
+
+
+def _draw(panel: Axes, table: pd.DataFrame, x: str, look: Look, emulated: bool) -> None:
     if table.empty:
         return
     face = "white" if emulated else look.colour
     every = max(1, len(table) // 8)
     panel.plot(
         table[x],
-        table[y],
+        table["value"],
         color=look.colour,
         linestyle=look.line,
         marker=look.marker,

@@ -173,7 +173,7 @@ def test_a_step_of_alexnet_takes_three_launches_a_matrix(
 def _small_shapes() -> dict[str, torch.Size]:
     """AlexNet's, with fewer rows and columns: launches depend on the number of matrices alone."""
     with torch.device("meta"):
-        model = alexnet(image_shape=(3, 224, 224), num_classes=1000)
+        model = alexnet(input_shape=(3, 224, 224), output_size=1000)
     return {
         name: torch.Size((min(p.shape[0], 64), 64) if p.dim() > 1 else p.shape)
         for name, p in model.named_parameters()

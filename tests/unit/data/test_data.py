@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from lab.data import Data
-from lab.data.digits import digits
+from lab.data.digits import _rotate, digits, rotated_digits
 from lab.data.imagefiles import CorruptImage, Sample, centre_crop, random_crop
 from lab.data.imagefolder import ImageFolder
 from lab.data.sampler import GlobalSampler
@@ -76,9 +77,9 @@ def assert_same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
 
 def test_batches_have_the_promised_types(data: Data) -> None:
     images, labels = train(data, 2)
-    assert images.shape == (24, *data.image_shape) and images.dtype == torch.float32
+    assert images.shape == (24, *data.input_shape) and images.dtype == torch.float32
     assert labels.shape == (24,) and labels.dtype == torch.int64
-    assert labels.min() >= 0 and labels.max() < data.num_classes
+    assert labels.min() >= 0 and labels.max() < (data.num_classes or 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -124,7 +125,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
 def test_digits_are_normalised_and_split_alike_for_all_seeds() -> None:
     data, other = (digits(seed=seed, device=CPU, size=16) for seed in (0, 1))
     assert (data.num_train, data.num_test, data.num_classes) == (1437, 360, 10)
-    assert data.image_shape == (1, 16, 16)
+    assert data.input_shape == (1, 16, 16)
     ((images, labels),) = data.test_batches(0, 1, 360)
     assert labels.bincount().min() >= 34  # stratified
     assert_same((images, labels), next(other.test_batches(0, 1, 360)))
@@ -134,10 +135,36 @@ def test_digits_are_normalised_and_split_alike_for_all_seeds() -> None:
     assert images.std().item() == pytest.approx(1, abs=1e-5)
 
 
+def test_rotated_digits_have_their_angle_as_target() -> None:
+    data, again, other = (rotated_digits(seed=s, device=CPU, size=8) for s in (0, 0, 1))
+    assert (data.num_train, data.num_test, data.num_classes) == (1437, 360, None)
+    angles = torch.cat(data.targets())
+    assert angles.dtype == torch.float32 and angles.abs().max() <= math.radians(45)
+    assert angles.std().item() == pytest.approx(math.radians(90) / 12**0.5, rel=0.05)  # uniform
+    assert torch.equal(angles, torch.cat(again.targets()))
+    assert not torch.equal(angles, torch.cat(other.targets()))
+
+
+def test_images_turn_counterclockwise() -> None:
+    images = torch.rand(2, 1, 5, 5)
+    turned = _rotate(images, torch.tensor([math.pi / 2, 0.0]))
+    torch.testing.assert_close(turned[0], images[0].rot90(1, (1, 2)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(turned[1], images[1], atol=1e-5, rtol=0)
+
+
+def test_targets_are_those_that_are_trained_and_tested_on(data: Data) -> None:
+    train_targets, test_targets = data.targets()
+    assert (len(train_targets), len(test_targets)) == (data.num_train, data.num_test)
+    assert torch.equal(next(data.test_batches(0, 1, data.num_test))[1], test_targets)
+    every = GlobalSampler(data.num_train, data.num_train, 0, 1, seed=0)
+    _, targets = next(data.train_batches(every))
+    assert torch.equal(targets.sort().values, train_targets.sort().values)
+
+
 def test_synthetic_depends_on_the_seed_alone() -> None:
     make = partial(synthetic, device=CPU, shape=[1, 2, 3], num_classes=4, num_images=40)
     data = make(seed=0)
-    assert (data.image_shape, data.num_train, data.num_test) == ((1, 2, 3), 40, 5)
+    assert (data.input_shape, data.num_train, data.num_test) == ((1, 2, 3), 40, 5)
     assert_same(train(data, 2), train(make(seed=0), 2))
     assert not torch.equal(train(data, 2)[0], train(make(seed=1), 2)[0])
 
@@ -154,7 +181,7 @@ def test_indices_travel_from_pinned_memory_and_a_step_ahead(
         return move(self, device)
 
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: log.append(("pinned", True)) or self)
-    data = TensorData(part, part, num_classes=2)
+    data = TensorData(part, part, unit="image", num_classes=2)
     monkeypatch.setattr(Tensor, "to", to)
     batches = data.train_batches(GlobalSampler(40, 12, 0, 1, seed=0))
     one = [("pinned", True), ("copied", True)]
@@ -271,6 +298,7 @@ def test_a_folder_without_what_it_needs(tmp_path: Path, folders: list[str], mess
         (synthetic, {"shape": [3, 0, 1]}, "data.shape=[3, 0, 1]: must be [C, H, W]"),
         (synthetic, {"shape": 32}, "data.shape=32: must be [C, H, W]"),
         (synthetic, {"num_images": 0}, "data.num_images=0: must be an integer of at least 1"),
+        (rotated_digits, {"max_degrees": 0}, "data.max_degrees=0: must be a number above 0"),
         (synthetic, {"num_classes": "a"}, "data.num_classes=a: must be an integer of at least 1"),
         (ImageFolder, {"size": 0}, "data.size=0: must be an integer of at least 1"),
         (ImageFolder, {"workers": -1}, "data.workers=-1: must be an integer of at least 0"),

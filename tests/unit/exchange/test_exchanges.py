@@ -208,7 +208,7 @@ def test_onebit_sends_28_times_less_than_a_ring_on_alexnet() -> None:
 def _alexnet_on_meta() -> torch.nn.Module:
     from lab.model.alexnet import alexnet
 
-    return alexnet(dropout=0.5, image_shape=(3, 224, 224), num_classes=1000)
+    return alexnet(dropout=0.5, input_shape=(3, 224, 224), output_size=1000)
 
 
 def test_wrong_arguments_name_the_setting() -> None:

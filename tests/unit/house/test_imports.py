@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "measure": {"model"},
     "codec": set(),
     "data": set(),
+    "task": set(),
     "distributed": set(),
     "model": set(),
     "transform": {"model"},
@@ -25,12 +26,12 @@ MAY_IMPORT = {
     "record": {"measure"},
     "draw": {"measure"},
     "training": {
-        *("settings", "data", "model", "transform", "codec", "distributed", "measure"),
+        *("settings", "task", "data", "model", "transform", "codec", "distributed", "measure"),
         *("exchange", "sync", "record", "cluster"),
     },
     "cluster": {"settings", "distributed", "model"},
     "study": {"settings", "cluster", "distributed", "record", "training"},
-    "analysis": {"measure", "record", "draw"},
+    "analysis": {"task", "measure", "record", "draw"},
     "simulate": {
         *("settings", "exchange", "sync", "measure", "analysis", "model", "draw", "record"),
         "study",

@@ -24,7 +24,7 @@ def size(module: nn.Module) -> int:
 def test_every_config_makes_a_model_that_trains(name: str) -> None:
     shape = (3, 64, 64)
     settings = load([f"model={name}", "profile=alexnet_titanx"])  # replay alone reads the profile
-    model = build(settings.model, image_shape=shape, num_classes=7)
+    model = build(settings.model, input_shape=shape, output_size=7)
     logits = model(torch.zeros(2, *shape))
     assert logits.shape == (2, 7)
     logits.sum().backward()
@@ -33,7 +33,7 @@ def test_every_config_makes_a_model_that_trains(name: str) -> None:
 
 def test_alexnet_has_its_parameters_and_its_share_of_fc() -> None:
     with torch.device("meta"):
-        model = alexnet(image_shape=(3, 224, 224), num_classes=1000)
+        model = alexnet(input_shape=(3, 224, 224), output_size=1000)
     assert model.feature_shape == (256, 6, 6)
     assert size(model) == 61_838_248
     assert size(model.classifier) == 58_631_144
@@ -41,26 +41,26 @@ def test_alexnet_has_its_parameters_and_its_share_of_fc() -> None:
 
 
 def test_alexnet_small_has_the_share_of_fc_of_alexnet() -> None:
-    model = alexnet_small(image_shape=(1, 32, 32), num_classes=10)
+    model = alexnet_small(input_shape=(1, 32, 32), output_size=10)
     widths = [layer.out_channels for layer in model.features if isinstance(layer, nn.Conv2d)]
     assert widths == [16, 48, 96, 96, 64]
     assert size(model.classifier) / size(model) == pytest.approx(0.948, abs=5e-4)
 
 
 def test_lenet_has_its_parameters() -> None:
-    model = lenet(image_shape=(1, 28, 28), num_classes=10)
+    model = lenet(input_shape=(1, 28, 28), output_size=10)
     assert model.feature_shape == (50, 4, 4)
     assert size(model) == 520 + 25_050 + 400_500 + 5_010  # as in Caffe's MNIST example
 
 
 def test_mlp_has_its_parameters() -> None:
-    assert size(mlp(image_shape=(1, 4, 4), num_classes=3, hidden=[5])) == 17 * 5 + 6 * 3
-    assert size(mlp(image_shape=(1, 4, 4), num_classes=3, hidden=[])) == 17 * 3
+    assert size(mlp(input_shape=(1, 4, 4), output_size=3, hidden=[5])) == 17 * 5 + 6 * 3
+    assert size(mlp(input_shape=(1, 4, 4), output_size=3, hidden=[])) == 17 * 3
 
 
 def test_dropout_stands_before_the_hidden_fc_layers_alone() -> None:
     def names(dropout: float) -> list[str]:
-        model = alexnet_small(image_shape=(1, 8, 8), num_classes=2, hidden=4, dropout=dropout)
+        model = alexnet_small(input_shape=(1, 8, 8), output_size=2, hidden=4, dropout=dropout)
         return [type(layer).__name__ for layer in model.classifier]
 
     assert names(0.0) == ["Flatten", "Linear", "ReLU", "Linear", "ReLU", "Linear"]
@@ -70,7 +70,7 @@ def test_dropout_stands_before_the_hidden_fc_layers_alone() -> None:
 def test_weights_depend_on_the_seed_alone() -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        model = lenet(image_shape=(1, 16, 16), num_classes=2)
+        model = lenet(input_shape=(1, 16, 16), output_size=2)
         return nn.utils.parameters_to_vector(model.parameters())
 
     assert torch.equal(weights(3), weights(3))
@@ -80,10 +80,10 @@ def test_weights_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(("model", "smallest"), [(lenet, 16), (alexnet, 63), (alexnet_small, 8)])
 def test_images_may_be_as_small_as_is_said(model: Callable[..., ConvNet], smallest: int) -> None:
     with torch.device("meta"):
-        made = model(image_shape=(1, smallest, smallest + 5), num_classes=2)
+        made = model(input_shape=(1, smallest, smallest + 5), output_size=2)
     assert min(made.feature_shape) >= 1
     with pytest.raises(ValueError) as caught:
-        model(image_shape=(1, smallest + 5, smallest - 1), num_classes=2)
+        model(input_shape=(1, smallest + 5, smallest - 1), output_size=2)
     assert str(caught.value) == (
         f"model={model.__name__}: images of {smallest + 5}x{smallest - 1} px are too small, it "
         f"needs at least {smallest} px; set data.size={smallest} or more (data.shape for "
@@ -107,6 +107,6 @@ def test_refuses_in_one_line(
     model: Callable[..., nn.Module], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        model(image_shape=(1, 64, 64), num_classes=2, **arguments)
+        model(input_shape=(1, 64, 64), output_size=2, **arguments)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)

@@ -45,7 +45,7 @@ def time() -> Time:
 
 def replay(time: Time, **settings: Any) -> Replay:
     pace = Pace(time.now, time.sleep)
-    settings = {"profile": PROFILE, "image_shape": (1, 2, 2), "num_classes": 3} | settings
+    settings = {"profile": PROFILE, "input_shape": (1, 2, 2), "output_size": 3} | settings
     return Replay(**settings, pace=pace)
 
 

@@ -194,7 +194,7 @@ def test_4096_ranks_cost_no_more_events_than_two(
 
 @pytest.mark.parametrize("bucket_mb", [None, 0, 0.5, 1, 4, 25])
 def test_buckets_are_those_that_training_plans(bucket_mb: float | None) -> None:
-    model = alexnet_small(image_shape=(3, 32, 32), num_classes=10)
+    model = alexnet_small(input_shape=(3, 32, 32), output_size=10)
     named = [(name, parameter.nbytes) for name, parameter in model.named_parameters()]
     real = [list(each.parameters) for each in bucket.plan(model, bucket_mb)]
     assert grouping.group(named[::-1], bucket_mb) == real

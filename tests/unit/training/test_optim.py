@@ -15,13 +15,12 @@ def optim(**changes: Any) -> Optim:
     settings = {
         "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False, "schedule": "cosine",
         "warmup_steps": 4, "linear_scaling": False, "base_batch_size": 128, "batch_size": 512,
-        "total_steps": 104,
     }  # fmt: skip
     return Optim(**{**settings, **changes})
 
 
 def test_warm_up_is_linear_and_cosine_ends_at_zero() -> None:
-    rates = [optim().lr_at(step) for step in range(105)]
+    rates = [optim().lr_at(step, total_steps=104) for step in range(105)]
     assert rates[:4] == pytest.approx([0.025, 0.05, 0.075, 0.1])
     assert rates[4] == pytest.approx(0.1)
     assert rates[54] == pytest.approx(0.05)
@@ -29,7 +28,7 @@ def test_warm_up_is_linear_and_cosine_ends_at_zero() -> None:
 
 
 def test_constant_stays_and_linear_scaling_multiplies() -> None:
-    assert optim(schedule="constant").lr_at(90) == 0.1
+    assert optim(schedule="constant").lr_at(90, total_steps=104) == 0.1
     assert optim(linear_scaling=True).peak_lr == pytest.approx(0.4)
 
 

@@ -29,7 +29,7 @@ def size(module: nn.Module) -> int:
 @MODELS
 def test_equivalent_gives_the_same_outputs_and_gradients(make: Callable[..., ConvNet]) -> None:
     torch.manual_seed(0)
-    model = make(image_shape=(1, 32, 32), num_classes=10)
+    model = make(input_shape=(1, 32, 32), output_size=10)
     images, labels = torch.randn(4, 1, 32, 32), torch.arange(4)
     other = Fc1x1(mode="equivalent")(copy.deepcopy(model))
     assert size(other) == size(model)
@@ -44,7 +44,7 @@ def test_equivalent_gives_the_same_outputs_and_gradients(make: Callable[..., Con
 
 def test_substitution_makes_the_head_of_alexnet_25_times_smaller() -> None:
     with torch.device("meta"):
-        model = alexnet(image_shape=(3, 224, 224), num_classes=1000)
+        model = alexnet(input_shape=(3, 224, 224), output_size=1000)
         other = Fc1x1()(model)
     assert size(other.classifier) == 256 * 1024 + 1024 * 1024 + 1024 * 1000 + 2 * 1024 + 1000
     assert size(model.classifier) / size(other.classifier) == pytest.approx(25.1, abs=0.1)
@@ -52,7 +52,7 @@ def test_substitution_makes_the_head_of_alexnet_25_times_smaller() -> None:
 
 
 def test_substitution_keeps_dropout_and_pools_last() -> None:
-    model = alexnet_small(image_shape=(1, 8, 8), num_classes=2, hidden=8, dropout=0.5)
+    model = alexnet_small(input_shape=(1, 8, 8), output_size=2, hidden=8, dropout=0.5)
     head = Fc1x1(width_divisor=3)(model).classifier
     names = [type(layer).__name__ for layer in head]
     assert names == [*["Dropout", "Conv2d", "ReLU"] * 2, "Conv2d", "AdaptiveAvgPool2d", "Flatten"]
@@ -61,7 +61,7 @@ def test_substitution_keeps_dropout_and_pools_last() -> None:
 
 @MODELS
 def test_substitution_averages_over_positions(make: Callable[..., ConvNet]) -> None:
-    other = Fc1x1()(make(image_shape=(3, 32, 32), num_classes=10))
+    other = Fc1x1()(make(input_shape=(3, 32, 32), output_size=10))
     _, height, width = other.feature_shape
     features = torch.randn(2, *other.feature_shape)
     by_hand = sum(
@@ -75,7 +75,7 @@ def test_substitution_averages_over_positions(make: Callable[..., ConvNet]) -> N
 
 @pytest.mark.parametrize("mode", ["substitution", "equivalent"])
 def test_the_given_model_stays_as_it_was(mode: str) -> None:
-    model = lenet(image_shape=(1, 16, 16), num_classes=3)
+    model = lenet(input_shape=(1, 16, 16), output_size=3)
     before = copy.deepcopy(model.state_dict())
     Fc1x1(mode=mode)(model)
     assert before.keys() == model.state_dict().keys()
@@ -84,9 +84,9 @@ def test_the_given_model_stays_as_it_was(mode: str) -> None:
 
 def test_refuses_a_model_without_such_a_head() -> None:
     with pytest.raises(ValueError, match="Sequential has no FC head.*model=lenet, alexnet") as one:
-        Fc1x1()(mlp(image_shape=(1, 8, 8), num_classes=2))
+        Fc1x1()(mlp(input_shape=(1, 8, 8), output_size=2))
     assert "\n" not in str(one.value)
-    twice = Fc1x1()(lenet(image_shape=(1, 16, 16), num_classes=2))
+    twice = Fc1x1()(lenet(input_shape=(1, 16, 16), output_size=2))
     with pytest.raises(ValueError, match="no FC head"):
         Fc1x1()(twice)
 

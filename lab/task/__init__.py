@@ -1,0 +1,1 @@
+"""Tasks: loss, metrics, and the targets and outputs that these need; one file per task."""

@@ -1,0 +1,78 @@
+"""The protocol of a task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+
+class Task(ABC):
+    """Says how good a model's outputs are, given the targets of a batch.
+
+    A sample has one prediction or several: the class of an image; a token at each position of a
+    sequence. Losses and metrics are means over predictions, never over samples or batches.
+
+    Attributes:
+        name: the task's choice in the group `task`.
+        num_sums: length of `sums`.
+    """
+
+    name: ClassVar[str]
+    num_sums: ClassVar[int]
+
+    @abstractmethod
+    def output_shape(self, targets: Tensor, num_classes: int | None) -> tuple[int, ...]:
+        """Shape of a model's output for one sample; its last dimension is the output size.
+
+        Args:
+            targets: [samples, ...].
+            num_classes: targets are indices below it; None: they are no indices.
+
+        Raises:
+            ValueError: the task cannot learn these targets.
+        """
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of a batch's predictions, float [], for backward.
+
+        Args:
+            outputs: [batch, *output_shape].
+            targets: [batch, ...].
+        """
+
+    @abstractmethod
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sums over a batch's predictions, their number included, float64 [num_sums].
+
+        They add up over batches and ranks, so metrics do not depend on how samples are shared out.
+        Arguments are those of `loss`.
+        """
+
+    @abstractmethod
+    def metrics(self, sums: Tensor) -> dict[str, float]:
+        """Metrics by name, "loss" first, from the total [num_sums] of all `sums`."""
+
+    def check_outputs(self, outputs: Tensor, shape: tuple[int, ...]) -> None:
+        """Refuse a model whose outputs the loss cannot take.
+
+        Args:
+            outputs: [batch, ...].
+            shape: see `output_shape`.
+
+        Raises:
+            ValueError: the shape differs, or the outputs are no floating-point numbers.
+        """
+        if outputs.shape[1:] != shape or not outputs.is_floating_point():
+            wanted = ", ".join(map(str, ("batch", *shape)))
+            raise ValueError(
+                f"task={self.name}: the model's outputs are {describe(outputs)}; with these "
+                f"targets they must be floating-point [{wanted}]"
+            )
+
+
+def describe(tensor: Tensor) -> str:
+    """The dtype and shape of `tensor`, as in "float32 [128, 1]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

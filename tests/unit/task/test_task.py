@@ -1,0 +1,108 @@
+"""Losses and metrics of tasks, and the targets and outputs that they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.settings.config import build, choices_of, load
+from lab.task.base import Task
+from lab.task.classification import Classification
+from lab.task.metrics import axis, metrics_of, shown
+from lab.task.regression import Regression
+
+SAMPLES = 11
+CLASSES = 3
+
+
+def batch(task: Task) -> tuple[Tensor, Tensor]:
+    """Outputs, and targets that fit."""
+    torch.manual_seed(0)
+    if task.name == "classification":
+        return torch.randn(SAMPLES, CLASSES), torch.randint(CLASSES, (SAMPLES,))
+    return torch.randn(SAMPLES, 2), torch.randn(SAMPLES, 2)
+
+
+@pytest.fixture(params=choices_of("task"))
+def task(request: pytest.FixtureRequest) -> Task:
+    made = build(load([f"task={request.param}"]).task)
+    assert isinstance(made, Task) and made.name == request.param
+    return made
+
+
+@pytest.mark.parametrize("parts", [(11,), (5, 5, 1), (1, 3, 7)])
+def test_metrics_do_not_depend_on_how_samples_are_shared_out(
+    task: Task, parts: tuple[int, ...]
+) -> None:
+    outputs, targets = batch(task)
+    shares = zip(outputs.split(list(parts)), targets.split(list(parts)), strict=True)
+    sums = torch.stack([task.sums(*share) for share in shares])
+    assert sums.shape == (len(parts), task.num_sums) and sums.dtype == torch.float64
+    metrics, whole = task.metrics(sums.sum(dim=0)), task.metrics(task.sums(outputs, targets))
+    assert metrics == pytest.approx(whole, rel=1e-6) and next(iter(metrics)) == "loss"
+
+
+def test_the_metric_loss_is_the_loss_that_is_trained_on(task: Task) -> None:
+    outputs, targets = batch(task)
+    loss = task.metrics(task.sums(outputs, targets))["loss"]
+    assert loss == pytest.approx(float(task.loss(outputs, targets)), rel=1e-6)
+
+
+def test_accuracy_counts_largest_logits() -> None:
+    logits = torch.eye(3)
+    metrics = Classification().metrics(Classification().sums(logits, torch.tensor([0, 1, 0])))
+    assert metrics["accuracy"] == pytest.approx(2 / 3)
+    assert metrics["loss"] == pytest.approx(math.log(math.e + 2) - 2 / 3)
+
+
+def test_regression_takes_one_number_with_or_without_a_dimension_for_it() -> None:
+    task, outputs = Regression(), torch.tensor([[1.0], [4.0]])
+    for targets in (torch.tensor([2.0, 1.0]), torch.tensor([[2.0], [1.0]])):
+        assert task.output_shape(targets, None) == (1,)
+        assert float(task.loss(outputs, targets)) == 5.0
+        assert task.metrics(task.sums(outputs, targets)) == {"loss": 5.0, "mae": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "targets", "num_classes", "message"),
+    [
+        (Classification(), torch.zeros(4), 3, "targets are float32 [4]; they must be class ind"),
+        (Classification(), torch.zeros(4), None, "targets are float32 [4]; they must be class"),
+        (Classification(), torch.zeros(4).long(), None, "int64 [4]; they must be class indices"),
+        (Classification(), torch.zeros(4, 1).long(), 3, "targets are int64 [4, 1]; they must be"),
+        (Classification(), torch.zeros(4).int(), 3, "targets are int32 [4]; they must be class"),
+        (Classification(), torch.tensor([0, 3]), 3, "int64 [2] from 0 to 3; class indices must be"),
+        (Classification(), torch.tensor([-1, 2]), 3, "from -1 to 2; class indices must be from 0"),
+        (Regression(), torch.zeros(4).long(), 3, "int64 [4], indices of 3 classes; they must be"),
+        (Regression(), torch.zeros(4).long(), None, "int64 [4]; they must be numbers, float32"),
+        (Regression(), torch.zeros(4).double(), None, "float64 [4]; they must be numbers, float32"),
+        (Regression(), torch.zeros(4, 2, 2), None, "float32 [4, 2, 2]; they must be numbers"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(
+    task: Task, targets: Tensor, num_classes: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        task.output_shape(targets, num_classes)
+    line = str(caught.value)
+    assert line.startswith(f"task={task.name}: targets are ") and message in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "outputs", [torch.zeros(1, 4), torch.zeros(1, 3, 1), torch.zeros(1, 3).long()]
+)
+def test_outputs_that_do_not_fit_are_refused(outputs: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"must be floating-point \[batch, 3\]"):
+        Classification().check_outputs(outputs, (3,))
+    Classification().check_outputs(torch.zeros(1, 3), (3,))
+
+
+def test_an_evaluation_is_metrics_and_when_it_was() -> None:
+    evaluation = {"step": 3, "seconds": 0.1, "loss": 2.0, "accuracy": 0.5}
+    assert metrics_of(evaluation) == {"loss": 2.0, "accuracy": 0.5}
+    assert (shown("accuracy", 0.96944), shown("mae", 0.0669912)) == ("96.94 %", "0.06699")
+    assert (axis("accuracy"), axis("mae")) == (("test accuracy (%)", 100.0), ("test mae", 1.0))
