@@ -15,10 +15,11 @@ from lab.analysis.figures.sheet import NothingToDraw, Sheet
 from lab.analysis.figures.speedup import scaling, speedup_bars, throughput
 from lab.analysis.figures.step import step_time
 from lab.analysis.figures.timeline import timeline_of_step
-from lab.analysis.records import SCALINGS, load_study
+from lab.analysis.records import load_study
 from lab.analysis.speedup import table
 from lab.draw import style
 from lab.draw.looks import looks_of
+from lab.record.schema import SCALINGS
 from lab.record.trace import TIMELINE, read_trace
 
 FIGURES: tuple[Callable[[Sheet], Figure], ...] = (

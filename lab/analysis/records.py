@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,53 +10,61 @@ from typing import Any
 
 import pandas as pd
 
-PHASES = ("data", "forward", "backward", "exchange", "update")
-STATUSES = ("done", "failed", "oom", "timeout", "interrupted")
-SCALINGS = ("strong", "weak")
+from lab.record.schema import Emulation, Record, Scaling, Status, read_record
+
 CONTEXT = ("model", "data", "precision", "device", "machine")
-IDENTITY = ("strategy", "world_size", "batch_size", "per_rank_batch_size", "scaling")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run as its record tells it; what a failed run did not measure is NaN or empty.
+    """One run for figures and tables: what they need of its record, under the same names.
+
+    What a run did not measure is NaN or empty here, and `step_s` is the median alone.
 
     Attributes:
-        variant: what was set beside a study's axes.
-        settings: that, and the context that runs must share to be compared.
+        series: the strategy, and those of its settings in which runs of the study differ.
+        settings: the variant, and the context that runs must share to be compared.
+        accuracy: of the last evaluation, a share of 1.
     """
 
     folder: Path
-    status: str
+    status: Status
     error: str
     strategy: str
     series: str
     world_size: int
-    batch: int
-    scaling: str
+    batch_size: int
+    per_rank_batch_size: int
+    scaling: Scaling
     repeat: int
     measure: str
     started_at: str
     variant: Mapping[str, str]
     settings: Mapping[str, str]
     transform: str
-    emulation: str
+    emulation: tuple[Emulation, ...]
     environment: Mapping[str, Any]
     step_s: float
     step_mad_s: float
-    images_per_s: float
+    samples_per_s: float
+    unit: str
     phases_s: Mapping[str, float]
-    payload_bytes: tuple[float, ...]
-    messages: tuple[float, ...]
+    payload_bytes_per_step: tuple[float, ...]
+    messages_per_step: tuple[float, ...]
     gradient_bytes: float
     num_parameters: float
     accuracy: float
-    evaluations: tuple[Mapping[str, float], ...]
+    evaluations: tuple[Mapping[str, float | None], ...]
 
     @property
     def name(self) -> str:
         """The cell's folder name."""
         return self.folder.name
+
+    @property
+    def fixed_batch_size(self) -> int:
+        """The batch size that stays as ranks are added: global if strong, per rank if weak."""
+        return self.batch_size if self.scaling == "strong" else self.per_rank_batch_size
 
     def steps(self) -> pd.DataFrame | None:
         """The rows of steps.parquet (one per rank and step), or None where there is no file."""
@@ -87,7 +94,7 @@ def load_study(folder: Path) -> Study:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a study folder such as runs/demo")
     below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    records = {p: _read(p / "record.json") for p in below if (p / "record.json").is_file()}
+    records = {p: read_record(p / "record.json") for p in below if (p / "record.json").is_file()}
     if not records:
         raise ValueError(f"{folder}: holds no <cell>/record.json; give a study folder of runs")
     settings = {path: _settings(record) for path, record in records.items()}
@@ -96,49 +103,27 @@ def load_study(folder: Path) -> Study:
         _cell(path, record, settings[path], _series(record, settings[path], varying))
         for path, record in records.items()
     ]
-    names = {str(record.get("study") or folder.name) for record in records.values()}
+    names = {record.study or folder.name for record in records.values()}
     missing = [p.name for p in below if p not in records and not (p / "summary.csv").is_file()]
     return Study(folder, ", ".join(sorted(names)), tuple(cells), tuple(missing))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}: holds a {type(record).__name__}; a record is one JSON object")
-    _one_of(path, "status", record.get("status"), STATUSES)
-    for key in IDENTITY if record["status"] == "done" else ():
-        if record.get(key) is None:
-            raise ValueError(f"{path}: {key}=null; the record of a finished run must give it")
-    if record.get("scaling") is not None:
-        _one_of(path, "scaling", record["scaling"], SCALINGS)
-    return record
-
-
-def _one_of(path: Path, key: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{path}: {key}={value!r}; allowed are {', '.join(allowed)}")
-
-
-def _settings(record: Mapping[str, Any]) -> dict[str, str]:
+def _settings(record: Record) -> dict[str, str]:
     """What was overridden, and what two runs must share to be compared at all."""
-    known = {**record, "machine": _machine(record)}
-    return _variant(record) | {
-        key: str(known[key]) for key in CONTEXT if known.get(key) is not None
+    context = {
+        "model": record.model,
+        "data": record.data,
+        "precision": record.precision,
+        "device": record.device,
+        "machine": _machine(record),
     }
+    return record.variant | {key: value for key, value in context.items() if value is not None}
 
 
-def _variant(record: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in (record.get("variant") or {}).items()}
-
-
-def _machine(record: Mapping[str, Any]) -> str | None:
+def _machine(record: Record) -> str | None:
     """What computed: two machines share a device type, but not their times."""
-    environment = record.get("environment") or {}
-    gpus = environment.get("gpus") if record.get("device") == "cuda" else None
-    return gpus[0] if gpus else environment.get("cpu")
+    gpus = record.environment.get("gpus") if record.device == "cuda" else None
+    return gpus[0] if gpus else record.environment.get("cpu")
 
 
 def _varying(settings: list[dict[str, str]]) -> list[str]:
@@ -148,50 +133,42 @@ def _varying(settings: list[dict[str, str]]) -> list[str]:
     return [key for key in keys if len(values[key] - ({None} if key in CONTEXT else set())) > 1]
 
 
-def _series(record: Mapping[str, Any], settings: Mapping[str, str], varying: list[str]) -> str:
+def _series(record: Record, settings: Mapping[str, str], varying: list[str]) -> str:
     parts = [f"{key}={settings[key]}" for key in varying if key in settings]
-    return " ".join([str(record.get("strategy") or "unknown"), *parts])
+    return " ".join([record.strategy, *parts])
 
 
-def _cell(
-    folder: Path, record: Mapping[str, Any], settings: Mapping[str, str], series: str
-) -> Cell:
-    step = record.get("step_s") or {}
-    scaling = record.get("scaling") or "strong"
-    batch = record.get("batch_size" if scaling == "strong" else "per_rank_batch_size")
+def _cell(folder: Path, record: Record, settings: Mapping[str, str], series: str) -> Cell:
     return Cell(
         folder=folder,
-        status=record["status"],
-        error=str(record.get("error") or ""),
-        strategy=str(record.get("strategy") or "unknown"),
+        status=record.status,
+        error=record.error or "",
+        strategy=record.strategy,
         series=series,
-        world_size=int(record.get("world_size") or 0),
-        batch=int(batch or 0),
-        scaling=scaling,
-        repeat=int(record.get("repeat") or 0),
-        measure=str(record.get("measure") or "throughput"),
-        started_at=str(record.get("started_at") or ""),
-        variant=_variant(record),
+        world_size=record.world_size,
+        batch_size=record.batch_size,
+        per_rank_batch_size=record.per_rank_batch_size,
+        scaling=record.scaling,
+        repeat=record.repeat,
+        measure=record.measure,
+        started_at=record.started_at or "",
+        variant=record.variant,
         settings=settings,
-        transform=_named(record.get("transform")),
-        emulation=_named(record.get("emulation")),
-        environment=record.get("environment") or {},
-        step_s=number(step.get("median")),
-        step_mad_s=number(step.get("mad")),
-        images_per_s=number(record.get("images_per_s")),
-        phases_s={key: number(value) for key, value in (record.get("phases_s") or {}).items()},
-        payload_bytes=tuple(number(v) for v in record.get("payload_bytes_per_step") or ()),
-        messages=tuple(number(v) for v in record.get("messages_per_step") or ()),
-        gradient_bytes=number(record.get("gradient_bytes")),
-        num_parameters=number(record.get("num_parameters")),
-        accuracy=number((record.get("final") or {}).get("accuracy")),
-        evaluations=tuple(record.get("evaluations") or ()),
+        transform=record.transform or "",
+        emulation=tuple(record.emulation),
+        environment=record.environment,
+        step_s=number(record.step_s and record.step_s.median),
+        step_mad_s=number(record.step_s and record.step_s.mad),
+        samples_per_s=number(record.samples_per_s),
+        unit=record.unit,
+        phases_s={key: number(value) for key, value in record.phases_s.items()},
+        payload_bytes_per_step=tuple(record.payload_bytes_per_step or ()),
+        messages_per_step=tuple(record.messages_per_step or ()),
+        gradient_bytes=number(record.gradient_bytes),
+        num_parameters=number(record.num_parameters),
+        accuracy=number(record.final.get("accuracy")),
+        evaluations=tuple(record.evaluations),
     )
-
-
-def _named(value: object) -> str:
-    """The value, or nothing where a record says null or "none"."""
-    return "" if value in (None, "", "none") else str(value)
 
 
 def number(value: float | None) -> float:

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from lab.analysis.records import PHASES, STATUSES, Cell, Study
+from lab.analysis.records import Cell, Study
 from lab.draw.looks import order
 from lab.measure.intervals import UNKNOWN, Interval, of_medians
+from lab.measure.spans import PHASES
+from lab.record.schema import STATUSES, Scaling, worded
 
 CEILING = "none"
 
@@ -50,21 +52,25 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """What a point amounts to. Times in seconds; what was not measured is NaN.
+    """The statistics of a point. Times in seconds; what was not measured is NaN.
 
-    `batch` is global in strong scaling and per rank in weak scaling.
+    Attributes:
+        unit: what one sample is.
+        emulation: the clauses of all its runs; empty if nothing is emulated.
     """
 
-    scaling: str
+    scaling: Scaling
     series: str
     strategy: str
     world_size: int
-    batch: int
+    batch_size: int
+    per_rank_batch_size: int
     num_repeats: int
     num_breakdowns: int
     step_s: float
     step_mad_s: float
-    images_per_s: Interval
+    samples_per_s: Interval
+    unit: str
     baseline: str
     speedup: Interval
     efficiency: Interval
@@ -78,6 +84,11 @@ class Row:
     phases_s: Mapping[str, float]
     statuses: Mapping[str, int]
     settings: Mapping[str, str]
+
+    @property
+    def fixed_batch_size(self) -> int:
+        """The batch size that stays as ranks are added: global if strong, per rank if weak."""
+        return self.batch_size if self.scaling == "strong" else self.per_rank_batch_size
 
 
 def table(study: Study, baseline: str | None = None) -> list[Row]:
@@ -107,22 +118,30 @@ def leaders(rows: Sequence[Row]) -> list[str]:
 
     A series is left out only if its whole interval lies below another's, so series whose
     intervals overlap stay together, and so does one that has no interval. Speedup is compared
-    where all share a baseline, else images per second. `none` is a ceiling that trains nothing
+    where all share a baseline, else samples per second. `none` is a ceiling that trains nothing
     together, and does not take part.
     """
     running = [row for row in rows if row.strategy != CEILING and row.num_repeats]
     shared = len({row.baseline for row in running}) == 1 and running[0].baseline != ""
-    value = {row.series: row.speedup if shared else row.images_per_s for row in running}
+    value = {row.series: row.speedup if shared else row.samples_per_s for row in running}
     best = max((v.lo for v in value.values() if not math.isnan(v.lo)), default=-math.inf)
     return [name for name, v in value.items() if not (math.isnan(v.mid) or v.hi < best)]
+
+
+def unit_of(rows: Iterable[Row]) -> str:
+    """What one sample is, in the singular: the unit that all measured rows share, or "sample"."""
+    units = {row.unit for row in rows if row.num_repeats}
+    return units.pop() if len(units) == 1 else "sample"
 
 
 def points_of(cells: Iterable[Cell]) -> list[Point]:
     """Cells grouped by series, scaling, world size and batch, in reading order."""
     groups: dict[tuple[str, int, int, str], list[Cell]] = {}
     for cell in cells:
-        if cell.world_size and cell.batch:  # a run may fail before it knows where it belongs
-            key = (cell.scaling, cell.batch, cell.world_size, cell.series)
+        if (
+            cell.world_size and cell.fixed_batch_size
+        ):  # a run may fail before it knows where it belongs
+            key = (cell.scaling, cell.fixed_batch_size, cell.world_size, cell.series)
             groups.setdefault(key, []).append(cell)
     keys = sorted(groups, key=lambda key: (*key[:3], order(key[3])))
     return [Point(tuple(sorted(groups[key], key=_failed))) for key in keys]
@@ -163,7 +182,7 @@ def _reference(
         p
         for p in points
         if (p.one.strategy, p.one.world_size) == (strategy, world_size)
-        and (p.one.scaling, p.one.batch) == (want.scaling, want.batch)
+        and (p.one.scaling, p.one.fixed_batch_size) == (want.scaling, want.fixed_batch_size)
         and {k: v for k, v in p.one.settings.items() if k != ignore}.items()
         <= want.settings.items()
         and p.step_s()
@@ -176,18 +195,20 @@ def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
     ratio = _paired(operator.truediv, base, point)
     speedup = ratio.scaled(one.world_size if one.scaling == "weak" else 1)
     every = [*done.values(), *point.done("breakdown").values()]
-    payload = [value for cell in every for value in cell.payload_bytes]
+    payload = [value for cell in every for value in cell.payload_bytes_per_step]
     return Row(
         scaling=one.scaling,
         series=one.series,
         strategy=one.strategy,
         world_size=one.world_size,
-        batch=one.batch,
+        batch_size=one.batch_size,
+        per_rank_batch_size=one.per_rank_batch_size,
         num_repeats=len(point.step_s()),
         num_breakdowns=len(point.done("breakdown")),
         step_s=_median(point.step_s().values()),
         step_mad_s=_median(cell.step_mad_s for cell in done.values()),
-        images_per_s=of_medians(np.positive, _known(c.images_per_s for c in done.values())),
+        samples_per_s=of_medians(np.positive, _known(c.samples_per_s for c in done.values())),
+        unit=one.unit,
         baseline=base.one.series if base else "",
         speedup=speedup,
         efficiency=speedup.scaled(1 / one.world_size),
@@ -197,7 +218,7 @@ def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
         num_parameters=_median(cell.num_parameters for cell in every),
         accuracy=_mean(cell.accuracy for cell in every),
         transform=one.transform,
-        emulation="; ".join(sorted({cell.emulation for cell in every} - {""})),
+        emulation="; ".join(sorted({worded(cell.emulation) for cell in every} - {""})),
         phases_s=_phases(point),
         statuses={name: sum(c.status == name for c in point.cells) for name in STATUSES},
         settings=one.settings,

@@ -11,10 +11,8 @@ from typing import Any
 import pandas as pd
 
 from lab.analysis.records import CONTEXT, Study
-from lab.analysis.speedup import CEILING, Row, leaders
+from lab.analysis.speedup import CEILING, Row, leaders, unit_of
 from lab.measure.intervals import ENOUGH_REPEATS, Interval
-
-INTERVALS = ("images_per_s", "speedup", "efficiency", "exposed_exchange_s")
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
@@ -54,26 +52,27 @@ def _flat(row: Row) -> dict[str, Any]:
     return flat | {"emulation": row.emulation or "none", "transform": row.transform or "none"}
 
 
-def _table(rows: Iterable[Row]) -> tuple[str, str]:
+def _table(rows: Sequence[Row]) -> tuple[str, str]:
     """What all rows have in common in a line, the rest as columns."""
-    shown = [_shown(row) for row in rows]
+    unit = unit_of(rows)
+    shown = [_shown(row, unit) for row in rows]
     common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
     columns = pd.DataFrame([{k: v for k, v in one.items() if k not in common} for one in shown])
     line = "all: " + ", ".join(f"{key} {value}" for key, value in common.items())
     return line, columns.to_string(index=False)
 
 
-def _shown(row: Row) -> dict[str, str]:
+def _shown(row: Row, unit: str) -> dict[str, str]:
     bad = [f"{count} {name}" for name, count in row.statuses.items() if count and name != "done"]
     return {
         "series": row.series,
         "N": str(row.world_size),
-        "batch": str(row.batch),
+        "batch": str(row.fixed_batch_size),
         "scaling": row.scaling,
         "n": str(row.num_repeats),
         "step ms": _value(row.step_s, 1e3),
         "mad": _value(row.step_mad_s, 1e3),
-        "images/s": _value(row.images_per_s.mid),
+        f"{unit}s/s": _value(row.samples_per_s.mid),
         "speedup": _interval(row.speedup),
         "efficiency": _interval(row.efficiency),
         "exposed ms": _interval(row.exposed_exchange_s, 1e3),
@@ -111,7 +110,9 @@ def _leader_lines(rows: Iterable[Row]) -> list[str]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         context = (row.transform, *(row.settings.get(key) for key in CONTEXT))
-        groups.setdefault((row.scaling, row.batch, row.world_size, context), []).append(row)
+        groups.setdefault((row.scaling, row.fixed_batch_size, row.world_size, context), []).append(
+            row
+        )
     lines = [_leader_line(group) for group in groups.values()]
     return [line for line in lines if line]
 
@@ -123,7 +124,7 @@ def _leader_line(rows: list[Row]) -> str:
     one, names = rows[0], leaders(rows)
     role = "leader" if len(names) == 1 else "leaders, not told apart"
     model = f" with {one.transform}" if one.transform else ""
-    place = f"N={one.world_size} {one.scaling} batch {one.batch}{model}"
+    place = f"N={one.world_size} {one.scaling} batch {one.fixed_batch_size}{model}"
     return f"{place}: {role}: {', '.join(names)}"
 
 

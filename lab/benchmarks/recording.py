@@ -10,7 +10,7 @@ import torch
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
-from lab.measure.clock import PHASES
+from lab.measure.spans import PHASES
 from lab.training.assemble import join
 from lab.training.dry import assembled
 from lab.training.outcome import surroundings

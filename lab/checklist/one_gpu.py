@@ -60,7 +60,7 @@ def one_gpu(machine: Machine) -> Iterator[Item]:
     yield from (_codec(machine, *each) for each in zip("abcde", ENCODE, strict=True))
     yield _host_waits()
     yield from (_steps(machine, name, *about) for name, about in STEPS.items())
-    yield from (_layers(machine, part, batch) for part, batch in (("a", 256), ("b", 32)))
+    yield from (_layers(machine, part, batch_size) for part, batch_size in (("a", 256), ("b", 32)))
     yield _shared()
     yield _memory(machine)
 
@@ -174,18 +174,18 @@ def _steps(machine: Machine, name: str, part: str, title: str, changed: tuple[st
     return Item(f"6{part}", f"steps of AlexNet, {title}", (command,), figures)
 
 
-def _layers(machine: Machine, part: str, batch: int) -> Item:
-    name = f"layers_{batch}"
+def _layers(machine: Machine, part: str, batch_size: int) -> Item:
+    name = f"layers_{batch_size}"
     out = f"out={machine.folder / name}.yaml"
-    words = ("-m", "lab.profile_layers", *ALEXNET, f"batch_size={batch}", out)
+    words = ("-m", "lab.profile_layers", *ALEXNET, f"batch_size={batch_size}", out)
     to_kernels = ratio(layers_ms(name), printed(name, r"torch\.profiler: ([\d.]+) ms"))
-    step_ms = row(f"step_{batch}", "step_s.median", 1e3, name="none")
+    step_ms = row(f"step_{batch_size}", "step_s.median", 1e3, name="none")
     to_step = ratio(layers_ms(name), step_ms)
     figures = (
         Figure("layers / kernels", "", to_kernels, 0.95, 1.1, "gaps between kernels are small"),
         Figure("layers / step of none", "", to_step, 0.85, 1.1, "update and data are not in them"),
     )
-    title = f"layers of AlexNet, batch {batch}"
+    title = f"layers of AlexNet, batch {batch_size}"
     return Item(f"7{part}", title, (Command(name, words, one_gpu=True),), figures)
 
 

@@ -29,7 +29,7 @@ class Measured:
             if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
                 own = cell.settings.get("profile", profile)
                 other = None if own == profile else own
-                at = Point(cell.strategy, cell.world_size, cell.batch, other)
+                at = Point(cell.strategy, cell.world_size, cell.batch_size, other)
                 self._cells.setdefault(at, []).append(cell)
 
     def repeats(self) -> Sequence[Facts]:
@@ -45,7 +45,7 @@ class Measured:
 
     def payload_bytes(self, at: Point) -> float:
         """What the busiest rank handed to the network in a step."""
-        return self._median(at, lambda cell: max(cell.payload_bytes, default=math.nan))
+        return self._median(at, lambda cell: max(cell.payload_bytes_per_step, default=math.nan))
 
     def gradient_bytes(self) -> float:
         """Of the lab's own model."""
@@ -61,8 +61,8 @@ class Measured:
 
     def emulations(self) -> list[str]:
         """In which ways these runs are not what they stand for."""
-        each = {c.emulation for cells in self._cells.values() for c in cells} - {""}
-        return sorted({way for emulation in each for way in emulation.split("; ")})
+        cells = (cell for each in self._cells.values() for cell in each)
+        return sorted({one.detail for cell in cells for one in cell.emulation})
 
     def machines(self) -> list[str]:
         """On what they ran."""

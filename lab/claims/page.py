@@ -108,10 +108,10 @@ def scored(score: Score) -> list[Scored]:
             strategy=one.name,
             profile=one.profile.name,
             world_size=one.world_size,
-            batch_size=one.world_size * one.batch,
+            batch_size=one.world_size * one.per_rank_batch_size,
             measured_s=one.steps_s,
             predicted_s=simulate(
-                one.profile, score.hardware, one.strategy, one.world_size, one.batch
+                one.profile, score.hardware, one.strategy, one.world_size, one.per_rank_batch_size
             ).step_s,
             evidence=score.evidence(one.world_size),
         )

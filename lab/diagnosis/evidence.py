@@ -113,8 +113,8 @@ def gather(study: Study, cell: Cell) -> Evidence:
         slowest_rank=int(np.argmax(ranks)) if len(ranks) else -1,
         backward_s=_phase_s(telling, "backward"),
         codec_s=_codec_s(breakdowns),
-        payload_bytes=max(cell.payload_bytes, default=math.nan),
-        messages=max(cell.messages, default=math.nan),
+        payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
+        messages=max(cell.messages_per_step, default=math.nan),
         settings=settings,
         to_run=_to_run(study, point, base, ceiling),
     )
@@ -225,7 +225,7 @@ def _sweep(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> s
     where = [f"study={folder.name}"]
     if folder.parent.name != "runs":
         where.append(f"runs_dir={folder.parent}")
-    given = [f"strategy={strategy}", f"world_size={sizes}", f"batch_size={cell.batch}"]
+    given = [f"strategy={strategy}", f"world_size={sizes}", f"batch_size={cell.fixed_batch_size}"]
     given += [f"scaling={cell.scaling}"] if cell.scaling != "strong" else []
     given += [
         f"{key}={value}"

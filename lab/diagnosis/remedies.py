@@ -93,7 +93,7 @@ def _bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
     yield from _rounds(e, loss.seconds)
     if e.one.transform == "" and e.one.settings.get("model", "").startswith("alexnet"):
         yield Remedy("transform=fc1x1", "most bytes are fully connected; another model")
-    yield _larger_batch(e, "the same exchange for more images")
+    yield _larger_batch(e, f"the same exchange for more {e.one.unit}s")
 
 
 def _may_start_to_overlap(e: Evidence) -> bool:
@@ -115,7 +115,7 @@ def _latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
         why = f"{steps} messages one after the other instead of {2 * (size - 1)}"
         yield Remedy("exchange=tree", why, loss.seconds * (1 - steps / (2 * (size - 1))))
     yield from _rounds(e, loss.seconds)
-    yield _larger_batch(e, "the same messages for more images")
+    yield _larger_batch(e, f"the same messages for more {e.one.unit}s")
 
 
 def _takes_tree(e: Evidence) -> bool:
@@ -160,7 +160,7 @@ def _straggler(e: Evidence, loss: Loss) -> Iterator[Remedy]:
 
 
 def _fixed(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    yield _larger_batch(e, "more images for the same fixed cost")
+    yield _larger_batch(e, f"more {e.one.unit}s for the same fixed cost")
     if e.settings.get("compile") is False:
         yield Remedy("compile=true", "fewer, larger kernels")
 
@@ -180,13 +180,13 @@ def _strategy(e: Evidence, name: str, why: str, saves_s: float = math.nan) -> It
 def _ranks(e: Evidence, number: int, why: str) -> Remedy:
     """Another number of ranks, with the nearest batch that divides among them."""
     unit = e.settings.get("accumulate", 1) * (number if e.one.scaling == "strong" else 1)
-    batch = max(1, round(e.one.batch / unit)) * unit
-    switch = "" if batch == e.one.batch else f"batch_size={batch}"
+    batch = max(1, round(e.one.fixed_batch_size / unit)) * unit
+    switch = "" if batch == e.one.fixed_batch_size else f"batch_size={batch}"
     return Remedy(switch, why, num_ranks=number)
 
 
 def _larger_batch(e: Evidence, why: str) -> Remedy:
-    return Remedy(f"batch_size={2 * e.one.batch}", why)
+    return Remedy(f"batch_size={2 * e.one.fixed_batch_size}", why)
 
 
 BY_VERDICT: Mapping[tuple[str, str], Callable[[Evidence, Loss], Iterator[Remedy]]] = {

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lab.diagnosis.evidence import Evidence
+from lab.record.schema import SHARED, worded
 
 # A loss below this share of the step is no reason by itself: without it, speedup would be at most a
 # ninth higher.
@@ -96,13 +97,13 @@ def _losses(e: Evidence) -> Iterator[Loss]:
 def _straggler(e: Evidence) -> tuple[str, float, str]:
     what = f"waits for rank {e.slowest_rank}"
     if _shared(e):
-        return "compute-bound", e.straggler_s, f"{what} while {e.one.emulation}"
+        return "compute-bound", e.straggler_s, f"{what} while {worded(e.one.emulation)}"
     return "straggler-bound", e.straggler_s, what
 
 
 def _shared(e: Evidence) -> bool:
-    """Whether ranks have no processor each, as lab.training.outcome words it."""
-    return "share" in e.one.emulation
+    """Whether ranks have no processor each."""
+    return any(one.kind in SHARED for one in e.one.emulation)
 
 
 def _exchange(e: Evidence) -> tuple[str, float, str]:
@@ -115,7 +116,7 @@ def _exchange(e: Evidence) -> tuple[str, float, str]:
 
 def _fixed(e: Evidence) -> tuple[str, float, str]:
     if _shared(e):
-        return "compute-bound", e.fixed_s, f"is lost because {e.one.emulation}"
+        return "compute-bound", e.fixed_s, f"is lost because {worded(e.one.emulation)}"
     if e.one.scaling == "weak":
         return "compute-bound", e.fixed_s, "is lost because ranks slow each other's compute"
     return "launch-bound", e.fixed_s, "is compute that did not shrink with the batch of a rank"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.remedies import Remedy
 from lab.diagnosis.rules import Verdict
+from lab.record.schema import worded
 
 MAX_REMEDIES = 3
 
@@ -16,7 +17,7 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     """The verdict in a line."""
     one = evidence.one
     batch = "batch" if one.scaling == "strong" else "batch per rank"
-    run = f"{one.series} on {one.world_size} ranks, {batch} {one.batch}"
+    run = f"{one.series} on {one.world_size} ranks, {batch} {one.fixed_batch_size}"
     return f"{run}: {verdict.name}: {_reason(evidence, verdict)}"
 
 
@@ -58,7 +59,7 @@ def _evidence_lines(e: Evidence) -> Lines:
     if not math.isnan(e.fixed_s):
         yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute beyond that"
     if e.one.emulation:
-        yield "emulated", e.one.emulation
+        yield "emulated", worded(e.one.emulation)
 
 
 def _speedup(e: Evidence) -> str:

@@ -13,9 +13,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from lab.measure.spans import Span
+from lab.measure.spans import PHASES, Span
 
-PHASES = ("data", "forward", "backward", "exchange", "update")
 ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
 KEPT_STEPS = 5  # for the timeline
 

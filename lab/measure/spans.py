@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PHASES = ("data", "forward", "backward", "exchange", "update")  # of a step, marked by breakdowns
+
 
 @dataclass(frozen=True)
 class Span:

@@ -94,18 +94,19 @@ class Profile:
         layers = tuple(map(slower, self.layers))
         return replace(self, layers=layers, bytes_scale=self.bytes_scale * bytes_scale)
 
-    def forward_s(self, layer: Layer, batch: int) -> float:
-        """Seconds of one layer's forward pass over `batch` images of one rank."""
-        return self._scaled(layer.forward_ms, layer.fixed_forward_ms, batch)
+    def forward_s(self, layer: Layer, per_rank_batch_size: int) -> float:
+        """Seconds of one layer's forward pass over a rank's batch."""
+        return self._scaled(layer.forward_ms, layer.fixed_forward_ms, per_rank_batch_size)
 
-    def backward_s(self, layer: Layer, batch: int) -> float:
-        """Seconds of one layer's backward pass over `batch` images of one rank."""
-        return self._scaled(layer.backward_ms, layer.fixed_backward_ms, batch)
+    def backward_s(self, layer: Layer, per_rank_batch_size: int) -> float:
+        """Seconds of one layer's backward pass over a rank's batch."""
+        return self._scaled(layer.backward_ms, layer.fixed_backward_ms, per_rank_batch_size)
 
-    def compute_s(self, batch: int) -> float:
-        """Seconds of forward and backward over `batch` images of one rank."""
+    def compute_s(self, per_rank_batch_size: int) -> float:
+        """Seconds of forward and backward over a rank's batch."""
         each = (
-            self.forward_s(layer, batch) + self.backward_s(layer, batch) for layer in self.layers
+            self.forward_s(layer, per_rank_batch_size) + self.backward_s(layer, per_rank_batch_size)
+            for layer in self.layers
         )
         return sum(each)
 
@@ -118,8 +119,10 @@ class Profile:
         """Bytes of all gradients, scaled."""
         return VALUE_BYTES * sum(self.values(layer) for layer in self.layers)
 
-    def _scaled(self, whole_ms: float, fixed_ms: float, batch: int) -> float:
-        return (fixed_ms + (whole_ms - fixed_ms) * batch / self.reference_batch) / 1000
+    def _scaled(self, whole_ms: float, fixed_ms: float, per_rank_batch_size: int) -> float:
+        return (
+            fixed_ms + (whole_ms - fixed_ms) * per_rank_batch_size / self.reference_batch
+        ) / 1000
 
 
 def replayed(settings: Mapping[str, Any]) -> Profile | None:

@@ -127,13 +127,13 @@ class ReplayedLayer(nn.Module):
         """The activations [batch, output_size] as they are, after the layer's time."""
         return _Wait.apply(activations, self, *self.parameters())  # type: ignore[return-value]
 
-    def forward_s(self, batch: int) -> float:
-        """Return the seconds that `batch` samples take forward."""
-        return self.profile.forward_s(self.layer, batch)
+    def forward_s(self, per_rank_batch_size: int) -> float:
+        """Return the seconds that a rank's batch takes forward."""
+        return self.profile.forward_s(self.layer, per_rank_batch_size)
 
-    def backward_s(self, batch: int) -> float:
-        """Return the seconds that `batch` samples take backward."""
-        return self.profile.backward_s(self.layer, batch)
+    def backward_s(self, per_rank_batch_size: int) -> float:
+        """Return the seconds that a rank's batch takes backward."""
+        return self.profile.backward_s(self.layer, per_rank_batch_size)
 
 
 class _Wait(torch.autograd.Function):

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -34,7 +34,7 @@ def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in cast(dict[str, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_finite(item) for item in cast(list[Any], value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,15 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
-from lab.measure.clock import PHASES
 from lab.record.files import write_atomically, write_json
+from lab.record.schema import Record
 
-SCHEMA = 1
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # what a killed run may take to be gone
 
@@ -162,7 +156,10 @@ class RunDirectory:
         return f"{record['status']}: {record['error']}"
 
     def status(self) -> str | None:
-        """How the run that is recorded here ended; None without a record."""
+        """How the run that is recorded here ended; None without a record.
+
+        No more than this is read: a record of any schema is not to be written over.
+        """
         try:
             return json.loads(self.record_path.read_text())["status"]
         except (OSError, ValueError, KeyError):
@@ -191,44 +188,9 @@ class RunDirectory:
         """The resolved configuration."""
         write_atomically(self.path / "config.yaml", lambda path: path.write_text(yaml))
 
-    def write_record(self, record: dict[str, Any]) -> None:
-        """The whole run in one object; the last thing a run writes."""
-        write_json(self.record_path, {"schema": SCHEMA, **record})
-
-    def write_steps(
-        self,
-        first_step: int,
-        before_s: float,
-        num_warmup: int,
-        step_s: np.ndarray,
-        phase_s: np.ndarray,
-        loss: np.ndarray,
-    ) -> None:
-        """One row per rank and step.
-
-        Args:
-            first_step: number of the first step. In a resumed run it is not 0: earlier rows stay.
-            before_s: training time before it.
-            num_warmup: steps at the start that no statistic counts.
-            step_s, loss: [ranks, steps].
-            phase_s: [ranks, steps, phases]; NaN where nothing was marked.
-        """
-        ranks, steps = step_s.shape
-        columns = {
-            "rank": np.repeat(np.arange(ranks, dtype=np.int32), steps),
-            "step": np.tile(np.arange(first_step, first_step + steps, dtype=np.int64), ranks),
-            "timed": np.tile(np.arange(steps) >= num_warmup, ranks),
-            "step_s": step_s.ravel(),
-            **{f"{name}_s": phase_s[:, :, i].ravel() for i, name in enumerate(PHASES)},
-            "loss": loss.ravel(),
-            "end_s": before_s + step_s.cumsum(axis=1).ravel(),
-        }
-        table = pa.table(columns)
-        final = self.path / "steps.parquet"
-        if first_step and final.exists():
-            earlier = pq.read_table(final)
-            table = pa.concat_tables([earlier.filter(pc.field("step") < first_step), table])
-        write_atomically(final, lambda path: pq.write_table(table, path))
+    def write_record(self, record: Record) -> None:
+        """Write the record, the last thing that a run writes."""
+        record.write(self.record_path)
 
 
 def _numbered(parent: Path, name: str) -> Iterator[Path]:

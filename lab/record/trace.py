@@ -29,7 +29,7 @@ class Timeline:
     """
 
     spans: tuple[Span, ...]
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def typical_step(self) -> Timeline:
         """The step whose length is the median (on the first rank); all of it if none is marked."""
@@ -100,7 +100,7 @@ def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
     order of their starts, spans take the first lane that is free.
     """
     free_at: dict[tuple[int, str], list[float]] = {}
-    placed = []
+    placed: list[tuple[Span, int]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         ends = free_at.setdefault((span.rank, span.row), [])
         lane = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from lab.record.schema import Record
 
 MODES = ("offline", "online")
 
@@ -45,14 +48,23 @@ class WandbRecorder:
             self._give_up(error)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Numbers of one step."""
-        self._try(lambda run: run.log(values, step=step))
+        """Log numbers of one step."""
 
-    def finish(self, record: dict[str, Any]) -> None:
-        """The record as the run's summary."""
-        self._try(lambda run: (run.summary.update(record), run.finish()))
+        def log(run: Any) -> None:
+            run.log(values, step=step)
 
-    def _try(self, action: Any) -> None:
+        self._try(log)
+
+    def finish(self, record: Record) -> None:
+        """Close the run with the record as its summary."""
+
+        def finish(run: Any) -> None:
+            run.summary.update(record.to_json())
+            run.finish()
+
+        self._try(finish)
+
+    def _try(self, action: Callable[[Any], None]) -> None:
         if self._run is None:
             return
         try:

@@ -37,13 +37,13 @@ def crossover_rate(
     hardware: Hardware,
     strategies: tuple[Strategy, Strategy],
     world_size: int,
-    batch: int,
+    batch_size: int,
 ) -> float | None:
     """The rate of the links, in bytes per second, below which the first strategy is MARGIN faster.
 
     Args:
         strategies: the first is meant for slow links, such as one that compresses.
-        batch: of all ranks.
+        batch_size: global.
 
     Returns:
         None if that is so, or is not so, at both ends of RATES.
@@ -51,7 +51,7 @@ def crossover_rate(
 
     def pays(rate: float) -> bool:
         links = with_rate(hardware, rate)
-        own = batch // world_size
+        own = batch_size // world_size
         one, other = (simulate(profile, links, each, world_size, own) for each in strategies)
         return MARGIN * one.step_s < other.step_s
 

@@ -31,7 +31,6 @@ class Observation:
 
     Attributes:
         name: of the strategy, as a study calls it.
-        batch: of one rank.
         steps_s: of each repeat.
     """
 
@@ -39,7 +38,7 @@ class Observation:
     profile: Profile
     strategy: Strategy
     world_size: int
-    batch: int
+    per_rank_batch_size: int
     steps_s: tuple[float, ...]
 
     @property
@@ -68,7 +67,13 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
     def residuals(x: np.ndarray) -> np.ndarray:
         hardware = with_values(preset, names, np.exp(x))
         predicted = [
-            simulate(cell.profile, hardware, cell.strategy, cell.world_size, cell.batch).step_s
+            simulate(
+                cell.profile,
+                hardware,
+                cell.strategy,
+                cell.world_size,
+                cell.per_rank_batch_size,
+            ).step_s
             for cell in used
         ]
         return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])

@@ -40,8 +40,8 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     rows, spans = [], ()
     for cell, profile, strategy in zip(request.cells, request.profiles, strategies, strict=True):
         weak = cell.config.scaling == "weak"
-        point = strategy, cell.world_size, cell.config.batch_size, weak
-        prediction = predict(profile, hardware, *point)
+        point = strategy, cell.world_size, cell.batch_size
+        prediction = predict(profile, hardware, *point, weak)
         spans = prediction.step.spans
         row = _row(cell, _series(cell, request.cells), prediction)
         rows.append(row | (score.of(profile, *point, prediction.step.step_s) if score else {}))
@@ -59,7 +59,8 @@ def _row(cell: Cell, series: str, prediction: Prediction) -> dict[str, Any]:
         "series": series,
         "strategy": cell.strategy,
         "world_size": cell.world_size,
-        "batch_size": cell.config.batch_size,
+        "batch_size": cell.batch_size,
+        "per_rank_batch_size": cell.batch_size // cell.world_size,
         "scaling": cell.config.scaling,
         "step_s": prediction.step.step_s,
         "exposed_s": prediction.exposed_s,

@@ -41,15 +41,18 @@ class Score:
         profile: Profile,
         strategy: Strategy,
         world_size: int,
-        batch: int,
-        weak: bool,
+        batch_size: int,
         step_s: float,
     ) -> dict[str, Any]:
-        """What is known of one prediction: its measured step, the error, and what that proves."""
-        own = batch if weak else batch // world_size
-        what = profile, strategy, world_size, own
+        """What is known of one prediction: its measured step, the error, and what that proves.
+
+        Args:
+            batch_size: global.
+            step_s: predicted.
+        """
+        point = profile, strategy, world_size, batch_size // world_size
         for one in self.observations:
-            if (one.profile, one.strategy, one.world_size, one.batch) == what:
+            if (one.profile, one.strategy, one.world_size, one.per_rank_batch_size) == point:
                 error = step_s / one.step_s - 1
                 evidence = self.evidence(world_size)
                 return {"measured_s": one.step_s, "error": error, "evidence": evidence}
@@ -97,9 +100,14 @@ def _observation(cell: Cell, profile: Profile) -> Observation | None:
     own = replayed(settings)
     if not own:
         _check_model(cell, profile)
-    batch = cell.batch // (1 if cell.scaling == "weak" else cell.world_size)
-    what = cell.strategy, own or profile, strategy, cell.world_size, batch
-    return Observation(*what, (cell.step_s,))
+    return Observation(
+        cell.strategy,
+        own or profile,
+        strategy,
+        cell.world_size,
+        cell.per_rank_batch_size,
+        (cell.step_s,),
+    )
 
 
 def _check_model(cell: Cell, profile: Profile) -> None:

@@ -91,33 +91,42 @@ def predict(
     hardware: Hardware,
     strategy: Strategy,
     world_size: int,
-    batch: int,
+    batch_size: int,
     weak: bool = False,
 ) -> Prediction:
     """The step of a strategy on `world_size` ranks.
 
     Args:
-        batch: of all ranks, among which it is divided; if `weak`, of each.
+        batch_size: global, in samples.
+        weak: compare with one rank that has a batch of the same size as each of these.
 
     Raises:
         ValueError: the hardware has fewer ranks.
     """
-    own = batch if weak else batch // world_size
-    step = simulate(profile, hardware, strategy, world_size, own)
-    ceiling = simulate(profile, hardware, CEILING, world_size, own)
-    alone = simulate(profile, hardware, CEILING, 1, batch)
+    per_rank_batch_size = batch_size // world_size
+    step = simulate(profile, hardware, strategy, world_size, per_rank_batch_size)
+    ceiling = simulate(profile, hardware, CEILING, world_size, per_rank_batch_size)
+    alone = simulate(profile, hardware, CEILING, 1, per_rank_batch_size if weak else batch_size)
     speedup = (world_size if weak else 1) * alone.step_s / step.step_s
     exposed_s = step.step_s - ceiling.step_s
     return Prediction(step, exposed_s, speedup, speedup / world_size)
 
 
 def simulate(
-    profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int, batch: int
+    profile: Profile,
+    hardware: Hardware,
+    strategy: Strategy,
+    world_size: int,
+    per_rank_batch_size: int,
 ) -> Step:
-    """One step on `world_size` ranks of `batch` images each. ValueError as in `predict`."""
+    """One step on `world_size` ranks. ValueError as in `predict`."""
     network = Network(hardware, world_size)
     layers = [
-        Compute(layer.name, profile.forward_s(layer, batch), profile.backward_s(layer, batch))
+        Compute(
+            layer.name,
+            profile.forward_s(layer, per_rank_batch_size),
+            profile.backward_s(layer, per_rank_batch_size),
+        )
         for layer in profile.layers
     ]
     in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged

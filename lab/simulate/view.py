@@ -75,16 +75,18 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
 def figure(result: Row) -> Figure:
     """Speedup against ranks, a panel for each batch: hollow marks and lines are predicted."""
     rows = result["rows"]
-    batches = style.unique(row["batch_size"] for row in rows)
+    batch_sizes = style.unique(map(_fixed_batch_size, rows))
     looks = looks_of(row["series"] for row in rows)
-    drawn, axes = style.canvas(1, len(batches), max(7.0, 2.8 * len(batches) + 2.4), 3.8)
-    for panel, batch in zip(axes[0], batches, strict=True):
-        here = [row for row in rows if row["batch_size"] == batch]
+    drawn, axes = style.canvas(1, len(batch_sizes), max(7.0, 2.8 * len(batch_sizes) + 2.4), 3.8)
+    for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
+        here = [row for row in rows if _fixed_batch_size(row) == batch_size]
         sizes = style.unique(row["world_size"] for row in here)
         panel.plot(sizes, sizes, color=style.GREY, linestyle=":", linewidth=1)
         for name, look in looks.items():
             _draw(panel, [row for row in here if row["series"] == name], look)
-        panel.set_title(f"{'per-rank' if rows[0]['scaling'] == 'weak' else 'global'} batch {batch}")
+        panel.set_title(
+            f"{'per-rank' if rows[0]['scaling'] == 'weak' else 'global'} batch {batch_size}"
+        )
         _size_axis(panel, sizes)
     axes[0][0].set_ylabel("speedup")
     handles = [_handle(name, look) for name, look in looks.items()]
@@ -93,6 +95,11 @@ def figure(result: Row) -> Figure:
         handles.append(measured)
     title = f"Predicted speedup over none at 1 rank, {rows[0]['scaling']} scaling"
     return style.frame(drawn, title, [*handles], notes(result))
+
+
+def _fixed_batch_size(row: Row) -> int:
+    """The batch size that stays as ranks are added: global if strong, per rank if weak."""
+    return row["per_rank_batch_size" if row["scaling"] == "weak" else "batch_size"]
 
 
 def _draw(panel: Axes, rows: list[Row], look: Look) -> None:
@@ -136,7 +143,7 @@ def _line(row: Row) -> list[str]:
     return [
         row["series"],
         str(row["world_size"]),
-        str(row["batch_size"]),
+        str(_fixed_batch_size(row)),
         f"{1e3 * row['step_s']:.2f}",
         f"{1e3 * row['exposed_s']:.2f}",
         f"{row['speedup']:.2f}",

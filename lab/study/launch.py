@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from lab.cluster.settings import Cluster
-from lab.record.files import write_json
-from lab.record.run_directory import SCHEMA
+from lab.record.schema import Record, Status, read_record
 from lab.study.grid import Cell
 
 STOP_S = 40.0  # what a launcher has to end its ranks when asked; torchrun itself kills after 30
 PR_SET_PDEATHSIG = 1
 
 
-def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, Any]:
+def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> Record:
     """Run one cell in `root` under a fresh torchrun or horovodrun; its record.
 
     Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, at every number of
@@ -46,14 +43,14 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> dict[str, A
         )
         try:
             process.wait(timeout_s)
-            failure = "failed", last_error(log) or f"exit code {process.returncode}"
+            status, error = "failed", last_error(log) or f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
             stop(process)
-            failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
+            status, error = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
         except KeyboardInterrupt:
             stop(process)
             raise
-    return record_of(directory, cell, *failure)
+    return record_of(directory, cell, status, error)
 
 
 def make_directory(root: Path, cell: Cell) -> Path:
@@ -97,28 +94,37 @@ def stop(launcher: subprocess.Popen[bytes]) -> None:
         launcher.wait()
 
 
-def record_of(directory: Path, cell: Cell, status: str, error: str) -> dict[str, Any]:
-    """What the run recorded; where it could not, or was ended from here, what is known here."""
+def record_of(directory: Path, cell: Cell, status: Status, error: str) -> Record:
+    """The record of a cell whose launcher has ended.
+
+    A run that could not record its own failure, or was ended from here, is recorded here.
+
+    Raises:
+        ValueError: what the run left is no record.
+    """
     path = directory / "record.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
-    if record and status != "timeout":
+    record = read_record(path) if path.exists() else _identity(directory, cell)
+    if path.exists() and status != "timeout":
         return record
-    record |= {
-        "schema": SCHEMA,
-        "study": directory.parent.name,
-        "cell": cell.name,
-        "strategy": cell.strategy,
-        "variant": cell.variant,
-        "world_size": cell.world_size,
-        "batch_size": cell.batch_size,
-        "per_rank_batch_size": cell.batch_size // cell.world_size,
-        "scaling": cell.config.scaling,
-        "repeat": cell.repeat,
-        "status": status,
-        "error": error,
-    }
-    write_json(path, record)
+    record.end(status, error)
+    record.write(path)
     return record
+
+
+def _identity(directory: Path, cell: Cell) -> Record:
+    """The record of a run of which nothing is known but what it was to be."""
+    return Record(
+        status="failed",
+        study=directory.parent.name,
+        cell=cell.name,
+        repeat=cell.repeat,
+        strategy=cell.strategy,
+        variant=cell.variant,
+        world_size=cell.world_size,
+        batch_size=cell.batch_size,
+        per_rank_batch_size=cell.batch_size // cell.world_size,
+        scaling=cell.config.scaling,
+    )
 
 
 def last_error(log: Path) -> str:

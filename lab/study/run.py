@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from lab.cluster import sandbox
+from lab.record.schema import Record, read_record
 from lab.settings.command_line import CommandLine, show
 from lab.settings.errors import ConfigError
 from lab.study.grid import Cell, Study, read
@@ -65,7 +64,7 @@ def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
             missing = sum(_recorded(root, later) is None for later in study.cells[number:])
             eta = timedelta(seconds=round(missing * sum(durations) / len(durations)))
             print(f"{_outcome(record)}, ETA {eta}", flush=True)
-        yield record["status"]
+        yield record.status
 
 
 def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
@@ -79,7 +78,7 @@ def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
         if record is not None:
             position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
             print(position, _already(root, cell, record), flush=True)
-            yield record["status"]
+            yield record.status
     began = time.monotonic()
     with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as ended:
         for num_ended, (cell, record) in enumerate(ended, start=1):
@@ -87,27 +86,34 @@ def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
             remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
             eta = timedelta(seconds=round(remaining_s))
             print(position, f"{_outcome(record)}, ETA {eta}", flush=True)
-            yield record["status"]
+            yield record.status
 
 
-def _recorded(root: Path, cell: Cell) -> dict[str, Any] | None:
-    """The record of a cell that need not run again; an interrupted one must."""
+def _recorded(root: Path, cell: Cell) -> Record | None:
+    """The record of a cell that need not run again; an interrupted one must.
+
+    Raises:
+        ConfigError: the cell holds something else under that name, which is not to be lost.
+    """
     try:
-        record = json.loads((root / cell.name / "record.json").read_text())
-    except (OSError, ValueError):
+        record = read_record(root / cell.name / "record.json")
+    except OSError:
         return None
-    return None if record["status"] == "interrupted" else record
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return None if record.status == "interrupted" else record
 
 
-def _already(root: Path, cell: Cell, record: dict[str, Any]) -> str:
-    again = "" if record["status"] == "done" else f" (to try again, delete {root / cell.name})"
-    return f"{record['status']} already{again}"
+def _already(root: Path, cell: Cell, record: Record) -> str:
+    again = "" if record.status == "done" else f" (to try again, delete {root / cell.name})"
+    return f"{record.status} already{again}"
 
 
-def _outcome(record: dict[str, Any]) -> str:
-    if record["status"] != "done" or not record["step_s"]:
-        return f"{record['status']}: {record['error']}"
-    return f"{1000 * record['step_s']['median']:.2f} ms/step, {record['images_per_s']:.0f} images/s"
+def _outcome(record: Record) -> str:
+    if record.status != "done" or not record.step_s:
+        return f"{record.status}: {record.error}"
+    rate = f"{record.samples_per_s:.0f} {record.unit}s/s"
+    return f"{1000 * record.step_s.median:.2f} ms/step, {rate}"
 
 
 def _check_launcher(study: Study) -> None:

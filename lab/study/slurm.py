@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from lab.record.schema import Record, Status
 from lab.settings.config import ConfigError
 from lab.study.grid import Cell
 from lab.study.launch import last_error, make_directory, record_of, settings_of
@@ -28,14 +28,17 @@ LONGEST_POLL_S = 15.0
 FILES_S = 60.0  # what a network file system may take to show here what was written there
 VANISHED = "VANISHED"  # SLURM forgets a job some minutes after its end
 # What SLURM may say of a job that will not run again, and the status of a cell without a record.
-ENDED = {
+ENDED: dict[str, Status] = {
     "CANCELLED": "interrupted",
     "PREEMPTED": "interrupted",
     "OUT_OF_MEMORY": "oom",
     "TIMEOUT": "timeout",
-    **dict.fromkeys(
-        ("COMPLETED", "FAILED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", VANISHED), "failed"
-    ),
+    "COMPLETED": "failed",
+    "FAILED": "failed",
+    "NODE_FAIL": "failed",
+    "BOOT_FAIL": "failed",
+    "DEADLINE": "failed",
+    VANISHED: "failed",
 }
 
 
@@ -80,7 +83,7 @@ def check_installed() -> None:
 
 def run_cells(
     root: Path, cells: list[Cell], timeout_s: float
-) -> Generator[tuple[Cell, dict[str, Any]], None, None]:
+) -> Generator[tuple[Cell, Record], None, None]:
     """Run `cells` in `root` as SLURM finds room; each with its record, as it ends.
 
     Nothing of it is left in the queue when this generator is closed early or interrupted.
@@ -191,7 +194,7 @@ def _look(tasks: list[Task]) -> None:
         task.update(state, reason)
 
 
-def _record(directory: Path, task: Task, timeout_s: float) -> dict[str, Any]:
+def _record(directory: Path, task: Task, timeout_s: float) -> Record:
     """The record of a task that has ended, made here if it left none."""
     deadline = time.monotonic() + FILES_S
     while task.state == "COMPLETED" and not (directory / "record.json").exists():
@@ -199,13 +202,12 @@ def _record(directory: Path, task: Task, timeout_s: float) -> dict[str, Any]:
             break
         time.sleep(POLL_S)
     if task.timed_out:
-        failure = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
-    else:
-        said = last_error(directory / "output.log")
-        if task.state != "FAILED" or not said:
-            said = f"SLURM says {task.state}; {said}".removesuffix("; ")
-        failure = ENDED[task.state], said
-    return record_of(directory, task.cell, *failure)
+        error = f"cell_timeout_s={timeout_s:g}: still running"
+        return record_of(directory, task.cell, "timeout", error)
+    said = last_error(directory / "output.log")
+    if task.state != "FAILED" or not said:
+        said = f"SLURM says {task.state}; {said}".removesuffix("; ")
+    return record_of(directory, task.cell, ENDED[task.state], said)
 
 
 def _cancel(tasks: list[Task]) -> None:

@@ -1,10 +1,11 @@
-"""What a run says about itself: its measurements, its failure, and a summary for people."""
+"""The outcome of a run: its measurements, its surroundings, and a summary for people."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,9 @@ from omegaconf import DictConfig
 
 from lab.cluster.settings import EMULATION
 from lab.distributed.replicas import replica_hash
-from lab.distributed.watchdog import Failure
 from lab.distributed.world import World
-from lab.measure.clock import PHASES
 from lab.measure.environment import environment, git_commit, num_cores
-from lab.measure.spans import Span
+from lab.measure.spans import PHASES, Span
 from lab.measure.statistics import (
     phase_statistics,
     round_means,
@@ -27,100 +26,93 @@ from lab.measure.statistics import (
     wall_seconds,
     whole_rounds,
 )
+from lab.record import steps
 from lab.record.run_directory import RunDirectory
+from lab.record.schema import Emulation, Record, StepSeconds, worded
+from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.task.metrics import metrics_of, shown
 from lab.training.trainer import Trainer
 
-# A record has every key of the contract, whatever became of the run.
-NOTHING_MEASURED: dict[str, Any] = {
-    "num_steps": 0,
-    "num_timed_steps": 0,
-    "num_skipped_steps": 0,
-    "num_parameters": None,
-    "gradient_bytes": None,
-    "transform": None,
-    "untransformed": None,
-    "step_s": None,
-    "images_per_s": None,
-    "wall_images_per_s": None,
-    "phases_s": {},
-    "payload_bytes_per_step": None,
-    "messages_per_step": None,
-    "peak_memory_bytes": None,
-    "peak_memory_of": None,
-    "reserved_memory_bytes": None,
-    "device_memory_bytes": None,
-    "final": {"loss": None, "accuracy": None},
-    "evaluations": [],
-    "replica_hash": None,
-    "choices": [],
-    "attempts": [],
-    "duration_s": None,
-}
-
-TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device", "emulation")
+TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
 
 
 def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
-    """Machine, software, and whether ranks had devices of their own. `configs`: what was run."""
+    """Machine, software, and whether ranks had devices of their own, as results of benchmarks say.
+
+    Args:
+        configs: of what was run.
+    """
     return {
-        "emulation": emulation(world, *configs),
+        "emulation": worded(emulation(world, *configs)) or "none",
         "comm_settings": world.comm.settings,
-        "environment": environment(world.num_hosts, asks_tools=world.place.local_rank == 0),
+        "environment": environment_of(world),
         "git_commit": git_commit(),
     }
 
 
-def emulation(world: World, *configs: DictConfig) -> str:
-    """ "none", or in which ways the ranks that run `configs` are not what they stand for."""
+def environment_of(world: World) -> dict[str, Any]:
+    """Machine and software of this rank."""
+    return environment(world.num_hosts, asks_tools=world.place.local_rank == 0)
+
+
+def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
+    """In which ways the ranks that run `configs` are not what they stand for."""
     hosts = os.environ.get(EMULATION)
+    shared = _sharing(world, bool(hosts))
     replays = [config for config in configs if "profile" in config.model]
     profiles = dict.fromkeys(config.profile.get("name") for config in replays)
-    reasons = [hosts, _sharing(world, bool(hosts))]
-    reasons += [f"compute replayed from profile {name}" for name in profiles]
-    return "; ".join(filter(None, reasons)) or "none"
+    return [
+        *([Emulation("hosts", hosts)] if hosts else []),
+        *([shared] if shared else []),
+        *(Emulation("replay", f"compute replayed from profile {name}") for name in profiles),
+    ]
 
 
-def _sharing(world: World, one_machine: bool) -> str | None:
+def _sharing(world: World, one_machine: bool) -> Emulation | None:
     """What the ranks of this host, or of all hosts if they are `one_machine`, have to share."""
     num_ranks = world.size if one_machine else world.place.local_size
     num_gpus = torch.cuda.device_count()
     if world.device.type == "cuda" and num_ranks > num_gpus:
-        return f"{num_ranks} ranks share {num_gpus} GPUs"
-    wanted = num_ranks * torch.get_num_threads()
-    if world.device.type == "cpu" and wanted > num_cores():
-        return f"{wanted} threads of {num_ranks} ranks share {num_cores()} CPU cores"
+        return Emulation("shared_gpus", f"{num_ranks} ranks share {num_gpus} GPUs")
+    threads = num_ranks * torch.get_num_threads()
+    if world.device.type == "cpu" and threads > num_cores():
+        detail = f"{threads} threads of {num_ranks} ranks share {num_cores()} CPU cores"
+        return Emulation("shared_cores", detail)
     return None
 
 
-def measurements(
-    trainer: Trainer, directory: RunDirectory, stop_signal: str | None
-) -> dict[str, Any]:
+def measured(
+    trainer: Trainer, record: Record, directory: RunDirectory, stop_signal: str | None
+) -> Record:
     """The record of a run that came to its end, or was stopped. All ranks call it together.
+
+    Args:
+        record: of the run's begin; it stays as it is, for should this fail, nothing was measured.
 
     Raises:
         ReplicaMismatch: the ranks' weights differ, though the strategy should keep them equal.
+        OSError: the steps cannot be written.
     """
-    world, every = trainer.world, trainer.sync.every
+    record, progress, sync = copy(record), trainer.progress, trainer.sync
     step_s, phase_s = write_steps(trainer, directory)
     timed = _timed(trainer, step_s)
     statistics = step_statistics(timed)
-    keeps_equal = trainer.sync.keeps_replicas_equal
-    return {
-        **_outcome(trainer, stop_signal),
-        "num_steps": trainer.progress.step,
-        "num_timed_steps": timed.shape[1] * every,
-        "num_skipped_steps": trainer.progress.num_skipped_steps,
-        "step_s": statistics,
-        "images_per_s": statistics and trainer.batch_size / statistics["median"],
-        "wall_images_per_s": _wall_images_per_s(trainer, step_s),
-        "phases_s": phase_statistics(_timed(trainer, phase_s), PHASES),
-        **_by_rank(trainer),
-        "evaluations": trainer.progress.evaluations,
-        "replica_hash": replica_hash(trainer.model, world) if keeps_equal else None,
-        "choices": trainer.sync.exchange.choices(),
-    }
+    _note_end(trainer, record, stop_signal)
+    record.num_steps = progress.step
+    record.num_timed_steps = timed.shape[1] * sync.every
+    record.num_skipped_steps = progress.num_skipped_steps
+    if statistics:
+        record.step_s = StepSeconds(**statistics)
+        record.samples_per_s = trainer.batch_size / record.step_s.median
+    record.wall_samples_per_s = _wall_samples_per_s(trainer, step_s)
+    record.phases_s = {**phase_statistics(_timed(trainer, phase_s), PHASES)}
+    _note_ranks(trainer, record)
+    record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
+    if sync.keeps_replicas_equal:
+        record.replica_hash = replica_hash(trainer.model, trainer.world)
+    record.choices = sync.exchange.choices()
+    return record
 
 
 def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
@@ -136,24 +128,26 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
     if world.rank == 0:
         warmup = trainer.config.warmup_steps
         before_s = trainer.progress.seconds
-        directory.write_steps(trainer.first_step, before_s, warmup, step_s, phase_s, loss)
+        first = trainer.first_step
+        steps.write_steps(directory.path / STEPS, first, before_s, warmup, step_s, phase_s, loss)
     return step_s, phase_s
 
 
-def write_timeline(trainer: Trainer, record: dict[str, Any], directory: RunDirectory) -> None:
-    """Put what a breakdown noted of all ranks on disk, if any; all ranks call it together.
+def write_timeline(trainer: Trainer, record: Record, directory: RunDirectory) -> None:
+    """Put the spans of a breakdown, of all ranks, on disk; all ranks call it together.
 
     Args:
         record: of the run; the timeline repeats what one must know to read it.
     """
     world, warmup = trainer.world, trainer.config.warmup_steps
-    own = trainer.clock.spans(world.rank, trainer.first_step, warmup)
-    if not own:
+    spans = trainer.clock.spans(world.rank, trainer.first_step, warmup)
+    if not spans:
         return
     ahead_s = world.clock_ahead_s()
-    texts = world.gather_text(json.dumps([ahead_s, *map(astuple, own)]))
+    texts = world.gather_text(json.dumps([ahead_s, *map(astuple, spans)]))
     if world.rank == 0:
-        about = {key: record[key] for key in TIMELINE_FACTS}
+        about = {key: getattr(record, key) for key in TIMELINE_FACTS}
+        about["emulation"] = worded(record.emulation) or "none"
         write_trace(directory.path / TIMELINE, _on_one_clock(texts), about)
 
 
@@ -164,11 +158,12 @@ def _on_one_clock(texts: list[str]) -> Iterator[Span]:
             yield Span(rank, row, name, start_s - ahead_s, end_s - ahead_s)
 
 
-def _outcome(trainer: Trainer, stop_signal: str | None) -> dict[str, Any]:
+def _note_end(trainer: Trainer, record: Record, stop_signal: str | None) -> None:
     if trainer.progress.step < trainer.total_steps:
-        return {"status": "interrupted", "error": f"stopped by {stop_signal}"}
-    final = metrics_of(trainer.progress.evaluations[-1])
-    return {"status": "done", "error": None, "final": final}
+        record.end("interrupted", f"stopped by {stop_signal}")
+        return
+    record.end("done", None)
+    record.final = metrics_of(trainer.progress.evaluations[-1])
 
 
 def _timed(trainer: Trainer, values: np.ndarray) -> np.ndarray:
@@ -182,77 +177,70 @@ def _after_warmup(trainer: Trainer, values: np.ndarray) -> tuple[np.ndarray, int
     return values[:, warmup:], trainer.first_step + warmup, trainer.sync.every
 
 
-def _by_rank(trainer: Trainer) -> dict[str, Any]:
-    """What each rank sent in a step (the median of the timed ones; without any, the mean of all),
-    and its memory.
+def _note_ranks(trainer: Trainer, record: Record) -> None:
+    """Note the memory of each rank, and what it sent in a step: the median of the timed steps, or,
+    without any, the mean of all.
     """
     traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 2)
     timed = _timed(trainer, traffic)
     sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
-    own = torch.tensor([*sent[0], *trainer.memory.sizes()], dtype=torch.float64)
-    payloads, messages, *sizes = trainer.world.gather(own).T.tolist()
+    row = torch.tensor([*sent[0], *trainer.memory.sizes()], dtype=torch.float64)
+    payloads, messages, *sizes = trainer.world.gather(row).T.tolist()
     peaks, reserved, in_use = (list(map(int, each)) if any(each) else None for each in sizes)
-    return {
-        "payload_bytes_per_step": list(map(int, payloads)),
-        "messages_per_step": messages,
-        "peak_memory_bytes": peaks,
-        "peak_memory_of": trainer.memory.kind,
-        "reserved_memory_bytes": reserved,
-        "device_memory_bytes": in_use,
-    }
+    record.payload_bytes_per_step = list(map(int, payloads))
+    record.messages_per_step = messages
+    record.peak_memory_bytes = peaks
+    record.peak_memory_of = trainer.memory.kind
+    record.reserved_memory_bytes = reserved
+    record.device_memory_bytes = in_use
 
 
-def _wall_images_per_s(trainer: Trainer, step_s: np.ndarray) -> float | None:
+def _wall_samples_per_s(trainer: Trainer, step_s: np.ndarray) -> float | None:
     """From the first timed step's begin to the last one's end, evaluations and checkpoints out."""
     gap_s = trainer.world.gather(torch.from_numpy(trainer.clock.gap_seconds())).numpy()
     timed_s, gap_s = (whole_rounds(*_after_warmup(trainer, s)) for s in (step_s, gap_s))
-    num_images = trainer.batch_size * timed_s.shape[1]
-    return num_images / wall_seconds(timed_s, gap_s) if num_images else None
+    num_samples = trainer.batch_size * timed_s.shape[1]
+    return num_samples / wall_seconds(timed_s, gap_s) if num_samples else None
 
 
-def summary(record: dict[str, Any], path: Path) -> str:
+def summary(record: Record, path: Path) -> str:
     """A few lines for people at the end of a run."""
-    ranks = f"{record['world_size']} rank{'s' if record['world_size'] > 1 else ''}"
+    ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
+    emulated = worded(record.emulation)
     lines = [
-        f"{record['status']}: strategy={record['strategy']} on {ranks} ({record['backend']}, "
-        f"{record['device']}), {record['num_steps']} steps of {record['batch_size']} images"
+        f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
+        f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
+        *_metric_lines(record),
+        *_step_lines(record),
+        *_payload_lines(record),
+        *([f"emulated        {emulated}"] if emulated else []),
     ]
-    for name, value in record["final"].items():
-        if name != "loss" and value is not None:
-            lines.append(f"{f'test {name}':<15} {shown(name, value)}")
-    if record["step_s"]:
-        step, mad = 1000 * record["step_s"]["median"], 1000 * record["step_s"]["mad"]
-        lines.append(
-            f"step time       {step:.2f} ms median (mad {mad:.2f}), "
-            f"{record['images_per_s']:.0f} images/s, "
-            f"{record['wall_images_per_s']:.0f} by wall clock"
-        )
-    elif record["num_steps"]:
-        lines.append("step time       – none was timed, see warmup_steps")
-    sent, gradients = max(record["payload_bytes_per_step"]), record["gradient_bytes"]
-    ring = 2 * gradients * (record["world_size"] - 1) / record["world_size"]
-    saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
-    lines.append(f"payload         {sent / 1e6:.3f} MB per step and rank{saving}")
-    if record["emulation"] != "none":
-        lines.append(f"emulated        {record['emulation']}")
-    if record["status"] == "interrupted":
+    if record.status == "interrupted":
         lines.append("continue        the same command with resume=auto")
     return "\n".join([*lines, f"record          {path / 'record.json'}"])
 
 
-def classify(error: BaseException, rank: int) -> Failure:
-    """The status and the one line that a record holds of an error."""
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    line = f"rank {rank}: {type(error).__name__}: {text.strip()}".rstrip(": ")
-    if isinstance(error, KeyboardInterrupt):
-        return Failure("interrupted", line)
-    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if out_of_memory or "can't allocate memory" in text:
-        return Failure("oom", line)
-    if "timed out" in text.lower() or "timeout" in text.lower():
-        return Failure("timeout", line)
-    if "peer" in text or "Connection reset" in text:
-        return Failure(
-            "failed", f"rank {rank}: lost another rank: {text.strip().rstrip(': ')[:200]}"
+def _metric_lines(record: Record) -> Iterator[str]:
+    for name, value in record.final.items():
+        if name != "loss" and value is not None:
+            yield f"{f'test {name}':<15} {shown(name, value)}"
+
+
+def _step_lines(record: Record) -> Iterator[str]:
+    if record.step_s:
+        median, mad = 1000 * record.step_s.median, 1000 * record.step_s.mad
+        yield (
+            f"step time       {median:.2f} ms median (mad {mad:.2f}), "
+            f"{record.samples_per_s:.0f} {record.unit}s/s, "
+            f"{record.wall_samples_per_s:.0f} by wall clock"
         )
-    return Failure("failed", line)
+    elif record.num_steps:
+        yield "step time       – none was timed, see warmup_steps"
+
+
+def _payload_lines(record: Record) -> Iterator[str]:
+    if record.payload_bytes_per_step and record.gradient_bytes is not None:
+        sent = max(record.payload_bytes_per_step)
+        ring = 2 * record.gradient_bytes * (record.world_size - 1) / record.world_size
+        saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
+        yield f"payload         {sent / 1e6:.3f} MB per step and rank{saving}"

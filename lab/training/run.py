@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from tqdm import tqdm
 from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watch
 from lab.distributed.world import World, end_process
+from lab.measure.environment import git_commit
 from lab.record.run_directory import RunDirectory
+from lab.record.schema import Record
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
 from lab.settings.names import run_name, variant
@@ -24,6 +25,7 @@ from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
 from lab.training.compiled import compiled_as
+from lab.training.failure import failure_of
 
 RECORD_WAIT_S = 5.0  # what rank 0 has to record a failure before another rank does it
 
@@ -42,7 +44,7 @@ class Run:
         self, config: DictConfig, arguments: list[str], world: World, directory: RunDirectory
     ) -> None:
         self.config, self.world, self.directory = config, world, directory
-        self.began = time.monotonic()
+        self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.record = self._identity(arguments)
         self.launch = launcher.launch_id(arguments)
         self.continues = directory.was_started_by(self.launch)
@@ -71,8 +73,9 @@ class Run:
             if self.world.rank == 0:
                 self._open_records(parts.trainer.progress.step)
             self._train(parts)
-            stop_signal = self.watch.stop_signal
-            self.record |= outcome.measurements(parts.trainer, self.directory, stop_signal)
+            self.record = outcome.measured(
+                parts.trainer, self.record, self.directory, self.watch.stop_signal
+            )
             outcome.write_timeline(parts.trainer, self.record, self.directory)
             if self.world.rank == 0:
                 self._write_record()
@@ -83,7 +86,7 @@ class Run:
             self.close()  # a thread in the library when Python ends would abort the process
             raise
         except (Exception, KeyboardInterrupt) as error:
-            self._end_process(self.watch.publish(outcome.classify(error, self.world.rank)))
+            self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
         if self.world.rank == 0:
             print(outcome.summary(self.record, self.directory.path))
         self.world.barrier()
@@ -97,7 +100,8 @@ class Run:
             ConfigError: see `execute`.
         """
         self.parts = assemble(self.config, self.world, self.watch)
-        self.record |= self.parts.sizes
+        self.record.unit = self.parts.trainer.data.unit
+        self._note_sizes(**self.parts.sizes)
         if "_target_" in self.config.recorder:
             self.recorder = build(self.config.recorder)
         self._resume(self.parts)
@@ -105,17 +109,27 @@ class Run:
 
     def save(self, parts: Assembly) -> None:
         """Write a checkpoint; called by all ranks after the same step."""
-        shared, own = resume.state_of(parts.trainer)
+        shared, of_rank = resume.state_of(parts.trainer)
         step = parts.trainer.progress.step
         outcome.write_steps(parts.trainer, self.directory)  # rows of a step are written over
-        checkpoint.save(self.directory.checkpoints, step, shared, own, self.world)
+        checkpoint.save(self.directory.checkpoints, step, shared, of_rank, self.world)
 
     def close(self) -> None:
-        """Stop the threads beside this rank, and let go of the directory."""
+        """Stop this rank's other threads, and let go of the directory."""
         self.directory.release()
         self.watch.close()
         if self.parts:
             self.parts.worker.close()
+
+    def _note_sizes(
+        self,
+        num_parameters: int,
+        gradient_bytes: int,
+        transform: str | None,
+        untransformed: dict[str, int] | None,
+    ) -> None:
+        self.record.num_parameters, self.record.gradient_bytes = num_parameters, gradient_bytes
+        self.record.transform, self.record.untransformed = transform, untransformed
 
     def _resume(self, parts: Assembly) -> None:
         # Rank 0 decides: other hosts may see a shared directory as it was a moment ago.
@@ -175,7 +189,7 @@ class Run:
 
     def _open_records(self, first_step: int) -> None:
         attempt = {"first_step": first_step, "world_size": self.world.size}
-        attempt |= {"started_at": self.record["started_at"], "launch": self.launch}
+        attempt |= {"started_at": self.record.started_at, "launch": self.launch}
         self.directory.begin_attempt(attempt)
         self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
         if self.recorder:
@@ -183,8 +197,8 @@ class Run:
             self.recorder.start(self.directory.path, self.config.study, config)
 
     def _write_record(self) -> None:
-        self.record["attempts"] = self.directory.attempts()
-        self.record["duration_s"] = time.monotonic() - self.began
+        self.record.attempts = self.directory.attempts()
+        self.record.duration_s = time.monotonic() - self.began
         self.directory.write_record(self.record)
         if self.recorder and self.world.rank == 0:
             self.recorder.finish(self.record)
@@ -198,8 +212,8 @@ class Run:
             end_process(self._exit_code())
         if self.world.rank and self._recorded_by_rank_0():
             end_process(1)
-        self.record["num_steps"] = self.parts.trainer.progress.step if self.parts else 0
-        self.record |= asdict(failure)
+        self.record.num_steps = self.parts.trainer.progress.step if self.parts else 0
+        self.record.end(failure.status, failure.error)
         with contextlib.suppress(OSError):  # the error itself must still be printed
             self._write_record()
         print(f"lab.train: error: {failure.error}", file=sys.stderr)
@@ -210,45 +224,45 @@ class Run:
         trainer = self.parts and self.parts.trainer
         progressed = trainer is not None and trainer.progress.step > trainer.first_step
         codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
-        return codes.get(self.record["status"], 1)
+        return codes.get(self.record.status, 1)
 
     def _recorded_by_rank_0(self) -> bool:
-        began = datetime.fromisoformat(self.record["started_at"]).timestamp()
         deadline = time.monotonic() + RECORD_WAIT_S
         while time.monotonic() < deadline:
-            if self.directory.recorded_since(began):
+            if self.directory.recorded_since(self.started_at.timestamp()):
                 return True
             time.sleep(0.1)
         return False
 
-    def _identity(self, arguments: list[str]) -> dict[str, Any]:
-        """What a record says of a run that has only just begun."""
+    def _identity(self, arguments: list[str]) -> Record:
+        """The record of a run that has only just begun: should it be lost, it failed."""
         config, world = self.config, self.world
         batch_size = global_batch_size(config, world.size)
-        return {
-            "status": "failed",
-            "error": None,
-            "study": config.study,
-            "cell": self.directory.path.name,
-            "repeat": config.repeat,
-            "strategy": config.strategy,
-            "variant": variant(arguments),
-            "model": config.model["_target_"].rpartition(".")[2],
-            "data": config.data["_target_"].rpartition(".")[2],
-            "world_size": world.size,
-            "batch_size": batch_size,
-            "per_rank_batch_size": batch_size // world.size,
-            "scaling": config.scaling,
-            "precision": config.precision,
-            "compile": compiled_as(config),
-            "measure": config.measure,
-            "launcher": world.place.launcher,
-            "device": world.device.type,
-            "backend": world.comm.backend,
-            "started_at": datetime.now(UTC).isoformat(),
-            **outcome.NOTHING_MEASURED,
-            **outcome.surroundings(world, config),
-        }
+        return Record(
+            status="failed",
+            study=config.study,
+            cell=self.directory.path.name,
+            repeat=config.repeat,
+            strategy=config.strategy,
+            variant=variant(arguments),
+            model=config.model["_target_"].rpartition(".")[2],
+            data=config.data["_target_"].rpartition(".")[2],
+            world_size=world.size,
+            batch_size=batch_size,
+            per_rank_batch_size=batch_size // world.size,
+            scaling=config.scaling,
+            precision=config.precision,
+            compile=compiled_as(config),
+            measure=config.measure,
+            launcher=world.place.launcher,
+            device=world.device.type,
+            backend=world.comm.backend,
+            started_at=self.started_at.isoformat(),
+            emulation=outcome.emulation(world, config),
+            comm_settings=world.comm.settings,
+            environment=outcome.environment_of(world),
+            git_commit=git_commit(),
+        )
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:

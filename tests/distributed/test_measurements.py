@@ -13,10 +13,12 @@ import torch
 from lab.distributed import world as worlds
 from lab.measure.memory import Memory
 from lab.record.run_directory import RunDirectory
+from lab.record.schema import Record
 from lab.settings.config import load
 from lab.training import outcome
 from lab.training.dry import assembled
 from tests.support.ranks import join, spawn
+from tests.support.records import make_record
 
 BETWEEN_S, EVALUATION_S = 0.03, 0.7
 
@@ -38,7 +40,7 @@ class Noted(Memory):
         self.log.append("pause")
 
 
-def measured(path: Path) -> tuple[dict[str, Any], float, list[str]]:
+def measured(path: Path) -> tuple[Record, float, list[str]]:
     """Ten steps, an evaluation after six: the record, seconds of timed steps, what memory knew."""
     config = load(["device=cpu", "data.size=16", "batch_size=24", "steps=10", "warmup_steps=3"])
     with assembled(config, join()) as part:
@@ -57,7 +59,8 @@ def measured(path: Path) -> tuple[dict[str, Any], float, list[str]]:
             if step == 6:
                 trainer.evaluate()
         trainer.evaluate()
-        record = outcome.measurements(trainer, RunDirectory(path), None)
+        begun = make_record("overlap", 1, None, batch_size=24, backend="gloo", gradient_bytes=4)
+        record = outcome.measured(trainer, begun, RunDirectory(path), None)
         seconds = float(trainer.clock.step_seconds()[3:].sum())
     worlds.stop()
     return record, seconds, memory.log
@@ -68,18 +71,15 @@ def test_wall_clock_and_memory_are_those_of_steady_steps(tmp_path: Path) -> None
     record, seconds, log = answer
     steady = ["1", "2", "3", "steady", "4", "5", "6", "pause", "steady", "7", "8", "9", "10"]
     assert log == [*steady, "pause", "pause"]
-    assert record["num_timed_steps"] == 7
-    wall_s = 7 * 24 / record["wall_images_per_s"]
+    assert record.num_timed_steps == 7 and record.wall_samples_per_s
+    wall_s = 7 * 24 / record.wall_samples_per_s
     least = seconds + 5 * BETWEEN_S  # of six times between seven steps one has the evaluation
     assert least <= wall_s < least + 0.8 * EVALUATION_S
-    assert record["peak_memory_of"] == "resident set of the process, since its start"
-    assert record["peak_memory_bytes"][0] > 2**20
-    assert record["reserved_memory_bytes"] is None and record["device_memory_bytes"] is None
-    assert f"{record['wall_images_per_s']:.0f} by wall clock" in outcome.summary(
-        {**record, "strategy": "overlap", "world_size": 1, "backend": "gloo", "device": "cpu"}
-        | {"batch_size": 24, "gradient_bytes": 4, "emulation": "none"},
-        tmp_path,
-    )
+    assert record.peak_memory_of == "resident set of the process, since its start"
+    assert record.peak_memory_bytes and record.peak_memory_bytes[0] > 2**20
+    assert record.reserved_memory_bytes is None and record.device_memory_bytes is None
+    text = outcome.summary(record, tmp_path)
+    assert f"images/s, {record.wall_samples_per_s:.0f} by wall clock" in text
 
 
 def test_on_a_gpu_the_peak_is_that_of_steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ def test_strategies_average_its_gradients(
     assert {record["status"] for record in records} == {"done"}
     assert len({record["replica_hash"] for record in records}) == 1
     assert records[0]["model"] == "Replay"
-    assert records[0]["emulation"].endswith("compute replayed from profile alexnet_titanx")
+    replay = {"kind": "replay", "detail": "compute replayed from profile alexnet_titanx"}
+    assert replay in records[0]["emulation"]
     assert records[0]["gradient_bytes"] == 4 * NUM_VALUES
     if strategy == "onebit":
         assert records[0]["payload_bytes_per_step"][0] < 4 * NUM_VALUES / 20

@@ -54,7 +54,7 @@ def test_training_on_two_hosts(command: Command, tmp_path: Path) -> None:
     assert found["status"] == "done"
     assert found["world_size"] == found["environment"]["num_hosts"] == 2
     hosts = "2 hosts as network namespaces, links of 1gbit (tbf), h1 200mbit after 0 s"
-    assert found["emulation"].startswith(hosts)
+    assert found["emulation"][0] == {"kind": "hosts", "detail": hosts}
 
 
 def test_the_exit_code_is_that_of_the_launcher(command: Command) -> None:

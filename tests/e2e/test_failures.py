@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lab.record.schema import SCHEMA
 from tests.conftest import LAUNCHER, Finished, record, wait_for
 
 Train = Callable[..., Finished]
@@ -276,7 +277,7 @@ def test_a_failed_run_has_every_key_of_the_contract(train: Train, tmp_path: Path
     train(2, *QUICK, "cell=good")
     bad, good = (record(tmp_path / "runs/default" / cell) for cell in ("bad", "good"))
     assert bad.keys() == good.keys()
-    assert json.loads((tmp_path / "runs/default/bad/record.json").read_text())["schema"] == 1
+    assert json.loads((tmp_path / "runs/default/bad/record.json").read_text())["schema"] == SCHEMA
     assert (tmp_path / "runs/default/bad/config.yaml").exists()
 
 

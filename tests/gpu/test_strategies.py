@@ -42,7 +42,7 @@ def test_shared_by_several_ranks(strategy: str, size: int, sharing: str) -> None
     outcomes = train(size, f"strategy={strategy}", *RUN, sharing=sharing)
     assert {outcome.record["status"] for outcome in outcomes} == {"done"}
     if DEVICE == "cuda":
-        assert "share 1 GPU" in outcomes[0].record["emulation"]
+        assert [one["kind"] for one in outcomes[0].record["emulation"]] == ["shared_gpus"]
     (alone,) = train(1, "strategy=none", transform_of(strategy), *RUN)
     check_exact(strategy, outcomes[0], alone)
 

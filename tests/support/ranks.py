@@ -31,7 +31,7 @@ class Outcome:
     """What one rank has at the end of a run."""
 
     code: int
-    record: dict[str, Any]
+    record: dict[str, Any]  # as record.json holds it
     weights: dict[str, Tensor]
     exchange_state: dict[str, Any]
 
@@ -69,7 +69,7 @@ def execute(settings: tuple[str, ...]) -> Outcome:
     assert run.parts is not None
     trainer = run.parts.trainer
     weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
-    return Outcome(code, run.record, weights, trainer.sync.exchange.state_dict())
+    return Outcome(code, run.record.to_json(), weights, trainer.sync.exchange.state_dict())
 
 
 def train(size: int, *settings: str, timeout_s: float = 50) -> list[Outcome]:

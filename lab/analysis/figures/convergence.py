@@ -62,7 +62,7 @@ def convergence(sheet: Sheet) -> Figure:
 
 def _finish(figure: Figure, sheet: Sheet, runs: list[Cell]) -> Figure:
     one = runs[0]
-    title = f"Convergence at {one.world_size} ranks, {sheet.batch_name()} {one.batch}"
+    title = f"Convergence at {one.world_size} ranks, {sheet.batch_name()} {one.fixed_batch_size}"
     repeats = style.unique(run.repeat for run in runs)
     sample = f"one run per series (repeat {', '.join(map(str, repeats))}): no intervals"
     note = ""
@@ -82,8 +82,8 @@ def _representatives(sheet: Sheet) -> list[Cell]:
     ]
     if not done:
         raise NothingToDraw("no finished throughput run that trains one model")
-    largest = max((cell.world_size, cell.batch) for cell in done)
-    here = [cell for cell in done if (cell.world_size, cell.batch) == largest]
+    largest = max((cell.world_size, cell.fixed_batch_size) for cell in done)
+    here = [cell for cell in done if (cell.world_size, cell.fixed_batch_size) == largest]
     here.sort(key=lambda cell: (cell.repeat, cell.started_at))
     first = {cell.series: cell for cell in reversed(here)}
     return [first[name] for name in sheet.looks if name in first]

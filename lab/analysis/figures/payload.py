@@ -55,7 +55,10 @@ def payload(sheet: Sheet) -> Figure:
 
 def _largest_batch(rows: Iterable[Row]) -> list[Row]:
     """Of each series and world size, the row of its largest batch."""
-    last = {(row.series, row.world_size): row for row in sorted(rows, key=lambda row: row.batch)}
+    last = {
+        (row.series, row.world_size): row
+        for row in sorted(rows, key=lambda row: row.fixed_batch_size)
+    }
     return list(last.values())
 
 

@@ -22,7 +22,7 @@ from lab.analysis.figures.sheet import (
     repeats,
     series_of,
 )
-from lab.analysis.speedup import Row
+from lab.analysis.speedup import Row, unit_of
 from lab.draw import style
 from lab.measure.intervals import Interval
 
@@ -35,13 +35,13 @@ def speedup_bars(sheet: Sheet) -> Figure:
     """
     rows = _with_speedup(sheet)
     series, sizes = series_of(rows), style.unique(row.world_size for row in rows)
-    batches = style.unique(row.batch for row in rows)
+    batch_sizes = style.unique(row.fixed_batch_size for row in rows)
     lines = math.ceil(len(series) / MOST_COLUMNS)
     columns = math.ceil(len(series) / lines)
     figure, axes = style.canvas(lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sharey=True)
     panels = [panel for line in axes for panel in line]
     for panel, name in zip(panels, series, strict=False):
-        _panel(panel, sheet, [row for row in rows if row.series == name], sizes, batches)
+        _panel(panel, sheet, [row for row in rows if row.series == name], sizes, batch_sizes)
     for panel in panels[len(series) :]:
         panel.remove()
     for index in range(len(series)):
@@ -60,17 +60,19 @@ def speedup_bars(sheet: Sheet) -> Figure:
 def scaling(sheet: Sheet) -> Figure:
     """Speedup above, efficiency below, against world size; one column per batch."""
     rows = _with_speedup(sheet)
-    batches = style.unique(row.batch for row in rows)
-    figure, axes = style.canvas(2, len(batches), _width(batches), 6, sharex=True, sharey="row")
+    batch_sizes = style.unique(row.fixed_batch_size for row in rows)
+    figure, axes = style.canvas(
+        2, len(batch_sizes), _width(batch_sizes), 6, sharex=True, sharey="row"
+    )
     sizes = style.unique(row.world_size for row in rows)
-    for column, batch in enumerate(batches):
-        here = [row for row in rows if row.batch == batch]
+    for column, batch_size in enumerate(batch_sizes):
+        here = [row for row in rows if row.fixed_batch_size == batch_size]
         top, bottom = axes[0][column], axes[1][column]
         top.plot(sizes, sizes, color=style.GREY, linestyle=":", linewidth=1)
         bottom.axhline(1, color=style.GREY, linestyle=":", linewidth=1)
         _lines(top, sheet, here, lambda row: row.speedup)
         _lines(bottom, sheet, here, lambda row: row.efficiency)
-        top.set_title(f"{sheet.batch_name()} {batch}")
+        top.set_title(f"{sheet.batch_name()} {batch_size}")
         bottom.set_xlabel("ranks")
     for line in axes:
         line[0].set_ylim(bottom=0)  # at last: it ends autoscaling of the axes that share it
@@ -83,25 +85,30 @@ def scaling(sheet: Sheet) -> Figure:
 
 
 def throughput(sheet: Sheet) -> Figure:
-    """Images per second against world size; one column per batch."""
-    rows = [row for row in sheet.measured() if not math.isnan(row.images_per_s.mid)]
+    """Samples per second against world size; one column per batch."""
+    rows = [row for row in sheet.measured() if not math.isnan(row.samples_per_s.mid)]
     if not rows:
-        raise NothingToDraw("no record gives images_per_s")
-    batches = style.unique(row.batch for row in rows)
-    figure, axes = style.canvas(1, len(batches), _width(batches), 3.8, sharey=True)
-    for panel, batch in zip(axes[0], batches, strict=True):
-        _lines(panel, sheet, [r for r in rows if r.batch == batch], lambda row: row.images_per_s)
-        panel.set_title(f"{sheet.batch_name()} {batch}")
+        raise NothingToDraw("no record gives samples_per_s")
+    batch_sizes = style.unique(row.fixed_batch_size for row in rows)
+    figure, axes = style.canvas(1, len(batch_sizes), _width(batch_sizes), 3.8, sharey=True)
+    for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
+        _lines(
+            panel,
+            sheet,
+            [r for r in rows if r.fixed_batch_size == batch_size],
+            lambda row: row.samples_per_s,
+        )
+        panel.set_title(f"{sheet.batch_name()} {batch_size}")
         panel.set_xlabel("ranks")
     axes[0][0].set_ylim(bottom=0)
-    axes[0][0].set_ylabel("images/s, all ranks")
+    axes[0][0].set_ylabel(f"{unit_of(rows)}s/s, all ranks")
     title = f"Throughput, {sheet.scaling} scaling"
     return finish(figure, sheet, title, _handles(sheet, rows), repeats(rows))
 
 
-def _width(batches: list[int]) -> float:
+def _width(batch_sizes: list[int]) -> float:
     """Inches for a column per batch and the legend."""
-    return max(7.0, 2.8 * len(batches) + 2.4)
+    return max(7.0, 2.8 * len(batch_sizes) + 2.4)
 
 
 def _with_speedup(sheet: Sheet) -> list[Row]:
@@ -112,11 +119,14 @@ def _with_speedup(sheet: Sheet) -> list[Row]:
 
 
 def _panel(
-    panel: Axes, sheet: Sheet, rows: list[Row], sizes: list[int], batches: list[int]
+    panel: Axes, sheet: Sheet, rows: list[Row], sizes: list[int], batch_sizes: list[int]
 ) -> None:
     colour, width = sheet.looks[rows[0].series].colour, 0.8 / len(sizes)
     for row in rows:
-        x = batches.index(row.batch) + (sizes.index(row.world_size) - (len(sizes) - 1) / 2) * width
+        x = (
+            batch_sizes.index(row.fixed_batch_size)
+            + (sizes.index(row.world_size) - (len(sizes) - 1) / 2) * width
+        )
         panel.bar(
             x,
             row.speedup.mid,
@@ -129,7 +139,7 @@ def _panel(
             error_kw={"elinewidth": 1, "capsize": 2},
         )
     panel.axhline(1, color="black", linewidth=0.8)
-    panel.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    panel.set_xticks(range(len(batch_sizes)), [str(batch_size) for batch_size in batch_sizes])
     panel.grid(axis="y", linewidth=0.4)
     panel.tick_params(labelleft=True)
     panel.set_title(_panel_title(sheet, rows))

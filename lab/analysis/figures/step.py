@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lab.analysis.figures.sheet import NothingToDraw, Sheet, emulated_handle, finish, repeats
-from lab.analysis.records import PHASES
 from lab.analysis.speedup import CEILING, Row
 from lab.draw import style
 from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION
 from lab.measure.intervals import Interval
+from lab.measure.spans import PHASES
 
 PHASE_LOOKS: dict[str, str] = dict(
     zip(PHASES, (style.GREY, SKY, BLUE, VERMILLION, GREEN), strict=True)
@@ -86,17 +86,23 @@ def _breakdowns(bars: list[Bar]) -> str:
 def _draw(
     sheet: Sheet, bars: list[Bar], colours: dict[str, str], title: str, sample: str
 ) -> Figure:
-    batches = style.unique(bar.row.batch for bar in bars)
+    batch_sizes = style.unique(bar.row.fixed_batch_size for bar in bars)
     places = style.unique(
         (bar.row.world_size, list(sheet.looks).index(bar.row.series)) for bar in bars
     )
     height = 0.2 * len(places) + 1.8
     ticks = _tick_names(sheet, places)
-    width = 2.6 * len(batches) + 0.07 * max(map(len, ticks)) + style.LEGEND_ROOM
-    figure, axes = style.canvas(1, len(batches), width, height, sharex=True, sharey=True)
-    for panel, batch in zip(axes[0], batches, strict=True):
-        _stack(panel, sheet, [bar for bar in bars if bar.row.batch == batch], places, colours)
-        panel.set_title(f"{sheet.batch_name()} {batch}")
+    width = 2.6 * len(batch_sizes) + 0.07 * max(map(len, ticks)) + style.LEGEND_ROOM
+    figure, axes = style.canvas(1, len(batch_sizes), width, height, sharex=True, sharey=True)
+    for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
+        _stack(
+            panel,
+            sheet,
+            [bar for bar in bars if bar.row.fixed_batch_size == batch_size],
+            places,
+            colours,
+        )
+        panel.set_title(f"{sheet.batch_name()} {batch_size}")
         panel.set_xlabel("step time (ms)")
     axes[0][0].set_yticks(_heights(places), ticks)
     axes[0][0].set_ylim(_heights(places)[-1] + 0.7, -0.7)

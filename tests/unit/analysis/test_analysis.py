@@ -17,37 +17,21 @@ from lab.analysis.records import Study, load_study
 from lab.analysis.speedup import Row, leaders, table
 from lab.draw.looks import looks_of
 from lab.measure.intervals import of_medians
+from lab.record.files import write_json
+from lab.record.schema import Emulation
+from tests.support.records import leave, make_record
 
 
-def write_cell(study: Path, strategy: str, ranks: int, seconds: float | None, **more: Any) -> None:
-    """One run with a global batch of 64 (strong) or 64 per rank (weak) and `seconds` per step."""
-    weak = more.get("scaling") == "weak"
-    record = {
-        "status": "done" if seconds is not None else "failed",
-        "study": "demo",
-        "strategy": strategy,
-        "model": "AlexNet",
-        "data": "Synthetic",
-        "device": "cpu",
-        "precision": "fp32",
-        "variant": {},
-        "world_size": ranks,
-        "batch_size": 64 * ranks if weak else 64,
-        "per_rank_batch_size": 64 if weak else 64 // ranks,
-        "scaling": "strong",
-        "repeat": 0,
-        "measure": "throughput",
-        "emulation": "none",
-        "step_s": None if seconds is None else {"median": seconds, "p95": seconds, "mad": 0.001},
-        "images_per_s": None if seconds is None else 64 / seconds,
-        "payload_bytes_per_step": None if seconds is None else [100 * ranks] + [100] * (ranks - 1),
-        "num_parameters": 1000,
-        "final": {"loss": 0.5, "accuracy": 0.75},
-    } | more
+def write_cell(study: Path, strategy: str, ranks: int, seconds: float | None, **more: Any) -> Path:
+    """One run with a batch of 64, global or per rank as `scaling` says; its folder."""
+    defaults: dict[str, Any] = {"num_parameters": 1000}
+    if seconds is not None:
+        defaults["payload_bytes_per_step"] = [100 * ranks] + [100] * (ranks - 1)
+        defaults["final"] = {"loss": 0.5, "accuracy": 0.75}
     number = len(list(study.glob("*"))) if study.exists() else 0
     folder = study / f"{strategy}-{number:03d}"
-    folder.mkdir(parents=True)
-    (folder / "record.json").write_text(json.dumps(record))
+    leave(folder, make_record(strategy, ranks, seconds, **(defaults | more)))
+    return folder
 
 
 def one(rows: list[Row], series: str, ranks: int) -> Row:
@@ -72,7 +56,7 @@ def test_weak_speedup_counts_the_larger_batch(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0, scaling="weak")
     write_cell(folder, "tree", 4, 2.0, scaling="weak")
     row = one(table(load_study(folder)), "tree", 4)
-    assert (row.batch, row.speedup.mid, row.efficiency.mid) == (64, 2.0, 0.5)
+    assert (row.per_rank_batch_size, row.speedup.mid, row.efficiency.mid) == (64, 2.0, 0.5)
 
 
 def test_strong_and_weak_do_not_share_a_baseline(folder: Path) -> None:
@@ -206,10 +190,12 @@ def test_a_transform_keeps_the_baseline_but_needs_a_ceiling_of_its_own_model(fol
 
 
 def test_failed_and_missing_cells_are_named_and_the_rest_survives(folder: Path) -> None:
-    write_cell(folder, "tree", 2, None, status="oom", error="rank 1: out of memory", final=None)
+    write_cell(folder, "tree", 2, None, status="oom", error="rank 1: out of memory")
     write_cell(folder, "none", 1, 1.0, environment={"cpu": "a processor"})
     write_cell(folder, "tree", 2, 0.5, repeat=0, environment={"cpu": "a processor"})
-    write_cell(folder, "ring", 2, None, status="timeout", world_size=None, variant=None, model=None)
+    lost = write_cell(folder, "ring", 2, None, status="timeout") / "record.json"
+    nothing = {"schema": 1, "strategy": "ring", "world_size": None, "variant": None}
+    write_json(lost, {**nothing, "status": "timeout"})
     (folder / "killed").mkdir()
     study = load_study(folder)
     rows = table(study)
@@ -234,13 +220,15 @@ def test_a_point_where_every_run_failed_keeps_its_row(folder: Path) -> None:
     [
         ({"status": "dnoe"}, r"status='dnoe'; allowed are done, failed"),
         ({"scaling": "strnog"}, r"scaling='strnog'; allowed are strong, weak"),
-        ({"batch_size": None}, r"batch_size=null"),
+        ({"batch_size": None}, r"none-000/record.json: batch_size=null; must be int"),
+        ({"schema": 3}, r"schema=3; this version of the lab reads 1 and 2"),
     ],
 )
 def test_a_record_that_breaks_the_contract_is_refused(
     folder: Path, change: dict[str, Any], message: str
 ) -> None:
-    write_cell(folder, "none", 1, 1.0, **change)
+    path = write_cell(folder, "none", 1, 1.0) / "record.json"
+    write_json(path, json.loads(path.read_text()) | change)
     with pytest.raises(ValueError, match=message):
         load_study(folder)
 
@@ -256,13 +244,13 @@ def test_a_record_that_is_no_object_is_refused(folder: Path) -> None:
 
 def test_csv_holds_every_number(folder: Path) -> None:
     write_cell(folder, "none", 1, 1.0)
-    write_cell(folder, "tree", 2, 0.5, emulation="two ranks share a device")
+    write_cell(folder, "tree", 2, 0.5, emulation=[Emulation("shared_gpus", "2 ranks share 1 GPUs")])
     summary.write_csv(table(load_study(folder)), folder / "summary.csv")
     with (folder / "summary.csv").open(newline="") as file:
         none, tree = csv.DictReader(file)
     assert (none["series"], none["emulation"], none["transform"]) == ("none", "none", "none")
-    assert tree["emulation"] == "two ranks share a device"
-    numbers = ("step_s", "speedup_mid", "efficiency_mid", "images_per_s_mid", "accuracy")
+    assert tree["emulation"] == "2 ranks share 1 GPUs"
+    numbers = ("step_s", "speedup_mid", "efficiency_mid", "samples_per_s_mid", "accuracy")
     assert [float(tree[name]) for name in numbers] == [0.5, 2.0, 1.0, 128.0, 0.75]
     assert (tree["speedup_lo"], tree["speedup_hi"]) == ("", "")
     assert (float(tree["payload_max_bytes"]), float(tree["payload_min_bytes"])) == (200, 100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ import pandas as pd
 import pytest
 
 from lab.plot import main
+from lab.record.schema import Emulation
+from tests.support.records import leave, make_record
 
 FIGURES = ("speedup_bars", "scaling", "throughput", "step_time", "payload", "convergence")
 PHASES_S = {"data": 0.01, "forward": 0.1, "backward": 0.2, "exchange": 0.05, "update": 0.01}
@@ -20,37 +21,22 @@ PHASES_S = {"data": 0.01, "forward": 0.1, "backward": 0.2, "exchange": 0.05, "up
 
 def write_run(study: Path, strategy: str, ranks: int, repeat: int = 0, **more: Any) -> None:
     """A finished run of 20 steps with a loss curve and two evaluations."""
-    scaling, seconds = more.get("scaling", "strong"), 1.0 / ranks + 0.1 * (ranks - 1)
-    record = {
-        "status": "done",
-        "study": "demo",
-        "strategy": strategy,
-        "model": "AlexNet",
-        "data": "Synthetic",
-        "device": "cpu",
-        "precision": "fp32",
-        "variant": {},
-        "world_size": ranks,
-        "batch_size": 64 * ranks if scaling == "weak" else 64,
-        "per_rank_batch_size": 64 if scaling == "weak" else 64 // ranks,
-        "scaling": scaling,
-        "repeat": repeat,
-        "measure": "throughput",
-        "emulation": "none" if ranks < 4 else "ranks share a device",
-        "step_s": {"median": seconds * (1 + 0.01 * repeat), "p95": seconds, "mad": 0.001},
-        "images_per_s": 64 / seconds,
-        "phases_s": {},
-        "payload_bytes_per_step": [0 if strategy == "none" else 4e6 * (ranks - 1)] * ranks,
+    seconds = 1.0 / ranks + 0.1 * (ranks - 1)
+    shared = [Emulation("shared_cores", f"{ranks} threads of {ranks} ranks share 2 CPU cores")]
+    defaults: dict[str, Any] = {
+        "emulation": [] if ranks < 4 else shared,
+        "payload_bytes_per_step": [0 if strategy == "none" else 4_000_000 * (ranks - 1)] * ranks,
         "num_parameters": 1_000_000,
         "final": {"loss": 0.5, "accuracy": 0.75},
         "evaluations": [
             {"step": 10, "seconds": 10 * seconds, "loss": 1.0, "accuracy": None},
             {"step": 20, "seconds": 20 * seconds, "loss": 0.5, "accuracy": 0.75},
         ],
-    } | more
-    folder = study / f"{strategy}-{ranks}-{repeat}-{scaling}-{record['measure']}"
-    folder.mkdir(parents=True)
-    (folder / "record.json").write_text(json.dumps(record))
+    }
+    median = seconds * (1 + 0.01 * repeat)
+    record = make_record(strategy, ranks, median, repeat=repeat, **(defaults | more))
+    folder = study / f"{strategy}-{ranks}-{repeat}-{record.scaling}-{record.measure}"
+    leave(folder, record)
     step = np.tile(np.arange(20), ranks)
     steps = {"step": step, "loss": 2.0 / (1 + step), "end_s": (step + 1) * seconds}
     pd.DataFrame({"rank": np.repeat(np.arange(ranks), 20), **steps}).to_parquet(

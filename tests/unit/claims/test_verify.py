@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,12 @@ from lab import verify
 from lab.claims.predicted import profile_of, strategy_of
 from lab.model.counts import parameters_of
 from lab.model.mlp import mlp
+from lab.record.schema import Emulation, read_record
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.step import simulate
+from tests.support.records import leave, make_record
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +33,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("none", "tree", "allreduce", "overlap", "tree_overlap", "onebit"):
         config = OmegaConf.to_yaml(load([f"strategy={name}", *replays]))
         for size in (1, 2, 4):
-            for batch in (128, 256, 512):
-                step = simulate(profile, hardware, strategy_of(name), size, batch // size)
-                record: dict[str, Any] = {"status": "done", "strategy": name, "world_size": size}
-                record |= {"batch_size": batch, "per_rank_batch_size": batch // size}
-                record |= {"scaling": "strong", "measure": "throughput", "emulation": "replayed"}
-                record |= {"step_s": {"median": step.step_s}, "model": "replay"}
-                record |= {"payload_bytes_per_step": [step.payload_bytes] * size}
-                cell = folder / f"{name}-n{size}-b{batch}"
-                cell.mkdir(parents=True)
+            for batch_size in (128, 256, 512):
+                step = simulate(profile, hardware, strategy_of(name), size, batch_size // size)
+                record = make_record(name, size, step.step_s, batch_size=batch_size, model="replay")
+                record.emulation = [Emulation("replay", "compute replayed from a profile")]
+                record.payload_bytes_per_step = [round(step.payload_bytes)] * size
+                cell = folder / f"{name}-n{size}-b{batch_size}"
+                leave(cell, record)
                 (cell / "config.yaml").write_text(config)
-                (cell / "record.json").write_text(json.dumps(record))
     return folder
 
 
@@ -70,11 +68,11 @@ def test_a_claim_that_fails_is_an_exit_code(
     slow = tmp_path / "kim2017"
     slow.mkdir()
     for cell in runs.iterdir():
-        (slow / cell.name).mkdir()
-        record = json.loads((cell / "record.json").read_text())
-        if (record["strategy"], record["world_size"]) == ("onebit", 4):
-            record["step_s"]["median"] *= 2
-        (slow / cell.name / "record.json").write_text(json.dumps(record))
+        record = read_record(cell / "record.json")
+        assert record.step_s
+        if (record.strategy, record.world_size) == ("onebit", 4):
+            record.step_s = replace(record.step_s, median=2 * record.step_s.median)
+        leave(slow / cell.name, record)
     assert verify.main(["kim2017", f"runs={slow}"]) == 1
     failed = [row for row in rows(capsys.readouterr().out) if "fails (measured)" in row]
     assert len(failed) == 1 and "2.62" in failed[0]

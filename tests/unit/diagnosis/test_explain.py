@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -18,14 +17,15 @@ from lab.diagnosis.evidence import Evidence, gather
 from lab.diagnosis.remedies import remedies
 from lab.diagnosis.rules import judge
 from lab.explain import main
-from lab.measure.spans import Span
+from lab.measure.spans import PHASES, Span
+from lab.record.schema import Emulation
 from lab.record.trace import write_trace
 from lab.settings.config import load
 from lab.study import grid as studies
+from tests.support.records import leave, make_record
 
-GRADIENT_BYTES = 8e6
+GRADIENT_BYTES = 8_000_000
 LARGE, SMALL = 4, 4000  # messages of a step
-PHASES = ("data", "forward", "backward", "exchange", "update")
 
 
 def write(
@@ -44,28 +44,20 @@ def write(
     """
     settings = more.pop("settings", {})
     weak = more.get("scaling") == "weak"
-    record = {
-        "status": "done",
+    known: dict[str, Any] = {
+        "batch_size": 32 if weak else 128,
         "study": study.name,
-        "strategy": strategy,
+        "status": "done",
         "variant": {"model": "mlp"},
         "model": "mlp",
-        "device": "cpu",
-        "world_size": ranks,
-        "batch_size": 32 * ranks if weak else 128,
-        "per_rank_batch_size": 32 if weak else 128 // ranks,
-        "scaling": "strong",
         "measure": "breakdown" if phases else "throughput",
-        "emulation": "none",
-        "step_s": step_s and {"median": step_s, "p95": step_s, "mad": 0.0},
         "phases_s": {name: float(np.mean(values)) for name, values in (phases or {}).items()},
         "gradient_bytes": GRADIENT_BYTES,
-        "payload_bytes_per_step": [0.0 if strategy == "none" else 12e6] * ranks,
+        "payload_bytes_per_step": [0 if strategy == "none" else 12_000_000] * ranks,
         "messages_per_step": [float(LARGE)] * ranks,
-    } | more
+    }
     folder = study / f"{strategy}-{ranks}-{len(list(study.glob('*')))}"
-    folder.mkdir(parents=True)
-    (folder / "record.json").write_text(json.dumps(record))
+    leave(folder, make_record(strategy, ranks, step_s, **(known | more)))
     defaults = {"overlap": strategy != "allreduce", "bucket_mb": 25, "compile": False}
     defaults["sync"] = {"_target_": "lab.sync.gradsync.GradSync"}
     (folder / "config.yaml").write_text(OmegaConf.to_yaml({**defaults, **settings}))
@@ -139,7 +131,7 @@ def test_overlap_is_preferred_where_backward_can_hide_the_exchange(study: Path) 
 
 
 def test_a_busy_root_is_advised_to_share_its_load(study: Path) -> None:
-    run = write(study, "star", 4, 0.3, payload_bytes_per_step=[48e6, 8e6, 8e6, 8e6])
+    run = write(study, "star", 4, 0.3, payload_bytes_per_step=[48_000_000, *[8_000_000] * 3])
     _, evidence = explain(run)
     assert evidence.payload_bytes == 48e6
     switches = [remedy.switch for remedy in remedies(evidence, judge(evidence))]
@@ -186,7 +178,8 @@ def test_compute_that_does_not_shrink_is_bound_by_launches(tmp_path: Path) -> No
 
 
 def test_ranks_that_share_cores_are_bound_by_compute(tmp_path: Path) -> None:
-    folder, shared = tmp_path / "demo", "4 threads of 4 ranks share 2 CPU cores"
+    folder = tmp_path / "demo"
+    shared = [Emulation("shared_cores", "4 threads of 4 ranks share 2 CPU cores")]
     write(folder, "none", 1, 0.4)
     write(folder, "none", 4, 0.3, emulation=shared)
     verdict, evidence = explain(write(folder, "overlap", 4, 0.31, emulation=shared))
@@ -197,7 +190,8 @@ def test_ranks_that_share_cores_are_bound_by_compute(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_late_because_ranks_share_cores_is_no_straggler(tmp_path: Path) -> None:
     slow = phases(0.0, [0.1, 0.1, 0.19, 0.1], [0.09, 0.09, 0.0, 0.09])
-    run = write(tmp_path / "demo", "overlap", 4, 0.2, slow, emulation="4 ranks share 1 GPUs")
+    shared = [Emulation("shared_gpus", "4 ranks share 1 GPUs")]
+    run = write(tmp_path / "demo", "overlap", 4, 0.2, slow, emulation=shared)
     verdict, evidence = explain(run)
     assert verdict == "compute-bound"
     assert [remedy.text for remedy in remedies(evidence, judge(evidence))] == ["2 ranks"]

@@ -10,6 +10,7 @@ import pytest
 from lab.distributed.launcher import launch_id
 from lab.record import run_directory
 from lab.record.run_directory import RunDirectory
+from tests.support.records import make_record
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_a_job_finds_its_own_run_and_no_other(tmp_path: Path) -> None:
 
 def test_a_job_that_is_done_is_found_so(tmp_path: Path) -> None:
     run = begin(tmp_path, launch="7 steps=6")
-    run.write_record({"status": "done"})
+    run.write_record(make_record("none", 1, 1.0))
     run.release()
     assert take(tmp_path, launch="7 steps=6").status() == "done"
     with pytest.raises(ValueError, match=r"cell=a: .* already holds a record \(done\)"):

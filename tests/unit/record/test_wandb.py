@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from lab.record.wandb import WandbRecorder
+from tests.support.records import make_record
 
 
 def use(recorder: WandbRecorder, folder: Path) -> None:
     recorder.start(folder, "study", {"strategy": "none"})
     recorder.log(1, {"loss": 1.0})
-    recorder.finish({"status": "done"})
+    recorder.finish(make_record("none", 1, 1.0))
 
 
 def test_missing_wandb_is_one_warning(

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -32,6 +31,7 @@ from lab.simulate.network import Network
 from lab.simulate.step import CEILING, Strategy, predict, simulate
 from lab.sync.pattern import gradsync
 from tests.support.cases import EXCHANGES, exchange_settings
+from tests.support.records import make_record
 
 FLAT = Hardware("flat", "made up", "gloo", 1, None, Link(0.0, 1e8), math.inf)
 PLAIN = ("tree", "tree_pipelined", "tree_double", "ring", "star", "allreduce", "overlap")
@@ -140,9 +140,9 @@ def test_overlap_is_never_worse_than_blocking(
     for bucket_mb in (None, 0.0, 1.0, 25.0):
         blocking = replace(strategies[name], bucket_mb=bucket_mb, pattern=gradsync(overlap=False))
         overlapped = replace(blocking, pattern=gradsync(overlap=True))
-        for batch in (16, 64, 256):
-            slow = simulate(profile, hardware, blocking, 4, batch).step_s
-            fast = simulate(profile, hardware, overlapped, 4, batch).step_s
+        for batch_size in (16, 64, 256):
+            slow = simulate(profile, hardware, blocking, 4, batch_size).step_s
+            fast = simulate(profile, hardware, overlapped, 4, batch_size).step_s
             assert fast <= slow * (1 + 1e-9)
 
 
@@ -176,7 +176,7 @@ def test_bytes_of_one_bit_and_of_a_round_of_steps(
 def test_weak_scaling_keeps_the_batch_of_a_rank(
     profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
-    found = predict(profile, FLAT, strategies["allreduce"], 4, 64, weak=True)
+    found = predict(profile, FLAT, strategies["allreduce"], 4, 4 * 64, weak=True)
     alone = simulate(profile, FLAT, CEILING, 1, 64).step_s
     assert found.step.step_s == pytest.approx(alone + found.exposed_s)
     assert found.speedup == pytest.approx(4 * alone / found.step.step_s)
@@ -269,11 +269,11 @@ GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
 def test_fit_on_two_ranks_foretells_four(profile: Profile, strategies: dict[str, Strategy]) -> None:
     names = ("none", "tree", "allreduce", "overlap", "bf16", "onebit")
     cells = [
-        Observation(name, profile, strategies[name], n, batch, (step.step_s,))
+        Observation(name, profile, strategies[name], n, batch_size, (step.step_s,))
         for name in names
-        for batch in (64, 128)
+        for batch_size in (64, 128)
         for n in (1, 2)
-        if (step := simulate(profile, TRUE, strategies[name], n, batch))
+        if (step := simulate(profile, TRUE, strategies[name], n, batch_size))
     ]
     found = fit(GUESS, cells)
     for name in names:
@@ -323,12 +323,12 @@ def leave_study(folder: Path, profile: Profile, names: tuple[str, ...]) -> None:
             cell.mkdir(parents=True)
             config = load(settings)
             (cell / "config.yaml").write_text(OmegaConf.to_yaml(config))
-            record: dict[str, Any] = {"status": "done", "strategy": name, "world_size": size}
-            record |= {"batch_size": 128, "per_rank_batch_size": 128 // size, "scaling": "strong"}
             step = simulate(profile, TRUE, strategy(name), size, 128 // size)
-            record |= {"step_s": {"median": step.step_s}, "measure": "throughput"}
-            record |= {"num_parameters": profile.gradient_bytes // 4}
-            (cell / "record.json").write_text(json.dumps(record))
+            num_parameters = profile.gradient_bytes // 4
+            record = make_record(
+                name, size, step.step_s, batch_size=128, num_parameters=num_parameters
+            )
+            record.write(cell / "record.json")
 
 
 def test_predictions_beside_a_study(
@@ -413,7 +413,9 @@ def test_replayed_cells_are_predicted_from_what_they_replay(
     assert command.main([*grid, f"out={out}"]) == 0
     result = json.loads(out.read_text())
     assert result["profiles"] == {"alexnet_titanx": pytest.approx(0.02143 * 4 * 61838248, rel=1e-4)}
-    closed_form = {batch: 0.2 * batch / 256 / 4 + 4 * 0.045 for batch in (128, 256, 512)}
+    closed_form = {
+        batch_size: 0.2 * batch_size / 256 / 4 + 4 * 0.045 for batch_size in (128, 256, 512)
+    }
     found = {row["batch_size"]: row["step_s"] for row in result["rows"]}
     assert found == pytest.approx(closed_form, rel=0.03)
     capsys.readouterr()
@@ -443,10 +445,10 @@ def test_double_buffering_hides_an_exchange_behind_the_whole_next_step(profile: 
 
 def test_crossings(profile: Profile) -> None:
     tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
-    batch = crossover_batch(profile, FLAT, tree, 4)
-    assert batch and batch % 4 == 0
-    pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch - 4, batch)}
-    assert pays == {batch - 4: False, batch: True}
+    batch_size = crossover_batch(profile, FLAT, tree, 4)
+    assert batch_size and batch_size % 4 == 0
+    pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch_size - 4, batch_size)}
+    assert pays == {batch_size - 4: False, batch_size: True}
     endless = replace(FLAT, inter=Link(0.0, 1.0))
     assert crossover_batch(profile, endless, tree, 4) is None
     coded = replace(FLAT, codec_bytes_per_s=1e10)

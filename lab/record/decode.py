@@ -1,0 +1,77 @@
+"""JSON values as the types that a dataclass declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def decode(kind: Any, value: Any, key: str) -> Any:
+    """`value`, as JSON holds it, as a `kind`.
+
+    Args:
+        kind: bool, int, float, str, None, Any, a Literal, list[...], dict[str, ...], a union of
+            these, or a dataclass of them. A key that is no field of it is passed over, and a field
+            with a default may be left out.
+        key: where the value stands, for errors: a.b is b in a.
+
+    Raises:
+        ValueError: the value is no such thing; one line that names the key.
+    """
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, key)
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _union(parts, value, key)
+    if origin is Literal:
+        return _choice(parts, value, key)
+    if origin is list:
+        return [
+            decode(parts[0], item, f"{key}[{i}]") for i, item in enumerate(_a(list, value, key))
+        ]
+    if origin is dict:
+        return {k: decode(parts[1], item, f"{key}.{k}") for k, item in _a(dict, value, key).items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    return _a(kind, value, key)
+
+
+def _a(kind: type, value: Any, key: str) -> Any:
+    if type(value) is not kind:  # True is an int to isinstance
+        raise ValueError(f"{key}={_shown(value)}; must be {kind.__name__}")
+    return value
+
+
+def _union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
+    """Only `X | None` occurs."""
+    if value is None and type(None) in kinds:
+        return None
+    (kind,) = (each for each in kinds if each is not type(None))
+    return decode(kind, value, key)
+
+
+def _choice(allowed: tuple[Any, ...], value: Any, key: str) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}; allowed are {', '.join(map(str, allowed))}")
+    return value
+
+
+def _dataclass(kind: Any, value: Any, key: str) -> Any:
+    items: dict[str, Any] = _a(dict, value, key)
+    prefix, hints = f"{key}." if key else "", get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in items and _is_required(field):
+            raise ValueError(f"{prefix}{field.name}: is missing")
+    names = [field.name for field in dataclasses.fields(kind) if field.name in items]
+    return kind(**{name: decode(hints[name], items[name], prefix + name) for name in names})
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)

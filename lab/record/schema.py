@@ -1,0 +1,212 @@
+"""The record of a run: `Record` is the one place where the keys of `record.json` are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lab.record import schema_1
+from lab.record.decode import decode
+from lab.record.files import write_json
+
+SCHEMA = 2  # the number of this schema; 1 is still read
+
+Status = Literal["done", "failed", "oom", "timeout", "interrupted"]
+Scaling = Literal["strong", "weak"]
+EmulationKind = Literal["hosts", "shared_gpus", "shared_cores", "replay"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+SHARED: tuple[EmulationKind, ...] = ("shared_gpus", "shared_cores")  # ranks lack processors
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """One way in which ranks are not what they stand for.
+
+    Attributes:
+        kind: "hosts" (network namespaces as hosts), "shared_gpus" or "shared_cores" (more ranks
+            than processors), "replay" (compute replayed from a profile).
+        detail: a clause that says so with its figures.
+    """
+
+    kind: EmulationKind
+    detail: str
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Statistics over timed steps of the slowest rank: median, 95th percentile, and median
+    absolute deviation, in seconds.
+    """
+
+    median: float
+    p95: float
+    mad: float
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One run: its identity, how it ended, and what it measured.
+
+    Every record has all of these keys, whatever became of the run: null is unknown. A number that
+    is not finite is written as null, too. Lists "by rank" have one entry per rank.
+
+    Attributes:
+        status: how the run ended.
+        error: one line; null if it is done.
+        study, cell: folders: `<runs_dir>/<study>/<cell>/record.json`.
+        repeat: number of the repeat, which also moves the seed (`seed + repeat`).
+        strategy: name of its configuration.
+        variant: settings besides a study's axes, as typed.
+        world_size: number of ranks.
+        batch_size: global, in samples.
+        per_rank_batch_size: of each rank, in samples.
+        scaling: which of the two a study keeps as it adds ranks: "strong" batch_size, "weak"
+            per_rank_batch_size.
+        unit: what one sample is, in the singular: "image".
+        model, data: names of their configurations' targets.
+        precision: "fp32", "bf16" or "fp16".
+        compile: how torch.compile is used: "whole", "regions", or null for not at all.
+        measure: "throughput" or "breakdown".
+        launcher: which program started the ranks.
+        device: "cpu" or "cuda".
+        backend: library that moves bytes: "gloo", "nccl", ...
+        started_at: ISO 8601, UTC.
+        num_steps: optimizer steps made, those before a resume included.
+        num_timed_steps: steps that statistics count.
+        num_skipped_steps: steps whose gradients overflowed (fp16).
+        num_parameters: of the model that trains.
+        gradient_bytes: bytes of its gradients.
+        transform: name of the transform of the model; null for none.
+        untransformed: num_parameters and gradient_bytes before the transform.
+        step_s: seconds of a step.
+        samples_per_s: batch_size over the median step.
+        wall_samples_per_s: samples from the first timed step's begin to the last one's end, over
+            the time that passed, evaluations and checkpoints left out.
+        phases_s: seconds of a step by phase, the median over steps of the mean over ranks; only
+            of breakdowns.
+        payload_bytes_per_step: by rank, bytes handed to the network in a step.
+        messages_per_step: by rank.
+        peak_memory_bytes: by rank.
+        peak_memory_of: what that is the memory of, in words.
+        reserved_memory_bytes: by rank, held by torch's allocator at the run's end (GPUs).
+        device_memory_bytes: by rank, in use on its device by all processes (GPUs).
+        final: metrics of the last evaluation by name; accuracy is a share of 1.
+        evaluations: step, training seconds and metrics of each evaluation.
+        replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
+            `none`, and a run stopped in the middle of a round.
+        choices: what exchanges that choose have chosen, by bucket.
+        attempts: every start of the run: first step, world size, when, and how it ended if
+            another one followed.
+        duration_s: seconds from the last start to the record.
+        emulation: in which ways ranks are not what they stand for; empty is not at all.
+        comm_settings: what the communication library was told.
+        environment: machine and software; see lab.measure.environment.
+        git_commit: commit of the lab, and whether its files were changed.
+    """
+
+    status: Status
+    error: str | None = None
+    study: str
+    cell: str
+    repeat: int
+    strategy: str
+    variant: dict[str, str]
+    world_size: int
+    batch_size: int
+    per_rank_batch_size: int
+    scaling: Scaling
+    unit: str = "sample"
+    model: str | None = None
+    data: str | None = None
+    precision: str | None = None
+    compile: str | None = None
+    measure: str = "throughput"
+    launcher: str | None = None
+    device: str | None = None
+    backend: str | None = None
+    started_at: str | None = None
+    num_steps: int = 0
+    num_timed_steps: int = 0
+    num_skipped_steps: int = 0
+    num_parameters: int | None = None
+    gradient_bytes: int | None = None
+    transform: str | None = None
+    untransformed: dict[str, int] | None = None
+    step_s: StepSeconds | None = None
+    samples_per_s: float | None = None
+    wall_samples_per_s: float | None = None
+    phases_s: dict[str, float | None] = field(default_factory=dict[str, float | None])
+    payload_bytes_per_step: list[int] | None = None
+    messages_per_step: list[float] | None = None
+    peak_memory_bytes: list[int] | None = None
+    peak_memory_of: str | None = None
+    reserved_memory_bytes: list[int] | None = None
+    device_memory_bytes: list[int] | None = None
+    final: dict[str, float | None] = field(default_factory=dict[str, float | None])
+    evaluations: list[dict[str, float | None]] = field(
+        default_factory=list[dict[str, float | None]]
+    )
+    replica_hash: str | None = None
+    choices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    attempts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    duration_s: float | None = None
+    emulation: list[Emulation] = field(default_factory=list[Emulation])
+    comm_settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    environment: dict[str, Any] = field(default_factory=dict[str, Any])
+    git_commit: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def end(self, status: str, error: str | None) -> None:
+        """Note how the run ended. ValueError: `status` is none of STATUSES."""
+        self.status = decode(Status, status, "status")
+        self.error = error
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `record.json` holds."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: object) -> Record:
+        """The record that a JSON object of this schema, or of schema 1, holds.
+
+        Raises:
+            ValueError: it is no such object; one line that names the key.
+        """
+        if not isinstance(value, dict):
+            raise ValueError(f"holds a {type(value).__name__}; a record is one JSON object")
+        keys: dict[str, Any] = dict(value)  # type: ignore[reportUnknownArgumentType]
+        schema = keys.pop("schema", 1)
+        if schema == 1:
+            keys = schema_1.upgraded(keys)
+        elif schema != SCHEMA:
+            raise ValueError(f"schema={schema!r}; this version of the lab reads 1 and {SCHEMA}")
+        return decode(cls, keys, "")
+
+    def write(self, path: Path) -> None:
+        """Write `record.json` atomically. OSError: its folder cannot be written."""
+        write_json(path, self.to_json())
+
+
+def read_record(path: Path) -> Record:
+    """The record in a file.
+
+    Raises:
+        ValueError: the file holds no record; one line that names file and key.
+        OSError: the file cannot be read.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    try:
+        return Record.from_json(value)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def worded(emulation: Iterable[Emulation]) -> str:
+    """The clauses of an emulation as people read them; empty where nothing is emulated."""
+    return "; ".join(one.detail for one in emulation)

@@ -1,0 +1,60 @@
+"""steps.parquet: one row per rank and step."""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (pyarrow has no types.)
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lab.measure.spans import PHASES
+from lab.record.files import write_atomically
+
+STEPS = "steps.parquet"  # in a run's directory
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def write_steps(
+    path: Path,
+    first_step: int,
+    before_s: float,
+    num_warmup: int,
+    step_s: Array,
+    phase_s: Array,
+    loss: Array,
+) -> None:
+    """Write the steps of all ranks.
+
+    Args:
+        path: of the file.
+        first_step: number of the first step. In a resumed run it is not 0: earlier rows stay.
+        before_s: training time before it.
+        num_warmup: steps at the start that no statistic counts.
+        step_s, loss: [ranks, steps].
+        phase_s: [ranks, steps, phases]; NaN where nothing was marked.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    ranks, steps = step_s.shape
+    columns = {
+        "rank": np.repeat(np.arange(ranks, dtype=np.int32), steps),
+        "step": np.tile(np.arange(first_step, first_step + steps, dtype=np.int64), ranks),
+        "timed": np.tile(np.arange(steps) >= num_warmup, ranks),
+        "step_s": step_s.ravel(),
+        **{f"{name}_s": phase_s[:, :, i].ravel() for i, name in enumerate(PHASES)},
+        "loss": loss.ravel(),
+        "end_s": before_s + step_s.cumsum(axis=1).ravel(),
+    }
+    table = pa.table(columns)
+    if first_step and path.exists():
+        earlier = pq.read_table(path)
+        table = pa.concat_tables([earlier.filter(pc.field("step") < first_step), table])
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary))

@@ -1,0 +1,34 @@
+"""Which status a record gives to an error."""
+
+from __future__ import annotations
+
+import torch
+
+from lab.distributed.watchdog import Failure
+
+# torch raises plain RuntimeErrors here, so there is no more to tell them by than their message:
+# its CPU allocator, Gloo's waits, and Gloo's connections to a rank that is gone.
+OUT_OF_MEMORY = ("can't allocate memory",)
+TIMEOUT = ("timed out", "timeout")
+LOST_PEER = ("peer", "connection reset")
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """The status and the one line that a record holds of an error on `rank`."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", line)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says(error, OUT_OF_MEMORY):
+        return Failure("oom", line)
+    if isinstance(error, TimeoutError) or _says(error, TIMEOUT):
+        return Failure("timeout", line)
+    if isinstance(error, ConnectionError) or _says(error, LOST_PEER):
+        return Failure("failed", f"rank {rank}: lost another rank: {text.rstrip(': ')[:200]}")
+    return Failure("failed", line)
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    """Whether a library's error, of no type of its own, has one of `words` in its first line."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "").lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in words)

@@ -1,0 +1,168 @@
+"""The record: what is written is read, wrong ones are refused, older ones are read as before."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.analysis import summary
+from lab.analysis.records import load_study
+from lab.analysis.speedup import table
+from lab.measure.intervals import Interval
+from lab.record.schema import SCHEMA, Emulation, Record, read_record, worded
+from tests.support.records import leave, make_record
+
+BEFORE = Path(__file__).parents[2] / "data" / "study_schema_1"
+STUDY = BEFORE / "before"
+RENAMED = {"images_per_s": "samples_per_s"}  # of a Row, since schema 1
+
+
+def full_record() -> Record:
+    shared = Emulation("shared_cores", "4 threads of 2 ranks share 2 CPU cores")
+    replay = Emulation("replay", "compute replayed from profile alexnet_titanx")
+    return make_record(
+        "onebit",
+        2,
+        0.5,
+        variant={"bucket_mb": "4"},
+        untransformed={"num_parameters": 7, "gradient_bytes": 28},
+        phases_s={"data": 0.1, "update": None},
+        messages_per_step=[4.0, 3.5],
+        evaluations=[{"step": 3, "loss": 0.1, "accuracy": None}],
+        choices=[{"bucket": "fc", "chosen": "OneBit", "plain_s": 0.1}],
+        environment={"cpu": "a processor", "gpus": []},
+        emulation=[shared, replay],
+    )
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = full_record()
+    leave(tmp_path / "a", record)
+    written = json.loads((tmp_path / "a" / "record.json").read_text())
+    assert written["schema"] == SCHEMA
+    assert written.keys() - {"schema"} == {field.name for field in dataclasses.fields(Record)}
+    assert read_record(tmp_path / "a" / "record.json") == record
+
+
+def test_a_record_has_all_keys_whatever_became_of_the_run(tmp_path: Path) -> None:
+    for name, record in (("done", full_record()), ("failed", make_record("none", 2, None))):
+        leave(tmp_path / name, record)
+    done, failed = (
+        json.loads((tmp_path / n / "record.json").read_text()) for n in ("done", "failed")
+    )
+    assert list(done) == list(failed)
+    assert failed["step_s"] is None and failed["status"] == "failed"
+
+
+def test_a_number_that_is_not_finite_is_unknown(tmp_path: Path) -> None:
+    leave(tmp_path / "a", make_record("none", 1, 0.5, final={"loss": math.nan}))
+    assert read_record(tmp_path / "a" / "record.json").final == {"loss": None}
+
+
+def test_every_attribute_of_a_record_is_explained() -> None:
+    text = (Record.__doc__ or "").partition("Attributes:")[2]
+    starts = (line.strip().partition(":")[0] for line in text.splitlines() if ":" in line)
+    explained = {name.strip() for start in starts for name in start.split(",")}
+    assert {field.name for field in dataclasses.fields(Record)} <= explained
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": None}, "world_size=null; must be int"),
+        ({"world_size": True}, "world_size=True; must be int"),
+        ({"step_s": {"median": 1.0, "p95": 1.0}}, "step_s.mad: is missing"),
+        ({"messages_per_step": [1.0, "2"]}, r"messages_per_step\[1\]='2'; must be float"),
+        ({"variant": {"steps": 6}}, "variant.steps=6; must be str"),
+        (
+            {"emulation": [{"kind": "dream", "detail": ""}]},
+            r"emulation\[0\].kind='dream'; allowed are hosts, shared_gpus, shared_cores, replay",
+        ),
+        ({"schema": 3}, "schema=3; this version of the lab reads 1 and 2"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Record.from_json(full_record().to_json() | change)
+
+
+def test_how_a_run_ended_is_one_of_few_words() -> None:
+    record = make_record("none", 1, None)
+    record.end("oom", "rank 1: out of memory")
+    assert (record.status, record.error) == ("oom", "rank 1: out of memory")
+    with pytest.raises(ValueError, match="status='gone'; allowed are done, failed, oom"):
+        record.end("gone", None)
+
+
+@pytest.mark.parametrize(
+    ("clause", "kind"),
+    [
+        ("2 hosts as network namespaces, links of 1gbit (tbf)", "hosts"),
+        ("4 ranks share 1 GPUs", "shared_gpus"),
+        ("8 threads of 4 ranks share 2 CPU cores", "shared_cores"),
+        ("compute replayed from profile alexnet_titanx", "replay"),
+    ],
+)
+def test_schema_1_worded_each_kind_of_emulation(clause: str, kind: str) -> None:
+    old = {"schema": 1, "status": "failed", "emulation": f"{clause}; 4 ranks share 1 GPUs"}
+    record = Record.from_json(old)
+    assert [one.kind for one in record.emulation] == [kind, "shared_gpus"]
+    assert worded(record.emulation) == old["emulation"]
+
+
+def test_schema_1_counted_images() -> None:
+    old = json.loads((STUDY / "onebit-n2-r0" / "record.json").read_text())
+    record = Record.from_json(old)
+    assert record.unit == "image"
+    assert record.samples_per_s == old["images_per_s"]
+    assert record.wall_samples_per_s == old["wall_images_per_s"]
+    same = old.keys() - {"schema", "emulation", "images_per_s", "wall_images_per_s"}
+    assert {key: record.to_json()[key] for key in same} == {key: old[key] for key in same}
+
+
+def test_a_study_of_schema_1_gives_the_rows_it_gave_then() -> None:
+    expected = json.loads((BEFORE / "rows.json").read_text())
+    rows = table(load_study(STUDY))
+    assert len(rows) == len(expected) == 11
+    then: dict[str, Any]
+    for row, then in zip(rows, expected, strict=True):
+        assert row.fixed_batch_size == then.pop("batch")
+        for key, value in then.items():
+            assert plain(getattr(row, RENAMED.get(key, key))) == value, (row.series, key)
+
+
+def test_a_study_of_schema_1_gives_the_tables_it_gave_then(tmp_path: Path) -> None:
+    study = load_study(STUDY)
+    rows = table(study)
+    assert summary.text(rows, study) + "\n" == (BEFORE / "summary.txt").read_text()
+    summary.write_csv(rows, tmp_path / "summary.csv")
+    now, then = csv_of(tmp_path / "summary.csv"), csv_of(BEFORE / "summary.csv")
+    for row, expected in zip(now, then, strict=True):
+        key = "batch_size" if row["scaling"] == "strong" else "per_rank_batch_size"
+        assert row[key] == expected.pop("batch")
+        assert (
+            expected.items()
+            <= {
+                name.replace("samples_per_s", "images_per_s"): value for name, value in row.items()
+            }.items()
+        )
+
+
+def csv_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def plain(value: Any) -> Any:
+    """A value of a Row as JSON holds it."""
+    if isinstance(value, Interval):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,39 @@
+"""The status of an error: by its type, and by its message only where a library has no type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lab.training.failure import failure_of
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
+        (TimeoutError(), "timeout"),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), "timeout"),
+        (dist.DistStoreError("wait timeout after 3000ms"), "timeout"),
+        (ConnectionResetError(), "failed"),
+        (ValueError("data.timeout=3: timed out"), "failed"),  # no library's
+        (FloatingPointError("loss not finite"), "failed"),
+    ],
+)
+def test_status_of_an_error(error: BaseException, status: str) -> None:
+    assert failure_of(error, 1).status == status
+
+
+def test_a_lost_rank_is_said_so() -> None:
+    for error in (
+        RuntimeError("\n[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711: \nmore"),
+        RuntimeError("Connection reset"),
+        ConnectionResetError("[Errno 104] Connection reset"),
+    ):
+        assert failure_of(error, 2).error.startswith("rank 2: lost another rank: ")
+    wrong = failure_of(ValueError("peer=x: must be a number"), 0)
+    assert wrong.error == "rank 0: ValueError: peer=x: must be a number"
