@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab.distributed.gpus import is_available
+from tests.support import HANG_S
+from tests.support.commands import Finished, run_module
+
+__all__ = ["Finished"]
 
 # Kernels for GPUs run in Triton's interpreter where there is none; it asks when it is imported.
 if not is_available():
@@ -22,20 +24,6 @@ if not is_available():
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-
-
-@dataclass
-class Finished:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error_lines(self) -> list[str]:
-        """What the lab, rather than torchrun, has to say."""
-        return [line[line.index("lab.") :] for line in self.err.splitlines() if ": error: " in line]
 
 
 @pytest.fixture
@@ -48,12 +36,8 @@ def environment() -> dict[str, str]:
 def command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Finished]:
     """Run `python -m MODULE ARGUMENTS` in a directory of its own."""
 
-    def run(module: str, *arguments: str, timeout_s: float = 50) -> Finished:
-        line = [sys.executable, "-m", module, *arguments]
-        done = subprocess.run(
-            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout_s
-        )
-        return Finished(done.returncode, done.stdout, done.stderr)
+    def run(module: str, *arguments: str) -> Finished:
+        return run_module(module, arguments, tmp_path, environment)
 
     return run
 
@@ -62,10 +46,9 @@ def command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Finish
 def train(command: Callable[..., Finished]) -> Callable[..., Finished]:
     """Run `torchrun --nproc-per-node N -m lab.train ARGUMENTS` on the CPU."""
 
-    def run(num_ranks: int, *arguments: str, timeout_s: float = 50) -> Finished:
+    def run(num_ranks: int, *arguments: str) -> Finished:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        settings = ["device=cpu", *arguments]
-        return command(*launcher, "-m", "lab.train", *settings, timeout_s=timeout_s)
+        return command(*launcher, "-m", "lab.train", "device=cpu", *arguments)
 
     return run
 
@@ -75,7 +58,7 @@ def record(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "record.json").read_text())
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 40) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = HANG_S) -> None:
     """Wait until `condition` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

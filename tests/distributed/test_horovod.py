@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from lab.training import checkpoint
 from tests.conftest import ROOT, Finished, record, wait_for
 from tests.distributed.test_strategies import distance
+from tests.support import HANG_S
 from tests.support.ranks import train
 
 pytestmark = pytest.mark.skipif(
@@ -24,11 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 SMALL = ("data.size=16", "batch_size=24", "optim.lr=0.01")
 RUN = (*SMALL, "steps=20", "checkpoint_every=20")
-
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+ENDLESS = ("steps=100000", "checkpoint_every=5", "exchange_timeout_s=3")
 
 
 def start(*settings: str, ranks: int = 2) -> subprocess.Popen[str]:
@@ -47,7 +43,7 @@ def start(*settings: str, ranks: int = 2) -> subprocess.Popen[str]:
 
 def horovodrun(*settings: str, ranks: int = 2) -> Finished:
     process = start(*settings, ranks=ranks)
-    out, err = process.communicate(timeout=55)
+    out, err = process.communicate(timeout=HANG_S)
     return Finished(process.returncode, out, err)
 
 
@@ -100,12 +96,11 @@ def test_what_needs_send_and_recv_is_refused(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["overlap", "horovod"])
 def test_a_rank_that_hangs_is_named(strategy: str) -> None:
-    process = start(f"strategy={strategy}", *SMALL, "steps=100000", "exchange_timeout_s=3")
-    wait_for(lambda: list(Path("runs").glob("default/*/config.yaml")))
+    process = start(f"strategy={strategy}", *SMALL, *ENDLESS)
+    wait_for(lambda: list(Path("runs").rglob("step_*/DONE")))
     (second,) = [rank for rank in ranks_of(process) if rank.environ()["HOROVOD_RANK"] == "1"]
-    time.sleep(2)
     second.suspend()
-    process.communicate(timeout=40)
+    process.communicate(timeout=HANG_S)
     assert process.returncode != 0
     (cell,) = Path("runs/default").iterdir()
     found = record(cell)
@@ -123,7 +118,7 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def test_a_sweep_starts_such_cells_by_horovodrun(command: Callable[..., Finished]) -> None:
     settings = ("study=s", "strategy=horovod", "world_size=2", "device=cpu", "steps=6", *SMALL)
-    done = command("lab.sweep", *settings, "cell_timeout_s=50", timeout_s=55)
+    done = command("lab.sweep", *settings, "cell_timeout_s=50")
     assert done.code == 0, done.out + done.err
     (path,) = Path("runs/s").glob("*/record.json")
     found = record(path.parent)
@@ -157,13 +152,10 @@ def test_ranks_of_torchrun_are_refused() -> None:
         (("strategy=horovod", "sync.compression=zip"), "sync.compression=zip: allowed are none"),
     ],
 )
-def test_wrong_settings(settings: tuple[str, ...], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.train", "device=cpu", *settings, *RUN],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_settings(
+    command: Callable[..., Finished], settings: tuple[str, ...], message: str
+) -> None:
+    done = command("lab.train", "device=cpu", *settings, *RUN)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err

@@ -21,7 +21,7 @@ from tests.support.guard import Guard, Wait
 from tests.support.ranks import join, spawn
 
 # All cases run in one process for each rank.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("host waits")]
+pytestmark = pytest.mark.xdist_group("host waits")
 
 Guarded = Callable[[], AbstractContextManager[None]]
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "warmup_steps=2")
@@ -69,7 +69,7 @@ def waits_in_steps() -> dict[str, list[Wait]]:
 
 @pytest.fixture(scope="module")
 def waits() -> dict[str, list[Wait]]:
-    return spawn(2, waits_in_steps, timeout_s=110)[0]
+    return spawn(2, waits_in_steps)[0]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,6 @@ RUN = (
     *("data=synthetic", "data.shape=[1,8,8]", "batch_size=64", "steps=6", "warmup_steps=1"),
 )
 NUM_VALUES = 123_678
-
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @cache

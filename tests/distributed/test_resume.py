@@ -10,16 +10,13 @@ from torch import Tensor
 
 from lab.settings.config import build, load
 from lab.training import checkpoint
+from tests.distributed.test_strategies import RUN, undisturbed
 from tests.support.cases import BY_THE_CLOCK, RESUMED, STRATEGIES, keeps_replicas_equal
 from tests.support.ranks import Outcome, train
 
-RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=1")
-HALF_WAY = Path("runs/default/a/checkpoints/step_000005")
+SMALL = ("data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=1")
 
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+AT_STEP_5 = Path("runs/default/a/checkpoints/step_000005")
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -28,19 +25,24 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 # On four ranks those whose sums, residuals or weights could then be another's. DDP, whose buckets
 # after a resume are not those of before, then equals itself to rounding alone.
-CASES = [(s, 2) for s in STRATEGIES]
-CASES += [(s, 4) for s in ("allreduce", "layerwise", "onebit", "powersgd", "local_sgd")]
+CASES = [
+    pytest.param(s, 2, marks=pytest.mark.xdist_group(f"strategy {s}"))  # shares its first run
+    for s in STRATEGIES
+]
+CASES += [pytest.param(s, 4) for s in ("allreduce", "layerwise", "onebit", "powersgd", "local_sgd")]
 
 
 @pytest.mark.parametrize(("strategy", "size"), CASES)
-def test_resumed_run_ends_in_the_same_bits(strategy: str, size: int) -> None:
-    own = RESUMED.get(strategy, ())
-    settings = (f"strategy={strategy}", "checkpoint_every=5", "steps=10", *own, *RUN)
-    whole = train(size, *settings, "cell=a")
-    resumed = train(size, *settings, "cell=b", f"resume={HALF_WAY}")
-    if not keeps_replicas_equal(
-        strategy
-    ):  # replicas differ, and a checkpoint holds rank 0's weights
+def test_resumed_run_ends_in_the_same_bits(
+    strategy: str, size: int, shared: Path, tmp_path: Path
+) -> None:
+    more = RESUMED.get(strategy, ())
+    cell = "cell=b" if more else "cell=a"  # test_strategies.py has the one without settings more
+    whole = undisturbed(size, strategy, shared, *more, cell)
+    run = shared / f"{strategy}-{size}" / "default" / cell.removeprefix("cell=")
+    resume = f"resume={run}/checkpoints/step_000007"
+    resumed = train(size, f"strategy={strategy}", *more, *RUN, resume)
+    if not keeps_replicas_equal(strategy):  # a checkpoint holds rank 0's weights
         whole, resumed = whole[:1], resumed[:1]
     for one, other in zip(whole, resumed, strict=True):
         assert same(one.weights, other.weights)
@@ -66,13 +68,13 @@ def _add(tensors: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_residuals_keep_their_sum_at_another_number_of_ranks(size: int) -> None:
-    settings = ("strategy=onebit", *RUN)
+    settings = ("strategy=onebit", *SMALL)
     train(4, *settings, "steps=5", "checkpoint_every=5", "cell=a")
-    before = sum_of_residuals([own["exchange"] for own in checkpoint.load(HALF_WAY)[1]])
+    before = sum_of_residuals([own["exchange"] for own in checkpoint.load(AT_STEP_5)[1]])
     assert all(total.norm() > 0 for total in before.values())
 
     def resumed(steps: int) -> list[Outcome]:
-        return train(size, *settings, f"steps={steps}", f"resume={HALF_WAY}")
+        return train(size, *settings, f"steps={steps}", f"resume={AT_STEP_5}")
 
     after = sum_of_residuals([outcome.exchange_state for outcome in resumed(steps=5)])
     assert before.keys() == after.keys()
@@ -84,10 +86,10 @@ def test_residuals_keep_their_sum_at_another_number_of_ranks(size: int) -> None:
 
 
 def test_ranks_that_cannot_have_their_own_weights_go_on_from_the_mean() -> None:
-    train(3, "strategy=diloco", "sync.every=2", "steps=10", "checkpoint_every=5", "cell=a", *RUN)
-    shared, owns = checkpoint.load(HALF_WAY)
+    train(3, "strategy=diloco", "sync.every=2", "steps=10", "checkpoint_every=5", "cell=a", *SMALL)
+    shared, owns = checkpoint.load(AT_STEP_5)
     assert shared["sync"]["anchor"]  # in the middle of a round
-    settings = (f"resume={HALF_WAY}", *RUN)
+    settings = (f"resume={AT_STEP_5}", *SMALL)
     for outcome in train(2, "strategy=diloco", "steps=5", *settings):
         for name, weight in outcome.weights.items():
             each = torch.stack([own["model"][name] for own in owns])

@@ -6,7 +6,6 @@ tests/unit/exchange/test_exchanges.py.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,10 @@ from tests.support.cases import (
     keeps_replicas_equal,
     steps_of_a_round,
 )
-from tests.support.ranks import Outcome, train
+from tests.support.ranks import Outcome, train, train_once
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
 SIZES = (1, 2, 3)
-
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -40,22 +34,26 @@ def distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-@cache
-def single_process(transform: str, directory: str) -> dict[str, Tensor]:
+# Tests of one strategy share a run, and so a process of xdist.
+BY_STRATEGY = [pytest.param(s, marks=pytest.mark.xdist_group(f"strategy {s}")) for s in STRATEGIES]
+
+
+def undisturbed(size: int, strategy: str, shared: Path, *settings: str) -> list[Outcome]:
+    """Run 20 steps, with checkpoints after 7 and 14."""
+    place = f"runs_dir={shared}/{strategy}-{size}"
+    return train_once(size, f"strategy={strategy}", *settings, "checkpoint_every=7", *RUN, place)
+
+
+def single_process(transform: str, shared: Path) -> dict[str, Tensor]:
     """Weights that one process reaches on the whole batch, with no exchange at all."""
-    settings = ("strategy=none", f"transform={transform}", f"runs_dir={directory}")
-    return train(1, *settings, *RUN)[0].weights
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("references"))
+    settings = ("strategy=none", f"transform={transform}", f"runs_dir={shared}/single")
+    return train_once(1, *settings, *RUN)[0].weights
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_and_keeps_replicas_equal(strategy: str, size: int, references: str) -> None:
-    outcomes = train(size, f"strategy={strategy}", *RUN)
+@pytest.mark.parametrize("strategy", BY_STRATEGY)
+def test_trains_and_keeps_replicas_equal(strategy: str, size: int, shared: Path) -> None:
+    outcomes = undisturbed(size, strategy, shared, "cell=a")
     for outcome in outcomes:
         assert outcome.code == 0
         assert outcome.record["status"] == "done"
@@ -71,7 +69,7 @@ def test_trains_and_keeps_replicas_equal(strategy: str, size: int, references: s
         for payload in outcomes[0].record["payload_bytes_per_step"]:
             assert payload == pytest.approx(ring / every, rel=0.05)
     transform = "fc1x1" if strategy.startswith("fc1x1") else "none"
-    far = distance(outcomes[0].weights, single_process(transform, references))
+    far = distance(outcomes[0].weights, single_process(transform, shared))
     if is_exact(strategy):
         assert far < 1e-6
     else:
@@ -85,7 +83,7 @@ def bitwise(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.parametrize("exchange", REPEATABLE)
 def test_overlapped_is_blocking_bit_for_bit(exchange: str) -> None:
-    settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN)
+    settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN, "steps=8")
     # Three: the sum of two ranks is the same in any order.
     blocking, overlapped = (train(3, *settings, f"overlap={on}") for on in ("false", "true"))
     assert bitwise(blocking) == bitwise(overlapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,14 @@ def test_exchanges_begin_before_backward_ends_if_they_overlap(
     assert first[0].start_s < second[-1].end_s and second[0].start_s < first[-1].end_s
 
 
+AHEAD_S = 1000.0  # far more than any message takes
+
+
 def compare_clocks() -> tuple[float, list[str]]:
-    """As if each rank were another host."""
+    """As if each rank were another host, whose clock started at another time."""
     world = dataclasses.replace(ranks.join(), num_hosts=2)
+    clock = time.perf_counter
+    worlds.time.perf_counter = lambda: clock() + world.rank * AHEAD_S
     answer = world.clock_ahead_s(), world.gather_text("é" * world.rank)
     worlds.stop()
     return answer
@@ -55,5 +61,5 @@ def compare_clocks() -> tuple[float, list[str]]:
 def test_ranks_compare_clocks_and_texts() -> None:
     (first_s, first), (second_s, second) = ranks.spawn(2, compare_clocks)
     assert first_s == 0.0
-    assert abs(second_s) < 10  # they share one clock, but leave a barrier one after the other
+    assert second_s == pytest.approx(AHEAD_S, rel=0.1)  # they leave a barrier one after the other
     assert first == second == ["", "é"]

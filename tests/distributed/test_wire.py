@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lab.distributed import world as worlds
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.bucket import Bucket
@@ -17,12 +21,16 @@ from lab.simulate.costs import payload_bytes
 from lab.simulate.network import Network
 from lab.sync.base import SyncParts
 from tests.support.cases import COUNTED, LINKS, REPEATABLE, exchange_settings
-from tests.support.ranks import join, spawn
+from tests.support.hosts import enter_network, has_own_network, own_network
+from tests.support.ranks import Crew, join
 
-pytestmark = pytest.mark.alone  # the interface counts what everyone sends
+# The interface counts what everyone sends: nobody else does in a network of its own.
+OWN_NETWORK = has_own_network()
+pytestmark = pytest.mark.xdist_group("wire") if OWN_NETWORK else pytest.mark.alone
 ROWS, COLUMNS = 1536, 1024
 NUM_VALUES = ROWS * COLUMNS
 NUM_EXCHANGES = 4
+OnRanks = Callable[..., list[tuple[int, int]]]
 
 
 def loopback_bytes() -> int:
@@ -31,6 +39,22 @@ def loopback_bytes() -> int:
         line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip()[:3] == "lo:"
     )
     return int(line.split(":")[1].split()[8])
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> Iterator[OnRanks]:
+    """Call a function on each of some ranks, as Crew.call does, in a network of their own."""
+    crew = Crew()
+    with own_network() if OWN_NETWORK else nullcontext() as network:
+        yield lambda size, *call: crew.call(size, on_network, network, *call)
+        crew.dismiss()
+
+
+def on_network(network: int | None, rank_main: Callable[[str], Any], name: str) -> Any:
+    if network is not None:
+        enter_network(network)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the test's store is outside
+    return rank_main(name)
 
 
 def exchange_some(exchange: str) -> tuple[int, int]:
@@ -74,6 +98,7 @@ def count(run: Callable[[], None], world: World) -> tuple[int, int]:
         run()
     world.barrier()
     counted = loopback_bytes() - before
+    worlds.stop()
     return (world.comm.traffic.payload_bytes - booked) // NUM_EXCHANGES, counted // NUM_EXCHANGES
 
 
@@ -89,8 +114,10 @@ CASES += [(e, size) for e in ("allreduce", "tree", "tree_double", "onebit") for 
 
 
 @pytest.mark.parametrize(("exchange", "size"), CASES)
-def test_booked_is_what_crossed_and_what_its_card_says(exchange: str, size: int) -> None:
-    check(spawn(size, exchange_some, exchange), theory(exchange, size))
+def test_booked_is_what_crossed_and_what_its_card_says(
+    on_ranks: OnRanks, exchange: str, size: int
+) -> None:
+    check(on_ranks(size, exchange_some, exchange), theory(exchange, size))
 
 
 # Gradients and weights along the same path are what gradients and means are.
@@ -98,8 +125,10 @@ STEPS = [("caffe", "tree", 3), ("torch7", "star", 2), ("tensorflow", "star", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "exchange", "size"), STEPS)
-def test_all_that_a_step_moves_is_booked(strategy: str, exchange: str, size: int) -> None:
-    check(spawn(size, step_some, strategy), theory(exchange, size))
+def test_all_that_a_step_moves_is_booked(
+    on_ranks: OnRanks, strategy: str, exchange: str, size: int
+) -> None:
+    check(on_ranks(size, step_some, strategy), theory(exchange, size))
 
 
 def check(answers: list[tuple[int, int]], expected: float) -> None:
@@ -110,5 +139,5 @@ def check(answers: list[tuple[int, int]], expected: float) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_none_moves_nothing(size: int) -> None:
-    assert all(payload == 0 for payload, _ in spawn(size, exchange_some, "none"))
+def test_none_moves_nothing(on_ranks: OnRanks, size: int) -> None:
+    assert all(payload == 0 for payload, _ in on_ranks(size, exchange_some, "none"))

@@ -13,6 +13,7 @@ import pytest
 
 from lab import bench
 from tests.conftest import ROOT, wait_for
+from tests.support import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,6 @@ def test_after_ctrl_c_no_rank_is_left() -> None:
     wait_for(lambda: len(ranks()) == 2)
     left = ranks()
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 130 and error.endswith("stopped\n")
     assert not psutil.wait_procs(left, timeout=5)[1]

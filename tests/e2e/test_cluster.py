@@ -15,6 +15,7 @@ from lab.cluster import sandbox
 from lab.cluster.settings import Cluster
 from lab.settings.config import ConfigError
 from tests.conftest import Finished, record, wait_for
+from tests.support import HANG_S
 
 Command = Callable[..., Finished]
 QUICK = ("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2")
@@ -69,7 +70,7 @@ def test_ranks_that_are_asked_to_stop_leave_a_record(
     process = start(environment, tmp_path)
     wait_for(lambda: list(tmp_path.rglob("step_*/DONE")))
     process.terminate()
-    assert process.wait(40) != 0
+    assert process.wait(HANG_S) != 0
     assert record(tmp_path / "runs" / "default" / "a")["status"] == "interrupted"
 
 

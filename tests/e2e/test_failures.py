@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from PIL import Image
 
 from lab.record.schema import SCHEMA
 from tests.conftest import LAUNCHER, Finished, record, wait_for
+from tests.support import HANG_S
 
 Train = Callable[..., Finished]
 QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
@@ -128,14 +127,9 @@ def test_taken_cell_is_not_written_over(command: Callable[..., Finished], tmp_pa
 def test_faults_end_the_run_and_are_recorded(
     train: Train, tmp_path: Path, fault: str, status: str, message: str
 ) -> None:
-    began = time.monotonic()
-    settings = (
-        f"exchange._target_=tests.support.faults.{fault}",
-        "cell=bad",
-        "exchange_timeout_s=3",
-    )
-    done = train(2, *QUICK, *settings)
-    assert time.monotonic() - began < 40  # torchrun and torch take most of it
+    settings = (f"exchange._target_=tests.support.faults.{fault}", "cell=bad")
+    limit = ("exchange_timeout_s=3",) if status == "timeout" else ()  # by default minutes
+    done = train(2, *QUICK, *settings, *limit)
     assert done.code != 0
     result = record(tmp_path / "runs/default/bad")
     assert result["status"] == status
@@ -205,7 +199,6 @@ def start(environment: dict[str, str], folder: Path, *settings: str) -> subproce
 LONG = ("strategy=onebit", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=200")
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_checkpoints_and_resume_auto_ends_as_if_undisturbed(
     train: Train, environment: dict[str, str], tmp_path: Path, number: signal.Signals
@@ -214,7 +207,7 @@ def test_a_signal_checkpoints_and_resume_auto_ends_as_if_undisturbed(
     checkpoints = tmp_path / "runs/default/a/checkpoints"
     wait_for(lambda: list(checkpoints.glob("step_*/DONE")))
     process.send_signal(number)
-    assert process.wait(40) != 0
+    assert process.wait(HANG_S) != 0
     stopped = record(tmp_path / "runs/default/a")
     assert stopped["status"] == "interrupted"
     assert stopped["error"].startswith("stopped by SIG")
@@ -228,28 +221,24 @@ def test_a_signal_checkpoints_and_resume_auto_ends_as_if_undisturbed(
     assert resumed["replica_hash"] == whole["replica_hash"]
 
 
-@pytest.mark.timeout(150)
 def test_kill_during_a_checkpoint_leaves_the_previous_one_usable(
-    train: Train, environment: dict[str, str], tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
-    process = start(environment, tmp_path, *LONG, "cell=a", "checkpoint_every=1")
+    fault = "exchange._target_=tests.support.faults.OneBitKilledWhileSaving"
+    settings = (*LONG[:-1], "steps=60", "checkpoint_every=20", "cell=a", fault)
+    assert train(2, *settings).code != 0
     checkpoints = tmp_path / "runs/default/a/checkpoints"
-    wait_for(lambda: len(list(checkpoints.glob("step_*/DONE"))) == 2)
-    wait_for(lambda: list(checkpoints.glob(".step_*/*")))  # the next one is being written
-    for rank in children_of(process.pid):
-        os.kill(rank, signal.SIGKILL)
-    process.wait(40)
-    unfinished = [path for path in checkpoints.iterdir() if not (path / "DONE").exists()]
-    done = train(2, *LONG[:-1], "steps=60", "cell=a", "resume=auto")
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".step_000040", "step_000020"]
+    assert any((checkpoints / ".step_000040").iterdir())  # it was being written
+    assert not (checkpoints / ".step_000040/DONE").exists()
+
+    done = train(2, *settings, "resume=auto")
     assert done.code == 0, done.err
     result = record(tmp_path / "runs/default/a")
-    assert result["status"] == "done"
-    assert result["num_steps"] == 60
-    steps = [int(path.name[-6:]) for path in checkpoints.glob("step_*")]
-    assert all(not path.name.startswith("step_") for path in unfinished), steps
+    assert (result["status"], result["num_steps"]) == ("done", 60)
+    assert [attempt["first_step"] for attempt in result["attempts"]][-1] == 20
 
 
-@pytest.mark.timeout(120)
 def test_killed_rank_is_started_again_by_plain_torchrun(
     command: Callable[..., Finished], environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -260,15 +249,10 @@ def test_killed_rank_is_started_again_by_plain_torchrun(
         "checkpoint_every=20",
         "device=cpu",
     )
-    done = command(*torchrun, "-m", "lab.train", *LONG[:-1], "steps=60", *fault, timeout_s=100)
+    done = command(*torchrun, "-m", "lab.train", *LONG[:-1], "steps=60", *fault)
     assert done.code == 0, done.err[-2000:]
     (run,) = (tmp_path / "runs/default").iterdir()
     assert [attempt["first_step"] for attempt in record(run)["attempts"]] == [0, 20]
-
-
-def children_of(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
 
 
 def test_a_failed_run_has_every_key_of_the_contract(train: Train, tmp_path: Path) -> None:
@@ -325,16 +309,14 @@ def test_epochs_are_counted_in_samples_when_the_batch_changes(
     assert record(tmp_path / "runs/default/b")["num_steps"] == 20 + 5  # 960, then 477 more
 
 
-@pytest.mark.timeout(120)
 def test_a_signal_while_a_rank_is_stuck_is_recorded(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     stuck = ("exchange._target_=tests.support.faults.HangsOnRank1", "cell=a", *QUICK)
     process = start(environment, tmp_path, *stuck)
-    wait_for(lambda: (tmp_path / "runs/default/a/config.yaml").exists())
-    time.sleep(3)
+    wait_for((tmp_path / "stuck").exists)
     process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    process.wait(HANG_S)
     result = record(tmp_path / "runs/default/a")
     assert result["status"] == "interrupted"
     assert re.match(r"stopped by SIGTERM while rank \d waits in HangsOnRank1", result["error"])

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, Finished, record
+from tests.support import HANG_S
 
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
 CPU, CUDA, HOROVOD = (ROOT / "docker" / f"Dockerfile{kind}" for kind in (".cpu", "", ".horovod"))
@@ -132,7 +133,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 
 @pytest.mark.xdist_group("image")
-@pytest.mark.timeout(600)
 def test_cpu_image_installs_and_trains_without_the_checkout(image: Image) -> None:
     assert [line.split()[0] for line in image.skipped] == ["useradd", "apt-get"]
     assert {"gcc", "g++", "libc6-dev"} <= set(image.skipped[1].split())
@@ -172,7 +172,6 @@ def anybody(image: Image, tmp_path: Path) -> Callable[[str, Path], Finished]:
 
 
 @pytest.mark.xdist_group("image")
-@pytest.mark.timeout(600)
 def test_wheel_runs_without_root_home_compiler_and_git(
     anybody: Callable[[str, Path], Finished], image: Image, tmp_path: Path
 ) -> None:
@@ -263,7 +262,6 @@ def test_compose_file_keeps_to_the_specification(tmp_path: Path) -> None:
         assert "node0" in compose_complaints(copy)
 
 
-@pytest.mark.timeout(120)
 def test_services_of_the_compose_file_train_together(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -278,7 +276,7 @@ def test_services_of_the_compose_file_train_together(
         settings = {name: here.get(value, value) for name, value in settings.items()}
         agents.append(subprocess.Popen(command, cwd=tmp_path, env=environment | settings))
     try:
-        assert [agent.wait(100) for agent in agents] == [0, 0]
+        assert [agent.wait(HANG_S) for agent in agents] == [0, 0]
     finally:
         for agent in agents:
             agent.kill()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, Finished, record, wait_for
-from tests.support import slurm
+from tests.support import HANG_S, slurm
 
 Command = Callable[..., Finished]
 SCRIPT = ROOT / "launch/slurm.sbatch"
@@ -30,7 +30,7 @@ ENDLESS = (*SMALL, "steps=1000000")
 QUEUE = ("squeue", "--array", "--noheader", "--format=%i")
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[1-2]"}
 ARRAY = {**JOB, "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "2"}
-pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.xdist_group("slurm")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def cluster(
 
     yield run
     run("scancel", f"--user={getpass.getuser()}")
-    wait_for(lambda: not run(*QUEUE), 30)
+    wait_for(lambda: not run(*QUEUE))
     for output in tmp_path.glob("slurm-*.out"):
         print(output.read_text())  # pytest shows it if the test failed
 
@@ -89,9 +89,9 @@ def test_a_job_preempted_by_a_signal_ends_as_an_undisturbed_one(
     submit = ("sbatch", "--parsable", "--ntasks=2", str(SCRIPT), *settings)
     undisturbed, disturbed = cluster(*submit), cluster(*submit, "cell=mine")
     runs = tmp_path / "runs/default"
-    wait_for(lambda: list(runs.glob("mine/checkpoints/step_*/DONE")), 90)
+    wait_for(lambda: list(runs.glob("mine/checkpoints/step_*/DONE")))
     cluster("scancel", "--signal=USR1", disturbed)
-    wait_for(lambda: not cluster(*QUEUE), 90)
+    wait_for(lambda: not cluster(*QUEUE))
 
     output = (tmp_path / f"slurm-{disturbed}.out").read_text()
     assert output.index("interrupted: strategy=onebit") < output.index("done: strategy=onebit")
@@ -106,13 +106,13 @@ def test_a_sweep_gives_the_same_records_as_a_local_one(
     cluster: Callable[..., str], command: Command, tmp_path: Path
 ) -> None:
     grid = ("strategy=onebit", "world_size=1,2", *QUICK)
-    done = command("lab.sweep", "launcher=slurm", "study=s", *grid, timeout_s=90)
+    done = command("lab.sweep", "launcher=slurm", "study=s", *grid)
     assert done.code == 0, done.err
     assert "2 of 2 cells done" in done.out
     assert "ETA" in done.out
     assert re.search(r"SLURM job \d+: world_size=2, 1 to run", done.out)
 
-    local = command("lab.sweep", "study=l", *grid, timeout_s=90)
+    local = command("lab.sweep", "study=l", *grid)
     assert local.code == 0, local.err
     found, expected = records(tmp_path / "runs/s"), records(tmp_path / "runs/l")
     assert len(found) == 2
@@ -133,9 +133,9 @@ def test_cells_that_fail_or_are_killed_are_recorded_and_the_others_run(
     grid = ("strategy=none", *BASE, "data.size=16,8", "steps=6,1000000")
     process = start_sweep(environment, tmp_path, *grid)
     runs = tmp_path / "runs/s"
-    wait_for(lambda: list(runs.glob("*size_16*1000000*/config.yaml")), 60)
+    wait_for(lambda: list(runs.glob("*size_16*1000000*/config.yaml")))
     kill_rank(f"runs_dir={tmp_path}/runs", "steps=1000000", "data.size=16")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=HANG_S)
     assert "1 of 4 cells done" in out
     found = records(runs)
     assert sorted(each["status"] for each in found.values()) == ["done", *["failed"] * 3]
@@ -169,7 +169,7 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
 ) -> None:
     grid = ("strategy=none", *ENDLESS)
     killed = start_sweep(environment, tmp_path, *grid)
-    wait_for(lambda: cluster(*QUEUE), 30)
+    wait_for(lambda: cluster(*QUEUE))
     killed.kill()
     killed.communicate()
     refused = command("lab.sweep", "launcher=slurm", "study=s", *grid)
@@ -178,12 +178,12 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
     job = cluster(*QUEUE).partition("_")[0]
     assert line.endswith(f"still queued or running; wait for their end, or: scancel {job}")
     cluster("scancel", job)
-    wait_for(lambda: not cluster(*QUEUE), 30)
+    wait_for(lambda: not cluster(*QUEUE))
 
     interrupted = start_sweep(environment, tmp_path, *grid)
-    wait_for(lambda: cluster(*QUEUE), 30)
+    wait_for(lambda: cluster(*QUEUE))
     interrupted.send_signal(signal.SIGINT)
-    _, err = interrupted.communicate(timeout=40)
+    _, err = interrupted.communicate(timeout=HANG_S)
     assert interrupted.returncode == 130
     assert "cancelling SLURM job" in err
     assert "the same command continues" in err

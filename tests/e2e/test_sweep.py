@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from tests.conftest import Finished, record, wait_for
+from tests.support import HANG_S
 
 Command = Callable[..., Finished]
 QUICK = ("device=cpu", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=8")
-pytestmark = pytest.mark.timeout(200)
 
 
 def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path: Path) -> None:
     grid = ("study=s", "strategy=none", "world_size=1,2", "repeats=1", *QUICK)
-    first = command("lab.sweep", *grid, timeout_s=120)
+    first = command("lab.sweep", *grid)
     assert first.code == 0, first.err
     assert "2 of 2 cells done" in first.out
     assert "ETA" in first.out
@@ -33,7 +33,7 @@ def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path:
     # The same study with one cell that cannot fit into memory: only that one runs.
     more = command(
         "lab.sweep", "study=s", "strategy=onebit", "world_size=1", "model=mlp",
-        "model.hidden=[9000000,9000000]", *QUICK, timeout_s=120,
+        "model.hidden=[9000000,9000000]", *QUICK,
     )  # fmt: skip
     assert more.code == 1  # none of its cells is done
     assert "oom: rank 0" in more.out
@@ -41,12 +41,13 @@ def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path:
     assert again.out.count("done already") == 2
     assert {path: record(path)["started_at"] for path in started} == started
 
-    plotted = command("lab.plot", "runs/s", "format=png")
+    plotted = command("lab.plot", "runs/s", "format=svg")
     assert plotted.code == 0, plotted.err
     assert "oom" in plotted.out
     table = pd.read_csv(tmp_path / "runs/s/figures/summary.csv")
     assert set(table["strategy"] if "strategy" in table else table["series"]) >= {"none", "onebit"}
-    assert (tmp_path / "runs/s/figures/speedup_bars.png").stat().st_size > 10_000
+    figure = (tmp_path / "runs/s/figures/speedup_bars.svg").read_text()
+    assert {"speedup", "1 rank", "2 ranks"} <= set(re.findall("<!-- (.*?) -->", figure))
 
 
 def cells(root: Path) -> list[Path]:
@@ -56,20 +57,20 @@ def cells(root: Path) -> list[Path]:
 def test_killed_sweep_leaves_nothing_running_and_goes_on(
     command: Command, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    grid = ("study=s", "strategy=none,overlap,onebit", "world_size=2", *QUICK)
+    cells_of_seconds = (*QUICK[:-1], "steps=300")
+    grid = ("study=s", "strategy=none,overlap,onebit", "world_size=2", *cells_of_seconds)
     sweep = subprocess.Popen(
         [sys.executable, "-m", "lab.sweep", *grid],
         cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_for(lambda: "overlap" in str(cells_started(tmp_path)), 60)
-    time.sleep(1)
+    wait_for(lambda: list((tmp_path / "runs/s").glob("overlap*/config.yaml")))  # it trains
     children = psutil.Process(sweep.pid).children(recursive=True)
     sweep.send_signal(signal.SIGKILL)
     sweep.wait()
     done = {path: record(path)["started_at"] for path in cells(tmp_path / "runs/s")}
     assert len(done) == 1
 
-    again = command("lab.sweep", *grid, timeout_s=120)
+    again = command("lab.sweep", *grid)
     assert again.code == 0, again.err
     assert again.out.count("done already") == 1
     assert "3 of 3 cells done" in again.out
@@ -77,14 +78,10 @@ def test_killed_sweep_leaves_nothing_running_and_goes_on(
     assert not psutil.wait_procs(children, timeout=10)[1]
 
 
-def cells_started(folder: Path) -> list[Path]:
-    return [path.parent for path in (folder / "runs/s").glob("*/output.log")]
-
-
 def test_a_cell_that_takes_too_long_is_a_timeout(command: Command, tmp_path: Path) -> None:
-    grid = ("study=s", "strategy=none", "steps=1000000", *QUICK[:-1], "cell_timeout_s=8")
-    done = command("lab.sweep", *grid, timeout_s=60)
-    assert "timeout: cell_timeout_s=8" in done.out
+    grid = ("study=s", "strategy=none", "steps=1000000", *QUICK[:-1], "cell_timeout_s=3")
+    done = command("lab.sweep", *grid)
+    assert "timeout: cell_timeout_s=3" in done.out
     (cell,) = cells(tmp_path / "runs/s")
     assert record(cell)["status"] == "timeout"
 
@@ -144,11 +141,11 @@ def test_interrupted_sweep_runs_the_cell_anew(
     )
     wait_for(lambda: list((tmp_path / "runs/s").glob("*/config.yaml")))
     os.kill(sweep.pid, signal.SIGINT)
-    _, err = sweep.communicate(timeout=60)
+    _, err = sweep.communicate(timeout=HANG_S)
     assert sweep.returncode == 130
     assert "the same command continues" in err
     (cell,) = cells(tmp_path / "runs/s")
     assert record(cell)["status"] == "interrupted"
 
-    again = command("lab.sweep", *line[3:], *QUICK[:-1], "cell_timeout_s=8", timeout_s=60)
-    assert "timeout: cell_timeout_s=8" in again.out  # it ran anew, from the start
+    again = command("lab.sweep", *line[3:], *QUICK[:-1], "cell_timeout_s=3")
+    assert "timeout: cell_timeout_s=3" in again.out  # it ran anew, from the start

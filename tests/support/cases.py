@@ -22,8 +22,8 @@ STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 LIBRARIES = ("ddp", "horovod")
 # Decide by the clock, so that two runs may do different things.
 BY_THE_CLOCK = ("auto",)
-# More settings for a run that is resumed at step 5: local strategies are in a round then, the first
-# one or, with an outer momentum, the third; `auto` has decided; a gradient is under way.
+# More settings for a run that is resumed at step 7: local strategies are in a round then, the first
+# one or, with an outer momentum, the fourth; `auto` has decided; a gradient is under way.
 RESUMED = {
     "diloco": ("sync.every=2",),
     "auto": ("exchange.trials=1",),

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ class HangsOnRank1(AllReduce):
 
     def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
+            Path("stuck").touch()
             time.sleep(3600)
         return super().stages(bucket, comm)
 
@@ -70,6 +72,23 @@ class OneBitKilled(OneBit):
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().stages(bucket, comm)
+
+
+class DeadlyToSave:
+    """Ends the process that pickles it."""
+
+    def __reduce__(self) -> str:
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+
+class OneBitKilledWhileSaving(OneBit):
+    """SIGKILL in the middle of writing a checkpoint's file, once there is an earlier one. Once."""
+
+    def state_dict(self) -> dict[str, Any]:
+        deadly = not Path("killed").exists() and any(Path("runs").rglob("step_*/DONE"))
+        return super().state_dict() | ({"deadly": DeadlyToSave()} if deadly else {})
 
 
 class NanOnRank1(Blocking):

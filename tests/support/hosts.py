@@ -1,13 +1,15 @@
-"""Two hosts on one machine: network namespaces where they may be made, or else loopback."""
+"""Hosts on one machine: network namespaces where they may be made, or else loopback."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,33 @@ def two_hosts() -> Iterator[list[Host]]:
         for name in made:
             _end_processes(name)
             _ip("netns", "delete", name)
+
+
+# A loopback interface that nobody else sends over, for as long as somebody reads from the pipe.
+OWN_NETWORK = ("unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat")
+
+
+def has_own_network() -> bool:
+    """Whether this user may make network namespaces here."""
+    try:
+        return subprocess.run(OWN_NETWORK, capture_output=True, input=b"").returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def own_network() -> Iterator[int]:
+    """A process in a network namespace of its own; its id, for `enter_network`."""
+    with subprocess.Popen(OWN_NETWORK, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"up\n"
+        yield holder.pid
+
+
+def enter_network(pid: int) -> None:
+    """Move this thread, and those that it starts later, to the network of process `pid`."""
+    with Path(f"/proc/{pid}/ns/net").open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _plug_in(name: str, address: str) -> Host:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +25,16 @@ from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
 from lab.training.run import Run, claim_directory
+from tests.support import HANG_S
 
-# Ranks fork from a process that has imported what they import and done nothing else.
+# Ranks fork from a process that has imported what they import, and has started no threads.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__, "torch._dynamo"])
+FORKS.set_forkserver_preload(["tests.support.preload"])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has at the end of a run."""
+    """The state of one rank at the end of a run."""
 
     code: int
     record: dict[str, Any]  # as record.json holds it
@@ -36,24 +42,91 @@ class Outcome:
     exchange_state: dict[str, Any]
 
 
-def spawn(size: int, rank_main: Callable[..., Any], *arguments: Any, timeout_s: float = 50) -> Any:
-    """Call `rank_main(*arguments)` as each of `size` ranks; what each returned, in rank order."""
-    wait = timedelta(seconds=timeout_s)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
-    readers, processes = [], []
-    for rank in range(size):
-        reader, writer = FORKS.Pipe(duplex=False)
-        target = (rank, size, store.port, writer, rank_main, arguments)
-        processes.append(FORKS.Process(target=_be_rank, args=target, daemon=True))
-        processes[-1].start()
-        writer.close()
-        readers.append(reader)
-    try:
-        return [_result(rank, reader, timeout_s) for rank, reader in enumerate(readers)]
-    finally:
-        for process in processes:
-            process.join(timeout=5)
+@dataclass(frozen=True)
+class Job:
+    """A call of `rank_main(*arguments)` by each of `size` ranks, which meet at a store."""
+
+    size: int
+    port: int
+    directory: str
+    rank_main: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class Crew:
+    """Processes that do one job after another, as ranks of a new process group each time."""
+
+    def __init__(self) -> None:
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def call(
+        self, size: int, rank_main: Callable[..., Any], *arguments: Any, timeout_s: float = HANG_S
+    ) -> list[Any]:
+        """Call `rank_main(*arguments)` on each of `size` ranks.
+
+        Returns:
+            One result for each rank, in rank order.
+
+        Raises:
+            AssertionError: a rank raised, ended or hung. All processes have been killed, and the
+                next call starts others.
+        """
+        while len(self._processes) < size:
+            self._hire()
+        wait = timedelta(seconds=timeout_s)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+        job = Job(size, store.port, str(Path.cwd()), rank_main, arguments)
+        try:
+            for pipe in self._pipes[:size]:
+                pipe.send(job)
+            return self._results(size, time.monotonic() + timeout_s)
+        except BaseException:
+            self.dismiss()
+            raise
+
+    def dismiss(self) -> None:
+        """End all processes."""
+        for process in self._processes:
             process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+
+    def _hire(self) -> None:
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=_serve, args=(len(self._processes), theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._pipes.append(ours)
+        self._processes.append(process)
+
+    def _results(self, size: int, deadline: float) -> list[Any]:
+        waiting = dict(zip(self._pipes[:size], range(size), strict=True))
+        results: list[Any] = [None] * size
+        while waiting:
+            ready = connection.wait(list(waiting), max(0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(waiting.values())} did not answer in time"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                results[rank] = _answer(rank, pipe)
+        return results
+
+
+CREW = Crew()
+
+
+def spawn(
+    size: int, rank_main: Callable[..., Any], *arguments: Any, timeout_s: float = HANG_S
+) -> list[Any]:
+    """Call `rank_main(*arguments)` as each of `size` ranks, in processes that do nothing else."""
+    crew = Crew()
+    try:
+        return crew.call(size, rank_main, *arguments, timeout_s=timeout_s)
+    finally:
+        crew.dismiss()
 
 
 def execute(settings: tuple[str, ...]) -> Outcome:
@@ -72,35 +145,51 @@ def execute(settings: tuple[str, ...]) -> Outcome:
     return Outcome(code, run.record.to_json(), weights, trainer.sync.exchange.state_dict())
 
 
-def train(size: int, *settings: str, timeout_s: float = 50) -> list[Outcome]:
-    """A run on `size` ranks; each one's outcome."""
-    return spawn(size, execute, settings, timeout_s=timeout_s)
+def train(size: int, *settings: str) -> list[Outcome]:
+    """Run on `size` ranks, in processes that may have run something before.
+
+    Returns:
+        One outcome for each rank.
+    """
+    return CREW.call(size, execute, settings)
+
+
+@cache
+def train_once(size: int, *settings: str) -> list[Outcome]:
+    """As `train`, for tests that share a run. Its directory is one that `settings` name."""
+    assert any(setting.startswith("runs_dir=/") for setting in settings)
+    return train(size, *settings)
 
 
 def join(*settings: str) -> World:
-    """The ranks that `spawn` started, for a `rank_main` that needs no run."""
+    """The ranks that a crew made, for a `rank_main` that needs no run."""
     return assemble.join(load(["device=cpu", *settings]))
 
 
-def _be_rank(
-    rank: int,
-    size: int,
-    port: int,
-    writer: Connection,
-    rank_main: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    os.environ.update(zip(names, map(str, (rank, size, rank, size, port)), strict=True))
-    # The store is the test's, as it is the launcher's under torchrun.
-    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    writer.send_bytes(pickle.dumps(rank_main(*arguments)))
+    while True:
+        try:
+            job: Job = pipe.recv()
+        except EOFError:  # the tests have ended
+            return
+        os.chdir(job.directory)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        values = map(str, (rank, job.size, rank, job.size, job.port))
+        os.environ.update(zip(names, values, strict=True))
+        # The store is the test's, as it is the launcher's under torchrun.
+        os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+        try:
+            answer = pickle.dumps((job.rank_main(*job.arguments), None))
+        except Exception:
+            answer = pickle.dumps((None, traceback.format_exc()))
+        pipe.send_bytes(answer)
 
 
-def _result(rank: int, reader: Connection, timeout_s: float) -> Any:
-    assert reader.poll(timeout_s), f"rank {rank} did not answer in {timeout_s:g} s"
+def _answer(rank: int, pipe: Connection) -> Any:
     try:
-        return pickle.loads(reader.recv_bytes())
-    except EOFError:
+        result, error = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
         raise AssertionError(f"rank {rank} ended without an answer (its error is above)") from None
+    assert error is None, f"rank {rank}: {error}"
+    return result

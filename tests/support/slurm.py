@@ -73,7 +73,7 @@ def running(directory: Path) -> Iterator[dict[str, str]]:
     try:
         for command in commands:
             daemons.append(_start(command, directory, environment))
-        wait_for(lambda: "idle" in _node_states(environment), 30)
+        wait_for(lambda: "idle" in _node_states(environment))
         yield variables
     finally:
         for daemon in daemons:

@@ -97,7 +97,6 @@ def compiled() -> dict[str, dict[str, int]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.timeout(120)
 def test_values_move_in_wide_words_and_stay_in_registers(
     compiled: dict[str, dict[str, int]],
 ) -> None:

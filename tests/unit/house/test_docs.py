@@ -40,7 +40,7 @@ def blocks(path: Path) -> list[str]:
 
 def commands() -> list[str]:
     lines = [
-        line.replace("…", "").strip()
+        re.sub(r"\s+#.*", "", line.replace("…", "")).strip()  # the same command is tried once
         for path in DOCUMENTS
         for block in blocks(path)
         for line in block.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -266,16 +267,17 @@ TRUE = replace(LINKED, contention=0.1, overhead_s=2e-3)
 GUESS = replace(FLAT, inter=Link(1e-4, 2e8), codec_bytes_per_s=2e10)
 
 
-def test_fit_on_two_ranks_foretells_four(profile: Profile, strategies: dict[str, Strategy]) -> None:
+def test_a_fit_to_simulated_steps_on_two_ranks_finds_the_machine_that_made_them(
+    profile: Profile, strategies: dict[str, Strategy]
+) -> None:
     names = ("none", "tree", "allreduce", "overlap", "bf16", "onebit")
-    cells = [
-        Observation(name, profile, strategies[name], n, batch_size, (step.step_s,))
-        for name in names
-        for batch_size in (64, 128)
-        for n in (1, 2)
-        if (step := simulate(profile, TRUE, strategies[name], n, batch_size))
-    ]
-    found = fit(GUESS, cells)
+
+    def observed(name: str, size: int, batch_size: int) -> Observation:
+        step_s = simulate(profile, TRUE, strategies[name], size, batch_size).step_s
+        return Observation(name, profile, strategies[name], size, batch_size, (step_s,))
+
+    grid = itertools.product(names, (1, 2), (64, 128))
+    found = fit(GUESS, list(itertools.starmap(observed, grid)))
     for name in names:
         near, true = (simulate(profile, h, strategies[name], 4, 32).step_s for h in (found, TRUE))
         assert near == pytest.approx(true, rel=0.01)

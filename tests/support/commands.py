@@ -1,0 +1,71 @@
+"""Commands as users type them, in processes that need not import torch first."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.support import HANG_S
+from tests.support.ranks import FORKS
+
+
+@dataclass
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        """Errors that the lab, rather than torchrun, has written."""
+        return [line[line.index("lab.") :] for line in self.err.splitlines() if ": error: " in line]
+
+
+def run_module(
+    module: str,
+    arguments: tuple[str, ...],
+    directory: Path,
+    environment: dict[str, str],
+    timeout_s: float = HANG_S,
+) -> Finished:
+    """Run `python -m MODULE ARGUMENTS` in `directory`.
+
+    The process is a fork of one that has imported torch (tests/support/preload.py), which saves
+    two seconds each time. Commands that it starts itself have interpreters of their own.
+    """
+    with tempfile.TemporaryDirectory() as outputs:
+        out, err = Path(outputs, "out"), Path(outputs, "err")
+        arguments_of = (module, arguments, str(directory), environment, (str(out), str(err)))
+        process = FORKS.Process(target=_be_command, args=arguments_of)
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"{module} {arguments} still runs after {timeout_s:g} s")
+        return Finished(process.exitcode, out.read_text(), err.read_text())
+
+
+def _be_command(
+    module: str,
+    arguments: tuple[str, ...],
+    directory: str,
+    environment: dict[str, str],
+    outputs: tuple[str, str],
+) -> None:
+    for descriptor, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch reads when imported
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

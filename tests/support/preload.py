@@ -1,0 +1,19 @@
+"""Imported once by the process that all ranks fork from, so that no rank pays for it again.
+
+Nothing here may start a thread, as pyarrow's import does: in a fork it is missing, and what it had
+locked stays locked.
+"""
+
+import importlib
+import pkgutil
+
+import torch._dynamo  # noqa: F401
+
+from tests.support import ranks
+
+for room in ("codec", "data", "exchange", "model", "sync", "task", "transform"):
+    folder = importlib.import_module(f"lab.{room}")
+    for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+        importlib.import_module(module.name)
+
+ranks.load([])  # Hydra keeps what its grammar has learnt
