@@ -43,16 +43,18 @@ def _verify(line: CommandLine, command: str) -> int:
     texts = COMMAND.texts(line.settings)
     runs = None if texts["runs"] == "null" else Path(texts["runs"])
     out = file_to_write("out", texts["out"], ".md")
-    from lab.claims.verify import verify
+    from lab.claims import page
+    from lab.claims.findings import verify
 
     try:
-        table, failed = verify(line.word, runs, out, command)
+        findings = verify(line.word, runs, reproduce=out is not None)
+        print("\n".join(page.summary(findings)))
+        if out:
+            page.write(findings, out, out.with_suffix(""), command)
+            print(f"wrote {out}")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
-    print(table)
-    if out:
-        print(f"wrote {out}")
-    return int(failed)
+    return int(findings.any_claim_fails)
 
 
 if __name__ == "__main__":

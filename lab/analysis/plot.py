@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from lab.analysis import summary
@@ -17,8 +17,8 @@ from lab.analysis.figures.step import step_time
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.analysis.records import load_study
 from lab.analysis.speedup import table
-from lab.draw import style
 from lab.draw.looks import looks_of
+from lab.draw.save import save
 from lab.record.schema import SCALINGS
 from lab.record.trace import TIMELINE, read_trace
 
@@ -26,8 +26,6 @@ FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
     *(speedup_bars, scaling, throughput),
     *(step_time, payload, convergence),
 )
-# Without a date in it, a file depends on its records alone.
-METADATA = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 
 
 def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None = None) -> None:
@@ -76,24 +74,20 @@ def _report_cell(folder: Path, out: Path, formats: Sequence[str]) -> None:
 
 
 def _draw_timeline(cell: Path, stem: Path, formats: Sequence[str]) -> None:
-    with matplotlib.rc_context(style.RC):
-        _save(timeline_of_step(read_trace(cell / TIMELINE).typical_step()), stem, formats)
+    timeline = read_trace(cell / TIMELINE).typical_step()
+    _save(lambda: timeline_of_step(timeline), stem, formats)
 
 
 def _draw_all(sheet: Sheet, out: Path, suffix: str, formats: Sequence[str]) -> None:
     for draw in FIGURES:
         stem = out / f"{draw.__name__}{suffix}"
-        with matplotlib.rc_context(style.RC):
-            try:
-                figure = draw(sheet)
-            except NothingToDraw as reason:
-                print(f"skipped {stem.name}: {reason}")
-                continue
-            _save(figure, stem, formats)
+        try:
+            _save(partial(draw, sheet), stem, formats)
+        except NothingToDraw as reason:
+            print(f"skipped {stem.name}: {reason}")
 
 
-def _save(figure: Figure, stem: Path, formats: Sequence[str]) -> None:
-    for kind in formats:
-        path = stem.with_name(f"{stem.name}.{kind}")
-        figure.savefig(path, dpi=150, bbox_inches="tight", metadata=METADATA[kind])
-    print(f"wrote {', '.join(str(stem) + '.' + kind for kind in formats)}")
+def _save(draw: Callable[[], Figure], stem: Path, formats: Sequence[str]) -> None:
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
+    save(draw, *paths)
+    print(f"wrote {', '.join(map(str, paths))}")

@@ -1,4 +1,4 @@
-"""What a paper says of scaling, sentence by sentence, and whether figures found elsewhere agree."""
+"""Describe a paper's claims about scaling, one by one, and check values against them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
+from lab.model.facts import Convolution
 
 VERDICTS = ("holds", "fails", "unknown")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a value must satisfy: within a share of `about`, `at_least` or `at_most`."""
+    """A condition on a value: within a share of `about`, `at_least` or `at_most`."""
 
     about: float | None = None
     within: float | None = None
@@ -22,12 +23,13 @@ class Check:
     at_most: float | None = None
 
     def __post_init__(self) -> None:
-        given = [self.about is not None, self.at_least is not None, self.at_most is not None]
-        if sum(given) != 1 or (self.about is None) != (self.within is None):
+        bounds = (self.about, self.at_least, self.at_most)
+        one_bound = sum(bound is not None for bound in bounds) == 1
+        if not one_bound or (self.about is None) != (self.within is None):
             raise ValueError("must give about and within, or at_least, or at_most")
 
     def verdict(self, value: float | None) -> str:
-        """One of VERDICTS."""
+        """Judge a value: one of VERDICTS."""
         if value is None or math.isnan(value):
             return "unknown"
         return "holds" if self._allows(value) else "fails"
@@ -47,13 +49,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence or label.
+    """One sentence or label of a paper.
 
     Attributes:
-        says: the sentence; source: where it stands.
-        quantity: of lab.claims.metrics.QUANTITIES.
-        at: the point of the study that it speaks of.
-        published: the figure as it stands there; None where the sentence has none.
+        says: the sentence.
+        source: the page, slide or label where it stands.
+        quantity: a key of lab.claims.metrics.QUANTITIES.
+        at: the point where the quantity is taken.
+        published: the figure in the sentence; None if it has none.
     """
 
     says: str
@@ -64,7 +67,7 @@ class Claim:
     published: float | None = None
 
     def value(self, facts: Facts) -> float | None:
-        """The quantity according to `facts`; None where these do not tell."""
+        """Compute the quantity from `facts`; None if these do not give it."""
         try:
             return QUANTITIES[self.quantity](facts, self.at)
         except Missing:
@@ -76,11 +79,12 @@ class Reproduction:
     """The study that measures what a paper claims, on an emulated cluster.
 
     Attributes:
-        study: of conf/study.
-        hardware: of conf/hardware: what stands for the cluster before anything is fitted.
-        bytes_scale: of gradients, which keeps the ratio of compute to communication.
+        study: a file of conf/study.
+        hardware: a file of conf/hardware: the emulated cluster before anything is fitted.
+        bytes_scale: scales gradients, which keeps the ratio of compute to communication.
         model: the lab's own, whose parameters are counted.
-        strategies, world_sizes, batch_sizes: of the figures; batches are global.
+        strategies, world_sizes, batch_sizes: the figures show these; batches are global.
+        rate_crossover: two strategies: below which rate of the links is the first faster?
     """
 
     study: str
@@ -90,6 +94,11 @@ class Reproduction:
     strategies: tuple[str, ...]
     world_sizes: tuple[int, ...]
     batch_sizes: tuple[int, ...]
+    rate_crossover: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate_crossover is not None and len(self.rate_crossover) != 2:
+            raise ValueError(f"rate_crossover={self.rate_crossover}: must name two strategies")
 
 
 @dataclass(frozen=True)
@@ -97,8 +106,8 @@ class Paper:
     """A file of conf/claims.
 
     Attributes:
-        profile, hardware: what predictions are made from.
-        reproduction: None where nothing measures it.
+        profile, hardware: the source of predictions.
+        reproduction: None if no study measures the claims.
     """
 
     title: str
@@ -109,17 +118,18 @@ class Paper:
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Paper:
-        """The content of a file of conf/claims.
+        """Parse the content of a file of conf/claims.
 
         Raises:
-            ValueError: an entry that is not of that form; it is named by what it says.
+            ValueError: names the entry that is not of that form by its sentence.
         """
         claims = tuple(_claim(entry) for entry in node.get("claims", ()))
         try:
-            given = node.get("reproduction")
-            made = Reproduction(**{k: _frozen(v) for k, v in given.items()}) if given else None
-            return cls(**{**node, "claims": claims, "reproduction": made})
-        except (AttributeError, TypeError) as error:
+            study = node.get("reproduction")
+            frozen = {key: _frozen(value) for key, value in study.items()} if study else None
+            reproduction = Reproduction(**frozen) if frozen else None
+            return cls(**{**node, "claims": claims, "reproduction": reproduction})
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{node.get('title')}: {error}") from None
 
 
@@ -129,11 +139,18 @@ def _frozen(value: Any) -> Any:
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
     try:
-        check, at = Check(**entry["check"]), Point(**entry.get("at", {}))
+        check, at = Check(**entry["check"]), _point(entry.get("at", {}))
         claim = Claim(**{**entry, "check": check, "at": at})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
     if claim.quantity not in QUANTITIES:
         allowed = ", ".join(QUANTITIES)
         raise ValueError(f"claim {claim.says!r}: quantity={claim.quantity}: allowed are {allowed}")
+    if claim.quantity == "operations" and not claim.at.layer:
+        raise ValueError(f"claim {claim.says!r}: quantity=operations: at.layer: is missing")
     return claim
+
+
+def _point(node: Mapping[str, Any]) -> Point:
+    layer = node.get("layer")
+    return Point(**{**node, "layer": Convolution(**layer) if layer else None})

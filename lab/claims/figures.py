@@ -1,13 +1,11 @@
-"""A paper's own figures, with what was measured and predicted here."""
+"""Draw findings as the figures of a paper."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 
-import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,102 +13,106 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from lab.claims.claims import Paper, Reproduction
-from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
+from lab.claims.claims import Reproduction
+from lab.claims.findings import Conditions, Reproduced
+from lab.claims.speedups import CellSpeedup, RateSpeedups, SpeedupMap
 from lab.draw import style
 from lab.draw.looks import BLACK, ORANGE, VERMILLION, looks_of
 
-SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # one for each number of ranks
-MAP_RANKS = tuple(2**power for power in range(1, 9))
-RATES = tuple(10 ** (power / 10) for power in range(70, 116))  # bytes per second
 TICKS = (0.1, 1, 10, 100, 1000)  # Gb/s
-MAP_BATCHES = tuple(2**power for power in range(6, 16))
 COLUMNS = 3
+WIDEST_BAR = 0.26  # of the distance between groups, with the gap to the next bar
+GROUP = 0.9  # of that distance, for all bars of a group at most
+GAP = 0.02
 
 
-@matplotlib.rc_context(style.RC)
-def speedup_bars(
-    paper: Paper,
-    grid: Reproduction,
-    predicted: Facts,
-    measured: MeasuredFacts | None,
-    notes: list[str],
-) -> Figure:
-    """Slide 26's grouped bars: a panel for each strategy, a group for each batch size.
+def speedup_bars(reproduced: Reproduced, conditions: Conditions | None, notes: list[str]) -> Figure:
+    """Draw the speedup of cells: a panel for each strategy, a group of bars for each batch size.
 
-    Bars are measured (hatched: emulated) with the range of their repeats, or, where nothing is,
-    predicted; a dash over a bar is its prediction, a diamond what the paper published of it.
+    Bars are measured (hatched: emulated) with the range of their repeats; if nothing was, they are
+    predicted. A dash over a bar is its prediction, a diamond the paper's own figure.
+
+    Args:
+        conditions: of the measurements; None without any.
     """
+    grid = reproduced.grid
     figure, panels = _panels(len(grid.strategies))
     for panel, strategy in zip(panels, grid.strategies, strict=False):
-        for group, batch in enumerate(grid.batch_sizes):
-            for index, size in enumerate(grid.world_sizes):
-                at = Point(strategy, size, batch)
-                x = group + (index - (len(grid.world_sizes) - 1) / 2) * 0.26
-                _bar(panel, x, SHADES[index], at, predicted, measured)
-                for claim in paper.claims:
-                    if (claim.quantity, claim.at) == ("speedup", at) and claim.published:
-                        panel.plot(x, claim.published, "D", color=VERMILLION, markersize=5)
+        cells = [cell for cell in reproduced.cells if cell.at.strategy == strategy]
+        _groups(panel, grid, cells, conditions)
         panel.axhline(1, color=BLACK, linewidth=0.8)
         panel.set_xticks(range(len(grid.batch_sizes)), [str(batch) for batch in grid.batch_sizes])
         panel.set_title(strategy)
         panel.set_xlabel("global batch")
     panels[0].set_ylabel("speedup over 1 rank")
-    entries: list[Artist] = [
-        Patch(facecolor=SHADES[index], label=f"{size} rank{'s' if size > 1 else ''}")
-        for index, size in enumerate(grid.world_sizes)
-    ]
-    if measured:
-        entries.append(Line2D([], [], color=BLACK, linewidth=2, label="predicted"))
-        entries.append(Line2D([], [], color=ORANGE, linewidth=2, label="all repeats"))
-        if measured.emulations():
-            entries.append(Patch(facecolor="white", hatch=style.HATCH, label="emulated"))
-    entries.append(Line2D([], [], color=VERMILLION, marker="D", linestyle="", label="published"))
-    what = "measured, predicted and published" if measured else "predicted (bars) and published"
-    return style.frame(figure, f"Speedup: {what}", entries, notes)
+    shown = "measured, predicted and published" if conditions else "predicted (bars) and published"
+    entries = _bar_entries(grid.world_sizes, conditions)
+    return style.frame(figure, f"Speedup: {shown}", entries, notes)
+
+
+def _groups(
+    panel: Axes, grid: Reproduction, cells: Sequence[CellSpeedup], conditions: Conditions | None
+) -> None:
+    count = len(grid.world_sizes)
+    distance = min(WIDEST_BAR, GROUP / count)
+    colours = style.shades(count)
+    for cell in cells:
+        index = grid.world_sizes.index(cell.at.world_size)
+        x = grid.batch_sizes.index(cell.at.batch_size) + (index - (count - 1) / 2) * distance
+        _bar(panel, x, distance - GAP, colours[index], cell, conditions)
+        for published in cell.published:
+            panel.plot(x, published, "D", color=VERMILLION, markersize=5)
 
 
 def _bar(
-    panel: Axes, x: float, colour: str, at: Point, predicted: Facts, measured: MeasuredFacts | None
+    panel: Axes,
+    x: float,
+    width: float,
+    colour: str,
+    cell: CellSpeedup,
+    conditions: Conditions | None,
 ) -> None:
-    guess = _speedup(predicted, at)
-    if not measured:
-        panel.bar(x, guess, 0.24, facecolor=f"{colour}60", edgecolor=colour, linewidth=1.2)
+    if not conditions:
+        pale = f"{colour}60"
+        panel.bar(x, cell.predicted, width, facecolor=pale, edgecolor=colour, linewidth=1.2)
         return
-    hatch = style.HATCH if measured.emulations() else None
-    panel.bar(x, _speedup(measured, at), 0.24, color=colour, edgecolor=style.GREY, hatch=hatch)
-    each = [value for one in measured.repeats() if math.isfinite(value := _speedup(one, at))]
-    panel.plot([x] * len(each), each, color=ORANGE, linewidth=2)
-    panel.plot([x - 0.12, x + 0.12], [guess, guess], color=BLACK, linewidth=2)
+    hatch = style.HATCH if conditions.emulations else None
+    panel.bar(x, cell.measured, width, color=colour, edgecolor=style.GREY, hatch=hatch)
+    repeats = cell.repeats
+    panel.plot([x] * len(repeats), repeats, color=ORANGE, linewidth=2)
+    ends = [x - width / 2, x + width / 2]
+    panel.plot(ends, [cell.predicted] * 2, color=BLACK, linewidth=2)
 
 
-def _speedup(facts: Facts, at: Point) -> float:
-    """NaN, which is not drawn, where these facts do not tell."""
-    try:
-        return speedup(facts, at)
-    except Missing:
-        return math.nan
+def _bar_entries(world_sizes: Sequence[int], conditions: Conditions | None) -> list[Artist]:
+    entries: list[Artist] = [
+        Patch(facecolor=colour, label=f"{size} rank{'s' if size > 1 else ''}")
+        for size, colour in zip(world_sizes, style.shades(len(world_sizes)), strict=True)
+    ]
+    if conditions:
+        entries.append(Line2D([], [], color=BLACK, linewidth=2, label="predicted"))
+        entries.append(Line2D([], [], color=ORANGE, linewidth=2, label="all repeats"))
+        if conditions.emulations:
+            entries.append(Patch(facecolor="white", hatch=style.HATCH, label="emulated"))
+    diamond = Line2D([], [], color=VERMILLION, marker="D", linestyle="", label="published")
+    return [*entries, diamond]
 
 
-@matplotlib.rc_context(style.RC)
-def regime_map(grid: Reproduction, predicted: Facts, notes: list[str]) -> Figure:
-    """Predicted speedup over ranks and batch, a panel for each strategy, with speedup 1 drawn.
+def regime_map(speedups: SpeedupMap, notes: list[str]) -> Figure:
+    """Draw predicted speedup over ranks and batch, a panel for each strategy.
 
-    Below that line, where panels are red, more ranks make training slower than one.
+    Below the line of speedup 1, where panels are red, more ranks make training slower than one.
     """
-    figure, panels = _panels(len(grid.strategies))
+    figure, panels = _panels(len(speedups.values))
+    ranks, batches = range(len(speedups.ranks)), range(len(speedups.batches))
     image = None
-    for panel, strategy in zip(panels, grid.strategies, strict=False):
-        values = [
-            [math.log2(_speedup(predicted, Point(strategy, size, batch))) for size in MAP_RANKS]
-            for batch in MAP_BATCHES
-        ]
+    for panel, (strategy, values) in zip(panels, speedups.values.items(), strict=False):
+        logs = [[math.log2(value) for value in row] for row in values]
         shape = {"vmin": -8, "vmax": 8, "cmap": "RdBu", "shading": "nearest"}
-        ranks, batches = range(len(MAP_RANKS)), range(len(MAP_BATCHES))
-        image = panel.pcolormesh(ranks, batches, values, **shape)
-        panel.contour(ranks, batches, values, levels=[0.0], colors="black", linewidths=1.2)
-        panel.set_xticks(ranks[::2], [str(size) for size in MAP_RANKS[::2]])
-        panel.set_yticks(batches[::2], [str(batch) for batch in MAP_BATCHES[::2]])
+        image = panel.pcolormesh(ranks, batches, logs, **shape)
+        panel.contour(ranks, batches, logs, levels=[0.0], colors="black", linewidths=1.2)
+        panel.set_xticks(ranks[::2], [str(size) for size in speedups.ranks[::2]])
+        panel.set_yticks(batches[::2], [str(batch) for batch in speedups.batches[::2]])
         panel.xaxis.set_minor_locator(NullLocator())
         panel.set_title(strategy)
         panel.set_xlabel("ranks")
@@ -123,26 +125,18 @@ def regime_map(grid: Reproduction, predicted: Facts, notes: list[str]) -> Figure
     return style.frame(figure, "Where more ranks pay", [entry], notes)
 
 
-@matplotlib.rc_context(style.RC)
-def speedup_over_rate(
-    grid: Reproduction, at_rate: Callable[[float], Facts], own_rate: float, notes: list[str]
-) -> Figure:
-    """Predicted speedup of most ranks over the rate of their links, a panel for each batch.
+def speedup_over_rate(speedups: RateSpeedups, notes: list[str]) -> Figure:
+    """Draw predicted speedup over the rate of the links, a panel for each batch.
 
-    Args:
-        at_rate: facts where links carry so many bytes per second.
-        own_rate: of the hardware that `notes` name, which is marked.
+    The rate of the hardware's own links is marked.
     """
-    figure, axes = style.canvas(1, len(grid.batch_sizes), 9.6, 3.4, sharey=True)
-    facts = [at_rate(rate) for rate in RATES]
-    looks = looks_of(grid.strategies)
-    for panel, batch in zip(axes[0], grid.batch_sizes, strict=True):
+    figure, axes = style.canvas(1, len(speedups.values), 9.6, 3.4, sharey=True)
+    looks = looks_of(name for by_name in speedups.values.values() for name in by_name)
+    gigabits = [8e-9 * rate for rate in speedups.rates]
+    for panel, (batch, values) in zip(axes[0], speedups.values.items(), strict=True):
         for name, look in looks.items():
-            at = Point(name, max(grid.world_sizes), batch)
-            values = [_speedup(one, at) for one in facts]
-            x = [8e-9 * rate for rate in RATES]
-            panel.plot(x, values, color=look.colour, linestyle=look.line)
-        panel.axvline(8e-9 * own_rate, color=style.GREY, linestyle=":", linewidth=1)
+            panel.plot(gigabits, values[name], color=look.colour, linestyle=look.line)
+        panel.axvline(8e-9 * speedups.own_rate, color=style.GREY, linestyle=":", linewidth=1)
         panel.axhline(1, color=BLACK, linewidth=0.8)
         panel.set_xscale("log")
         panel.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
@@ -155,15 +149,8 @@ def speedup_over_rate(
         for name, look in looks.items()
     ]
     handles.append(Line2D([], [], color=style.GREY, linestyle=":", label="the links it has"))
-    title = f"Predicted speedup of {max(grid.world_sizes)} ranks over the rate of their links"
+    title = f"Predicted speedup of {speedups.world_size} ranks over the rate of their links"
     return style.frame(figure, title, handles, notes)
-
-
-@matplotlib.rc_context(style.RC)
-def save(figure: Figure, folder: Path, name: str) -> str:
-    """Write `folder`/`name`.png; how a page beside `folder` shows it, in Markdown."""
-    figure.savefig(folder / f"{name}.png", dpi=150, bbox_inches="tight")
-    return f"![{name}]({folder.name}/{name}.png)"
 
 
 def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:

@@ -1,4 +1,4 @@
-"""Quantities that claims are about, each defined once for measured and for predicted figures."""
+"""Define each quantity that claims are about, once for measurements and predictions."""
 
 from __future__ import annotations
 
@@ -7,93 +7,111 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from lab.model.facts import Convolution, Parameters
+from lab.model.profile import VALUE_BYTES
+
 
 class Missing(LookupError):
-    """These facts do not tell."""
+    """The facts at hand do not give a quantity."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A cell of a study; batch_size is global. profile: instead of the paper's."""
+    """Where a quantity is taken: a cell of a study, and maybe another model or a layer.
+
+    Attributes:
+        batch_size: global.
+        profile: takes the place of the paper's.
+        layer: whose operations are counted.
+    """
 
     strategy: str = "none"
     world_size: int = 1
     batch_size: int = 256
     profile: str | None = None
+    layer: Convolution | None = None
 
 
 class Facts(Protocol):
-    """What a study has measured, or a model predicts. Methods raise Missing where they cannot."""
+    """Facts that a study has measured or a model predicts. Methods raise Missing otherwise."""
 
     def step_s(self, at: Point) -> float:
         """Seconds of a step."""
         ...
 
     def payload_bytes(self, at: Point) -> float:
-        """What the busiest rank sends in a step."""
+        """Bytes that the busiest rank sends in a step."""
         ...
 
-    def gradient_bytes(self) -> float:
-        """Of the whole model as published, before any scaling of bytes or change of layers."""
+    def parameters(self) -> Parameters:
+        """Parameters of the model as published, before any scaling of bytes."""
         ...
 
-    def fc_share(self) -> float:
-        """Of its parameters, those in fully connected layers."""
-        ...
-
-    def conv2_operations(self, batch_size: int) -> float:
-        """Multiplications and additions of its second convolution's forward pass."""
+    def operations(self, at: Point) -> float:
+        """Multiplications and additions in the forward pass of the layer at `at`."""
         ...
 
 
 class MeasuredFacts(Facts, Protocol):
-    """Facts of runs."""
+    """Facts from runs."""
 
     def repeats(self) -> Sequence[Facts]:
-        """What each repeat tells by itself."""
+        """The facts of each repeat alone."""
         ...
 
     def emulations(self) -> list[str]:
-        """In which ways these runs are not what they stand for."""
+        """How the runs were emulated, sorted; empty if they were not."""
         ...
 
     def machines(self) -> list[str]:
-        """On what they ran."""
+        """The machines that the runs took place on, sorted."""
         ...
 
 
 def speedup(facts: Facts, at: Point) -> float:
-    """Over one rank, which exchanges nothing, at the same global batch."""
+    """Compare with one rank, which exchanges nothing, at the same global batch."""
     return facts.step_s(Point(batch_size=at.batch_size)) / facts.step_s(at)
 
 
 def weak_speedup(facts: Facts, at: Point) -> float:
-    """Images per second over those of one rank that exchanges nothing, with as many images each."""
+    """Compare throughput with one rank that exchanges nothing, at the same per-rank batch."""
     alone = replace(at, strategy="none", world_size=1, batch_size=at.batch_size // at.world_size)
     return at.world_size * facts.step_s(alone) / facts.step_s(at)
 
 
 def gain(over: str, facts: Facts, at: Point) -> float:
-    """The step time of the strategy `over` in units of this one's."""
+    """Divide the step time of the strategy `over` by this one's."""
     return facts.step_s(replace(at, strategy=over)) / facts.step_s(at)
 
 
 def transfer_s(facts: Facts, at: Point) -> float:
-    """Of all gradients from one rank to another: half of what the tree adds on two ranks."""
+    """Time of sending all gradients to another rank: half of what the tree adds on two ranks."""
     pair = replace(at, strategy="tree", world_size=2)
     return (facts.step_s(pair) - facts.step_s(replace(pair, strategy="none"))) / 2
 
 
 def transfers(facts: Facts, at: Point) -> float:
-    """What a blocking strategy adds to a step, in units of one transfer of all gradients."""
+    """Express what a blocking strategy adds to a step in transfers of all gradients."""
     added = facts.step_s(at) - facts.step_s(replace(at, strategy="none"))
     return added / transfer_s(facts, at)
 
 
 def byte_share(facts: Facts, at: Point) -> float:
-    """Bytes on the wire in units of the all-reduce's."""
+    """Divide the bytes on the wire by the all-reduce's."""
     reference = replace(at, strategy="allreduce", profile=None)
     return facts.payload_bytes(at) / facts.payload_bytes(reference)
+
+
+def fc_share(facts: Facts, _at: Point) -> float:
+    """Share of the parameters in fully connected layers.
+
+    Raises:
+        Missing: the kinds of layers are not known.
+    """
+    parameters = facts.parameters()
+    if parameters.fully_connected is None:
+        raise Missing
+    return parameters.fully_connected / parameters.total
 
 
 QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
@@ -107,7 +125,7 @@ QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "transfer_s": transfer_s,
     "transfers": transfers,
     "byte_share": byte_share,
-    "gradient_bytes": lambda facts, at: facts.gradient_bytes(),
-    "fc_share": lambda facts, at: facts.fc_share(),
-    "conv2_operations": lambda facts, at: facts.conv2_operations(at.batch_size),
+    "gradient_bytes": lambda facts, at: VALUE_BYTES * facts.parameters().total,
+    "fc_share": fc_share,
+    "operations": lambda facts, at: facts.operations(at),
 }

@@ -9,11 +9,13 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 
 from lab.measure.intervals import Interval
 
 LEGEND_ROOM = 2.0  # inches beside the axes that every figure is made with
+SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")
 GREY, HATCH = "#767676", "////"
 RC: dict[Any, Any] = {
     "font.size": 9,
@@ -37,6 +39,14 @@ def whiskers(values: Sequence[Interval], scale: float = 1.0) -> list[list[float]
     above = [scale * (v.hi - v.mid) for v in values]
     # Rounding can put the middle outside its interval by one bit, which matplotlib refuses.
     return [[e if math.isnan(e) else max(0.0, e) for e in side] for side in (below, above)]
+
+
+def shades(count: int) -> list[str]:
+    """Colours of an ordered series, such as numbers of ranks, from light to dark."""
+    if count <= len(SHADES):
+        return list(SHADES[:count])
+    between = LinearSegmentedColormap.from_list("shades", SHADES)
+    return [to_hex(between(index / (count - 1))) for index in range(count)]
 
 
 def canvas(

@@ -1,4 +1,4 @@
-"""What lab.predict says, as a table for a terminal and as a figure."""
+"""Show predictions: a table for a terminal, and a figure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -15,6 +14,7 @@ from matplotlib.lines import Line2D
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.draw import style
 from lab.draw.looks import Look, looks_of
+from lab.draw.save import save
 from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
@@ -27,14 +27,14 @@ FITTED = ("alpha_s", "beta_bytes_per_s", "codec_bytes_per_s", "codec_s", "conten
 
 
 def table(result: Row) -> str:
-    """A line for each cell, and what stands behind them."""
+    """Align a line for each cell, and add the notes."""
     rows = result["rows"]
     lines = aligned([[*HEADER, *SCORES], *(_line(row) for row in rows)])
     return "\n".join([*lines, "", *notes(result)])
 
 
 def notes(result: Row) -> list[str]:
-    """What the figures are of, and how far they may be trusted."""
+    """Say what was predicted, from what, and how far it may be trusted."""
     hardware = result["hardware"]
     profiles = ", ".join(
         f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
@@ -47,17 +47,16 @@ def notes(result: Row) -> list[str]:
 
 
 def write(target: Path, result: Row) -> list[Path]:
-    """Write the result as JSON and its figure beside it, or the figure alone into a PNG."""
+    """Write the result as JSON and its figure next to it, or the figure alone into a PNG."""
     picture = target.with_suffix(".png")
-    with matplotlib.rc_context(style.RC):
-        figure(result).savefig(picture, dpi=150, bbox_inches="tight")
+    save(lambda: figure(result), picture)
     if target != picture:
         write_json(target, result)
     return list(dict.fromkeys((target, picture)))
 
 
 def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Path]:
-    """Write the one cell's step as trace events, and a figure of it beside them.
+    """Write the one cell's step as trace events, and a figure of it next to them.
 
     Args:
         spans: of one rank, which stands for all.
@@ -67,13 +66,12 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
     facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"]["name"]}
     write_trace(target, spans, {**facts, "source": "predicted; one rank stands for all"})
     picture = target.with_suffix(".png")
-    with matplotlib.rc_context(style.RC):
-        timeline_of_step(read_trace(target)).savefig(picture, dpi=150, bbox_inches="tight")
+    save(lambda: timeline_of_step(read_trace(target)), picture)
     return [target, picture]
 
 
 def figure(result: Row) -> Figure:
-    """Speedup against ranks, a panel for each batch: hollow marks and lines are predicted."""
+    """Draw speedup against ranks, a panel for each batch; hollow marks on lines are predicted."""
     rows = result["rows"]
     batch_sizes = style.unique(map(_fixed_batch_size, rows))
     looks = looks_of(row["series"] for row in rows)
@@ -98,12 +96,12 @@ def figure(result: Row) -> Figure:
 
 
 def _fixed_batch_size(row: Row) -> int:
-    """The batch size that stays as ranks are added: global if strong, per rank if weak."""
+    """Return the batch size that stays as ranks are added: global, or per rank if weak."""
     return row["per_rank_batch_size" if row["scaling"] == "weak" else "batch_size"]
 
 
 def _draw(panel: Axes, rows: list[Row], look: Look) -> None:
-    """A series: predicted as a line with hollow marks, measured as full ones."""
+    """Draw a series: predictions as a line with hollow marks, measurements as full ones."""
     rows = sorted(rows, key=lambda row: row["world_size"])
     known = [row for row in rows if "measured_s" in row]
     line: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 5}
@@ -115,7 +113,7 @@ def _draw(panel: Axes, rows: list[Row], look: Look) -> None:
 
 
 def _measured_speedup(row: Row) -> float:
-    """Of the measured step, over the predicted one of a single rank."""
+    """Compute the speedup of the measured step over the predicted step of one rank."""
     return row["speedup"] * row["step_s"] / row["measured_s"]
 
 

@@ -1,4 +1,4 @@
-"""Encode and decode of each codec, beside a memory-bound operation on the same tensors."""
+"""Show codecs: encode and decode against a memory-bound operation on the same tensors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from typing import Any
 
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from lab.benchmarks.views.text import about, as_interval, in_cache, machine, ranged, with_host_time
 from lab.draw import style
 from lab.draw.looks import BLUE, ORANGE
-from lab.draw.text import about, as_interval, in_cache, machine, ranged, with_host_time
+from lab.measure.intervals import Interval
 from lab.model.profile import VALUE_BYTES
 
 COLOURS = {"encode": BLUE, "decode": ORANGE}
@@ -24,7 +26,7 @@ HEADER = [
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """A header, a line for the memory-bound operation, and two for each codec."""
+    """List a header, a line for the memory-bound operation, and two for each codec."""
     memory = result["reference"]
     first = [memory["name"], "", "", *_times(memory), "1", "1", str(memory["num_rounds"]), ""]
     lines = [HEADER, first, *(_line(row) for row in result["rows"])]
@@ -32,7 +34,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     rows, columns = result["shape"]
     return [
         f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",
@@ -43,37 +45,15 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """A mark for each operation of each codec: its time over that of the memory-bound one."""
+    """Draw a mark for each operation of each codec: its time over the memory-bound one's."""
     names = list(dict.fromkeys(row["codec"] for row in result["rows"]))
     drawn, axes = style.canvas(1, 1, 8.5, 0.55 * len(names) + 1.6)
     panel = axes[0][0]
     hollow = result["emulation"] != "none"
     for row in result["rows"]:
         place = names.index(row["codec"]) + (0.17 if row["operation"] == "decode" else -0.17)
-        value, colour = as_interval(row["ratio"]), COLOURS[row["operation"]]
-        panel.plot(
-            [1, value.mid], [place, place], color=colour, lw=4, alpha=0.3, solid_capstyle="butt"
-        )
-        mark: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if hollow else colour}
-        error = style.whiskers([value])
-        panel.errorbar(value.mid, place, xerr=error, marker="o", ms=5, capsize=3, **mark)
-        end = max(1, value.mid if math.isnan(value.hi) else value.hi)
-        panel.annotate(
-            f"{value.mid:.3g}",
-            (end, place),
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-            size=8,
-        )
-    panel.set_xscale("log")
-    low, high = panel.get_xlim()
-    panel.set_xlim(min(low, 0.5), 2 * high)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.axvline(1, color="black", linewidth=1)
-    panel.grid(axis="x", linewidth=0.4)
-    panel.set_yticks(range(len(names)), names)
-    panel.set_ylim(len(names) - 0.5, -0.5)
+        _mark(panel, place, as_interval(row["ratio"]), COLOURS[row["operation"]], hollow)
+    _axes(panel, names)
     panel.set_xlabel(f"time / time of {result['reference']['name']}")
     handles: list[Artist] = [
         Line2D([], [], color=colour, marker="o", label=TEXTS[name])
@@ -85,6 +65,29 @@ def figure(result: dict[str, Any]) -> Figure:
     title = f"Codecs on {result['num_values'] / 1e6:.3g} M values, against memory"
     footer = [f"{machine(result)} · {_engine(result)} · {sample}", *about(result)]
     return style.frame(drawn, title, handles, footer)
+
+
+def _mark(panel: Axes, place: float, ratio: Interval, colour: str, hollow: bool) -> None:
+    """Draw a ratio with its interval and its number, and a bar from 1 to it."""
+    bar: dict[str, Any] = {"lw": 4, "alpha": 0.3, "solid_capstyle": "butt"}
+    panel.plot([1, ratio.mid], [place, place], color=colour, **bar)
+    mark: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if hollow else colour}
+    error = style.whiskers([ratio])
+    panel.errorbar(ratio.mid, place, xerr=error, marker="o", ms=5, capsize=3, **mark)
+    end = max(1, ratio.mid if math.isnan(ratio.hi) else ratio.hi)
+    text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "size": 8}
+    panel.annotate(f"{ratio.mid:.3g}", (end, place), (6, 0), **text)
+
+
+def _axes(panel: Axes, names: list[str]) -> None:
+    panel.set_xscale("log")
+    low, high = panel.get_xlim()
+    panel.set_xlim(min(low, 0.5), 2 * high)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.axvline(1, color="black", linewidth=1)
+    panel.grid(axis="x", linewidth=0.4)
+    panel.set_yticks(range(len(names)), names)
+    panel.set_ylim(len(names) - 0.5, -0.5)
 
 
 def _engine(result: dict[str, Any]) -> str:

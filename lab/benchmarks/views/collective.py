@@ -1,4 +1,4 @@
-"""All-reduces by size: nccl-tests' columns, compared with the library and their bounds."""
+"""Show all-reduces by size: nccl-tests' columns, ratios to the library, shares of bounds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from lab.benchmarks.views.text import about, as_interval, in_cache, machine, ranged, with_host_time
 from lab.draw import style
 from lab.draw.looks import Look, looks_of
-from lab.draw.text import about, as_interval, in_cache, machine, ranged, with_host_time
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
@@ -23,12 +23,12 @@ HEADER = [
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """A header, and a line for each size and algorithm."""
+    """List a header, and a line for each size and algorithm."""
     return with_host_time([HEADER, *(_line(row) for row in result["rows"])], result["rows"])
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     return [
         f"medians of {result['num_rounds']} rounds on {result['world_size']} ranks "
         f"({result['backend']}); a call takes as long as on its slowest rank",
@@ -39,23 +39,23 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """Bus bandwidth, ratio to the library's time, and share of the bound, by size."""
+    """Draw bus bandwidth, ratio to the library's time, and share of the bound, by size."""
     rows = result["rows"]
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     looks = {**looks_of(name for name in names if name != SEND_RECV)}
     looks[SEND_RECV] = Look(style.GREY, ":", "x")
     drawn, axes = style.canvas(1, 3, 12.5, 4.2)
     for name in names:
-        own = [row for row in rows if row["algorithm"] == name]
+        by_size = [row for row in rows if row["algorithm"] == name]
         look = looks[name]
         line: dict[str, Any] = {"color": look.colour, "ls": look.line, "marker": look.marker}
         if result["emulation"] != "none":
             line["markerfacecolor"] = "white"
-        xs = [row["size_bytes"] for row in own]
-        axes[0][0].plot(xs, [row["busbw_gb_per_s"] for row in own], **line)
+        xs = [row["size_bytes"] for row in by_size]
+        axes[0][0].plot(xs, [row["busbw_gb_per_s"] for row in by_size], **line)
         for panel, key in ((axes[0][1], "ratio_to_library"), (axes[0][2], "of_bound")):
             if name != (LIBRARY if key == "ratio_to_library" else SEND_RECV):
-                _with_intervals(panel, xs, [row[key] for row in own], line)
+                _with_intervals(panel, xs, [row[key] for row in by_size], line)
     for panel in axes[0]:
         _size_axis(panel, sorted({row["size_bytes"] for row in rows}))
     for panel in axes[0][:2]:
@@ -107,7 +107,7 @@ def _size_axis(panel: Axes, sizes: list[int]) -> None:
 
 
 def size_name(size: int) -> str:
-    """The size in the largest unit that leaves no fraction: 64 KB."""
+    """Write a size in the largest unit, a power of 1024, that leaves no fraction: 64 KB."""
     unit, name = next((unit, name) for unit, name in UNITS if size % unit == 0)
     return f"{size // unit} {name}"
 

@@ -1,4 +1,4 @@
-"""Peak memory of a step by strategy, beside theory."""
+"""Show peak memory of a step by strategy, next to theory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from lab.benchmarks.views.text import about, machine
 from lab.draw import style
 from lab.draw.looks import looks_of
-from lab.draw.text import about, machine
 
 MB = 1e-6
 HEADER = ["", "peak (MB)", "mad", "theory (MB)", "peak/theory", "extra (MB)", "theory (MB)", "rank"]
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """A header, and a line for each strategy."""
+    """List a header, and a line for each strategy."""
     return [HEADER, *(_line(row) for row in result["rows"])]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     parameters = result["rows"][0]["num_parameters"]
     return [
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "
@@ -34,7 +34,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """A bar for each strategy's peak, and a mark where theory puts it."""
+    """Draw a bar for each strategy's peak, and a mark where theory puts it."""
     rows = result["rows"]
     looks = looks_of(row["name"] for row in rows)
     drawn, axes = style.canvas(1, 1, 8.0, 0.38 * len(rows) + 1.6)

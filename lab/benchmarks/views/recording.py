@@ -1,4 +1,4 @@
-"""What book-keeping costs: one number, so there is no figure of it."""
+"""Show what book-keeping costs: one number, so there is no figure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """A header and one line."""
+    """List a header and one line."""
     row = result["rows"][0]
     cost = [f"{1e6 * row['seconds_per_step']:.2f}", f"{100 * row['share_of_a_50_ms_step']:.4f}"]
     return [["steps", "us per step", "% of a 50 ms step"], [str(row["num_steps"]), *cost]]
 
 
 def notes(_result: dict[str, Any]) -> list[str]:
-    """How to read it."""
+    """Explain the number."""
     return ["steps without work: marks of the clock, losses, progress and the watch's lock"]

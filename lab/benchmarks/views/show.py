@@ -1,4 +1,4 @@
-"""What lab.bench measured, as a table for a terminal and as a figure. Reads its JSON alone."""
+"""Show a result of lab.bench as a table and as a figure, from its JSON alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import matplotlib
-
 from lab.benchmarks.request import Request
-from lab.draw import style
+from lab.draw.save import save
 from lab.draw.text import aligned
 from lab.record.files import write_json
 
@@ -23,25 +21,28 @@ def present(request: Request, measured: dict[str, Any]) -> bool:
     result = {"bench": request.bench, "command": command, **measured}
     print(table(result))
     if out := request.own["out"]:
-        write_json(out, result)
-        print(f"wrote {out} and {draw(out)}")
+        print(f"wrote {' and '.join(map(str, write(out, result)))}")
     return not any(row.get("wrong") for row in result["rows"])
 
 
 def table(result: dict[str, Any]) -> str:
-    """What was measured in aligned columns, and how to read them."""
+    """Align the result in columns, and add how to read them."""
     module = _module_of(result)
     emulated = [f"emulated: {result['emulation']}"] if result["emulation"] != "none" else []
     return "\n".join([*aligned(module.table(result)), "", *module.notes(result), *emulated])
+
+
+def write(path: Path, result: dict[str, Any]) -> list[Path]:
+    """Write the result as JSON, and its figure next to it if this benchmark has one."""
+    write_json(path, result)
+    return [path, draw(path)] if hasattr(_module_of(result), "figure") else [path]
 
 
 def draw(path: Path) -> Path:
     """Draw the result in the JSON file at `path` into a PNG of the same name; the PNG's path."""
     result = json.loads(path.read_text())
     target = path.with_suffix(".png")
-    with matplotlib.rc_context(style.RC):
-        figure = _module_of(result).figure(result)
-        figure.savefig(target, dpi=150, bbox_inches="tight")
+    save(lambda: _module_of(result).figure(result), target)
     return target
 
 

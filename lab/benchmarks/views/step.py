@@ -1,4 +1,4 @@
-"""Step times in turns: ratios to the last, and exposed exchange where `none` is among them."""
+"""Show step times: ratios to the last, and exposed exchange where `none` is among them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from lab.benchmarks.views.text import about, as_interval, machine, ranged
 from lab.draw import style
 from lab.draw.looks import Look, looks_of
-from lab.draw.text import about, as_interval, machine, ranged
 from lab.measure.intervals import Interval
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """A header, and a line for each setting; nothing on exposed exchange where none was found."""
+    """List a header, and a line for each setting; exposed exchange only where it is known."""
     last = result["rows"][-1]["name"]
     header = ["", "step (ms)", "mad", f"ratio to {last}", "exposed exchange (ms)", "of ddp's"]
     lines = [header, *(_line(row) for row in result["rows"])]
@@ -25,7 +25,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     every = result["steps_per_round"]
     round_ = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
     return [
@@ -36,7 +36,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """A panel for step time, one for ratios, and one for exposed exchange if there is any."""
+    """Draw a panel for step time, one for ratios, and two for exposed exchange if it is known."""
     rows = result["rows"]
     last = rows[-1]["name"]
     steps = [_around(row["step_s"]) for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from lab import bench
 from lab.benchmarks import codec, collective, memory, step
 from lab.benchmarks.request import read
-from lab.benchmarks.views import show as drawn
+from lab.benchmarks.views import show
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
@@ -25,6 +27,7 @@ from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
 from lab.simulate.load import Sizes
 from tests.support.cases import exchange_settings
+from tests.support.figures import bars, keep_saved, legend, texts, ticks, xs, ys
 
 CPU = torch.device("cpu")
 
@@ -275,14 +278,94 @@ def results() -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("name", ["memory", "step", "collective", "codec"])
-def test_table_and_figure_come_from_the_json_alone(tmp_path: Path, name: str) -> None:
+# By benchmark: labels of its axis, entries of its legend, and how many panels it has.
+DRAWN = {
+    "memory": (["none", "gossip", "tree"], ["measured", "theory"], 1),
+    "step": (["none", "tree", "ddp"], ["95 % interval;\nof the step time: mad"], 4),
+    "collective": (
+        ["4\nKB", "1\nMB"],
+        ["allreduce (the library's)", "ring", "plain send and recv"],
+        3,
+    ),
+    "codec": (["onebit", "grace_like"], ["encode, with residual", "decode and add"], 1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_table_and_figure_come_from_the_json_alone(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"bench": name, **results()[name]}, allow_nan=False))
-    text = drawn.table(json.loads(path.read_text()))
+    text = show.table(json.loads(path.read_text()))
     assert "nan" not in text and "emulated: 2 threads of 2 ranks share 1 CPU cores" in text
-    assert drawn.draw(path) == tmp_path / "a.png"
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    saved = keep_saved(monkeypatch)
+    assert show.draw(path) == tmp_path / "a.png"
+    figure = saved["a.png"]
+    names, entries, num_panels = DRAWN[name]
+    assert ticks(figure.axes[0], "x" if name == "collective" else "y") == names
+    assert legend(figure) == entries and len(figure.axes) == num_panels
+    assert "emulated: 2 threads of 2 ranks share 1 CPU cores" in figure.get_supxlabel()
+
+
+def figure_of(name: str) -> Figure:
+    module = importlib.import_module(f"lab.benchmarks.views.{name}")
+    return module.figure(results()[name])
+
+
+def test_memory_has_a_bar_for_each_peak_and_a_mark_for_theory() -> None:
+    (panel,) = figure_of("memory").axes
+    assert [bar.get_width() for bar in bars(panel)] == pytest.approx([300, 400, 350])  # MB
+    assert [xs(line) for line in panel.lines] == [
+        pytest.approx([300] * 2),
+        pytest.approx([330] * 2),
+    ]
+    assert texts(panel) == ["300 (1.00 × theory)", "400", "350 (1.06 × theory)"]
+
+
+def test_codec_has_a_mark_and_a_number_for_each_ratio() -> None:
+    (panel,) = figure_of("codec").axes
+    ratios = [row["ratio"]["median"] for row in results()["codec"]["rows"]]
+    assert ratios == pytest.approx([1.0, 50.0])
+    marks = [line for line in panel.lines if line.get_marker() == "o"]
+    assert [xs(mark)[0] for mark in marks] == pytest.approx(ratios)
+    assert texts(panel) == ["1", "50"]
+    assert {mark.get_markerfacecolor() for mark in marks} == {"white"}  # emulated
+
+
+def test_step_has_a_panel_for_each_quantity_with_a_mark_for_each_setting() -> None:
+    figure = figure_of("step")
+    rows = results()["step"]["rows"]
+    marks = [
+        [xs(line)[0] for line in panel.lines if line.get_marker() not in ("None", "|")]
+        for panel in figure.axes
+    ]
+    assert marks[0] == pytest.approx([1e3 * row["step_s"]["median"] for row in rows])
+    assert marks[1][:2] == pytest.approx([row["ratio"]["median"] for row in rows[:2]])
+    assert [panel.get_xlabel() for panel in figure.axes] == [
+        "step time (ms), median and mad",
+        "step time / that of ddp",
+        "exposed exchange (ms)",
+        "exposed exchange / ddp's",
+    ]
+
+
+def test_collective_has_a_line_for_each_algorithm_over_sizes() -> None:
+    bandwidth, ratio, bound = figure_of("collective").axes
+    rows = results()["collective"]["rows"]
+    for line, name in zip(bandwidth.lines, ("allreduce", "ring", "sendrecv"), strict=True):
+        values = [row["busbw_gb_per_s"] for row in rows if row["algorithm"] == name]
+        assert (xs(line), ys(line)) == ([4096, 2**20], pytest.approx(values))
+    # What ratios are of is left out: the library in one panel, plain send and recv in the other.
+    assert (len(ratio.containers), len(bound.containers)) == (2, 2)
+
+
+def test_a_benchmark_without_a_figure_writes_its_result_alone(tmp_path: Path) -> None:
+    row = {"num_steps": 9, "seconds_per_step": 2e-5, "share_of_a_50_ms_step": 4e-4}
+    result = {"bench": "recording", "rows": [row], "emulation": "none"}
+    assert show.write(tmp_path / "a.json", result) == [tmp_path / "a.json"]
+    assert json.loads((tmp_path / "a.json").read_text()) == result
+    assert show.table(result).splitlines()[1].split() == ["9", "20.00", "0.0400"]
 
 
 def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:

@@ -1,58 +1,21 @@
-"""Claims: quantities from step times and bytes, checks, and files that say what is wrong."""
+"""Claims: quantities from step times and bytes, checks, verdicts, files that are refused."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
-from matplotlib.patches import Rectangle
 from omegaconf import OmegaConf
 
-from lab.claims import figures
-from lab.claims.claims import Check, Claim, Paper, Reproduction
-from lab.claims.metrics import Facts, Missing, Point
+from lab.claims.claims import Check, Claim, Paper
+from lab.claims.metrics import Point
+from lab.claims.predicted import Predicted
 from lab.claims.tables import claims_table
+from lab.claims.verdicts import judge
 from lab.settings.config import conf_dir
-
-
-class Table:
-    """Step times in milliseconds by (strategy, ranks), at any batch."""
-
-    STEP_MS = {("none", 1): 200, ("none", 2): 100, ("none", 4): 50, ("tree", 2): 190}
-    STEP_MS |= {("tree", 4): 230, ("overlap", 4): 100}
-    PAYLOAD = {"allreduce": 320.0, "onebit": 10.0}
-
-    def __init__(self, tree: float = 1.0) -> None:
-        self.factor = {"tree": tree}
-
-    def step_s(self, at: Point) -> float:
-        try:
-            milliseconds = self.STEP_MS[at.strategy, at.world_size]
-            return self.factor.get(at.strategy, 1.0) * milliseconds / 1000
-        except KeyError:
-            raise Missing from None
-
-    def payload_bytes(self, at: Point) -> float:
-        return self.PAYLOAD[at.strategy]
-
-    def gradient_bytes(self) -> float:
-        return 250e6
-
-    def fc_share(self) -> float:
-        return 0.95
-
-    def conv2_operations(self, batch_size: int) -> float:
-        raise Missing
-
-    def repeats(self) -> list[Facts]:
-        return [Table(0.5), Table(2.0)]
-
-    def emulations(self) -> list[str]:
-        return ["hosts"]
-
-    def machines(self) -> list[str]:
-        return ["one"]
+from lab.settings.files import read_file
+from lab.simulate.hardware import Hardware
+from tests.unit.claims.facts import Table
 
 
 @pytest.mark.parametrize(
@@ -68,12 +31,58 @@ class Table:
         ("transfers", Point("tree", 4), 4.0),
         ("byte_share", Point("onebit", 4), 1 / 32),
         ("speedup", Point("onebit", 4), None),
-        ("conv2_operations", Point(), None),
+        ("gradient_bytes", Point(), 250e6),
+        ("fc_share", Point(), 0.95),
+        ("operations", Point(), None),
     ],
 )
 def test_quantities(quantity: str, at: Point, value: float | None) -> None:
-    found = Claim("says", "slide", quantity, Check(at_least=0), at).value(Table())
-    assert found == (value if value is None else pytest.approx(value))
+    computed = Claim("says", "slide", quantity, Check(at_least=0), at).value(Table())
+    assert computed == (value if value is None else pytest.approx(value))
+
+
+# Slide 8's layer, and VGG-16's second (Simonyan and Zisserman 2015, configuration D).
+CONV2 = {"in_channels": 96, "out_channels": 256, "height": 27, "width": 27}
+CONV2 |= {"kernel_height": 5, "kernel_width": 5}
+CONV1_2 = {"in_channels": 64, "out_channels": 64, "height": 224, "width": 224}
+CONV1_2 |= {"kernel_height": 3, "kernel_width": 3}
+
+
+@pytest.mark.parametrize(
+    ("profile", "layer", "operations"),
+    [("alexnet_titanx", CONV2, 895_795_200), ("vgg16_p100", CONV1_2, 3_699_376_128)],
+)
+def test_operations_are_of_the_layer_that_a_claim_describes(
+    profile: str, layer: dict[str, int], operations: int
+) -> None:
+    entry = {"says": "s", "source": "1", "quantity": "operations", "check": {"at_least": 1}}
+    paper = Paper.parse(
+        {
+            **{"title": "t", "profile": profile, "hardware": "titanx_x4"},
+            "claims": [{**entry, "at": {"batch_size": 2, "layer": layer}}],
+        }
+    )
+    predicted = Predicted(profile, Hardware.parse(read_file("hardware", "titanx_x4")))
+    (verdict,) = judge(paper, predicted, Table())
+    assert (verdict.predicted, verdict.measured) == (2 * operations, None)
+
+
+def test_parameters_of_a_profile_are_its_own() -> None:
+    hardware = Hardware.parse(read_file("hardware", "titanx_x4"))
+    share = Claim("says", "slide", "fc_share", Check(at_least=0))
+    vgg16 = Predicted("vgg16_p100", hardware)
+    assert vgg16.parameters().total == 138_357_544  # Simonyan and Zisserman say 138 million
+    assert share.value(vgg16) == pytest.approx(123_642_856 / 138_357_544)
+
+
+def test_without_layers_named_fc_their_share_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = {"name": "p", "source": "s", "reference_batch": 1}
+    layer = {"name": "classifier_1", "parameters": 10, "forward_ms": 1.0, "backward_ms": 1.0}
+    monkeypatch.setattr("lab.claims.predicted.read_file", lambda *_: {**profile, "layers": [layer]})
+    hardware = Hardware.parse(read_file("hardware", "titanx_x4"))
+    measured_profile = Predicted("test_without_layers_named_fc", hardware)
+    assert measured_profile.parameters().total == 10
+    assert Claim("says", "slide", "fc_share", Check(at_least=0)).value(measured_profile) is None
 
 
 @pytest.mark.parametrize(
@@ -107,6 +116,10 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
         ({"quantity": "luck"}, "'s': quantity=luck: allowed are step_s, speedup"),
         ({"check": {"about": 1}}, "'s': must give about and within, or at_least, or at_most"),
         ({"at": {"ranks": 4}}, "'s': .*ranks"),
+        ({"quantity": "operations"}, "'s': quantity=operations: at.layer: is missing"),
+        ({"at": {"layer": CONV2 | {"width": 0}}}, "'s': width=0: must be an integer of at least 1"),
+        ({"at": {"layer": CONV2 | {"groups": 5}}}, "'s': groups=5: must divide in_channels"),
+        ({"at": {"layer": {"width": 3}}}, "'s': .*in_channels"),
     ],
 )
 def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
@@ -115,13 +128,22 @@ def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
         Paper.parse({"claims": [right | entry]})
 
 
-MADE = Reproduction("s", "h", 1.0, "alexnet", ("tree", "none"), (1, 2, 4), (128, 512))
+STUDY = {"study": "s", "hardware": "h", "bytes_scale": 1.0, "model": "alexnet"}
+STUDY |= {"strategies": ["tree"], "world_sizes": [1], "batch_sizes": [1]}
 
 
-def test_a_wrong_key_of_a_reproduction_is_named() -> None:
-    node = {"title": "t", "profile": "p", "hardware": "h", "reproduction": {"cells": 4}}
-    with pytest.raises(ValueError, match="t: .*cells"):
-        Paper.parse(node)
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"cells": 4}, "t: .*cells"),
+        ({"rate_crossover": ["onebit"]}, r"t: rate_crossover=\('onebit',\): must name two"),
+    ],
+)
+def test_a_wrong_key_of_a_reproduction_is_named(entry: dict[str, object], message: str) -> None:
+    node = {"title": "t", "profile": "p", "hardware": "h"}
+    assert Paper.parse({**node, "reproduction": STUDY}).reproduction
+    with pytest.raises(ValueError, match=message):
+        Paper.parse({**node, "reproduction": STUDY | entry})
 
 
 def test_repeats_that_differ_are_a_range() -> None:
@@ -133,29 +155,10 @@ def test_repeats_that_differ_are_a_range() -> None:
             ("fc_share", "none"),
         )
     ]
-    table, verdicts = claims_table(Paper("t", "p", "h", tuple(claims)), Table(), Table())
-    assert [row.split("|")[6].strip() for row in table[2:]] == [
+    verdicts = judge(Paper("t", "p", "h", tuple(claims)), Table(), Table())
+    assert [row.split("|")[6].strip() for row in claims_table(verdicts)[2:]] == [
         "0.8696 [0.4348, 1.739]",
         "2",
         "0.95",
     ]
-    assert verdicts == ["holds"] * 3
-
-
-def test_figures_show_what_is_measured_predicted_and_published(tmp_path: Path) -> None:
-    claim = Claim("s", "1", "speedup", Check(at_most=1), Point("tree", 4, 128), published=0.9)
-    paper = Paper("t", "p", "h", (claim,), MADE)
-    tree, none = figures.speedup_bars(paper, MADE, Table(), Table(), []).axes
-    # The table has no tree on one rank.
-    for panel, num_bars in ((tree, 2 * 2), (none, 2 * 3)):
-        bars = [bar for bar in panel.patches if isinstance(bar, Rectangle)]
-        assert sum(bar.get_height() > 0 for bar in bars) == num_bars
-    assert all(bar.get_hatch() for bar in tree.patches)  # emulated
-    diamonds = [line.get_ydata() for line in tree.lines if line.get_marker() == "D"]
-    assert [list(map(float, one)) for one in diamonds] == [[0.9]]  # type: ignore[arg-type]
-    regimes = figures.regime_map(MADE, Table(), [])
-    assert [panel.get_title() for panel in regimes.axes[:2]] == ["tree", "none"]
-    rates = figures.speedup_over_rate(MADE, lambda rate: Table(), 1e8, [])
-    assert [panel.get_title() for panel in rates.axes] == ["global batch 128", "global batch 512"]
-    assert figures.save(rates, tmp_path, "rates") == f"![rates]({tmp_path.name}/rates.png)"
-    assert (tmp_path / "rates.png").stat().st_size > 10_000
+    assert [verdict.outcome for verdict in verdicts] == ["holds"] * 3

@@ -11,20 +11,26 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab import verify
-from lab.claims.predicted import profile_of, strategy_of
+from lab.claims.claims import Reproduction
+from lab.claims.crossovers import find_crossovers
+from lab.claims.findings import verify as verify_paper
+from lab.claims.predicted import Predicted, profile_of, strategy_of
+from lab.claims.tables import crossovers_tables
 from lab.model.counts import parameters_of
+from lab.model.facts import Parameters
 from lab.model.mlp import mlp
 from lab.record.schema import Emulation, read_record
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.step import simulate
+from tests.support.figures import heights, keep_saved, legend
 from tests.support.records import leave, make_record
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study as it would be on links that are a little slower than those of the preset."""
+    """A study simulated on links a little slower than those of the preset: no measurement."""
     folder = tmp_path_factory.mktemp("runs") / "kim2017"
     preset = Hardware.parse(read_file("hardware", "emulated_1gbit"))
     hardware = replace(preset, inter=Link(5e-4, 1.18e8), overhead_s=2e-3)
@@ -79,18 +85,56 @@ def test_a_claim_that_fails_is_an_exit_code(
 
 
 def test_the_page_scores_predictions_and_shows_figures(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    page = tmp_path / "kim.md"
+    saved, page = keep_saved(monkeypatch), tmp_path / "kim.md"
     assert verify.main(["kim2017", f"runs={runs}", f"out={page}"]) == 0
     capsys.readouterr()
     text = page.read_text()
-    found = re.search(r"(\d+) held-out cells: median error ([\d.]+) %, worst ([\d.]+) %", text)
-    assert found and int(found[1]) == 18 and float(found[2]) < 1
+    score = re.search(r"(\d+) held-out cells: median error ([\d.]+) %, worst ([\d.]+) %", text)
+    assert score and int(score[1]) == 18 and float(score[2]) < 1
     assert f"python -m lab.verify kim2017 runs={runs} out={page}" in text
     pictures = re.findall(r"!\[\w+\]\((kim/\w+\.png)\)", text)
     assert pictures == ["kim/speedup.png", "kim/bandwidth.png", "kim/regimes.png"]
-    assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)
+    assert all((tmp_path / picture).is_file() for picture in pictures)
+    strategies = ["tree", "allreduce", "tree_overlap", "overlap", "onebit", "none"]
+    speedup, bandwidth, regimes = (saved[Path(picture).name] for picture in pictures)
+    assert [panel.get_title() for panel in speedup.axes] == strategies
+    assert all(min(heights(panel)) > 0 and len(heights(panel)) == 9 for panel in speedup.axes)
+    assert [panel.get_title() for panel in regimes.axes[:6]] == strategies
+    assert {*legend(bandwidth)} == {*strategies, "the links it has"}
+    for figure in (speedup, bandwidth, regimes):
+        assert figure.get_supxlabel().startswith("Kim et al., Performance Analysis")
+
+
+def test_findings_hold_what_the_page_says(runs: Path) -> None:
+    findings = verify_paper("kim2017", runs, reproduce=True)
+    assert not findings.any_claim_fails and findings.reproduced
+    assert findings.reproduced.scored and len(findings.reproduced.scored) == 54
+    assert {cell.evidence for cell in findings.reproduced.scored} == {"fitted", "held out"}
+    paper, study = findings.reproduced.crossovers
+    assert paper.pair == study.pair == ("onebit", "overlap")
+    assert paper.batch["none"] == 4 and (paper.batch["tree"] or 0) > 128  # 4 ranks, one image each
+    # Where the rate is below its crossover, the first of the pair is ahead in the rates as well.
+    rates = findings.reproduced.rates
+    for batch, crossover in paper.rate.items():
+        onebit, overlap = (rates.values[batch][name] for name in ("onebit", "overlap"))
+        assert crossover is not None
+        for rate, one, other in zip(rates.rates, onebit, overlap, strict=True):
+            assert (one > paper.margin * other) == (rate < crossover)
+
+
+def test_a_paper_without_a_pair_has_no_crossover_of_rates() -> None:
+    grid = Reproduction("s", "h", 1.0, "alexnet", ("tree",), (1, 2), (128,))
+    hardware = Hardware.parse(read_file("hardware", "titanx_x4"))
+    crossovers = find_crossovers(grid, Predicted("alexnet_titanx", hardware))
+    assert crossovers.rate == {} and crossovers.world_size == 2
+    text = "\n".join(crossovers_tables(crossovers))
+    assert "| strategy | 2 ranks are faster than one from global batch |" in text
+    assert "below" not in text
 
 
 def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +158,8 @@ def test_counted_parameters() -> None:
         return mlp(**shape, hidden=[10])
 
     inputs = 3 * 224 * 224
-    assert parameters_of(make) == (10 * inputs + 10 + 11 * 1000,) * 2
+    number = 10 * inputs + 10 + 11 * 1000
+    assert parameters_of(make) == Parameters(number, fully_connected=number)
 
 
 def rows(text: str) -> list[str]:

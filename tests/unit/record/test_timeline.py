@@ -19,6 +19,7 @@ from lab.measure.clock import KEPT_STEPS, Clock
 from lab.measure.spans import Span
 from lab.plot import main as plot
 from lab.record.trace import Timeline, lanes, read_trace, write_trace
+from tests.support.figures import keep_saved, legend, texts, ticks
 
 CPU = torch.device("cpu")
 ABOUT = {"strategy": "overlap", "world_size": 2, "emulation": "none"}
@@ -176,7 +177,10 @@ def test_the_figure_names_ranks_and_buckets_and_says_what_is_emulated() -> None:
     assert "emulated: 10 ranks share 2 cores" in footer and "first 8 of 10 ranks" in footer
 
 
-def test_plot_draws_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_draws_a_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = keep_saved(monkeypatch)
     (tmp_path / "record.json").write_text("{}")
     assert plot([str(tmp_path)]) == 2
     assert (
@@ -184,4 +188,8 @@ def test_plot_draws_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )
     write_trace(tmp_path / "timeline.json", [*step(0, 0.0), *step(1, 0.1)], ABOUT)
     assert plot([str(tmp_path), "format=png"]) == 0
-    assert (tmp_path / "figures" / "timeline.png").stat().st_size > 10_000
+    assert (tmp_path / "figures" / "timeline.png").is_file()
+    (panel,) = saved["timeline.png"].axes
+    assert ticks(panel, "y") == [text for rank in (0, 1) for text in (f"rank {rank}", "transfers")]
+    assert {"Forward", "Backward", "conv.weight"} <= set(texts(panel))
+    assert {"Forward", "Transfer", "Update"} <= set(legend(saved["timeline.png"]))

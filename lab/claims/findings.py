@@ -1,0 +1,150 @@
+"""Verify a paper: compute everything that its table, page and figures show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from lab.claims.claims import Paper, Reproduction
+from lab.claims.crossovers import Crossovers, find_crossovers
+from lab.claims.metrics import MeasuredFacts
+from lab.claims.predicted import Predicted, profile_of
+from lab.claims.scores import ScoredCell, scored_cells
+from lab.claims.speedups import (
+    CellSpeedup,
+    RateSpeedups,
+    SpeedupMap,
+    cell_speedups,
+    rate_speedups,
+    speedup_map,
+)
+from lab.claims.verdicts import Verdict, judge
+from lab.settings.config import build, load
+from lab.settings.files import read_file
+from lab.simulate.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Where and how a study was measured; see MeasuredFacts."""
+
+    machines: tuple[str, ...]
+    emulations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """The cells of a paper's reproduction, and predictions around them.
+
+    Attributes:
+        basis: the profile and the hardware that cells are predicted from: the study's, fitted to
+            its cells of one and two ranks if there are runs.
+        cells: speedups of all cells of the grid.
+        scored: every measured cell; None without runs.
+        crossovers: on the paper's hardware, and on the study's.
+        rates: on the paper's hardware.
+        map: on the study's hardware, every rank with cores of its own.
+    """
+
+    grid: Reproduction
+    basis: str
+    cells: tuple[CellSpeedup, ...]
+    scored: tuple[ScoredCell, ...] | None
+    crossovers: tuple[Crossovers, ...]
+    rates: RateSpeedups
+    map: SpeedupMap
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything found about a paper: the table, the page and its figures are functions of it.
+
+    Attributes:
+        conditions: None if nothing was measured.
+        reproduced: None if it was not asked for, or the paper has no reproduction.
+    """
+
+    paper: Paper
+    verdicts: tuple[Verdict, ...]
+    conditions: Conditions | None
+    reproduced: Reproduced | None
+
+    @property
+    def any_claim_fails(self) -> bool:
+        return any(verdict.outcome == "fails" for verdict in self.verdicts)
+
+
+def verify(name: str, runs: Path | None = None, reproduce: bool = False) -> Findings:
+    """Judge the claims of a paper by predictions, and by measurements where there are any.
+
+    Args:
+        name: a file of conf/claims.
+        runs: folder of the study that measures the paper.
+        reproduce: also predict and score all cells of the paper's reproduction, and search
+            crossovers. It takes some seconds.
+
+    Raises:
+        ConfigError: there is no such file in conf.
+        ValueError: such a file or the study cannot be read, or the paper has no study.
+    """
+    paper = Paper.parse(read_file("claims", name))
+    predicted = Predicted(paper.profile, _hardware(paper.hardware))
+    measured = _measured(runs, paper) if runs else None
+    reproduced = None
+    if reproduce and paper.reproduction:
+        reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
+    conditions = None
+    if measured:
+        conditions = Conditions(tuple(measured.machines()), tuple(measured.emulations()))
+    return Findings(paper, judge(paper, predicted, measured), conditions, reproduced)
+
+
+def _reproduce(
+    paper: Paper,
+    grid: Reproduction,
+    predicted: Predicted,
+    measured: MeasuredFacts | None,
+    runs: Path | None,
+) -> Reproduced:
+    hardware, scored = _hardware(grid.hardware), None
+    if runs:
+        hardware, scored = _fit(runs, paper, hardware)
+    study = Predicted(paper.profile, hardware, grid.bytes_scale)
+    own_cores = replace(hardware, num_cores=None)
+    return Reproduced(
+        grid=grid,
+        basis=str(study),
+        cells=cell_speedups(paper, grid, study, measured),
+        scored=scored,
+        crossovers=(find_crossovers(grid, predicted), find_crossovers(grid, study)),
+        rates=rate_speedups(grid, predicted),
+        map=speedup_map(grid, Predicted(paper.profile, own_cores, grid.bytes_scale)),
+    )
+
+
+# Imported in functions: without runs there is no need of pandas and torch, which take seconds.
+
+
+def _fit(runs: Path, paper: Paper, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:
+    from lab.simulate.score import Score
+
+    score = Score(runs, profile_of(paper.profile), preset)
+    name = f"{score.hardware.name} (fitted to cells of 1 and 2 ranks)"
+    return replace(score.hardware, name=name), scored_cells(score)
+
+
+def _measured(runs: Path, paper: Paper) -> MeasuredFacts:
+    from lab.analysis.records import load_study
+    from lab.claims.measured import Measured
+    from lab.model.counts import parameters_of
+
+    if not paper.reproduction:
+        raise ValueError(f"runs={runs}: there is no study of {paper.title}")
+    model = load([f"model={paper.reproduction.model}"]).model
+    cells = load_study(runs).cells
+    return Measured(cells, paper.profile, parameters_of(partial(build, model)))
+
+
+def _hardware(name: str) -> Hardware:
+    return Hardware.parse(read_file("hardware", name))
