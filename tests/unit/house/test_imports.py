@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,38 +12,10 @@ import pytest
 
 LAB = Path(__file__).resolve().parents[3] / "lab"
 
-# A room may import those named here, and itself; so may the rooms inside it.
-MAY_IMPORT = {
-    "settings": set(),
-    "measure": {"model"},
-    "codec": set(),
-    "data": set(),
-    "task": set(),
-    "distributed": set(),
-    "model": set(),
-    "transform": {"model"},
-    "exchange": {"distributed", "codec", "measure"},
-    "sync": {"exchange", "distributed", "codec", "measure"},
-    "record": {"measure"},
-    "draw": {"measure"},
-    "training": {
-        *("settings", "task", "data", "model", "transform", "codec", "distributed", "measure"),
-        *("exchange", "sync", "record", "cluster"),
-    },
-    "cluster": {"settings", "distributed", "model"},
-    "study": {"settings", "cluster", "distributed", "record", "training"},
-    "analysis": {"task", "measure", "record", "draw"},
-    "simulate": {
-        *("settings", "exchange", "sync", "measure", "analysis", "model", "draw", "record"),
-        "study",
-    },
-    "diagnosis": {"analysis", "sync", "measure", "record"},
-    "claims": {"analysis", "simulate", "settings", "model", "draw", "measure", "record"},
-    "benchmarks": {
-        *("settings", "codec", "distributed", "measure", "exchange", "sync", "training", "draw"),
-        *("study", "cluster", "analysis", "model", "record", "simulate"),
-    },
-    "checklist": {"distributed", "settings", "record", "measure", "analysis", "draw"},
+ROW = re.compile(r"^\| (\d) \| `(\w+)` \| .* \| ([\w, ]*) ?\|$", re.MULTILINE)
+ROOMS = {
+    room: (int(floor), set(filter(None, imported.strip().split(", "))))
+    for floor, room, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
     "triton": {"lab/codec/onebit/triton_codec.py", "lab/codec/onebit/triton_kernels.py"},
@@ -65,17 +38,22 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_every_folder_is_a_room_with_rules() -> None:
-    assert {path.parent.name for path in LAB.glob("*/__init__.py")} == set(MAY_IMPORT)
+def test_every_folder_is_a_room_of_the_documented_house() -> None:
+    assert {path.parent.name for path in LAB.glob("*/__init__.py")} == set(ROOMS)
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_rooms_import_only_what_lies_below_them(room: str) -> None:
-    allowed = {f"lab.{name}" for name in MAY_IMPORT[room] | {room}}
-    for path in (LAB / room).rglob("*.py"):
-        for module in imports(path):
-            if module.startswith("lab."):
-                assert ".".join(module.split(".")[:2]) in allowed, f"{path.name} imports {module}"
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_what_the_documented_house_says_and_only_downwards(room: str) -> None:
+    floor, documented = ROOMS[room]
+    imported = {
+        module.split(".")[1]: str(path.relative_to(LAB))
+        for path in (LAB / room).rglob("*.py")
+        for module in imports(path)
+        if module.startswith("lab.") and module.split(".")[1] != room
+    }
+    assert set(imported) == documented, imported
+    upwards = {name: place for name, place in imported.items() if ROOMS[name][0] >= floor}
+    assert not upwards, upwards
 
 
 @pytest.mark.parametrize("door", DOORS)
