@@ -21,7 +21,7 @@ profile.KEY=... change a figure of theirs. Cells of model=replay have the profil
         "batch_size=128,256",
         "python -m lab.predict hardware=h200_nvlink_400g scaling=weak world_size=8,64,512,4096",
         "python -m lab.predict strategy=allreduce,onebit world_size=2,4 hardware=eth10g "
-        "hardware.inter.beta_bytes_per_s=1e9 out=slow.json",
+        "hardware.inter.bandwidth_bytes_per_s=1e9 out=slow.json",
         "python -m lab.predict study=kim2017 hardware=emulated_1gbit fit=runs/kim2017",
         "python -m lab.predict strategy=overlap world_size=4 batch_size=512 trace=step.json",
     ),

@@ -1,4 +1,4 @@
-"""What each layer of a model costs here: `python -m lab.profile_layers model=alexnet_small`."""
+"""Time each layer of a model: `python -m lab.profile_layers model=alexnet_small`."""
 
 from __future__ import annotations
 

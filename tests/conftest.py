@@ -1,4 +1,4 @@
-"""What several tests need: commands as users type them, and ranks as processes."""
+"""Fixtures: commands as users type them, and ranks as processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """Of the commands under test: one thread a rank, and the tests importable."""
+    """Environment of commands under test: one thread per rank, tests importable."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 

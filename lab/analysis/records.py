@@ -109,7 +109,7 @@ def load_study(folder: Path) -> Study:
 
 
 def _settings(record: Record) -> dict[str, str]:
-    """What was overridden, and what two runs must share to be compared at all."""
+    """Collect overrides, and the settings that comparable runs must share."""
     context = {
         "model": record.model,
         "data": record.data,
@@ -121,7 +121,7 @@ def _settings(record: Record) -> dict[str, str]:
 
 
 def _machine(record: Record) -> str | None:
-    """What computed: two machines share a device type, but not their times."""
+    """Name the machine: runs on others of the same device type are not comparable."""
     gpus = record.environment.get("gpus") if record.device == "cuda" else None
     return gpus[0] if gpus else record.environment.get("cpu")
 

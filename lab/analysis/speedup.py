@@ -129,7 +129,7 @@ def leaders(rows: Sequence[Row]) -> list[str]:
 
 
 def unit_of(rows: Iterable[Row]) -> str:
-    """What one sample is, in the singular: the unit that all measured rows share, or "sample"."""
+    """Return the unit that all measured rows share, in the singular, or "sample"."""
     units = {row.unit for row in rows if row.num_repeats}
     return units.pop() if len(units) == 1 else "sample"
 

@@ -53,7 +53,7 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Row]) -> tuple[str, str]:
-    """What all rows have in common in a line, the rest as columns."""
+    """Write columns that all rows share as one line, the others as a table."""
     unit = unit_of(rows)
     shown = [_shown(row, unit) for row in rows]
     common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}

@@ -37,7 +37,7 @@ LARGEST_SUM = 256  # whole numbers up to it are exact even in bfloat16
 
 @dataclass(frozen=True)
 class Contestant:
-    """What replaces a rank's tensor, float32 [num_values], by `expected` of all ranks' tensors."""
+    """An operation that replaces each rank's tensor, float32 [num_values], by `expected` of all."""
 
     name: str
     run: Callable[[Tensor, Comm], None]

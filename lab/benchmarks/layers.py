@@ -1,4 +1,4 @@
-"""What each layer of a model costs, as a profile."""
+"""Measure the layers of a model as a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line of lab.profile_layers asks for. Nothing here imports torch."""
+"""The command line of lab.profile_layers. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compare(row: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
-    """Of the rank with the highest peak; what the model itself needs is measured by `none`."""
+    """Compare the rank with the highest peak with theory; `none` measures the model's own part."""
     peaks = [peak["median"] for peak in row["peak_bytes"]]
     rank = int(np.argmax(peaks))
     base = ceiling["peak_bytes"][rank]["median"] - ceiling["extra_theory_bytes"][rank]

@@ -55,7 +55,7 @@ def with_world_size(request: Request) -> Request:
 
 
 def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
-    """What fresh ranks, under a torchrun or horovodrun of their own, measure for a request.
+    """Start fresh ranks under their own torchrun or horovodrun, and return what they measure.
 
     Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, as in a sweep.
 

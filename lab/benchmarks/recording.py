@@ -1,4 +1,4 @@
-"""What the lab's own book-keeping adds to a step."""
+"""Benchmark: the cost of the lab's own book-keeping per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line of lab.bench asks for. Nothing here imports torch."""
+"""The command line of lab.bench. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LETTERED = re.compile(r"[a-z]=")
 
 @dataclass(frozen=True)
 class Bench:
-    """What one benchmark takes.
+    """The settings that one benchmark takes.
 
     Attributes:
         own: which of OWN, beside out.
@@ -127,7 +127,7 @@ class Request:
 
 
 def read(arguments: list[str]) -> Request:
-    """What the words after `lab.bench` say.
+    """Parse the words after `lab.bench`.
 
     Raises:
         ConfigError: they name no benchmark, or any setting is wrong.

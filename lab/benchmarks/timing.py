@@ -78,7 +78,7 @@ def _in_stream(
 
 
 def aligner(world: World) -> Callable[[], None]:
-    """What ranks leave together: by their streams an all-reduce, by their hosts a barrier.
+    """Return a call that all ranks leave together: an all-reduce on GPUs, a barrier on CPUs.
 
     On a GPU a host's barrier would align nothing: hosts run ahead of their devices. The all-reduce
     is not counted in the traffic.

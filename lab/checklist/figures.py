@@ -106,7 +106,7 @@ def ratio(read: Read, to: Read) -> Read:
 
 
 def efficiency(study: str, strategy: str, world_size: int) -> Read:
-    """Of a study's point, as lab.plot has put it into summary.csv."""
+    """Read a point's efficiency from the summary.csv of lab.plot."""
 
     def read(results: Results) -> float:
         path = Path(RUNS, study, "figures", "summary.csv")
@@ -122,7 +122,7 @@ def efficiency(study: str, strategy: str, world_size: int) -> Read:
 
 
 def share_within(cell: str, row_name: str, other: str) -> Read:
-    """Of the spans of one row of a timeline: the share of their time that lies in another row's."""
+    """Return the share of one track's time during which another track is busy."""
 
     def read(results: Results) -> float:
         from lab.record.trace import TIMELINE, read_trace

@@ -1,4 +1,4 @@
-"""What is here: `python -m lab.checklist.hardware` prints it as JSON.
+"""Describe this machine: `python -m lab.checklist.hardware` prints JSON.
 
 A process of its own asks, because one that has asked a GPU holds memory of it until it ends.
 """

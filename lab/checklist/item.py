@@ -1,4 +1,4 @@
-"""What a checklist is made of."""
+"""Items of a checklist: commands, figures and their expected ranges."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Results:
-    """What commands have left: by name, their output, their JSON, and the records of runs."""
+    """Results of commands by name: output, JSON, and records of runs."""
 
     folder: Path
 
@@ -48,7 +48,7 @@ class Results:
         return json.loads((self.folder / f"{name}.json").read_text())
 
     def output(self, name: str) -> str:
-        """What a command printed, on both of its streams."""
+        """Return a command's stdout and stderr."""
         return (self.folder / f"{name}.out").read_text(errors="replace")
 
     def ended(self, name: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a checklist is made for.
+    """The machine that a checklist is made for.
 
     Attributes:
         gpus: the name of each.

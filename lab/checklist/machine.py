@@ -16,7 +16,7 @@ ASK = ("-m", "lab.checklist.hardware")
 
 
 def query() -> dict[str, Any]:
-    """What lab.checklist.hardware finds.
+    """Run lab.checklist.hardware and return its result.
 
     Raises:
         ConfigError: it fails, or torch can use no GPU here.

@@ -1,4 +1,4 @@
-"""What one GPU can show. Ranges are estimates: none was measured before it was written down."""
+"""Items for one GPU. Ranges are estimates; none was measured beforehand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checklist found, as a page for people and as JSON; and each item as it comes."""
+"""Write a checklist's results as a page and as JSON, and print each item as it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMED = ("torch", "cuda", "cudnn", "nccl", "triton")  # of an environment; old o
 
 
 def result(found: dict[str, Any], command: str, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is written as JSON: of items by lab.checklist.check, on the hardware `found`."""
+    """Build the JSON result from the items of lab.checklist.check and the hardware `found`."""
     return {
         "gpus": found["environment"]["gpus"],
         "commit": found["git_commit"]["commit"],
@@ -24,7 +24,7 @@ def result(found: dict[str, Any], command: str, items: list[dict[str, Any]]) -> 
 
 
 def lines(item: dict[str, Any]) -> list[str]:
-    """What came of an item, for a terminal."""
+    """Print the result of an item on a terminal."""
     seconds = sum(each["seconds"] for each in item["commands"])
     end = f"    {item['verdict']}, {seconds:.0f} s"
     figures = [

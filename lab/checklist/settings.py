@@ -1,4 +1,4 @@
-"""What the command line of a checklist may say."""
+"""The command line of a checklist."""
 
 from __future__ import annotations
 

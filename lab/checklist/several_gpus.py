@@ -1,4 +1,4 @@
-"""What only several GPUs can show. Ranges are estimates: none was measured beforehand."""
+"""Items for several GPUs. Ranges are estimates; none was measured beforehand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _main_job(machine: Machine) -> Item:
     )
 
     def linked(results: Results) -> float:
-        """Of the pairs of GPUs, how many nvidia-smi calls NVLink (NV18)."""
+        """Count the pairs of GPUs that nvidia-smi calls NVLink (NV18)."""
         links = results.json("hardware")["environment"]["gpu_links"].splitlines()
         lines = [line.split() for line in links if line.startswith("GPU")]
         return sum(word.startswith("NV") for line in lines for word in line[1:]) / 2

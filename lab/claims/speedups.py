@@ -99,7 +99,7 @@ def rate_speedups(grid: Reproduction, predicted: Predicted) -> RateSpeedups:
         }
         for batch in grid.batch_sizes
     }
-    own_rate = slowest(predicted.hardware).beta_bytes_per_s
+    own_rate = slowest(predicted.hardware).bandwidth_bytes_per_s
     return RateSpeedups(str(predicted), world_size, RATES, own_rate, values)
 
 

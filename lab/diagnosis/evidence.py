@@ -80,7 +80,7 @@ class Evidence:
 
 
 def gather(study: Study, cell: Cell) -> Evidence:
-    """What `study` knows about the point of the grid that `cell` belongs to.
+    """Gather what `study` knows about the grid point of `cell`.
 
     Raises:
         ValueError: the cell's run failed, or has one rank.

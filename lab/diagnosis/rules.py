@@ -54,7 +54,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What explains a run.
+    """The explanation of a run.
 
     Attributes:
         losses: those that count, the largest first; the first ones, as many as are `named`, are

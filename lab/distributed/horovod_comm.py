@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Done
-from lab.distributed.rank_info import Place
+from lab.distributed.rank_info import RankInfo
 
 ADDRESS_BYTES = 256
 
@@ -69,7 +69,7 @@ class HorovodComm(Comm):
         return Done()
 
 
-def connect(place: Place, device: torch.device, backend: str, limit: timedelta) -> HorovodComm:
+def connect(place: RankInfo, device: torch.device, backend: str, limit: timedelta) -> HorovodComm:
     """Join Horovod's ranks, and a Gloo group of torch for control messages outside measurements.
 
     Raises:
@@ -97,7 +97,7 @@ def connect(place: Place, device: torch.device, backend: str, limit: timedelta) 
     return HorovodComm(place.rank, place.size)
 
 
-def find_place() -> Place:
+def find_rank_info() -> RankInfo:
     """Read this rank from horovodrun's environment; rank 0 opens the store and tells the others."""
     hvd = horovod()
     hvd.init()
@@ -114,7 +114,7 @@ def find_place() -> Place:
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,
     )
-    return Place("horovodrun", rank, size, hvd.local_rank(), local_size, store)
+    return RankInfo("horovodrun", rank, size, hvd.local_rank(), local_size, store)
 
 
 def _broadcast_text(hvd: ModuleType, text: str) -> str:

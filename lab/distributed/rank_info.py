@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One rank among those that were started together.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.distributed import nccl
 from lab.distributed.comm import Collective, Comm, Transfer
-from lab.distributed.rank_info import Place
+from lab.distributed.rank_info import RankInfo
 
 # Renamed in torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -93,7 +93,7 @@ class TorchComm(Comm):
 
 
 def connect(
-    place: Place,
+    place: RankInfo,
     device: torch.device,
     backend: str,
     limit: timedelta,
@@ -136,7 +136,7 @@ def connect(
 
 
 def _group(
-    place: Place,
+    place: RankInfo,
     backend: str,
     limit: timedelta,
     options: Any = None,

@@ -37,7 +37,7 @@ class Failure:
     error: str
 
 
-class Watch:
+class Watchdog:
     """One rank's watchdog. Call `close` before leaving the process group.
 
     Args:

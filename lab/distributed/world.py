@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lab.distributed.comm import Comm
 from lab.distributed.gpus import pick_device
-from lab.distributed.rank_info import Place
+from lab.distributed.rank_info import RankInfo
 from lab.distributed.torch_comm import all_gather_flat
 
 NUM_BARRIERS = 9  # to compare clocks; the median counts
@@ -35,7 +35,7 @@ class World:
         num_hosts: number of hosts that the ranks run on.
     """
 
-    place: Place
+    place: RankInfo
     device: torch.device
     store: dist.PrefixStore
     comm: Comm
@@ -116,7 +116,7 @@ def start(
         ValueError: more ranks than GPUs on this host, GPUs that this torch cannot use, or a
             backend that cannot use the device.
     """
-    place = _find_place()
+    place = _find_rank_info()
     where = pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
     limit = timedelta(seconds=timeout_s + 10)
     if place.local_size == place.size and sys.platform == "linux":
@@ -131,19 +131,19 @@ def start(
     return World(place, where, store, comm, control, int(hosts))
 
 
-def _find_place() -> Place:
+def _find_rank_info() -> RankInfo:
     """Find this rank in the variables that its launcher set."""
     if "HOROVOD_RANK" in os.environ:
-        from lab.distributed.horovod_comm import find_place
+        from lab.distributed.horovod_comm import find_rank_info
 
-        return find_place()
+        return find_rank_info()
     if "RANK" not in os.environ:
-        return Place("python", 0, 1, 0, 1, dist.HashStore())
+        return RankInfo("python", 0, 1, 0, 1, dist.HashStore())
     store, rank, size = next(iter(dist.rendezvous("env://")))
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
     store = _of_this_start(store, size, local_size)
-    return Place(launcher, rank, size, local_rank, local_size, store)
+    return RankInfo(launcher, rank, size, local_rank, local_size, store)
 
 
 def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:

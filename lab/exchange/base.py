@@ -44,11 +44,11 @@ class Exchange(ABC):
         """Add this rank's residuals to `bucket.flat`, and forget them."""
 
     def choices(self) -> list[dict[str, Any]]:
-        """What this exchange decided by itself, for the record."""
+        """Return the choices that this exchange made by itself, for the record."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must remember between steps: tensors, keyed by parameter name."""
+        """Return the tensors that this rank keeps between steps, by parameter name."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

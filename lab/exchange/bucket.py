@@ -18,7 +18,7 @@ ALIGNED = 64  # bytes: a whole number of 16-byte loads, and of what NCCL copies 
 
 @dataclass
 class Bucket:
-    """What an exchange sees: one flat tensor, and which parameters lie where in it.
+    """The input of an exchange: one flat tensor, and where each parameter lies in it.
 
     Attributes:
         shapes: shape of each parameter, by name, in the order in which they lie in `flat`.

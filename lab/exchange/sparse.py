@@ -1,4 +1,4 @@
-"""What sparsifying exchanges share: a few values of each tensor travel, the rest waits."""
+"""Base of sparsifying exchanges: some values of each tensor are sent, the rest is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compressing exchange sends as it is: small tensors, all in one message."""
+"""Send small tensors of a compressing exchange uncompressed, all in one message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def average_exactly(bucket: Bucket, parts: list[slice], comm: Comm) -> None:
 
 
 def gaps(covered: Iterable[slice], num_values: int) -> list[slice]:
-    """What lies between the slices `covered` of `num_values` values, which are in order."""
+    """Return the slices of `num_values` values between the ordered slices `covered`."""
     found, start = [], 0
     for part in covered:
         if start < part.start:

@@ -1,1 +1,1 @@
-"""What is trained: each module holds a function that makes one model."""
+"""Models: each module has a function that makes one."""

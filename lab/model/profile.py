@@ -1,4 +1,4 @@
-"""What each layer of a model costs: the seam between measuring, replaying and predicting."""
+"""Profile of a model's layers: measured once, replayed and predicted from."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Profile:
         return replace(profile, layers=layers)
 
     def to_yaml(self) -> str:
-        """What `parse` reads, as the text of a file."""
+        """Write the text of a file that `parse` reads."""
         head = f"name: {self.name}\nsource: {json.dumps(self.source)}\n"
         head += f"reference_batch: {self.reference_batch}\nbytes_scale: {self.bytes_scale}\n"
         return head + "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)

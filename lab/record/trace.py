@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ranks did when, and of which run.
+    """Spans of all ranks, and facts about their run.
 
     Attributes:
         about: facts by name, as they stand in a record: strategy, world_size, emulation, ...
@@ -79,7 +79,7 @@ def write_trace(path: Path, spans: Iterable[Span], about: Mapping[str, Any] | No
 
 
 def read_trace(path: Path) -> Timeline:
-    """What `write_trace` wrote.
+    """Read a file of `write_trace`.
 
     Raises:
         ValueError: the file is no such trace.

@@ -19,7 +19,7 @@ SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
 
 @dataclass(frozen=True)
 class Command:
-    """What a command takes, as its help says.
+    """The words and settings that a command takes, as its help shows them.
 
     Attributes:
         name: as in `python -m NAME`.

@@ -146,7 +146,7 @@ def load(arguments: Sequence[str]) -> DictConfig:
 
 
 def _refuse(override: Override) -> None:
-    """What Hydra would take and no run can use."""
+    """Refuse overrides that Hydra takes and no run can use."""
     line, key = override.input_line, override.key_or_group
     if override.is_sweep_override():
         raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")

@@ -20,7 +20,7 @@ MULTIRUN = "  -m, --multirun     a grid, as python -m lab.sweep: settings take l
 
 
 def help_text(command: Command, arguments: Sequence[str]) -> str:
-    """What `--help` prints; `arguments` choose whose settings are listed."""
+    """Return the text of `--help`; `arguments` choose whose settings are listed."""
     lines = [f"usage: {command.usage}", "", command.purpose]
     lines += _of_run(command, arguments) if command.runs else _own(command)
     lines += ["", "examples:", *(f"  {example}" for example in command.examples)]

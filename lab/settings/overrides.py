@@ -40,7 +40,7 @@ def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, st
     """A command's own settings, and all others as they were given.
 
     Args:
-        keys: of the command's own; `hardware` stands for `hardware.inter.alpha_s` too.
+        keys: of the command's own; `hardware` stands for `hardware.inter.latency_s` too.
 
     Returns:
         The text of each own setting, the last where one is given twice; and the other arguments.

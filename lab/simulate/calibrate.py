@@ -39,7 +39,7 @@ def calibrate(path: Path, preset: Hardware) -> Hardware:
 
 
 def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
-    """alpha_s and beta_bytes_per_s with which collectives of all sizes take as long as measured.
+    """Fit latency and bandwidth of the links to collectives of all sizes.
 
     Least squares of the logarithm of predicted / measured, because sizes span orders of magnitude.
     """

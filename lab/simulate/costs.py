@@ -22,7 +22,7 @@ def _nothing(sizes: Sizes, exchange: Settings) -> float:
 
 @dataclass(frozen=True)
 class Card:
-    """What an exchange costs.
+    """The cost of an exchange.
 
     Attributes:
         add_stages: appends a bucket's stages, and with them its payload bytes, to a Load.

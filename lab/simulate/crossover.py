@@ -71,11 +71,11 @@ def with_rate(hardware: Hardware, rate: float) -> Hardware:
         rate: bytes per second.
     """
     kind = "inter" if hardware.inter else "intra"
-    return replace(hardware, **{kind: replace(slowest(hardware), beta_bytes_per_s=rate)})
+    return replace(hardware, **{kind: replace(slowest(hardware), bandwidth_bytes_per_s=rate)})
 
 
 def slowest(hardware: Hardware) -> Link:
-    """Of its links: those between nodes if it has any."""
+    """Return the slowest kind of links: those between nodes if there are any."""
     link = hardware.inter or hardware.intra
     assert link is not None  # or there would be one rank
     return link

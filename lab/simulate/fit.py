@@ -16,8 +16,8 @@ LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 PRIOR = 1e-3  # pulls what the cells do not tell towards the preset
 MAX_ITERATIONS = 50
 # Where the search starts if the preset has nothing of it: it goes by factors.
-START = {"alpha_s": 1e-4, "codec_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
-LINK = ("alpha_s", "beta_bytes_per_s")
+START = {"latency_s": 1e-4, "codec_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
+LINK = ("latency_s", "bandwidth_bytes_per_s")
 NAMES = (
     *(*LINK, "reduce_bytes_per_s", "codec_bytes_per_s", "codec_s"),
     *("contention", "overhead_s"),

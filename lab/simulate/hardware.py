@@ -1,4 +1,4 @@
-"""What a cluster can do, in the few numbers that the cost model needs."""
+"""Hardware: the few numbers of a cluster that the cost model needs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ LEAST = {
     "contention": 0,
     "overhead_s": 0,
 }
+RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins ranks of a node, or nodes: a message of b bytes takes alpha_s + b / beta.
+    """A link within or between nodes; b bytes take latency_s + b / bandwidth_bytes_per_s.
 
     Attributes:
-        alpha_s: seconds that a message takes whatever its size, at both ends and on the way.
-        beta_bytes_per_s: each way; both ways at once are assumed to have it each.
+        latency_s: seconds that a message takes whatever its size, at both ends and on the way.
+        bandwidth_bytes_per_s: each way; both ways at once are assumed to have it each.
         num_links: how many of them a rank (within a node) or a node (between nodes) has.
             Collectives of NCCL use all, a send one.
     """
 
-    alpha_s: float
-    beta_bytes_per_s: float
+    latency_s: float
+    bandwidth_bytes_per_s: float
     num_links: int = 1
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one message over one link."""
-        return self.alpha_s + num_bytes / self.beta_bytes_per_s
+        """Return the seconds of one message over one link."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Hardware:
         """
         name = f"hardware={node.get('name')}"
         try:
-            links = {way: node[way] and Link(**node[way]) for way in ("intra", "inter")}
+            links = {way: node[way] and _link(name, way, node[way]) for way in ("intra", "inter")}
             hardware = cls(**{**node, **links})
         except (KeyError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from None
@@ -89,8 +90,8 @@ class Hardware:
             raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
         for way, link in links.items():
             if link:
-                _check(f"{name}: {way}.alpha_s", link.alpha_s, 0)
-                _check(f"{name}: {way}.beta_bytes_per_s", link.beta_bytes_per_s, 1)
+                _check(f"{name}: {way}.latency_s", link.latency_s, 0)
+                _check(f"{name}: {way}.bandwidth_bytes_per_s", link.bandwidth_bytes_per_s, 1)
                 _check_count(f"{name}: {way}.num_links", link.num_links)
         for key, least in LEAST.items():
             if getattr(hardware, key) is not None or key not in OPTIONAL:
@@ -115,3 +116,9 @@ def _check(key: str, value: object, least: float) -> None:
 def _check_count(key: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key}={value}: must be an integer of at least 1")
+
+
+def _link(name: str, way: str, figures: Mapping[str, Any]) -> Link:
+    for key in figures.keys() & RENAMED.keys():
+        raise ValueError(f"{name}: {way}.{key}={figures[key]}: is {RENAMED[key]} now")
+    return Link(**figures)

@@ -1,4 +1,4 @@
-"""What a cost card is a function of: a bucket on a network, and the sizes of a model."""
+"""Arguments of cost cards: a bucket on a network, and the sizes of a model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What memory is a function of: numbers of float32 values, and one rank among N.
+    """Arguments of memory formulas: numbers of float32 values, and one rank among N.
 
     Attributes:
         n: values of the whole model.

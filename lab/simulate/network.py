@@ -1,4 +1,4 @@
-"""What collectives cost, in messages and bytes on the critical path.
+"""Costs of collectives, in messages and bytes on the critical path.
 
 Every rank is alike, so the critical path of one stands for all, and 4096 ranks cost no more to
 reckon than two. Trees and rings are those of lab/exchange; where ranks of a node are next to each
@@ -17,7 +17,7 @@ NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a collective: its time, and what the busiest rank sends, as Comm's traffic counts it."""
+    """A collective's time, and the bytes of its busiest rank as Comm counts them."""
 
     seconds: float = 0.0
     payload_bytes: float = 0.0
@@ -99,7 +99,7 @@ class Network:
             return replace(ring, seconds=ring.seconds + added / rate)
         if self.num_nodes == 1:
             return Cost(_best_s(self.intra, self.size, num_bytes), ring.payload_bytes)
-        within_s = (self.local - 1) * self.intra.alpha_s + num_bytes / _rate(self.intra)
+        within_s = (self.local - 1) * self.intra.latency_s + num_bytes / _rate(self.intra)
         seconds = 2 * within_s + _best_s(self.inter, self.num_nodes, num_bytes)
         return Cost(seconds, ring.payload_bytes)
 
@@ -131,10 +131,10 @@ def log2(size: int) -> int:
 
 def _best_s(link: Link, size: int, num_bytes: float) -> float:
     """NCCL's choice: a ring, or two binary trees that move all bytes twice in log2 N hops."""
-    ring = 2 * (size - 1) * (link.alpha_s + num_bytes / size / _rate(link))
-    tree = 2 * (log2(size) * link.alpha_s + num_bytes / _rate(link))
+    ring = 2 * (size - 1) * (link.latency_s + num_bytes / size / _rate(link))
+    tree = 2 * (log2(size) * link.latency_s + num_bytes / _rate(link))
     return min(ring, tree) if size > 1 else 0.0
 
 
 def _rate(link: Link) -> float:
-    return link.beta_bytes_per_s * link.num_links
+    return link.bandwidth_bytes_per_s * link.num_links

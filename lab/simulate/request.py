@@ -1,4 +1,4 @@
-"""What a command line of lab.predict asks for."""
+"""The command line of lab.predict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What to predict.
+    """The cells to predict, and on which hardware.
 
     Attributes:
         profiles: one for each cell.
@@ -79,7 +79,7 @@ def plain(node: Any) -> dict[str, Any]:
 
 
 def _profile(settings: Mapping[str, Any]) -> Profile:
-    """What a cell's layers cost."""
+    """Return the profile of a cell's layers."""
     named = settings["profile"] or read_file("profile", DEFAULT_PROFILE)
     return replayed(settings) or Profile.parse(named)
 

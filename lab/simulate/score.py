@@ -44,7 +44,7 @@ class Score:
         batch_size: int,
         step_s: float,
     ) -> dict[str, Any]:
-        """What is known of one prediction: its measured step, the error, and what that proves.
+        """Score one prediction: measured step, error, and kind of evidence.
 
         Args:
             batch_size: global.
@@ -59,7 +59,7 @@ class Score:
         return {}
 
     def evidence(self, world_size: int) -> str:
-        """What a cell of so many ranks proves of the model."""
+        """Return the kind of evidence that a cell of so many ranks gives."""
         return "fitted" if world_size <= LARGEST_FITTED else "held out"
 
 

@@ -23,7 +23,14 @@ from lab.record.trace import read_trace, write_trace
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "efficiency"]
 SCORES = ["measured ms", "error %", "evidence"]
-FITTED = ("alpha_s", "beta_bytes_per_s", "codec_bytes_per_s", "codec_s", "contention", "overhead_s")
+FITTED = (
+    "latency_s",
+    "bandwidth_bytes_per_s",
+    "codec_bytes_per_s",
+    "codec_s",
+    "contention",
+    "overhead_s",
+)
 
 
 def table(result: Row) -> str:

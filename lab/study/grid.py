@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def batch_size(self) -> int:
-        """Of all ranks together."""
+        """Return the global batch size."""
         ranks = self.world_size if self.config.scaling == "weak" else 1
         return self.config.batch_size * ranks
 

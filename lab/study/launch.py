@@ -68,7 +68,7 @@ def settings_of(root: Path, cell: Cell) -> list[str]:
 
 
 def starter(world_size: int, over_horovod: bool, cluster: Cluster | None) -> list[str]:
-    """What starts `-m MODULE SETTINGS`, put after it, as ranks on this host or on a cluster."""
+    """Return the command prefix that starts `-m MODULE SETTINGS` as ranks, here or on a cluster."""
     if cluster:
         return [sys.executable, "-m", "lab.cluster", "run", *cluster.settings(), "--"]
     if over_horovod:

@@ -12,7 +12,7 @@ from torch import nn
 from lab.data import Data
 from lab.distributed import replicas
 from lab.distributed import world as worlds
-from lab.distributed.watchdog import Watch
+from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
@@ -63,7 +63,7 @@ def global_batch_size(config: DictConfig, world_size: int) -> int:
     return config.batch_size * (world_size if config.scaling == "weak" else 1)
 
 
-def assemble(config: DictConfig, world: World, watch: Watch) -> Assembly:
+def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     """Build everything that trains, in the order in which it can fail.
 
     Raises:

@@ -64,7 +64,7 @@ def newest(root: Path) -> Path | None:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What `save` was given: the shared part, and every rank's own, in rank order.
+    """Load a checkpoint: the shared part, and every rank's own in rank order.
 
     Raises:
         ValueError: `path` is no complete checkpoint, or a file in it is not what was written.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
-from lab.distributed.watchdog import Watch
+from lab.distributed.watchdog import Watchdog
 from lab.distributed.world import World
 from lab.training.assemble import Assembly, assemble, join
 
@@ -18,7 +18,7 @@ NEVER_S = 1e9  # no exchange is watched here: the process group's timeout ends a
 @contextmanager
 def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
     """Everything that trains, for as long as the context lasts."""
-    watch = Watch(world.store, world.rank, world.size, world.device, NEVER_S, lambda _: None)
+    watch = Watchdog(world.store, world.rank, world.size, world.device, NEVER_S, lambda _: None)
     parts = assemble(config, world, watch)
     yield parts
     watch.close()

@@ -70,7 +70,7 @@ def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
 
 
 def _sharing(world: World, one_machine: bool) -> Emulation | None:
-    """What the ranks of this host, or of all hosts if they are `one_machine`, have to share."""
+    """List the processors that ranks of this host (or of `one_machine`) share."""
     num_ranks = world.size if one_machine else world.place.local_size
     num_gpus = torch.cuda.device_count()
     if world.device.type == "cuda" and num_ranks > num_gpus:
@@ -167,7 +167,7 @@ def _note_end(trainer: Trainer, record: Record, stop_signal: str | None) -> None
 
 
 def _timed(trainer: Trainer, values: np.ndarray) -> np.ndarray:
-    """Of `values` [ranks, steps, ...] those that statistics count: by step, or by round."""
+    """Keep the `values` [ranks, steps, ...] that statistics count, by step or by round."""
     return round_means(*_after_warmup(trainer, values))
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from lab.distributed import launcher
-from lab.distributed.watchdog import Failure, Watch
+from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World, end_process
 from lab.measure.environment import git_commit
 from lab.record.run_directory import RunDirectory
@@ -51,7 +51,7 @@ class Run:
         self.parts: Assembly | None = None
         self.recorder: Any = None
         self.recorded = False  # a rank that is lost after this changes nothing
-        self.watch = Watch(
+        self.watch = Watchdog(
             world.store,
             world.rank,
             world.size,

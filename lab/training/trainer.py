@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
 from lab.distributed.replicas import broadcast_buffers
-from lab.distributed.watchdog import Watch
+from lab.distributed.watchdog import Watchdog
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
@@ -45,7 +45,7 @@ class Trainer:
         self,
         config: Settings,
         world: World,
-        watch: Watch,
+        watch: Watchdog,
         data: Data,
         task: Task,
         model: nn.Module,

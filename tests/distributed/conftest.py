@@ -14,5 +14,5 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of runs that several tests look at."""
+    """Folder of runs that several tests share."""
     return tmp_path_factory.getbasetemp() / "shared"

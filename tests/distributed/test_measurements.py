@@ -1,4 +1,4 @@
-"""What a run's record counts: time between steps, but no warm-up, evaluation or checkpoint."""
+"""A record counts time between steps, but no warm-up, evaluation or checkpoint."""
 
 from __future__ import annotations
 

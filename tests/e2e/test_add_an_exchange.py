@@ -46,7 +46,7 @@ NAMES_WHO_LACKS = "tests/unit/house/test_exchanges.py::test_none_lacks_a_card_a_
 
 
 def additions() -> list[tuple[str, str, str]]:
-    """Of each block of the section: the path, the table or section it goes into, and its text."""
+    """Parse each block of the section: path, table or section it goes into, and text."""
     section = (ROOT / "README.md").read_text().partition("## Add an exchange")[2]
     return FENCED.findall(section.partition("\n## ")[0])
 

@@ -32,7 +32,7 @@ NOBODY += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 
 
 def run_tool(name: str, *arguments: str, text: str | None = None) -> str:
-    """What a command that lies beside this Python has to say: nothing, if it finds nothing."""
+    """Run a tool installed next to this Python; return its findings."""
     path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert path, f"{name} is not installed; it belongs to the extra `dev`"
     done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True)
@@ -69,7 +69,7 @@ def instructions(dockerfile: Path) -> list[tuple[str, str]]:
 
 
 class Image:
-    """What a Dockerfile of one stage makes, in a folder with a fresh virtual environment."""
+    """An image of a one-stage Dockerfile, as a folder with a fresh virtual environment."""
 
     def __init__(self, root: Path, dockerfile: Path) -> None:
         self.root, self.workdir = root, root

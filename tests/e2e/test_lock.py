@@ -26,7 +26,7 @@ CUDA = ("cuda-", "nvidia-")  # torch names its own, another build of torch anoth
 
 
 def resolve(lock: Path, platform: str, python: str, extras: str) -> Finished:
-    """What pip would install there, by the index's metadata; local wheels are not looked at."""
+    """Resolve what pip would install there, by the index's metadata, without local wheels."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert uv, "uv is not installed; it belongs to the extra `dev`"
     line = [uv, "pip", "compile", "pyproject.toml", "--constraint", str(lock), *extras.split()]

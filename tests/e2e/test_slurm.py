@@ -191,7 +191,7 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
 
 
 def outcome(found: dict[str, Any]) -> tuple[Any, ...]:
-    """What two records of one cell have in common: all but times, places and names."""
+    """Keep the part that two records of one cell share: all but times, places and names."""
     fields = ("status", "world_size", "cell", "repeat", "variant", "final", "replica_hash")
     return *(found[field] for field in (*fields, "payload_bytes_per_step")), sorted(found)
 

@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Helpers that several tests share."""
 
 # Whatever takes longer hangs: some ten times what the slowest takes while others use the machine.
 HANG_S = 300.0

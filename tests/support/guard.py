@@ -127,7 +127,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _backward(loss: Tensor) -> None:
-    """What `loss.backward()` comes down to."""
+    """The call that `loss.backward()` ends in."""
     engine, ones = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
     how = {"allow_unreachable": True, "accumulate_grad": True}
     engine.run_backward((loss,), (ones,), False, False, (), **how)

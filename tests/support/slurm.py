@@ -55,7 +55,7 @@ Name=gpu Flags=nvidia_gpu_env File=/dev/zero
 
 
 def missing_program() -> str | None:
-    """What of SLURM is not installed here."""
+    """Name a program of SLURM that is not installed."""
     return next((name for name in PROGRAMS if find(name) is None), None)
 
 

@@ -54,7 +54,7 @@ def payload(sheet: Sheet) -> Figure:
 
 
 def _largest_batch(rows: Iterable[Row]) -> list[Row]:
-    """Of each series and world size, the row of its largest batch."""
+    """Keep the row with the largest batch of each series and world size."""
     last = {
         (row.series, row.world_size): row
         for row in sorted(rows, key=lambda row: row.fixed_batch_size)

@@ -23,7 +23,7 @@ class NothingToDraw(Exception):
 
 @dataclass(frozen=True)
 class Sheet:
-    """What one set of figures is drawn from: the rows of one scaling of a study."""
+    """Data of one set of figures: the rows of one scaling of a study."""
 
     study: Study
     scaling: str
@@ -42,7 +42,7 @@ class Sheet:
         return rows
 
     def batch_name(self) -> str:
-        """What a batch means in this scaling."""
+        """Name the batch size that this scaling keeps."""
         return "global batch" if self.scaling == "strong" else "per-rank batch"
 
     def label(self, series: str) -> str:

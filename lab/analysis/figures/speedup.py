@@ -195,7 +195,7 @@ def _handles(sheet: Sheet, rows: list[Row]) -> list[Artist]:
 
 
 def _baselines(rows: list[Row]) -> str:
-    """What speedup is measured from, for a title."""
+    """Name the baselines of the speedup, for a title."""
     own = all(row.baseline == row.series for row in rows)
     names = {row.strategy if own else row.baseline.split(" ")[0] for row in rows}
     return "each series' own 1-rank run" if len(names) > 1 else f"{names.pop()} at 1 rank"

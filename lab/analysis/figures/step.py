@@ -1,4 +1,4 @@
-"""What a step is made of."""
+"""Figure: the parts of a step."""
 
 from __future__ import annotations
 

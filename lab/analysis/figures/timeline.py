@@ -77,10 +77,10 @@ def timeline_of_step(timeline: Timeline) -> Figure:
     )
 
 
-Place = tuple[int, str, int]  # rank, compute or exchange, lane
+Track = tuple[int, str, int]  # rank, compute or exchange, lane
 
 
-def _lanes(spans: list[Span]) -> list[tuple[Span, Place]]:
+def _lanes(spans: list[Span]) -> list[tuple[Span, Track]]:
     """Where spans go that have a row of their own; compute never overlaps itself."""
     transfers = lanes(span for span in spans if span.row == TRANSFER)
     return [
@@ -89,9 +89,9 @@ def _lanes(spans: list[Span]) -> list[tuple[Span, Place]]:
     ]
 
 
-def _rows(spans: list[Span]) -> tuple[dict[Place, float], list[tuple[float, str]]]:
+def _rows(spans: list[Span]) -> tuple[dict[Track, float], list[tuple[float, str]]]:
     """How far down each row lies, and what stands beside the first of its kind."""
-    heights: dict[Place, float] = {}
+    heights: dict[Track, float] = {}
     ticks: list[tuple[float, str]] = []
     down = 0.0
     for place in sorted({place for _, place in _lanes(spans)}):
@@ -105,7 +105,7 @@ def _rows(spans: list[Span]) -> tuple[dict[Place, float], list[tuple[float, str]
     return heights, ticks
 
 
-def _bars(spans: list[Span], heights: dict[Place, float]) -> list[tuple[Span, float, float]]:
+def _bars(spans: list[Span], heights: dict[Track, float]) -> list[tuple[Span, float, float]]:
     """Every span with its row, and its share of the row's thickness."""
     whole = [(span, heights[place], 1.0) for span, place in _lanes(spans)]
     transfers = [bar for bar in whole if bar[0].row == TRANSFER]

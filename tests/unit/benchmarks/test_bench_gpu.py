@@ -1,4 +1,4 @@
-"""What benchmarks and studies do on a machine with few GPUs, of which none is needed here."""
+"""Benchmarks and studies on a machine with few GPUs, which are faked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every data set promises, and what each adds to it."""
+"""Promises of every data set, and of each one."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def write(
 
 
 def phases(data: float, compute: list[float], exchange: list[float]) -> dict[str, list[float]]:
-    """Of each rank: a third of its compute forward, the rest backward."""
+    """Split each rank's compute: a third forward, the rest backward."""
     backward = [2 / 3 * seconds for seconds in compute]
     forward = [seconds / 3 for seconds in compute]
     same = [data] * len(compute), [0.0] * len(compute)
@@ -262,7 +262,7 @@ def test_a_round_of_several_steps_counts_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_switches_and_commands_are_accepted(tmp_path: Path) -> None:
-    """What a user is told to type is what the lab takes."""
+    """The lab accepts what it tells users to type."""
     folder = tmp_path / "runs" / "demo"
     variant = {"model": "alexnet_small", "steps": "20", "exchange.threshold": "mean"}
     run = write(folder, "onebit", 4, 0.3, variant=variant, scaling="weak")

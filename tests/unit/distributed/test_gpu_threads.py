@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.distributed.watchdog import Watch
+from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import StreamWorker
 from lab.exchange.bucket import Bucket
 from lab.exchange.onebit import OneBit
@@ -41,7 +41,7 @@ def test_the_watch_is_on_its_ranks_gpu_before_it_asks_anything(
         lambda device: set_on.append((threading.current_thread().name, device)),
     )
     store = dist.PrefixStore("lab", dist.HashStore())
-    Watch(store, 0, 1, device, 60.0, lambda failure: None).close()
+    Watchdog(store, 0, 1, device, 60.0, lambda failure: None).close()
     assert set_on == [("watch", each) for each in expected]
 
 

@@ -1,4 +1,4 @@
-"""What NCCL is told, as its stand-ins see it: nothing here needs a GPU."""
+"""Options of NCCL, as stand-ins see them: nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.distributed.rank_info import Place
+from lab.distributed.rank_info import RankInfo
 from lab.distributed.torch_comm import TorchComm
 from lab.settings.config import build, load
 
@@ -63,7 +63,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def connect(*settings: str) -> TorchComm:
-    place = Place("python", 0, 1, 0, 1, dist.HashStore())
+    place = RankInfo("python", 0, 1, 0, 1, dist.HashStore())
     return build(load(list(settings)).comm)(place, GPU, "auto", LIMIT)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lab.distributed import horovod_comm, world
-from lab.distributed.rank_info import Place
+from lab.distributed.rank_info import RankInfo
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, build, load
 from lab.sync.ddp import DDPSync
@@ -44,7 +44,7 @@ def test_horovod_without_cuda_names_the_device_to_use(
     hvd = SimpleNamespace(init=lambda: None, size=lambda: 2, cuda_built=lambda: built)
     monkeypatch.setattr(horovod_comm, "horovod", lambda: hvd)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    place = Place("horovodrun", 0, 2, 0, 2, dist.HashStore())
+    place = RankInfo("horovodrun", 0, 2, 0, 2, dist.HashStore())
     arguments = place, torch.device(device), "auto", timedelta(seconds=1)
     if device == "cpu" or built:
         assert horovod_comm.connect(*arguments).size == 2

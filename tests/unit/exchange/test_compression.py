@@ -47,7 +47,7 @@ ALL: dict[str, Make] = {
 
 @dataclass
 class Ledger:
-    """What one rank saw: the last mean, the sum of all that was delivered, and what it holds."""
+    """One rank's view: the last mean, the sum of all delivered, and its residuals."""
 
     mean: Tensor
     finite: bool
@@ -104,7 +104,7 @@ def test_int8_is_off_by_half_a_level_at_each_stage(size: int) -> None:
 
 
 def half_a_level(values: Tensor) -> Tensor:
-    """Of the block of 64 that each value belongs to."""
+    """Half a level of the block of 64 that each value belongs to."""
     blocks = values.split(64)
     return torch.cat([(b.max() - b.min()).expand(len(b)) / 510 for b in blocks])
 

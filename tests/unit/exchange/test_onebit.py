@@ -19,7 +19,7 @@ SHAPES = {"fc": (10, 70), "bias": (10,), "conv": (3, 20, 5, 5), "small": (5, 4)}
 
 @dataclass
 class Ledger:
-    """What one rank saw over many steps, as one flat vector each."""
+    """One rank's view over many steps, as flat vectors."""
 
     delivered: Tensor
     residual: Tensor

@@ -72,7 +72,7 @@ def overlap(one: range, other: range) -> bool:
 
 
 def average_late(exchange: Callable[[], Exchange], size: int) -> list[tuple[Tensor, list[Batch]]]:
-    """What each rank r has of the mean of vectors full of r, and its batches."""
+    """Return each rank's result for the mean of vectors full of its number, and its batches."""
 
     def rank_main(comm: Comm) -> tuple[Tensor, list[Batch]]:
         assert isinstance(comm, ThreadComm)

@@ -1,4 +1,4 @@
-"""What the documents tell users to type: scripts that are there, settings that are accepted."""
+"""Commands in the documents: their scripts exist, their settings are accepted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def commands() -> list[str]:
 
 
 def settings(line: str) -> list[str]:
-    """What follows the program's own options."""
+    """Return the settings after the program's own options."""
     words = shlex.split(line.removesuffix("&"), comments=True)
     last = max(i for i, word in enumerate(words) if re.search(r"lab\.|launch/|^scaling-lab", word))
     return [word for word in words[last + 1 :] if re.fullmatch(r"[a-z_.]+=.+", word)]

@@ -1,4 +1,4 @@
-"""What a strategy must have besides its code: a card, a look, a row of the README that is true."""
+"""Every strategy has a card, a look, and a true row in the README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests for GPUs decide before any of them runs."""
+"""Decisions of the GPU tests before any of them runs."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def nothing(_tensor: Tensor) -> None: ...
 
 
 def calls(in_hook: Deed, in_stage: Deed) -> list[str]:
-    """What a step of two ranks calls that waits, by the first of them."""
+    """List the waiting calls in a step of two ranks, as the first one saw them."""
 
     def rank_main(comm: Comm) -> list[str]:
         net = nn.Linear(4, 2)

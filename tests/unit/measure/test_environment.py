@@ -1,4 +1,4 @@
-"""What a record says of the machine, from what its tools print."""
+"""The environment in a record, from the output of tools."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.Monke
 
 
 class Averages(list[Any]):
-    """What torch.profiler's key_averages() gives: microseconds."""
+    """Stand-in for torch.profiler's key_averages(), in microseconds."""
 
     def add(self, key: str, kind: str, own_us: float, whole_us: float, note: bool = False) -> None:
         self.append(

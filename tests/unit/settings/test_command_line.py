@@ -176,9 +176,9 @@ def test_a_folder_may_have_an_equals_sign() -> None:
 
 
 def test_settings_are_split_by_whose_they_are() -> None:
-    arguments = ["hardware=a", "batch_size=3", "hardware.inter.alpha_s=1", "out=x", "out=y", "~z"]
+    arguments = ["hardware=a", "batch_size=3", "hardware.inter.latency_s=1", "out=x", "out=y", "~z"]
     assert split(arguments, ("hardware", "out")) == (
-        {"hardware": "a", "hardware.inter.alpha_s": "1", "out": "y"},
+        {"hardware": "a", "hardware.inter.latency_s": "1", "out": "y"},
         ["batch_size=3", "~z"],
     )
 

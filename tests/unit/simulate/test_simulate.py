@@ -303,8 +303,10 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     result.write_text(json.dumps({"bench": "collective", "world_size": 2, "rows": rows}))
     found = calibrate(result, GUESS)
     assert found.inter and LINKED.inter
-    assert found.inter.alpha_s == pytest.approx(LINKED.inter.alpha_s, rel=1e-3)
-    assert found.inter.beta_bytes_per_s == pytest.approx(LINKED.inter.beta_bytes_per_s, rel=1e-3)
+    assert found.inter.latency_s == pytest.approx(LINKED.inter.latency_s, rel=1e-3)
+    assert found.inter.bandwidth_bytes_per_s == pytest.approx(
+        LINKED.inter.bandwidth_bytes_per_s, rel=1e-3
+    )
 
     rows = [{"codec": "onebit", "bytes": 4e9, "time_s": {"median": s}} for s in (0.5, 0.3)]
     result.write_text(json.dumps({"bench": "codec", "rows": rows}))
@@ -362,7 +364,11 @@ def test_predictions_beside_a_study(
         (["world_size=8"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
         (["hardware.contention=-1"], "contention=-1: must be a number of at least 0"),
         (["hardware.ranks_per_node=1.5"], "ranks_per_node=1.5: must be an integer"),
-        (["hardware.intra.beta_bytes_per_s=fast"], "intra.beta_bytes_per_s=fast: must be a number"),
+        (
+            ["hardware.intra.bandwidth_bytes_per_s=fast"],
+            "intra.bandwidth_bytes_per_s=fast: must be a number",
+        ),
+        (["hardware.intra.alpha_s=1"], "intra.alpha_s=1: is latency_s now"),
         (["hardware.speed=1"], "hardware=titanx_x4: "),
         (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),

@@ -62,7 +62,7 @@ def train(sync: Sync, own: Tensor, steps: range) -> torch.optim.Optimizer:
 
 
 def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
-    """Of each rank: its weights at the end, payload bytes, and values of momentum it holds."""
+    """Return each rank's final weights, payload bytes, and values of momentum."""
     data, config = batches(size), load(list(settings))
     configs = [copy.deepcopy(config) for _ in range(size)]  # threads that build write to them
     models = [network() for _ in range(size)]
@@ -82,7 +82,7 @@ def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
 
 
 def gradients(weights: Weights, batch: Tensor) -> Weights:
-    """Of the loss on one replica's batch, in float64."""
+    """Gradients of the loss on one replica's batch, in float64."""
     model = network().double()
     for parameter, values in zip(model.parameters(), weights, strict=True):
         parameter.data = torch.from_numpy(values.copy())
@@ -191,7 +191,7 @@ class Aggregator:
 
     @staticmethod
     def _send(matrix: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """What arrives of `matrix` and `residual`, which keeps the difference."""
+        """Return what arrives of `matrix` and `residual`, which keeps the difference."""
         values = matrix + residual
         arrives = np.stack([quantise(row) for row in values])
         residual[:] = values - arrives

@@ -1,4 +1,4 @@
-"""What torch.compile leaves of the overlap."""
+"""Overlap under torch.compile."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def layers() -> nn.Sequential:
 
 
 def events_of_a_step(monkeypatch: pytest.MonkeyPatch, *settings: str) -> list[str]:
-    """What happened in a compiled model's second step; its gradients are right."""
+    """Return the events of a compiled model's second step, whose gradients are right."""
     events: list[str] = []
     monkeypatch.setattr(compiling, "BACKEND", noting(events))
     model, plain, x = layers(), layers(), torch.randn(8, WIDTH)
