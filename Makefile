@@ -28,7 +28,7 @@ curves: $(VENV)/.run
 	$(BIN)/python -m lab.plot runs/demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 lint: $(VENV)/.dev

@@ -69,7 +69,7 @@ def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
         raise ConfigError(f"{key}={text}: must name {names} in a folder that is there")
     target = path if path.exists() else path.parent
     if path.is_dir() or not os.access(target, os.W_OK):
-        raise ConfigError(f"{key}={text}: cannot write {target}")
+        raise ConfigError(f"{key}={text}: cannot write {target.absolute()}")
     return path
 
 

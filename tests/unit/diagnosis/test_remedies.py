@@ -49,7 +49,7 @@ FOR_ANY_SYNC = {"batch_size", "compile", "data", "data.shape"}
 TWO = {"strategy=overlap", "strategy=ddp"}
 
 
-def evidence_of(study: Path, run: tuple[str, ...], payload_bytes: float) -> Evidence:
+def evidence_of(study: Path, run: tuple[str, ...], payload_bytes: int) -> Evidence:
     """Evidence of a run of 8 ranks with the settings that such a run records."""
     config = load(list(run))
     transform = config.transform.get("_target_", "").rpartition(".")[2]
@@ -74,7 +74,7 @@ def evidence_of(study: Path, run: tuple[str, ...], payload_bytes: float) -> Evid
 def remedies_of(study: Path, run: tuple[str, ...]) -> set[Remedy]:
     """Remedies against every loss there is, of large and small payloads."""
     found = set()
-    for number, payload_bytes in enumerate((1e9, 1e3)):
+    for number, payload_bytes in enumerate((10**9, 10**3)):
         evidence = evidence_of(study / str(number), run, payload_bytes)
         verdicts = [Verdict((Loss(*key, 0.2, "is lost"),), True) for key in BY_VERDICT]
         for verdict in [*verdicts, Verdict((), True)]:
@@ -136,7 +136,7 @@ def test_remedies_for_slow_input_train(tmp_path: Path) -> None:
             Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
     data = ("data=imagefolder", f"data.path={tmp_path}", "data.size=32", "data.workers=1")
     run = ("strategy=allreduce", *RUN, *data)
-    evidence = evidence_of(tmp_path / "runs", run, 1e6)
+    evidence = evidence_of(tmp_path / "runs", run, 10**6)
     verdict = Verdict((Loss("input", "input-bound", 0.2, "waits"),), True)
     switches = [remedy.switch for remedy in remedies(evidence, verdict)]
     assert sorted(switches) == ["data.workers=2", "data=synthetic data.shape=[3,32,32]"]

@@ -36,13 +36,13 @@ def grouped(**_shape: object) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "image_shape"), [(alexnet, (3, 224, 224)), (lenet, (1, 28, 28)), (grouped, (4, 9, 9))]
+    ("make", "input_shape"), [(alexnet, (3, 224, 224)), (lenet, (1, 28, 28)), (grouped, (4, 9, 9))]
 )
 def test_operations_of_convolutions_are_those_torch_counts(
-    make: Callable[..., nn.Module], image_shape: tuple[int, ...]
+    make: Callable[..., nn.Module], input_shape: tuple[int, ...]
 ) -> None:
     with torch.device("meta"):
-        model, images = make(image_shape=image_shape, num_classes=10), torch.empty(2, *image_shape)
+        model, images = make(input_shape=input_shape, output_size=10), torch.empty(2, *input_shape)
     with FlopCounterMode(display=False) as counter:
         counted = convolutions(model, images)
     (by_torch,) = [
