@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 from lab.distributed.worker import Worker
+from lab.distributed.world import LIBRARY_MARGIN_S, World
 
 POLL_S = 0.2
 GRACE_S = 1.0  # for training to notice another rank's failure by itself
 STUCK_S = 20.0  # after a signal, an exchange that takes longer hangs
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by SIGUSR1
+CONTROL_EXTRA_S = LIBRARY_MARGIN_S / 2  # for rank 0 to write files while the others wait
 AGREE_S = 20.0  # for the ranks to agree at which step to stop
 
 
@@ -41,27 +43,18 @@ class Watchdog:
     """One rank's watchdog. Call `close` before leaving the process group.
 
     Args:
-        store: key-value store of all ranks.
-        rank, size: this rank, and the number of ranks.
-        device: device of this rank, on which exchanges may run.
-        timeout_s: longest time that an exchange may take.
+        world: this rank among the others.
+        timeout_s: longest time that an exchange may take; a control message, CONTROL_EXTRA_S more.
         on_fatal: called on the watchdog's thread when training cannot go on; writes the record and
             ends the process.
     """
 
-    def __init__(
-        self,
-        store: dist.PrefixStore,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout_s: float,
-        on_fatal: Callable[[Failure], None],
-    ) -> None:
-        self._main_store = store
+    def __init__(self, world: World, timeout_s: float, on_fatal: Callable[[Failure], None]) -> None:
+        self._main_store = store = world.store
         # A store's client must not be shared between threads. (torch's stubs lack clone.)
         self._store: dist.PrefixStore = store.clone()  # type: ignore[attr-defined]
-        self._rank, self._size, self._device = rank, size, device
+        self._rank, self._size, self._device = world.rank, world.size, world.device
+        self._waits = world.waits
         self._timeout_s = timeout_s
         self._on_fatal = on_fatal
         self.worker: Worker | None = None
@@ -72,7 +65,7 @@ class Watchdog:
         self._stopping = False
         self._stopping_since = math.inf
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     def listen_to_signals(self) -> None:
@@ -183,7 +176,9 @@ class Watchdog:
         if current and min(current[1], time.monotonic() - self._stopping_since) > STUCK_S:
             text = f"stopped by {self.stop_signal} while {self._doing()}"
             _publish(self._store, Failure("interrupted", text))
-        if not current or current[1] <= self._timeout_s:
+        control = self._waits.current()
+        hangs = current and current[1] > self._timeout_s
+        if not hangs and not (control and control[1] > self._timeout_s + CONTROL_EXTRA_S):
             return
         self._store.set("roll call", "")
         self._answer_roll_call()
@@ -201,7 +196,7 @@ class Watchdog:
         return self._store.get(key).decode() if self._store.check([key]) else f"rank {rank} is lost"
 
     def _doing(self) -> str:
-        current = self.worker and self.worker.oldest()
+        current = (self.worker and self.worker.oldest()) or self._waits.current()
         what = f"waits in {current[0]}" if current else "is outside any exchange"
         return f"rank {self._rank} {what} at step {self._steps_begun - 1}"
 

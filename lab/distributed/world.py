@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
@@ -19,8 +20,28 @@ from lab.distributed.rank_info import RankInfo
 from lab.distributed.torch_comm import all_gather_flat
 
 NUM_BARRIERS = 9  # to compare clocks; the median counts
+LIBRARY_MARGIN_S = 10.0  # the watchdog, which can name the rank that hangs, is to be first
 
 _counted = False  # whether this process has registered in the store
+
+
+class Waits:
+    """What a rank waits in outside any exchange, and since when."""
+
+    def __init__(self) -> None:
+        self._current: tuple[str, float] | None = None
+
+    @contextmanager
+    def of(self, label: str) -> Iterator[None]:
+        """Note `label` for as long as the context lasts."""
+        self._current = label, time.monotonic()
+        yield
+        self._current = None
+
+    def current(self) -> tuple[str, float] | None:
+        """Return the label and its seconds so far. Any thread may call this."""
+        current = self._current
+        return current and (current[0], time.monotonic() - current[1])
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,7 @@ class World:
         comm: collectives of the exchanges.
         control: a Gloo group for small messages outside measurements.
         num_hosts: number of hosts that the ranks run on.
+        waits: what this rank waits for in `control`.
     """
 
     place: RankInfo
@@ -41,6 +63,7 @@ class World:
     comm: Comm
     control: dist.ProcessGroup
     num_hosts: int
+    waits: Waits = field(default_factory=Waits)
 
     @property
     def rank(self) -> int:
@@ -54,17 +77,19 @@ class World:
         """Return rank 0's `text` on every rank."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        dist.broadcast(length, 0, group=self.control)
-        if self.rank:
-            data = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self.control)
+        with self.waits.of("a broadcast outside exchanges"):
+            dist.broadcast(length, 0, group=self.control)
+            if self.rank:
+                data = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(data, 0, group=self.control)
         return bytes(data.tolist()).decode()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather every rank's `values` [...], of one shape, into [size, ...] in host memory."""
         values = values.cpu().contiguous()
         out = torch.empty(self.size * values.numel(), dtype=values.dtype)
-        all_gather_flat(out, values.view(-1), group=self.control)
+        with self.waits.of("a gather outside exchanges"):
+            all_gather_flat(out, values.view(-1), group=self.control)
         return out.view(self.size, *values.shape)
 
     def gather_text(self, text: str) -> list[str]:
@@ -92,7 +117,8 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        dist.barrier(group=self.control)
+        with self.waits.of("a barrier"):
+            dist.barrier(group=self.control)
 
 
 def start(
@@ -108,8 +134,8 @@ def start(
         connect: makes the Comm, such as lab.distributed.torch_comm.connect.
         device: "auto" (GPUs where there are any), "cpu" or "cuda".
         backend: "auto", or one that `connect` knows.
-        timeout_s: longest time of a collective. The watchdog, which can name the one that hangs,
-            has this limit; the library's is a little longer.
+        timeout_s: longest time of an exchange, which the watchdog limits; the library's own limit
+            is LIBRARY_MARGIN_S longer.
         share_gpus: allow several ranks on one GPU.
 
     Raises:
@@ -118,7 +144,7 @@ def start(
     """
     place = _find_rank_info()
     where = pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
-    limit = timedelta(seconds=timeout_s + 10)
+    limit = timedelta(seconds=timeout_s + LIBRARY_MARGIN_S)
     if place.local_size == place.size and sys.platform == "linux":
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")  # ranks of one host need no other interface

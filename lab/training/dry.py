@@ -18,7 +18,7 @@ NEVER_S = 1e9  # no exchange is watched here: the process group's timeout ends a
 @contextmanager
 def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
     """Everything that trains, for as long as the context lasts."""
-    watch = Watchdog(world.store, world.rank, world.size, world.device, NEVER_S, lambda _: None)
+    watch = Watchdog(world, NEVER_S, lambda _: None)
     parts = assemble(config, world, watch)
     yield parts
     watch.close()

@@ -51,14 +51,7 @@ class Run:
         self.parts: Assembly | None = None
         self.recorder: Any = None
         self.recorded = False  # a rank that is lost after this changes nothing
-        self.watch = Watchdog(
-            world.store,
-            world.rank,
-            world.size,
-            world.device,
-            config.exchange_timeout_s,
-            self._end_process,
-        )
+        self.watch = Watchdog(world, config.exchange_timeout_s, self._end_process)
 
     def execute(self) -> int:
         """Build, train, evaluate, record. The process's exit code.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lab.distributed.comm import Comm
@@ -17,6 +16,7 @@ from lab.distributed.worker import StreamWorker
 from lab.exchange.bucket import Bucket
 from lab.exchange.onebit import OneBit
 from lab.exchange.topk import TopK
+from tests.support.worlds import one_of
 
 GPU_3 = torch.device("cuda", 3)
 
@@ -31,7 +31,7 @@ def test_exchanges_have_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("device", "expected"), [(GPU_3, [GPU_3]), (torch.device("cpu"), [])])
-def test_the_watch_is_on_its_ranks_gpu_before_it_asks_anything(
+def test_the_watchdog_is_on_its_ranks_gpu_before_it_asks_anything(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, expected: list[torch.device]
 ) -> None:
     set_on: list[tuple[str, torch.device]] = []
@@ -40,9 +40,8 @@ def test_the_watch_is_on_its_ranks_gpu_before_it_asks_anything(
         "set_device",
         lambda device: set_on.append((threading.current_thread().name, device)),
     )
-    store = dist.PrefixStore("lab", dist.HashStore())
-    Watchdog(store, 0, 1, device, 60.0, lambda failure: None).close()
-    assert set_on == [("watch", each) for each in expected]
+    Watchdog(one_of(1, device), 60.0, lambda failure: None).close()
+    assert set_on == [("watchdog", each) for each in expected]
 
 
 class OnGPU(Tensor):

@@ -1,0 +1,20 @@
+"""A rank's view of a run that has no other ranks to talk to."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from lab.distributed.rank_info import RankInfo
+from lab.distributed.world import World
+
+CPU = torch.device("cpu")
+
+
+def one_of(size: int, device: torch.device = CPU) -> World:
+    """Rank 0 of `size` that never answer, with a store of its own and nothing to exchange with."""
+    place = RankInfo("python", 0, size, 0, size, dist.HashStore())
+    nothing = cast(Any, None)
+    return World(place, device, dist.PrefixStore("lab", place.store), nothing, nothing, num_hosts=1)
