@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -116,6 +117,9 @@ class Crew:
 
 
 CREW = Crew()
+# multiprocessing would ask them by SIGTERM and wait, but a rank that has trained takes that for a
+# wish to stop at the end of a step.
+atexit.register(CREW.dismiss)
 
 
 def spawn(
