@@ -25,7 +25,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.world import World
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.settings.config import ConfigError, build
 from lab.training.assemble import join
 from lab.training.outcome import surroundings
@@ -158,7 +158,9 @@ def _values(flat: Tensor, rank: int, size: int) -> Tensor:
 
 def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
     def run(flat: Tensor, comm: Comm) -> None:
-        exchange.average(Bucket({"tensor": flat.shape}, flat, divided=exchange.takes_divided), comm)
+        exchange.average(
+            GradBucket({"tensor": flat.shape}, flat, divided=exchange.takes_divided), comm
+        )
 
     return run
 

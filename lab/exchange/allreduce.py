@@ -8,7 +8,7 @@ import torch
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,7 +33,7 @@ class AllReduce(Staged):
         self.dtype = DTYPES[dtype]
         self.exact = self.dtype == torch.float32
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.size == 1:
             return
         bucket.divide(bucket.flat, comm.size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
 from lab.measure.clock import Mark, mark, seconds
 
@@ -53,7 +53,7 @@ class Auto(Exchange):
         self.costs: dict[str, Tensor] = {}
         self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         name = next(iter(bucket.shapes))
         if name not in self.costs and bucket.step > 0:
             self._try(name, bucket, comm)
@@ -63,7 +63,7 @@ class Auto(Exchange):
             self.compressed.flush_residual(bucket, comm)
             self.plain.average(bucket, comm)
 
-    def _try(self, name: str, bucket: Bucket, comm: Comm) -> None:
+    def _try(self, name: str, bucket: GradBucket, comm: Comm) -> None:
         spans = self._spans.setdefault(name, [])
         way = (self.compressed, self.plain)[len(spans) % 2]
         comm.all_reduce(bucket.flat.new_zeros(1))  # ranks that come late are no fault of either
@@ -74,7 +74,7 @@ class Auto(Exchange):
             self.costs[name] = self._slowest_medians(self._spans.pop(name), bucket, comm)
 
     def _slowest_medians(
-        self, spans: list[tuple[Mark, Mark]], bucket: Bucket, comm: Comm
+        self, spans: list[tuple[Mark, Mark]], bucket: GradBucket, comm: Comm
     ) -> Tensor:
         device = bucket.flat.device
         if device.type == "cuda":

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 
 
 class Exchange(ABC):
@@ -28,19 +28,19 @@ class Exchange(ABC):
     takes_divided = False  # buckets of gradients that the loss has divided by N: saves a pass
 
     @abstractmethod
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         """Replace `bucket.flat` by its mean over the ranks of `comm`. Called by all of them."""
 
     def asynchronous(self, comm: Comm) -> bool:
         """Whether `stages` leave all waiting to their caller."""
         return False
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         """As `average`: yields what it has begun, and goes on once that is done."""
         self.average(bucket, comm)
         yield from ()
 
-    def flush_residual(self, bucket: Bucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
 
     def choices(self) -> list[dict[str, Any]]:
@@ -69,12 +69,12 @@ class Staged(Exchange):
     def asynchronous(self, comm: Comm) -> bool:
         return comm.asynchronous
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         for collective in self.stages(bucket, comm):
             collective.wait()
 
     @abstractmethod
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]: ...
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]: ...
 
 
 class Rooted(Exchange):
@@ -88,12 +88,12 @@ class Rooted(Exchange):
     takes_divided = True
     in_halves = True
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         self.to_root(bucket, comm)
         self.from_root(bucket.flat, comm)
 
     @abstractmethod
-    def to_root(self, bucket: Bucket, comm: Comm) -> None:
+    def to_root(self, bucket: GradBucket, comm: Comm) -> None:
         """Leave the mean over the ranks in rank 0's `bucket.flat`; the others' becomes void."""
 
     @abstractmethod

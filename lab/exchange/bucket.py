@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lab.codec.buffers import Buffers
+from lab.codec.scratch import ScratchBuffer
 from lab.exchange.grouping import group
 
 ALIGNED = 64  # bytes: a whole number of 16-byte loads, and of what NCCL copies at once
 
 
 @dataclass
-class Bucket:
+class GradBucket:
     """The input of an exchange: one flat tensor, and where each parameter lies in it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Bucket:
     step: int = 0
     divided: bool = False
     finite: Tensor | None = None
-    buffers: dict[str, Buffers] = field(default_factory=lambda: defaultdict(Buffers))
+    buffers: dict[str, ScratchBuffer] = field(default_factory=lambda: defaultdict(ScratchBuffer))
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Each parameter's name and the range of `flat` it occupies."""
@@ -54,8 +54,8 @@ class Bucket:
         return f"{first} and {len(rest)} more" if rest else first
 
 
-class GradBucket:
-    """Parameters of one bucket, and the way of their gradients into a Bucket and back.
+class BucketPlan:
+    """Parameters of one bucket, and the way of their gradients into a GradBucket and back.
 
     Gradients are gathered into a buffer, and each `.grad` becomes a view of it, so that nothing is
     copied back.
@@ -70,11 +70,11 @@ class GradBucket:
         self.in_place = in_place
         self._in_memory = _aligned_first(parameters)
         self.shapes = {name: parameter.shape for name, parameter in self._in_memory.items()}
-        self._buffers = defaultdict[str, Buffers](Buffers)
+        self._buffers = defaultdict[str, ScratchBuffer](ScratchBuffer)
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
 
-    def pack(self, step: int, divided: bool = False) -> Bucket:
+    def pack(self, step: int, divided: bool = False) -> GradBucket:
         """This step's bucket. A parameter that backward did not reach counts as zeros."""
         parameters = list(self._in_memory.values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -84,7 +84,7 @@ class GradBucket:
             flat, gradients = self._gather(parameters, gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        return Bucket(self.shapes, flat, step, divided, buffers=self._buffers)
+        return GradBucket(self.shapes, flat, step, divided, buffers=self._buffers)
 
     def _gather(
         self, parameters: list[nn.Parameter], gradients: list[Tensor]
@@ -104,7 +104,7 @@ class GradBucket:
 
 def plan(
     model: nn.Module, bucket_mb: float | None, order: list[str] | None = None
-) -> list[GradBucket]:
+) -> list[BucketPlan]:
     """Divide the trainable parameters into buckets, in the order backward should fill them.
 
     Args:
@@ -125,7 +125,7 @@ def plan(
     groups = group(sizes, bucket_mb, getattr(model, "bytes_scale", 1.0))
     own = dict(named)
     return [
-        GradBucket({name: own[name] for name in names}, len(names) == 1 and names[0] in fresh)
+        BucketPlan({name: own[name] for name in names}, len(names) == 1 and names[0] in fresh)
         for names in groups
     ]
 

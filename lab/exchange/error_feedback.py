@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 
 
 class ErrorFeedback(Exchange):
@@ -52,7 +52,7 @@ class ErrorFeedback(Exchange):
         # one must not go back to it before the side stream has read it.
         return self.residual[name].add_(gradient)
 
-    def flush_residual(self, bucket: Bucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         for name, start, stop in bucket.spans():
             if name in self.residual:
                 bucket.flat[start:stop] += record_stream(self.residual.pop(name))

@@ -9,7 +9,7 @@ import torch
 from lab.codec import int8
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 
 
 class Int8(Staged):
@@ -39,7 +39,7 @@ class Int8(Staged):
             raise ValueError(f"exchange.block_size={block_size}: must be a multiple of 4 above 0")
         self.block_size = block_size
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         flat, size = bucket.flat, comm.size
         if not len(flat):
             return

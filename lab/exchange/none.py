@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 
 
 class NoExchange(Exchange):
@@ -16,7 +16,7 @@ class NoExchange(Exchange):
     exact = False
     keeps_replicas_equal = False
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         """Move nothing."""
 
     def asynchronous(self, comm: Comm) -> bool:

@@ -12,7 +12,7 @@ from lab.codec.onebit import codec as onebit
 from lab.codec.onebit.message import Matrix, Message
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback, record_stream
 from lab.exchange.split import quantised
 from lab.exchange.uncompressed import ExactMeans, gaps
@@ -80,7 +80,7 @@ class OneBit(Staged, ErrorFeedback):
         # Residuals are [rows, columns] by parameter.
         self.shard_residual: dict[str, Tensor] = {}  # [rows of this rank's shard, columns]
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         matrices = self.matrices(bucket) if bucket.step >= self.warmup_steps else []
         quantised = [slice(matrix.start, matrix.stop) for matrix in matrices]
         exact = ExactMeans(bucket, gaps(quantised, len(bucket.flat)), comm)
@@ -109,7 +109,7 @@ class OneBit(Staged, ErrorFeedback):
         gathered.scales().div_(comm.size)
         gathered.decode([*values.values()])
 
-    def matrices(self, bucket: Bucket) -> list[Matrix]:
+    def matrices(self, bucket: GradBucket) -> list[Matrix]:
         """The parts of `bucket` that are quantised; the rest travels exactly."""
         found = []
         for name, start, _ in bucket.spans():
@@ -127,7 +127,7 @@ class OneBit(Staged, ErrorFeedback):
                 residuals[name] = torch.zeros_like(values)
         return [residuals[name] for name in like]
 
-    def flush_residual(self, bucket: Bucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         for matrix in self.matrices(bucket):
             if matrix.name in self.residual:
                 rows = matrix.view(bucket.flat)

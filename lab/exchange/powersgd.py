@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.split import low_rank
 from lab.exchange.uncompressed import average_exactly, gaps
@@ -44,7 +44,7 @@ class PowerSGD(ErrorFeedback):
         self.rank = rank
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         spans = {
             name: slice(start, stop)
             for name, start, stop in bucket.spans()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.sparse import Sparse
 
 
@@ -39,7 +39,7 @@ class RandomK(Sparse):
             raise ValueError(f"exchange.seed={seed}: must be an integer")
         self.seed = seed
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         # 0, or NaN where a value is not finite, which the values drawn need not show.
         probe = bucket.flat.sum(dim=0, keepdim=True).mul_(0)
         indices, values = self.take(bucket)

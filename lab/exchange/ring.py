@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lab.codec.buffers import Buffers
+from lab.codec.scratch import ScratchBuffer
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import LAG, ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.pipeline import Tick
 
@@ -34,15 +34,15 @@ class Ring(Exchange):
     def __init__(self, chunk_mb: ChunkMB = 4) -> None:
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
-        self._buffers = Buffers()
+        self._buffers = ScratchBuffer()
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.size > 1:
             chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
             pipeline.run(comm, self._ticks(bucket, comm.rank, comm.size, chunk_mb))
 
     def _ticks(
-        self, bucket: Bucket, rank: int, size: int, chunk_mb: float | None
+        self, bucket: GradBucket, rank: int, size: int, chunk_mb: float | None
     ) -> Iterator[Tick]:
         parts = bucket.flat.tensor_split(size)
         num_pieces = pipeline.num_chunks(parts[0], chunk_mb)

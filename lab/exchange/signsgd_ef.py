@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.codec import signsgd
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.split import signed
 from lab.exchange.uncompressed import ExactMeans, gaps
@@ -38,7 +38,7 @@ class SignSGD(Staged, ErrorFeedback):
             raise ValueError(f"exchange.min_values={min_values}: must be an integer of at least 1")
         self.min_values = min_values
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         spans = {
             name: slice(start, stop)
             for name, start, stop in bucket.spans()

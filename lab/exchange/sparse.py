@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.exchange.base import Staged
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.split import num_sent
 
@@ -30,7 +30,7 @@ class Sparse(Staged, ErrorFeedback):
             raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")
         self.ratio = ratio
 
-    def take(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    def take(self, bucket: GradBucket) -> tuple[Tensor, Tensor]:
         """Take what is sent out of the compensated gradients, and leave zeros in `bucket.flat`.
 
         Returns:

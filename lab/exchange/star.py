@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Rooted
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 
 
 class Star(Rooted):
@@ -17,7 +17,7 @@ class Star(Rooted):
     what the others do.
     """
 
-    def to_root(self, bucket: Bucket, comm: Comm) -> None:
+    def to_root(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank:
             comm.send(bucket.flat, 0)
             return

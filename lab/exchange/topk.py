@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.codec import topk
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.sparse import Sparse
 
 
@@ -27,7 +27,7 @@ class TopK(Sparse):
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
         super().__init__(ratio, error_feedback)
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         indices, values = self.take(bucket)
         message = torch.cat([indices.int(), values.view(torch.int32)])
         received = message.new_empty(comm.size, 2, len(values))

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lab.codec.buffers import Buffers
+from lab.codec.scratch import ScratchBuffer
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.base import Rooted
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import LAG, ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.pipeline import Tick
 from lab.exchange.topology import Node, binomial_node
@@ -39,9 +39,9 @@ class Tree(Rooted):
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
         self.in_halves = chunk_mb is None  # chunks go down while others still go up
-        self._buffers = Buffers()
+        self._buffers = ScratchBuffer()
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         chunk_mb = chunk_mb_over(self.chunk_mb, comm.backend)
         if chunk_mb is None or comm.size == 1:
             super().average(bucket, comm)
@@ -51,7 +51,7 @@ class Tree(Rooted):
         chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, chunk_mb))
         pipeline.run(comm, up_and_down(chunks, node, comm.size, divide, self._buffers))
 
-    def to_root(self, bucket: Bucket, comm: Comm) -> None:
+    def to_root(self, bucket: GradBucket, comm: Comm) -> None:
         node, flat = binomial_node(comm.rank, comm.size), bucket.flat
         received = torch.empty_like(flat) if node.children else flat
         for child in node.children:
@@ -75,7 +75,7 @@ def up_and_down(
     node: Node,
     size: int,
     divide: Callable[[Tensor], None],
-    buffers: Buffers,
+    buffers: ScratchBuffer,
 ) -> Iterator[Tick]:
     """One rank's ticks in summing `chunks` up a tree of `size` ranks and sending the means down.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from lab.codec.buffers import Buffers
+from lab.codec.scratch import ScratchBuffer
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.topology import in_order_node
 from lab.exchange.tree import up_and_down
@@ -36,9 +36,9 @@ class DoubleTree(Exchange):
     def __init__(self, chunk_mb: ChunkMB = 4) -> None:
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
-        self._buffers = Buffers(), Buffers()  # a tree each; a leaf's stay empty
+        self._buffers = ScratchBuffer(), ScratchBuffer()  # a tree each; a leaf's stay empty
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.size == 1:
             return
         halves = bucket.flat.tensor_split(2)

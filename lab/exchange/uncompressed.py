@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Done
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 
 
 class ExactMeans:
@@ -18,7 +18,7 @@ class ExactMeans:
         collective: the all-reduce, which has begun.
     """
 
-    def __init__(self, bucket: Bucket, parts: list[slice], comm: Comm) -> None:
+    def __init__(self, bucket: GradBucket, parts: list[slice], comm: Comm) -> None:
         self._pieces = [bucket.flat[part] for part in parts]
         self._sums = torch.cat([bucket.flat[:0], *self._pieces])
         self._size = comm.size
@@ -37,7 +37,7 @@ class ExactMeans:
         return means
 
 
-def average_exactly(bucket: Bucket, parts: list[slice], comm: Comm) -> None:
+def average_exactly(bucket: GradBucket, parts: list[slice], comm: Comm) -> None:
     """Replace `parts` of `bucket.flat` by their mean over the ranks."""
     means = ExactMeans(bucket, parts, comm)
     means.collective.wait()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Collective
-from lab.exchange.bucket import Bucket, GradBucket, plan
+from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.base import Sync, SyncParts, SyncState
 from lab.sync.pattern import Begin, Pattern, gradsync
 
@@ -111,14 +111,14 @@ class GradSync(Sync):
         self.order = order
         self._use(self._plan(order))
 
-    def _use(self, buckets: list[GradBucket]) -> None:
+    def _use(self, buckets: list[BucketPlan]) -> None:
         self.buckets = buckets
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.parameters}
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._exchanged: list[Bucket] = []
+        self._exchanged: list[GradBucket] = []
 
     def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
         if not self._armed:
@@ -153,7 +153,7 @@ class GradSync(Sync):
             job = self.clock.traced(str(bucket), job, coded=not self.exchange.exact)
         self.worker.submit(label, job)
 
-    def _stages(self, bucket: Bucket) -> Iterator[Collective]:
+    def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
         if self.loss_scale != 1.0:
             bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
         yield from self.exchange.stages(bucket, self.comm)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lab.distributed.comm import Collective
 from lab.exchange.base import Rooted
-from lab.exchange.bucket import Bucket, GradBucket
+from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import root_update
@@ -58,11 +58,11 @@ class RootUpdate(GradSync):
             self.worker.submit(label, partial(self._from_root, weights))
         self.worker.wait()
 
-    def _use(self, buckets: list[GradBucket]) -> None:
+    def _use(self, buckets: list[BucketPlan]) -> None:
         super()._use(buckets)
         self._weights = [flatten(list(bucket.parameters.values())) for bucket in buckets]
 
-    def _stages(self, bucket: Bucket) -> Iterator[Collective]:
+    def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
         self.path.to_root(bucket, self.comm)
         yield from ()
 

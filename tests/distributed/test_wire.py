@@ -15,7 +15,7 @@ from torch import nn
 from lab.distributed import world as worlds
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, load
 from lab.simulate.costs import payload_bytes
 from lab.simulate.network import Network
@@ -65,7 +65,7 @@ def exchange_some(exchange: str) -> tuple[int, int]:
     flat = torch.randn(NUM_VALUES)
 
     def run() -> None:
-        average(Bucket({"w": torch.Size((ROWS, COLUMNS))}, flat.clone()), world.comm)
+        average(GradBucket({"w": torch.Size((ROWS, COLUMNS))}, flat.clone()), world.comm)
 
     return count(run, world)
 

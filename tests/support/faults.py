@@ -13,7 +13,7 @@ import torch
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.onebit import OneBit
 
 FAULT_STEP = 3
@@ -25,11 +25,11 @@ class Blocking(AllReduce):
     def asynchronous(self, comm: Comm) -> bool:
         return False
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.average(bucket, comm)
         yield from ()
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         for collective in super().stages(bucket, comm):
             collective.wait()
 
@@ -37,7 +37,7 @@ class Blocking(AllReduce):
 class RaisesOnRank1(Blocking):
     """Raises on rank 1 while the other ranks wait for it."""
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             raise RuntimeError("planted error")
         super().average(bucket, comm)
@@ -46,7 +46,7 @@ class RaisesOnRank1(Blocking):
 class HangsOnRank1(AllReduce):
     """Rank 1 never enters the collective that the other ranks wait in."""
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             Path("stuck").touch()
             time.sleep(3600)
@@ -56,7 +56,7 @@ class HangsOnRank1(AllReduce):
 class OneBitNanOnRank1(OneBit):
     """Rank 1's gradient is not a number, on its way into 1-bit SGD."""
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             bucket.flat[0] = torch.nan
         return super().stages(bucket, comm)
@@ -65,7 +65,7 @@ class OneBitNanOnRank1(OneBit):
 class OneBitKilled(OneBit):
     """SIGKILL for one rank, in the middle of one exchange: LAB_TEST_KILL=RANK:STEP. Once."""
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         rank, step = map(int, os.environ["LAB_TEST_KILL"].split(":"))
         killed = Path("killed")
         if (comm.rank, bucket.step) == (rank, step) and not killed.exists():
@@ -94,7 +94,7 @@ class OneBitKilledWhileSaving(OneBit):
 class NanOnRank1(Blocking):
     """Rank 1's gradient is not a number."""
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             bucket.flat[0] = torch.nan
         super().average(bucket, comm)
@@ -103,7 +103,7 @@ class NanOnRank1(Blocking):
 class DriftsOnRank1(Blocking):
     """Rank 1 ends up with another mean than the others."""
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         super().average(bucket, comm)
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             bucket.flat[0] += 1

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.codec.buffers import Buffers
 from lab.codec.onebit import codec
+from lab.codec.scratch import ScratchBuffer
 
 LINE_BYTES = 128  # lines are multiples of it: NCCL and GPUs copy aligned memory in wide words
 
@@ -61,7 +61,12 @@ class Message:
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], size: int, lines: int, like: Tensor, buffers: Buffers
+        self,
+        matrices: Sequence[Matrix],
+        size: int,
+        lines: int,
+        like: Tensor,
+        buffers: ScratchBuffer,
     ) -> None:
         self.heights = [matrix.shard_rows(size) for matrix in matrices]
         self.columns = [matrix.columns for matrix in matrices]

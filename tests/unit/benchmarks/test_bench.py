@@ -22,7 +22,7 @@ from lab.benchmarks.views import show
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
 from lab.simulate.load import Sizes
@@ -107,7 +107,7 @@ def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
 class Forgetful(Exchange):
     """Broken: the last value of the last rank is left out."""
 
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank == comm.size - 1:
             bucket.flat[-1] += 1
         comm.all_reduce(bucket.flat)

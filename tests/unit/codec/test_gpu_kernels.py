@@ -20,7 +20,7 @@ from torch import nn
 from lab.codec.onebit import codec as onebit
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.bucket import Bucket, plan
+from lab.exchange.bucket import GradBucket, plan
 from lab.exchange.onebit import OneBit
 from lab.model.alexnet import alexnet
 
@@ -161,7 +161,7 @@ def test_a_step_of_alexnet_takes_three_launches_a_matrix(
     num_values = sum(shape.numel() for shape in shapes.values())
 
     def rank_main(comm: Comm) -> int:
-        exchange, bucket = OneBit(), Bucket(shapes, torch.zeros(num_values))
+        exchange, bucket = OneBit(), GradBucket(shapes, torch.zeros(num_values))
         exchange.average(bucket, comm)
         return len(exchange.matrices(bucket))
 
@@ -189,7 +189,8 @@ def test_an_exchange_by_these_kernels_is_the_cpus(
     def rank_main(comm: Comm) -> torch.Tensor:
         exchange = OneBit()
         buckets = [
-            Bucket(shapes, g[comm.rank].to(device, copy=True), s) for s, g in enumerate(gradients)
+            GradBucket(shapes, g[comm.rank].to(device, copy=True), s)
+            for s, g in enumerate(gradients)
         ]
         for bucket in buckets:
             exchange.average(bucket, comm)

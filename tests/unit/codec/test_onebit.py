@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lab.codec import build
-from lab.codec.buffers import Buffers
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit import native, reference
 from lab.codec.onebit.message import Matrix, Message
+from lab.codec.scratch import ScratchBuffer
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 BYTE = torch.empty(0, dtype=torch.uint8)
@@ -196,7 +196,7 @@ def test_all_repeat_the_reference(
 def test_rows_go_to_the_lines_of_a_message(implementation: Any) -> None:
     """Seven rows on three ranks: the last line is short, and its other rows stay as they are."""
     gradient, residual = inputs("normal", 7, 33)
-    message = Message([Matrix("w", 0, 7, 33)], 3, 3, BYTE, Buffers())
+    message = Message([Matrix("w", 0, 7, 33)], 3, 3, BYTE, ScratchBuffer())
     scales, bits = message.part(0)
     kept = residual.clone()
     implementation.encode(gradient, kept, "zero", scales, bits)
@@ -232,7 +232,7 @@ def test_a_fused_sum_is_decoding_adding_and_encoding(
 ) -> None:
     for rows, columns in ((1, 1), (2, 33), (3, 2050)):
         sent = [encode(reference, torch.randn(rows, columns), threshold) for _ in range(3)]
-        message_of_rows = Message([Matrix("w", 0, rows, columns)], 1, 3, BYTE, Buffers())
+        message_of_rows = Message([Matrix("w", 0, rows, columns)], 1, 3, BYTE, ScratchBuffer())
         scales, bits = message_of_rows.part(0)
         width = onebit.bit_bytes(columns)
         for rank, message in enumerate(sent):

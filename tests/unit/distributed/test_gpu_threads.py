@@ -13,7 +13,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import StreamWorker
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.onebit import OneBit
 from lab.exchange.topk import TopK
 from tests.support.worlds import one_of
@@ -66,7 +66,7 @@ def test_what_is_paid_back_stays_until_the_side_stream_has_read_it(
     top_k.residual["w"], one_bit.residual["w"], one_bit.shard_residual["w"] = owed
 
     def pay_back(comm: Comm) -> Tensor:
-        bucket = Bucket({"w": torch.Size((1, 64))}, torch.zeros(64))
+        bucket = GradBucket({"w": torch.Size((1, 64))}, torch.zeros(64))
         top_k.flush_residual(bucket, comm)
         one_bit.flush_residual(bucket, comm)
         return bucket.flat

@@ -12,7 +12,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.auto import Auto
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 
@@ -22,13 +22,13 @@ NUM_TRIED = 2 * (1 + 1)  # with one trial of each
 
 
 class SlowOneBit(OneBit):
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         time.sleep(0.02)
         super().average(bucket, comm)
 
 
 class SlowOnRank1(AllReduce):
-    def average(self, bucket: Bucket, comm: Comm) -> None:
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
         super().average(bucket, comm)
         time.sleep(0.02 * comm.rank)
 
@@ -37,7 +37,7 @@ def steps(exchange: Auto, gradients: Tensor, comm: Comm, first: int = 0) -> Tens
     """Exchange `gradients` [steps, ranks, values]; the sum of what was delivered to this rank."""
     delivered = torch.zeros(NUM_VALUES, dtype=torch.float64)
     for step, of_ranks in enumerate(gradients, start=first):
-        bucket = Bucket(SHAPES, of_ranks[comm.rank].clone(), step)
+        bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
         exchange.average(bucket, comm)
         delivered += comm.size * bucket.flat.double()
     return delivered

@@ -7,7 +7,7 @@ import torch
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, load
 from lab.simulate.costs import extra_bytes, payload_bytes
 from lab.simulate.load import Sizes
@@ -23,7 +23,7 @@ def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], list[to
     gradients = [torch.randn(SHAPE.numel()) for _ in range(size)]
 
     def rank_main(comm: Comm) -> tuple[torch.Tensor, int]:
-        bucket = Bucket({"w": SHAPE}, gradients[comm.rank].clone())
+        bucket = GradBucket({"w": SHAPE}, gradients[comm.rank].clone())
         build(node).average(bucket, comm)
         return bucket.flat, comm.traffic.payload_bytes
 

@@ -14,7 +14,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.int8 import Int8
 from lab.exchange.powersgd import PowerSGD
@@ -67,9 +67,9 @@ def exchange_steps(gradients: Tensor, make: Make) -> list[Ledger]:
     def rank_main(comm: Comm) -> Ledger:
         exchange = make()
         delivered = torch.zeros(NUM_VALUES, dtype=torch.float64)
-        bucket = Bucket(SHAPES, torch.empty(0))
+        bucket = GradBucket(SHAPES, torch.empty(0))
         for step, of_ranks in enumerate(gradients):
-            bucket = Bucket(SHAPES, of_ranks[comm.rank].clone(), step)
+            bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
             exchange.average(bucket, comm)
             delivered += comm.size * bucket.flat.double()
         finite = bool(bucket.flat.isfinite().all()) and (bucket.finite is None or bucket.finite)
@@ -152,7 +152,7 @@ def test_zeros_stay_zeros_and_do_no_harm(name: str) -> None:
 def test_a_bucket_of_one_value_or_none(name: str, num_values: int) -> None:
     def rank_main(comm: Comm) -> Tensor:
         flat = torch.full((num_values,), 1.5 + comm.rank)
-        ALL[name]().average(Bucket({"w": flat.shape}, flat), comm)
+        ALL[name]().average(GradBucket({"w": flat.shape}, flat), comm)
         return flat
 
     expected = torch.full((num_values,), 2.5)
@@ -173,9 +173,9 @@ def test_without_error_feedback_nothing_is_kept(name: str) -> None:
 def test_what_is_owed_is_paid_back_once(name: str) -> None:
     def rank_main(comm: Comm) -> None:
         exchange = WITH_FEEDBACK[name]()
-        exchange.average(Bucket(SHAPES, torch.randn(NUM_VALUES)), comm)
+        exchange.average(GradBucket(SHAPES, torch.randn(NUM_VALUES)), comm)
         owed = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
-        bucket = Bucket(SHAPES, torch.ones(NUM_VALUES), 1)
+        bucket = GradBucket(SHAPES, torch.ones(NUM_VALUES), 1)
         exchange.flush_residual(bucket, comm)
         torch.testing.assert_close(bucket.flat.double(), owed + 1)
         assert not exchange.residual
@@ -189,7 +189,7 @@ def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
     def rank_main(comm: Comm) -> tuple[list[float], dict[str, list[float]]]:
         exchange = TopK(ratio=0.25)
         own = [[1.0, -8, 2, 0, 4, 3, 2, 1], [6.0, 1, 1, 1, 2, 2, 8, 2]][comm.rank]
-        bucket = Bucket(shapes, torch.tensor(own))
+        bucket = GradBucket(shapes, torch.tensor(own))
         exchange.average(bucket, comm)
         return bucket.flat.tolist(), {n: r.tolist() for n, r in exchange.residual.items()}
 
@@ -222,7 +222,7 @@ def test_powersgd_delivers_a_matrix_of_low_rank_exactly() -> None:
 
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
         exchange = PowerSGD(rank=2)
-        bucket = Bucket(shapes, low_rank.flatten() * (1 + comm.rank))
+        bucket = GradBucket(shapes, low_rank.flatten() * (1 + comm.rank))
         exchange.average(bucket, comm)
         return bucket.flat, exchange.residual["w"]
 
@@ -239,9 +239,9 @@ def test_powersgd_finds_the_largest_directions_from_its_warm_start() -> None:
 
     def rank_main(comm: Comm) -> Tensor:
         exchange = PowerSGD(rank=2, error_feedback=False)
-        bucket = Bucket(shapes, matrix.flatten().clone())
+        bucket = GradBucket(shapes, matrix.flatten().clone())
         for _ in range(200):
-            bucket = Bucket(shapes, matrix.flatten().clone())
+            bucket = GradBucket(shapes, matrix.flatten().clone())
             exchange.average(bucket, comm)
         return bucket.flat.view_as(matrix)
 
@@ -277,7 +277,7 @@ def test_a_loaded_state_goes_on_in_the_same_bits(name: str) -> None:
             if step == 2:
                 resumed.load_state_dict(whole.state_dict())
             for exchange in (whole, resumed) if step >= 2 else (whole,):
-                bucket = Bucket(SHAPES, gradient.clone(), step)
+                bucket = GradBucket(SHAPES, gradient.clone(), step)
                 exchange.average(bucket, comm)
                 results.append(bucket.flat)
         return results

@@ -15,7 +15,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.grouping import MB
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
@@ -40,7 +40,7 @@ def average(
     def rank_main(comm: Comm) -> tuple[Tensor, int, int]:
         flat = gradients[comm.rank].flatten().clone()
         own = deepcopy(exchange)  # one object serves one rank
-        own.average(Bucket({"w": torch.Size(shape or flat.shape)}, flat), comm)
+        own.average(GradBucket({"w": torch.Size(shape or flat.shape)}, flat), comm)
         return flat, comm.traffic.payload_bytes, comm.traffic.num_messages
 
     return run_ranks(len(gradients), rank_main)
@@ -122,7 +122,9 @@ def test_chunks_are_as_large_as_the_library_likes_them(name: str) -> None:
         def rank_main(comm: Comm) -> int:
             comm.backend = backend
             exchange = build(config.exchange)
-            exchange.average(Bucket({"w": torch.Size((1000,))}, gradients[comm.rank].clone()), comm)
+            exchange.average(
+                GradBucket({"w": torch.Size((1000,))}, gradients[comm.rank].clone()), comm
+            )
             return comm.traffic.num_messages
 
         return max(run_ranks(4, rank_main))
@@ -144,7 +146,7 @@ def test_one_object_serves_buckets_of_many_sizes(exchange: type[Tree | DoubleTre
         results, one = [], exchange(chunk_mb=SMALL)
         for num_values in sizes:
             flat = torch.full((num_values,), float(comm.rank))
-            one.average(Bucket({"w": flat.shape}, flat), comm)
+            one.average(GradBucket({"w": flat.shape}, flat), comm)
             results.append(flat)
         return results
 
@@ -198,7 +200,7 @@ def test_onebit_sends_28_times_less_than_a_ring_on_alexnet() -> None:
     def rank_main(comm: Comm) -> int:
         generator = torch.Generator().manual_seed(comm.rank)
         flat = torch.randn(num_values, generator=generator)
-        OneBit().average(Bucket(shapes, flat), comm)
+        OneBit().average(GradBucket(shapes, flat), comm)
         return comm.traffic.payload_bytes
 
     ring = 8 * num_values * (size - 1) / size

@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.codec.onebit import codec as onebit
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.onebit import OneBit
 
 SHAPES = {"fc": (10, 70), "bias": (10,), "conv": (3, 20, 5, 5), "small": (5, 4)}
@@ -34,9 +34,9 @@ def exchange_steps(gradients: Tensor, **settings: object) -> list[Ledger]:
     def rank_main(comm: Comm) -> Ledger:
         exchange = OneBit(**settings)  # type: ignore[arg-type]
         delivered = torch.zeros(num_values, dtype=torch.float64)
-        bucket = Bucket(shapes, torch.empty(0))
+        bucket = GradBucket(shapes, torch.empty(0))
         for step in range(steps):
-            bucket = Bucket(shapes, gradients[step, comm.rank].clone(), step)
+            bucket = GradBucket(shapes, gradients[step, comm.rank].clone(), step)
             exchange.average(bucket, comm)
             delivered += size * bucket.flat.double()
         return Ledger(delivered, residual_of(exchange, bucket, comm), exchange)
@@ -44,7 +44,7 @@ def exchange_steps(gradients: Tensor, **settings: object) -> list[Ledger]:
     return run_ranks(size, rank_main)
 
 
-def residual_of(exchange: OneBit, bucket: Bucket, comm: Comm) -> Tensor:
+def residual_of(exchange: OneBit, bucket: GradBucket, comm: Comm) -> Tensor:
     """Both residuals that a rank holds, laid out like its bucket."""
     flat = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
     for matrix in exchange.matrices(bucket):
@@ -100,7 +100,7 @@ def exchange_steps_without_feedback() -> list[OneBit]:
     def rank_main(comm: Comm) -> OneBit:
         exchange = OneBit(error_feedback=False)
         for step in range(3):
-            exchange.average(Bucket({"w": torch.Size((4, 64))}, torch.randn(256), step), comm)
+            exchange.average(GradBucket({"w": torch.Size((4, 64))}, torch.randn(256), step), comm)
         return exchange
 
     return run_ranks(2, rank_main)
@@ -114,7 +114,7 @@ def test_a_gradient_that_is_not_finite_reaches_all(bad_rank: int) -> None:
         flat = torch.randn(384)
         if comm.rank == bad_rank:
             flat[100] = torch.nan
-        bucket = Bucket(shapes, flat)
+        bucket = GradBucket(shapes, flat)
         OneBit().average(bucket, comm)
         assert bucket.finite is not None
         return bool(bucket.finite), bool(bucket.flat.isfinite().all())
@@ -127,7 +127,7 @@ def test_what_travels_exactly_is_looked_at_too(settings: dict[str, int]) -> None
     def rank_main(comm: Comm) -> bool:
         exchange = OneBit(**settings)  # type: ignore[arg-type]
         shapes = {"w": torch.Size((6, 64)), "bias": torch.Size((6,))}
-        bucket = Bucket(shapes, torch.randn(390), 1)
+        bucket = GradBucket(shapes, torch.randn(390), 1)
         if comm.rank == 1:
             bucket.flat[-1] = torch.inf
         exchange.average(bucket, comm)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm, Handle, Transfer
 from lab.distributed.thread_comm import ThreadComm, run_ranks
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.grouping import MB
 from lab.exchange.ring import Ring
 from lab.exchange.star import Star
@@ -78,7 +78,7 @@ def average_late(exchange: Callable[[], Exchange], size: int) -> list[tuple[Tens
         assert isinstance(comm, ThreadComm)
         late = LateComm(comm)
         flat = torch.full((400,), float(comm.rank))
-        exchange().average(Bucket({"w": flat.shape}, flat), late)
+        exchange().average(GradBucket({"w": flat.shape}, flat), late)
         return flat, late.batches
 
     return run_ranks(size, rank_main)

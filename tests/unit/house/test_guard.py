@@ -14,7 +14,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from tests.support.guard import Guard
@@ -56,7 +56,7 @@ class Doing(AllReduce):
         super().__init__()
         self.deed = deed
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)
         self.deed(bucket.flat)
 

@@ -13,7 +13,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import Bucket, GradBucket, plan
+from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 
@@ -42,7 +42,7 @@ class Recording(AllReduce):
         super().__init__()
         self.seen: list[str] = []
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.seen.append(next(iter(bucket.shapes)))
         return super().stages(bucket, comm)
 
@@ -258,7 +258,7 @@ def test_hooks_are_gone_on_exit() -> None:
 
 def test_error_of_an_exchange_reaches_finish() -> None:
     class Broken(AllReduce):
-        def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+        def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
             raise ConnectionError("peer is gone")
 
     def rank_main(comm: Comm) -> None:
@@ -286,7 +286,7 @@ def test_loss_scale_is_taken_off_before_the_exchange() -> None:
     torch.testing.assert_close(plain, unscaled)
 
 
-def sizes_of(buckets: list[GradBucket]) -> list[list[str]]:
+def sizes_of(buckets: list[BucketPlan]) -> list[list[str]]:
     return [list(bucket.parameters) for bucket in buckets]
 
 
@@ -348,7 +348,7 @@ def test_gradients_keep_the_memory_layout_of_their_parameters(channels_last_grad
     weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     weight.grad = torch.randn(2, 3, 4, 4).to(memory_format=layout)
     expected = weight.grad.clone()
-    bucket = GradBucket({"w": weight}).pack(0)
+    bucket = BucketPlan({"w": weight}).pack(0)
     assert torch.equal(bucket.flat, expected.permute(0, 2, 3, 1).flatten())
     bucket.flat.mul_(2)
     assert torch.equal(weight.grad, 2 * expected)

@@ -16,7 +16,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.exchange.none import NoExchange
 from lab.measure.statistics import round_means
 from lab.sync.base import SyncParts
@@ -179,7 +179,7 @@ def test_mean_of_states_keeps_types_and_memory_order() -> None:
 
 def test_what_an_exchange_finds_not_finite_is_told_and_shows_in_the_weights() -> None:
     class Looking(AllReduce):
-        def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+        def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
             yield from super().stages(bucket, comm)
             bucket.finite = bucket.flat.isfinite().all()
 

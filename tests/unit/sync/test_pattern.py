@@ -14,7 +14,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import Bucket
+from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, choices_of, load
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import OF_CLASS, UNKNOWN, Begin, Leg, pattern_of
@@ -70,7 +70,7 @@ class Noting(AllReduce):
         super().__init__()
         self.now, self.ran = "", list[str]()
 
-    def stages(self, bucket: Bucket, comm: Comm) -> Iterator[Collective]:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.ran.append(self.now)
         return super().stages(bucket, comm)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Buffers:
+class ScratchBuffer:
     """A reusable scratch buffer: avoids page faults from fresh allocations."""
 
     def __init__(self) -> None:
