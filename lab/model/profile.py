@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from typing import Any, TypeGuard, TypeVar
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: on this host replayed layers take longer by it
@@ -216,7 +217,11 @@ def shapes(values: int) -> dict[str, tuple[int, ...]]:
     over: as in an FC layer, whose rows 1-bit SGD quantises. Those left over are a bias. A layer of
     fewer than 1024 values is a bias alone.
     """
-    columns = min(COLUMNS, key=lambda columns: values % columns)
-    rows, rest = divmod(values, columns)
+    rows, rest = divmod(values, columns := _columns(values))
     weight = {"weight": (rows, columns)} if rows else {}
     return weight | ({"bias": (rest,)} if rest else {})
+
+
+@cache  # a fit asks the same of the same few layers thousands of times
+def _columns(values: int) -> int:
+    return min(COLUMNS, key=lambda columns: values % columns)
