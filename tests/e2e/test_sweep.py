@@ -33,7 +33,7 @@ def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path:
     # The same study with one cell that cannot fit into memory: only that one runs.
     more = command(
         "lab.sweep", "study=s", "strategy=onebit", "world_size=1", "model=mlp",
-        "model.hidden=[9000000,9000000]", *QUICK,
+        "model.hidden=[1,900000000000000]", *QUICK,
     )  # fmt: skip
     assert more.code == 1  # none of its cells is done
     assert "oom: rank 0" in more.out
@@ -60,7 +60,7 @@ def test_killed_sweep_leaves_nothing_running_and_goes_on(
     command: Command, environment: dict[str, str], tmp_path: Path
 ) -> None:
     cells_of_seconds = (*QUICK[:-1], "steps=300")
-    grid = ("study=s", "strategy=none,overlap,onebit", "world_size=2", *cells_of_seconds)
+    grid = ("study=s", "strategy=none,overlap", "world_size=2", *cells_of_seconds)
     sweep = subprocess.Popen(
         [sys.executable, "-m", "lab.sweep", *grid],
         cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
@@ -75,17 +75,9 @@ def test_killed_sweep_leaves_nothing_running_and_goes_on(
     again = command("lab.sweep", *grid)
     assert again.code == 0, again.err
     assert again.out.count("done already") == 1
-    assert "3 of 3 cells done" in again.out
+    assert "2 of 2 cells done" in again.out
     assert {path: record(path)["started_at"] for path in done} == done
     assert not psutil.wait_procs(children, timeout=10)[1]
-
-
-def test_a_cell_that_takes_too_long_is_a_timeout(command: Command, tmp_path: Path) -> None:
-    grid = ("study=s", "strategy=none", "steps=1000000", *QUICK[:-1], "cell_timeout_s=3")
-    done = command("lab.sweep", *grid)
-    assert "timeout: cell_timeout_s=3" in done.out
-    (cell,) = cells(tmp_path / "runs/s")
-    assert record(cell)["status"] == "timeout"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,7 @@ def test_repeats_are_the_outermost_loop() -> None:
     assert [cell.strategy for cell in study.cells[:4]] == ["none", "tree"] * 2
 
 
-def test_interrupted_sweep_runs_the_cell_anew(
+def test_interrupted_sweep_runs_the_cell_anew_and_ends_one_that_takes_too_long(
     command: Command, environment: dict[str, str], tmp_path: Path
 ) -> None:
     line = [sys.executable, "-m", "lab.sweep", "study=s", "strategy=none", "steps=1000000"]
@@ -151,3 +143,4 @@ def test_interrupted_sweep_runs_the_cell_anew(
 
     again = command("lab.sweep", *line[3:], *QUICK[:-1], "cell_timeout_s=3")
     assert "timeout: cell_timeout_s=3" in again.out  # it ran anew, from the start
+    assert record(cell)["status"] == "timeout"
