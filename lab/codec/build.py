@@ -16,18 +16,18 @@ import warnings
 from pathlib import Path
 
 OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
-# Processor levels as torch names them, and what each lets the compiler use.
+# Processor levels as torch names them, and the compiler options of each.
 LEVELS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 
 
 @functools.cache
 def load(source: Path, level: str) -> ctypes.CDLL | None:
-    """The library of a C++ source; None, and one warning, where it cannot be built.
+    """Compile and load a C++ source; return None, after one warning, if it cannot be built.
 
     Args:
-        source: self-contained, or the cache misses a change: headers next to it are not watched.
-        level: as torch.backends.cpu.get_cpu_capability names it, which heeds ATEN_CPU_CAPABILITY.
-            One that is not in LEVELS gets instructions that every processor has.
+        source: must be self-contained: the cache does not notice changes of headers next to it.
+        level: from torch.backends.cpu.get_cpu_capability, which respects ATEN_CPU_CAPABILITY. A
+        level outside LEVELS gets instructions that every processor has.
     """
     try:
         return ctypes.CDLL(str(_compiled(source, (*OPTIONS, *LEVELS.get(level, ())))))
@@ -38,14 +38,14 @@ def load(source: Path, level: str) -> ctypes.CDLL | None:
 
 
 def warn_slow(reason: str) -> None:
-    """Say, in one line on the first rank of a host, why a codec falls back to plain torch."""
+    """Warn, in one line on the first rank of a host, why a codec falls back to plain torch."""
     text = f"{reason}; plain torch is used, which is many times slower"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler: CXX, c++ or g++."""
+    """Return the command of the C++ compiler: CXX, c++ or g++."""
     return shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or "g++"]
 
 
@@ -55,7 +55,7 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
     library = cache / name
     if not library.exists():
-        # Ranks that start together each build it, and the last one's stays: all are the same.
+        # Ranks that start together all build it; the last build stays, and all are equal.
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             fresh = Path(folder) / name
             line = [*command, *options, str(source), "-o", str(fresh)]
@@ -65,12 +65,12 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
 
 
 def _cache() -> Path:
-    """The user's cache folder, or if that cannot be written, a private one in /tmp.
+    """Return the user's cache folder or, if it is not writable, a private one in /tmp.
 
     Raises:
-        OSError: somebody else has made the latter, or could write to it.
+        OSError: another user owns the latter, or can write to it.
     """
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaling-lab"
         cache.mkdir(parents=True, exist_ok=True)
         if os.access(cache, os.W_OK):
@@ -79,5 +79,5 @@ def _cache() -> Path:
     cache.mkdir(mode=0o700, exist_ok=True)
     status = cache.lstat()  # libraries loaded from here run as this user
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise OSError(f"{cache} is not a folder of this user alone")
+        raise OSError(f"{cache} is not a folder that only this user can write")
     return cache

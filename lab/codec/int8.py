@@ -1,10 +1,10 @@
 """Eight bits per value between the smallest and the largest of its block: ByteGrad's codec.
 
 A record encodes one block: its smallest value and the step between two levels, both float32, then
-a byte for each value (Bagua's MinMaxUInt8, which sends the largest value instead of
-the step). Rounding is to the nearest level, upwards from the middle, so a finite value is off by
-half a step at most, and a block of equal values by nothing. A block that holds a value that is not
-finite decodes to values none of which is.
+a byte for each value (as Bagua's MinMaxUInt8, which sends the largest value instead of the step).
+Values are rounded to the nearest level, halves upwards, so a finite value is off by at most half a
+step, and a block of equal values is exact. A block with a non-finite value decodes to non-finite
+values only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def encode(values: Tensor, records: Tensor) -> None:
     """Write `values` to the first of `records`.
 
     Args:
-        values: float32 [n], overwritten: their memory is where levels are computed.
+        values: float32 [n], overwritten: levels are computed in their memory.
         records: uint8 [at least ceil(n / block), HEADER_BYTES + block].
     """
     blocks, tail = _in_blocks(values, records)
     _encode(blocks, records[: len(blocks)])
-    if len(tail):  # filled up with its last value, which moves neither end of the range
+    if len(tail):  # padded with its last value, which keeps the range
         filled = F.pad(tail[None], (0, blocks.shape[1] - len(tail)), mode="replicate")
         _encode(filled, records[len(blocks) : len(blocks) + 1])
 
@@ -55,7 +55,7 @@ def _encode(blocks: Tensor, records: Tensor) -> None:
     low.copy_(blocks.amin(dim=1, keepdim=True))
     step.copy_((blocks.amax(dim=1, keepdim=True) - low).div_(LEVELS - 1).clamp_(SMALLEST_STEP))
     half = torch.full((), 0.5, device=blocks.device)
-    # Becoming a byte cuts the fraction off, so with the half it rounds.
+    # Conversion to a byte truncates; with the half added it rounds.
     torch.addcdiv(half, blocks.sub_(low), step, out=blocks)
     records[:, HEADER_BYTES:].copy_(blocks)
 

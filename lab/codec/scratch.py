@@ -15,7 +15,7 @@ class ScratchBuffer:
         self._memory = torch.empty(0)
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
-        """Return uninitialised memory like `like`; memory that was taken before becomes void."""
+        """Return uninitialised memory like `like`; earlier memory becomes invalid."""
         num_values = math.prod(shape)
         fits = self._memory.dtype == like.dtype and self._memory.device == like.device
         if not fits or self._memory.numel() < num_values:

@@ -1,6 +1,6 @@
-"""One bit per value, its sign, and one magnitude for all of them: the codec of EF-SignSGD.
+"""One sign bit per value, and one magnitude for all: the codec of EF-SignSGD.
 
-It decodes as 1-bit SGD does, with the two reconstruction values of all rows alike.
+It decodes as 1-bit SGD does, with the same two reconstruction values for all rows.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lab.codec.onebit import codec as onebit
 
-# Eight bytes that are 0 or 1, as one number times this, have their bits in its highest byte, the
-# first lowest.
+# Eight bytes of 0 or 1, read as one integer and multiplied by this, leave their bits in the highest
+# byte, the first bit lowest.
 GATHER_BITS = 0x0102040810204080
-ROW_VALUES = 8192  # the 1-bit codec shares out rows among threads: enough rows, not too short
+ROW_VALUES = 8192  # the 1-bit codec divides rows among threads: enough rows, not too short
 
 
 def bit_bytes(num_values: int) -> int:
@@ -25,8 +25,8 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
     """Encode `values`, float32 [n], as a magnitude and signs.
 
     Returns:
-        The mean magnitude, float32 [], not finite where a value is not; and the sign bits, 1 for
-        negative values, least significant first, uint8 [bit_bytes(n)].
+        The mean magnitude, float32 [], non-finite if a value is; and the sign bits, 1 for negative
+        values, least significant first, uint8 [bit_bytes(n)].
     """
     flags = torch.zeros(8 * bit_bytes(len(values)), dtype=torch.bool, device=values.device)
     torch.signbit(values, out=flags[: len(values)])

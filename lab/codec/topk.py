@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-SAMPLE_EVERY = 257  # odd, and no divisor of usual widths
+SAMPLE_EVERY = 257  # odd, and not a divisor of usual widths
 
 
 def largest(values: Tensor, count: int) -> Tensor:
@@ -32,10 +32,10 @@ def _topk(values: Tensor, count: int) -> Tensor:
 
 
 def _above_sampled_threshold(values: Tensor, count: int) -> Tensor:
-    """Return indices of somewhat more than `count` of the largest; few if the sample misleads.
+    """Return the indices of somewhat more than `count` largest values; fewer after a bad sample.
 
-    On a CPU topk goes through all values several times. To select among those above a threshold
-    that a sample gives is the sampling of Deep Gradient Compression (Lin et al. 2018, section 3).
+    On a CPU topk reads all values several times. Deep Gradient Compression (Lin et al. 2018,
+    section 3) therefore selects among the values above a threshold taken from a sample.
     """
     sample = values[::SAMPLE_EVERY].abs()
     place = math.ceil(1.25 * count / SAMPLE_EVERY) + 4

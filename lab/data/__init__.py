@@ -12,13 +12,13 @@ from lab.data.sampler import GlobalSampler
 
 
 class Data(Protocol):
-    """Samples of an input and its target, on the device that they were made for.
+    """A data set: samples of an input and its target, on the device of the run.
 
     Attributes:
         unit: the name of one sample, as in "image".
         input_shape: shape of one input, (C, H, W) of an image.
         input_dtype: of inputs.
-        num_classes: targets are indices from 0 to num_classes - 1; None: they are no indices.
+        num_classes: targets are indices from 0 to num_classes - 1; None: they are not indices.
         num_train, num_test: number of samples of each part, over all ranks.
     """
 
@@ -30,17 +30,17 @@ class Data(Protocol):
     num_test: int
 
     def targets(self) -> tuple[Tensor, Tensor]:
-        """Training and test targets [samples, ...], for a check before the first step.
+        """Return training and test targets [samples, ...], for a check before the first step.
 
-        Parts are enough where reading all of them would take long.
+        Subsets are enough if reading all of them would take long.
         """
         ...
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield endless batches: inputs [samples, *input_shape] and targets [samples, ...].
 
-        They hold this rank's samples, in the order of `sampler`, and depend on nothing but that
-        and the seed of the data.
+        They hold this rank's samples in the order of `sampler`, and depend only on that and the
+        seed of the data.
         """
         ...
 

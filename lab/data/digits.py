@@ -64,7 +64,7 @@ def rotated_digits(
 
 
 def _load(size: object) -> tuple[Tensor, Tensor, int]:
-    """Read images float32 [n, 1, size, size], classes int64 [n], and the number at the end to test.
+    """Read images float32 [n, 1, size, size], classes int64 [n], and the number of test images.
 
     Images are resized, not normalised.
     """

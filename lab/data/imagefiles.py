@@ -44,7 +44,7 @@ class ImageFiles(Dataset):
             rng = np.random.default_rng([self.augment_seed, epoch, index])
         try:
             return decode(path, self.size, rng), label
-        except Exception as error:  # Pillow's decoders raise whatever they stumble over
+        except Exception as error:  # Pillow's decoders raise many types
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             return CorruptImage(f"data.path: cannot read the image {path}: {reason}")
 
@@ -52,7 +52,7 @@ class ImageFiles(Dataset):
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor] | CorruptImage:
     """Stack pixels uint8 [batch, 3, size, size] and labels int64 [batch].
 
-    A corrupt image is returned in their place.
+    If an image is corrupt, it is returned instead.
     """
     images, labels = [], []
     for sample in samples:
@@ -67,7 +67,7 @@ def decode(path: str, size: int, rng: np.random.Generator | None) -> Tensor:
     """Return pixels uint8 [3, size, size]: a random crop, maybe mirrored; without `rng` the centre.
 
     Raises:
-        Exception: of whatever kind; the file is no readable image.
+        Exception: of any type; the file is not a readable image.
     """
     with warnings.catch_warnings(action="ignore"), Image.open(path) as file:
         image = file.convert("RGB")
@@ -81,7 +81,7 @@ def decode(path: str, size: int, rng: np.random.Generator | None) -> Tensor:
 def random_crop(width: int, height: int, rng: np.random.Generator) -> Box:
     """Draw a box with 8 to 100 % of the area and an aspect ratio from 3/4 to 4/3.
 
-    The largest centred square if ten draws do not fit (a very long image).
+    If ten draws do not fit (a very long image), return the largest centred square.
     """
     for _ in range(10):
         area = width * height * rng.uniform(0.08, 1)

@@ -19,7 +19,7 @@ from lab.data.sampler import GlobalSampler
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's RGB values, in 0 to 1
 STD = (0.229, 0.224, 0.225)
-HOLD_OUT = 10  # one in so many images of a class is for testing where no folder says which
+HOLD_OUT = 10  # without a test folder, one in this many images of a class is for testing
 
 
 class ImageFolder:
@@ -39,7 +39,7 @@ class ImageFolder:
         augment: false treats training images as test images.
 
     Raises:
-        ValueError: an argument out of range, or a folder without what it needs.
+        ValueError: an argument out of range, or a folder with missing content.
     """
 
     num_classes: int | None
@@ -70,7 +70,7 @@ class ImageFolder:
         self._std = 255 * torch.tensor(STD, device=device).view(3, 1, 1)
 
     def targets(self) -> tuple[Tensor, Tensor]:
-        """See lab.data.Data. All of them: file names tell the class."""
+        """See lab.data.Data. Return all targets: folder names give the classes."""
         train, test = (
             torch.tensor([label for _, label in part.files])
             for part in (self.train_images, self.test_images)
@@ -91,7 +91,7 @@ class ImageFolder:
     def test_batches(
         self, rank: int, world_size: int, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See lab.data.Data. The workers end with the batches, after every evaluation.
+        """See lab.data.Data. The workers end after the last batch of each evaluation.
 
         Raises:
             CorruptImage: a file cannot be decoded.
@@ -112,7 +112,7 @@ class ImageFolder:
                 worker_init_fn=_detach,
                 # Forking a process with threads (of NCCL, of autograd) may deadlock the child.
                 multiprocessing_context="spawn" if self._workers else None,
-                # Its own: drawing from torch's would change dropout, and so break exact resuming.
+                # Drawing from torch's own generator would change dropout and break exact resuming.
                 generator=torch.Generator(),
             )
 
@@ -169,11 +169,11 @@ def _labelled(files: dict[str, list[str]], classes: list[str]) -> list[File]:
 
 
 def _detach(worker: int) -> None:
-    """Make this worker end when its parent says so, and in no other way.
+    """Make this worker end only when its parent tells it to.
 
     A signal from a terminal or torchrun goes to the whole process group; a worker that died of it
-    would fail a run that its parent is about to end in good order. And at its end a worker must
-    not finalise the interpreter, where torch's threads may abort it: forked workers do not either.
+    would fail a run that its parent is about to end in good order. Also, a worker must not finalise
+    the interpreter, where torch's threads may abort it; forked workers do not either.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

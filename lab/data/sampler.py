@@ -1,4 +1,4 @@
-"""The order in which samples are trained on, and each rank's share of it."""
+"""The order of training samples, and each rank's share of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class GlobalSampler:
-    """Yields this rank's share of an endless stream of samples, which no world size changes.
+    """This rank's share of an endless stream of samples that does not depend on the world size.
 
     The stream is one permutation of all samples after another, the one of epoch e drawn from
     (seed, e). Global batch k begins at sample `start + k * batch_size` of the stream, so it may
@@ -16,8 +16,8 @@ class GlobalSampler:
 
     Args:
         num_samples: samples of one epoch.
-        batch_size: global.
-        rank, world_size: whose share.
+        batch_size: global batch size.
+        rank, world_size: the share to yield.
         seed: of all permutations.
         start: samples of the stream that earlier runs have used.
 

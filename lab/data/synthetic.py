@@ -1,4 +1,4 @@
-"""Noise in the shape of images: it serves to measure, as nothing can be learnt from it."""
+"""Noise in the shape of images, for measurements only: nothing can be learnt from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def synthetic(
     num_classes: int = 10,
     num_images: int = 1024,
 ) -> TensorData:
-    """Return standard normal images with random labels; an eighth as many again to test on.
+    """Return standard normal images with random labels, and an eighth as many for testing.
 
     Args:
         seed: of images and labels; the same on all ranks.

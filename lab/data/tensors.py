@@ -13,11 +13,11 @@ from lab.data.sampler import GlobalSampler
 
 
 class TensorData:
-    """Inputs and targets that are on the device already.
+    """Inputs and targets that are already on the device.
 
     Args:
         train: inputs [num_train, ...] and targets [num_train, ...].
-        test: likewise [num_test, ...].
+        test: the same with [num_test, ...].
         unit, num_classes: see lab.data.Data.
     """
 
@@ -39,7 +39,7 @@ class TensorData:
         self.num_classes = num_classes
 
     def targets(self) -> tuple[Tensor, Tensor]:
-        """See lab.data.Data. All of them."""
+        """See lab.data.Data. Return all targets."""
         return self._train[1], self._test[1]
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
@@ -61,10 +61,10 @@ class TensorData:
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return `values` on `device`: on a CPU the same memory, else a copy that no host waits for.
+    """Return `values` on `device`: on a CPU the same memory, else an asynchronous copy.
 
-    Only pinned memory can be copied so. It may be dropped at once: torch's allocator does not hand
-    it out again before the device has read it.
+    Only pinned memory can be copied asynchronously. It may be freed at once: torch's allocator does
+    not reuse it before the device has read it.
     """
     tensor = torch.from_numpy(values)
     if device.type == "cpu":

@@ -1,1 +1,1 @@
-"""Ranks: how they find each other, what they talk over, and where exchanges run."""
+"""Ranks: rendezvous, communication, and the workers that run exchanges."""

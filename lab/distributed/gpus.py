@@ -117,6 +117,6 @@ def _check_capability(device: str, index: int) -> None:
     built_for = [int(name[3:].rstrip("af")) for name in torch.cuda.get_arch_list() if "sm_" in name]
     if built_for and 10 * major + minor < min(built_for):
         raise ValueError(
-            f"device={device}: GPU {index} is of capability {major}.{minor}, older than any that "
-            f"{torch_build()} knows; {REMEDY}"
+            f"device={device}: GPU {index} has capability {major}.{minor}, older than any that "
+            f"{torch_build()} supports; {REMEDY}"
         )

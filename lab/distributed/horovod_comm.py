@@ -1,6 +1,6 @@
 """Comm over Horovod, and the rendezvous of ranks that horovodrun started.
 
-Horovod, which `make horovod` builds, is imported here alone.
+Horovod, which `make horovod` builds, is imported only here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def horovod() -> ModuleType:
     try:
         import horovod.torch as hvd  # type: ignore[import-not-found]  # make horovod builds it
     except ImportError as error:
-        raise ValueError(f"comm=horovod: Horovod is not here ({error}); make horovod") from None
+        raise ValueError(f"comm=horovod: Horovod is missing ({error}); make horovod") from None
     return hvd
 
 
@@ -41,7 +41,7 @@ class HorovodComm(Comm):
     """
 
     backend = "horovod"
-    no_send_recv = "Horovod has collectives alone; use comm=torch"
+    no_send_recv = "Horovod has collectives only; use comm=torch"
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -54,7 +54,7 @@ class HorovodComm(Comm):
         return Done()
 
     def _iall_gather(self, output: Tensor, tensor: Tensor) -> Done:
-        # One row a rank: Horovod concatenates along the first dimension.
+        # One row per rank: Horovod concatenates along the first dimension.
         gathered = self._hvd.allgather(tensor.view(1, -1), name=_name("all_gather", tensor))
         output.copy_(gathered.view_as(output))
         return Done()
@@ -73,11 +73,11 @@ def connect(place: RankInfo, device: torch.device, backend: str, limit: timedelt
     """Join Horovod's ranks, and a Gloo group of torch for control messages outside measurements.
 
     Raises:
-        ValueError: Horovod is missing, did not start these ranks, cannot use their device, or was
-            asked for a backend.
+        ValueError: Horovod is missing, did not start these ranks or cannot use their device; or
+            `backend` is not "auto".
     """
     if backend != "auto":
-        raise ValueError(f"backend={backend}: comm=horovod brings its own, leave backend=auto")
+        raise ValueError(f"backend={backend}: comm=horovod has its own; leave backend=auto")
     hvd = horovod()
     hvd.init()
     if hvd.size() != place.size:
@@ -102,7 +102,7 @@ def find_rank_info() -> RankInfo:
     hvd = horovod()
     hvd.init()
     rank, size, local_size = hvd.rank(), hvd.size(), hvd.local_size()
-    # Only ranks that other hosts must reach listen on anything but the loopback interface.
+    # Listen on other interfaces than loopback only if other hosts must reach this rank.
     host = os.environ["HOROVOD_HOSTNAME"] if local_size < size else "127.0.0.1"
     listener = socket.create_server((host, 0)) if rank == 0 else None
     address = f"{host} {listener.getsockname()[1]}" if listener else ""

@@ -30,7 +30,7 @@ def end_on_signals(command: str) -> None:
         if is_first_rank():
             line = f"{command}: error: stopped by {name} before the run had begun\n"
             os.write(sys.stderr.fileno(), line.encode())
-        os._exit(1)  # and not 75: a job whose time ends here would be requeued for ever
+        os._exit(1)  # not 75: a job whose time ends here would be requeued forever
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, end)
@@ -43,6 +43,6 @@ def launch_id(arguments: list[str]) -> str | None:
     starts cannot be read: torchrun counts only the failures that each node saw.
     """
     job = os.environ.get("LAB_JOB") or os.environ.get("TORCHELASTIC_RUN_ID")
-    if job is None or job == "none":  # torchrun's name for a job that was given none
+    if job is None or job == "none":  # torchrun's name for a job without an id
         return None
     return " ".join([job, *arguments])

@@ -35,7 +35,7 @@ def variables(
     if algorithm is not None:
         algorithm = _one_of(ALGORITHMS, "nccl_algo", algorithm)
         if algorithm not in ON_GPUS and protocol not in (None, "Simple"):
-            raise ValueError(f"comm.nccl_proto={protocol}: {algorithm} has Simple alone")
+            raise ValueError(f"comm.nccl_proto={protocol}: {algorithm} has only Simple")
         if algorithm not in ON_GPUS and deterministic:
             raise ValueError(
                 f"comm.nccl_algo={algorithm}: sums in a switch, in no order that "

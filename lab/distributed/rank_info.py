@@ -1,4 +1,4 @@
-"""Who this rank is, and the store where all ranks meet."""
+"""RankInfo: this rank's number and host-local number, and the store that all ranks share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank among those that were started together.
+    """One rank among those started together.
 
     Attributes:
         launcher: "torchrun", "horovodrun", "python" (no launcher, one rank), or "env" (something

@@ -33,7 +33,7 @@ def require_like_gpus(who: str, world: World) -> None:
     if len(ranks_with) > 1:
         kinds = ", ".join(f"{kind} (ranks {ranks})" for kind, ranks in ranks_with.items())
         raise ValueError(
-            f"{who}: every rank computes the same, to the bit, so GPUs must be of one kind, and "
+            f"{who}: every rank must compute the same bits, so GPUs must be of one kind, and "
             f"these are {kinds}; start ranks on one kind, or choose another exchange"
         )
 
@@ -64,14 +64,14 @@ def replica_hash(model: nn.Module, world: World) -> str:
     """
     names = [name for name, _ in model.named_parameters()]
     digests = [_digest(parameter) for parameter in model.parameters()]
-    own = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
-    everyones = world.gather(own)  # [ranks, parameters, 32]
+    hashes = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
+    all_hashes = world.gather(hashes)  # [ranks, parameters, 32]
     for index, name in enumerate(names):
-        same = (everyones[:, index] == everyones[0, index]).all(dim=1)
+        same = (all_hashes[:, index] == all_hashes[0, index]).all(dim=1)
         if not same.all():
             ranks = [rank for rank, equal in enumerate(same.tolist()) if not equal]
             raise ReplicaMismatch(
-                f"replicas differ: {name} on ranks {ranks} is not what rank 0 has"
+                f"replicas differ: {name} on ranks {ranks} is not equal to rank 0's"
             )
     return hashlib.sha256(b"".join(digests)).hexdigest()
 

@@ -120,7 +120,7 @@ def connect(
         raise ValueError("backend=nccl: needs GPUs; on CPUs use backend=gloo")
     for name, value in (("nccl_algo", nccl_algo), ("nccl_proto", nccl_proto)):
         if value is not None and backend != "nccl":
-            raise ValueError(f"comm.{name}={value}: NCCL's, but these ranks talk over {backend}")
+            raise ValueError(f"comm.{name}={value}: is for NCCL, but these ranks use {backend}")
     if backend == "nccl":
         settings = nccl.variables(nccl_algo, nccl_proto, deterministic)
         with nccl.told(settings):

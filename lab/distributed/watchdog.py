@@ -105,7 +105,7 @@ class Watchdog:
     def publish(self, failure: Failure) -> Failure:
         """Tell all ranks why this one fails; return the first failure that any rank published.
 
-        If the store has died with its owner, return this rank's own.
+        If the store is gone with the process that held it, return `failure`.
         """
         try:
             return _publish(self._main_store, failure)
@@ -141,7 +141,7 @@ class Watchdog:
                 failure = _read_failure(self._store)
             except dist.DistError as error:
                 failure = Failure("failed", f"rank {self._rank} lost the launcher: {_first(error)}")
-            except RuntimeError as error:  # of the device, when its events are queried
+            except RuntimeError as error:  # from the device, when its events are queried
                 failure = Failure("failed", f"rank {self._rank}: {_first(error)}")
             if failure is not None:
                 failed_at = failed_at or time.monotonic()
@@ -197,8 +197,8 @@ class Watchdog:
 
     def _doing(self) -> str:
         current = (self.worker and self.worker.oldest()) or self._waits.current()
-        what = f"waits in {current[0]}" if current else "is outside any exchange"
-        return f"rank {self._rank} {what} at step {self._steps_begun - 1}"
+        state = f"waits in {current[0]}" if current else "is outside any exchange"
+        return f"rank {self._rank} {state} at step {self._steps_begun - 1}"
 
 
 def _publish(store: dist.Store, failure: Failure) -> Failure:

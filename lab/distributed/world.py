@@ -19,21 +19,21 @@ from lab.distributed.gpus import pick_device
 from lab.distributed.rank_info import RankInfo
 from lab.distributed.torch_comm import all_gather_flat
 
-NUM_BARRIERS = 9  # to compare clocks; the median counts
-LIBRARY_MARGIN_S = 10.0  # the watchdog, which can name the rank that hangs, is to be first
+NUM_BARRIERS = 9  # to compare clocks; their median is used
+LIBRARY_MARGIN_S = 10.0  # the watchdog comes first: it can name the rank that hangs
 
 _counted = False  # whether this process has registered in the store
 
 
 class Waits:
-    """What a rank waits in outside any exchange, and since when."""
+    """A rank's current wait outside any exchange, and its begin."""
 
     def __init__(self) -> None:
         self._current: tuple[str, float] | None = None
 
     @contextmanager
     def of(self, label: str) -> Iterator[None]:
-        """Note `label` for as long as the context lasts."""
+        """Record `label` as the current wait while the context lasts."""
         self._current = label, time.monotonic()
         yield
         self._current = None
@@ -54,7 +54,7 @@ class World:
         comm: collectives of the exchanges.
         control: a Gloo group for small messages outside measurements.
         num_hosts: number of hosts that the ranks run on.
-        waits: what this rank waits for in `control`.
+        waits: this rank's current wait in `control`.
     """
 
     place: RankInfo

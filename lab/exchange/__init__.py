@@ -1,1 +1,1 @@
-"""THE SUBJECT: buckets of gradients, when they are exchanged, and one file per exchange."""
+"""The lab's subject: gradient buckets, and one file for each exchange."""

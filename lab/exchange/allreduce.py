@@ -14,15 +14,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class AllReduce(Staged):
-    """Sum over the ranks by the library, on the wire as `dtype`, then divide by their number.
+    """The library's all-reduce: sums gradients as `dtype`, divided by the number of ranks.
 
     Args:
-        dtype: "float32", or for half the bytes "bfloat16" or "float16". The division comes first
-            then, so that the sum of many ranks keeps the size of one gradient. float16 has three
-            bits more, and a range of 6e-8 to 65504: above it is infinity, below it zero.
+        dtype: "float32"; "bfloat16" and "float16" halve the bytes. Gradients are divided before
+            they are summed, so that the sum stays in range. float16 has three more bits of
+            precision, but its range is 6e-8 to 65504: larger values become infinite, smaller zero.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: `dtype` is not one of these.
     """
 
     takes_divided = True

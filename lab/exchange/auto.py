@@ -1,4 +1,4 @@
-"""Compression where it pays: a cost gate for each bucket."""
+"""Compress only the buckets where measured time shows that it pays."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lab.measure.clock import Mark, mark, seconds
 
 
 class Auto(Exchange):
-    """Averages a bucket by whichever of two exchanges is faster here.
+    """The faster of two exchanges, chosen for each bucket by measurement.
 
-    From the second step on, when buckets have their final form, each is averaged by the one and by
-    the other in turns, and timed: encoding, transfer and decoding, over the link at hand, beside
-    what the machine does meanwhile. The first time of each does not count. Then the one with the
-    shorter median stays, the slowest rank's time being what counts. The residual
-    of a compressed exchange that is dropped is flushed in the next step.
+    From the second step on, when the buckets are final, the two exchanges average each bucket
+    alternately and are timed: encoding, transfer and decoding, on the actual link and under the
+    actual load. The first trial of each is discarded. Then the exchange with the shorter median is
+    kept; the slowest rank's median counts. If the compressed exchange loses, its residual is
+    flushed in the next step.
 
-    A resume keeps what was decided; before that, and on another number of ranks, it begins anew.
-    Two runs may decide differently: this exchange is a matter of the clock.
+    A resumed run keeps the choices. Undecided buckets and another number of ranks start new trials.
+    Choices depend on timing, so two runs may differ.
 
     Args:
         compressed: an exchange that sends fewer bytes.
-        plain: one that spends less on each.
+        plain: an exchange that spends less time per byte.
         trials: timed steps for each of the two.
 
     Raises:
-        ValueError: fewer than one trial, or an exchange that cannot have its place.
+        ValueError: fewer than one trial, or an exchange that cannot be used in this role.
     """
 
     exact = False
@@ -43,13 +43,14 @@ class Auto(Exchange):
         if isinstance(plain, ErrorFeedback):
             name = type(plain).__name__
             raise ValueError(f"exchange.plain={name}: keeps residuals; make it exchange.compressed")
-        for key, way in (("compressed", compressed), ("plain", plain)):
-            if not way.keeps_replicas_equal:
-                raise ValueError(f"exchange.{key}={type(way).__name__}: leaves the ranks apart")
+        for key, exchange in (("compressed", compressed), ("plain", plain)):
+            if not exchange.keeps_replicas_equal:
+                name = type(exchange).__name__
+                raise ValueError(f"exchange.{key}={name}: does not keep replicas equal")
         self.compressed, self.plain, self.trials = compressed, plain, trials
         self.needs_send_recv = compressed.needs_send_recv or plain.needs_send_recv
         self.needs_like_gpus = compressed.needs_like_gpus or plain.needs_like_gpus
-        # By the name of a bucket's first parameter: medians of both ways, seconds, float64 [2].
+        # Median seconds of both exchanges, float64 [2], by the bucket's first parameter.
         self.costs: dict[str, Tensor] = {}
         self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
 
@@ -65,10 +66,10 @@ class Auto(Exchange):
 
     def _try(self, name: str, bucket: GradBucket, comm: Comm) -> None:
         spans = self._spans.setdefault(name, [])
-        way = (self.compressed, self.plain)[len(spans) % 2]
-        comm.all_reduce(bucket.flat.new_zeros(1))  # ranks that come late are no fault of either
+        exchange = (self.compressed, self.plain)[len(spans) % 2]
+        comm.all_reduce(bucket.flat.new_zeros(1))  # wait for late ranks, so that neither is charged
         begin = mark(bucket.flat.device)
-        way.average(bucket, comm)
+        exchange.average(bucket, comm)
         spans.append((begin, mark(bucket.flat.device)))
         if len(spans) == 2 * (self.trials + 1):
             self.costs[name] = self._slowest_medians(self._spans.pop(name), bucket, comm)
@@ -80,13 +81,13 @@ class Auto(Exchange):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # once for each bucket
         times = torch.tensor([seconds(*span) for span in spans], dtype=torch.float64)
-        own = times.view(-1, 2)[1:].quantile(0.5, dim=0).to(device)
-        everyones = own.new_empty(comm.size, 2)
-        comm.all_gather(everyones, own)
-        return everyones.amax(dim=0).cpu()
+        medians = times.view(-1, 2)[1:].quantile(0.5, dim=0).to(device)
+        all_medians = medians.new_empty(comm.size, 2)
+        comm.all_gather(all_medians, medians)
+        return all_medians.amax(dim=0).cpu()
 
     def choices(self) -> list[dict[str, Any]]:
-        """For each bucket: its first parameter, both costs, and the exchange that was chosen."""
+        """Return for each bucket its first parameter, both costs and the chosen exchange."""
         return [
             {
                 "bucket": name,

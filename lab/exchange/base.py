@@ -13,30 +13,29 @@ from lab.exchange.bucket import GradBucket
 
 
 class Exchange(ABC):
-    """Turns each rank's gradient into their mean. One object serves all buckets of a rank.
+    """An algorithm that averages gradients over the ranks. One object serves all buckets of a rank.
 
     `average` is plain synchronous code, or made of `stages` (see Staged). It may run inside
-    backward, on a side stream or a worker thread: where it runs is not its concern. A gradient that
-    is not finite must reach every rank as one that is not finite. What it does to this object's
-    state is the trainer's to undo.
+    backward, on a side stream or on a worker thread, and must not depend on which. A non-finite
+    gradient must become non-finite on every rank; the trainer then restores this object's state.
     """
 
-    exact = True  # delivers the mean to rounding, which the tests then hold it to
+    exact = True  # delivers the mean up to rounding; tests check it
     keeps_replicas_equal = True
-    needs_send_recv = False  # of a Comm; not every one has them
-    needs_like_gpus = False  # computes or draws the same on all ranks, where a bit more would tell
-    takes_divided = False  # buckets of gradients that the loss has divided by N: saves a pass
+    needs_send_recv = False  # not every Comm has them
+    needs_like_gpus = False  # all ranks must compute or draw the same bits
+    takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
 
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        """Replace `bucket.flat` by its mean over the ranks of `comm`. Called by all of them."""
+        """Replace `bucket.flat` by its mean over the ranks of `comm`, all of which call this."""
 
     def asynchronous(self, comm: Comm) -> bool:
-        """Whether `stages` leave all waiting to their caller."""
+        """Return whether `stages` leaves all waiting to its caller."""
         return False
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        """As `average`: yields what it has begun, and goes on once that is done."""
+        """Do the same as `average`, but yield each collective begun; resume once it is done."""
         self.average(bucket, comm)
         yield from ()
 
@@ -52,15 +51,15 @@ class Exchange(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned on the same rank of as many ranks."""
+        """Continue from the result of `state_dict` on the same rank of the same number of ranks."""
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """This rank's state among `size` ranks, made of the states of another number of ranks."""
+        """Return this rank's state among `size` ranks, made from another number of states."""
         return {}
 
 
 class Staged(Exchange):
-    """An exchange that is written as stages, so that others may go on while one waits.
+    """An exchange written as stages, so that other buckets may proceed while one waits.
 
     Ranks may be at different stages of different buckets: each stage must begin its collectives
     over other connections than the stages before (see Comm), or be the last that begins any.
@@ -78,10 +77,10 @@ class Staged(Exchange):
 
 
 class Rooted(Exchange):
-    """An exchange in two halves: the mean to rank 0, and from there to all.
+    """An exchange in two halves: reduce to rank 0, then broadcast.
 
     Attributes:
-        in_halves: `to_root` and `from_root` may be used by themselves.
+        in_halves: `to_root` and `from_root` may be called separately.
     """
 
     needs_send_recv = True
@@ -94,8 +93,8 @@ class Rooted(Exchange):
 
     @abstractmethod
     def to_root(self, bucket: GradBucket, comm: Comm) -> None:
-        """Leave the mean over the ranks in rank 0's `bucket.flat`; the others' becomes void."""
+        """Leave the mean over the ranks in rank 0's `bucket.flat`; undefined on other ranks."""
 
     @abstractmethod
     def from_root(self, flat: Tensor, comm: Comm) -> None:
-        """Replace `flat` by rank 0's."""
+        """Replace `flat` by rank 0's on all ranks."""

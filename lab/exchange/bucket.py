@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lab.codec.scratch import ScratchBuffer
 from lab.exchange.grouping import group
 
-ALIGNED = 64  # bytes: a whole number of 16-byte loads, and of what NCCL copies at once
+ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
 
 @dataclass
@@ -26,7 +26,7 @@ class GradBucket:
             parameter's values in the order in which they lie in memory.
         step: the optimizer step this exchange belongs to, counted from 0.
         divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
-        finite: 0-dim bool tensor, set by an exchange that looked; None if nobody looked.
+        finite: 0-dim bool tensor, set by an exchange that checks; None: not checked.
         buffers: by name, memory that an exchange keeps for this bucket from step to step.
     """
 
@@ -38,14 +38,14 @@ class GradBucket:
     buffers: dict[str, ScratchBuffer] = field(default_factory=lambda: defaultdict(ScratchBuffer))
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Each parameter's name and the range of `flat` it occupies."""
+        """Yield each parameter's name and its range in `flat`."""
         start = 0
         for name, shape in self.shapes.items():
             yield name, start, start + math.prod(shape)
             start += math.prod(shape)
 
     def divide(self, total: Tensor, size: int) -> None:
-        """Turn `total`, values of this bucket summed over `size` ranks, into their mean."""
+        """Turn `total`, the sum of this bucket's values over `size` ranks, into the mean."""
         if not self.divided:
             total.div_(size)
 
@@ -55,14 +55,14 @@ class GradBucket:
 
 
 class BucketPlan:
-    """Parameters of one bucket, and the way of their gradients into a GradBucket and back.
+    """The parameters of one bucket, whose gradients it packs into a GradBucket.
 
     Gradients are gathered into a buffer, and each `.grad` becomes a view of it, so that nothing is
     copied back.
 
     Args:
-        in_place: the one parameter's gradient is exchanged where autograd left it. Nothing else may
-            share its memory, as gradients of parameters that are merely viewed and added do.
+        in_place: the single parameter's gradient is exchanged where autograd left it. No other
+            gradient may share its memory, as those of parameters that are only viewed and added do.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], in_place: bool = False) -> None:
@@ -75,7 +75,7 @@ class BucketPlan:
         self._views: list[Tensor] = []
 
     def pack(self, step: int, divided: bool = False) -> GradBucket:
-        """This step's bucket. A parameter that backward did not reach counts as zeros."""
+        """Return this step's bucket. A parameter that backward did not reach counts as zeros."""
         parameters = list(self._in_memory.values())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         if self.in_place and gradients[0].stride() == parameters[0].stride():
@@ -92,8 +92,7 @@ class BucketPlan:
         if self._buffer is None:
             sizes = [parameter.numel() for parameter in parameters]
             self._buffer = gradients[0].new_empty(sum(sizes))
-            # In the layout of its parameter (channels-last, say): fused optimizers go by memory
-            # order.
+            # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
             self._views = [
                 part.as_strided(parameter.shape, parameter.stride())
                 for part, parameter in zip(self._buffer.split(sizes), parameters, strict=True)
@@ -105,16 +104,16 @@ class BucketPlan:
 def plan(
     model: nn.Module, bucket_mb: float | None, order: list[str] | None = None
 ) -> list[BucketPlan]:
-    """Divide the trainable parameters into buckets, in the order backward should fill them.
+    """Divide the trainable parameters into buckets, in the order in which backward fills them.
 
     Args:
-        model: parameters shared between modules are taken once. One with the attribute bytes_scale
-            stands for a model with larger ones, and has its buckets.
-        bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1; a parameter as
-            large, or grouping.LARGE_BYTES, has a bucket to itself, and if the others are less than
-            that they are one bucket. None: one for all. 0: one a module.
-        order: names of the parameters as their gradients arrive. None: the reverse of
-            registration, as if what was registered last had its gradient first.
+        model: parameters shared between modules are taken once. A model with the attribute
+            bytes_scale stands for one with larger parameters, and gets the buckets of that one.
+        bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1. A parameter of this
+            size, or of grouping.LARGE_BYTES, has its own bucket; the others share one if they sum
+            to less. None: one bucket for all. 0: one per module.
+        order: names of the parameters as their gradients arrive. None: the reverse order of
+            registration, in which gradients usually arrive.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
     if order is not None:
@@ -123,20 +122,20 @@ def plan(
     fresh = _with_fresh_gradients(model)
     sizes = [(name, p.nbytes) for name, p in named]
     groups = group(sizes, bucket_mb, getattr(model, "bytes_scale", 1.0))
-    own = dict(named)
+    by_name = dict(named)
     return [
-        BucketPlan({name: own[name] for name in names}, len(names) == 1 and names[0] in fresh)
+        BucketPlan({name: by_name[name] for name in names}, len(names) == 1 and names[0] in fresh)
         for names in groups
     ]
 
 
 def _aligned_first(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those of odd sizes last, so that in memory the others begin where wide loads can."""
+    """Move parameters of odd sizes to the end, so that all others are aligned for wide loads."""
     return dict(sorted(parameters.items(), key=lambda named: named[1].nbytes % ALIGNED != 0))
 
 
 def _with_fresh_gradients(model: nn.Module) -> set[str]:
-    """Names of parameters whose gradients backward computes into memory of their own."""
+    """Return the names of parameters whose gradients share no memory with another gradient."""
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     weights = {id(m.weight) for m in model.modules() if isinstance(m, layers)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in weights}

@@ -1,7 +1,7 @@
-"""How large chunks are: one size for all libraries, or one for each. Nothing here imports torch.
+"""Chunk sizes: one for all libraries, or one for each. Nothing here imports torch.
 
-What a message costs differs: Gloo over loopback likes small ones, under NCCL each costs the host a
-group of transfers.
+Libraries differ in the cost of a message: Gloo over loopback is fastest with small ones, while
+under NCCL each one costs the host a group of transfers.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 LIBRARIES = ("gloo", "nccl")
-LAG = 3  # what arrives at one tick may leave at the third one after it: see pipeline.run
+LAG = 3  # ticks from a chunk's arrival until it may leave: see pipeline.run
 
 ChunkMB = float | Mapping[str, float | None] | None  # in units of 2**20 bytes; None: no chunks
 
 
 def chunk_mb_over(chunk_mb: ChunkMB, backend: str) -> float | None:
-    """The size for ranks that talk over `backend`; any but NCCL has Gloo's."""
+    """Return the chunk size for `backend`; libraries other than NCCL have Gloo's."""
     if isinstance(chunk_mb, Mapping):
         return chunk_mb["nccl" if backend == "nccl" else "gloo"]
     return chunk_mb
 
 
 def check_chunk_mb(chunk_mb: ChunkMB) -> None:
-    """Nothing, if this is a size that chunks can have.
+    """Check that chunks can have this size.
 
     Raises:
         ValueError: it is neither a number above 0, nor None, nor one of these for each library.

@@ -16,14 +16,14 @@ class ErrorFeedback(Exchange):
     """Sends a part of gradient + residual, and keeps the rest as the new residual.
 
     So, summed over the ranks, delivered + residuals = true gradients at any time (Seide et al.
-    2014, section 3; Karimireddy et al. 2019, Algorithm 2). A gradient that is not finite spoils the
-    residual too: the run fails, or the trainer puts the state back.
+    2014, section 3; Karimireddy et al. 2019, Algorithm 2). A non-finite gradient spoils the
+    residual too: the run fails, or the trainer restores the state.
 
     Args:
         error_feedback: False drops the compression error, to show what that costs.
 
     Raises:
-        ValueError: neither true nor false.
+        ValueError: `error_feedback` is not a bool.
     """
 
     exact = False
@@ -37,8 +37,8 @@ class ErrorFeedback(Exchange):
     def compensated(self, name: str, gradient: Tensor) -> Tensor:
         """Return the error-compensated gradient of parameter `name`: gradient + residual.
 
-        The caller subtracts what it sends. The memory is the residual's: what is left there is
-        carried over, and `gradient` is free for other use. Without error feedback it is `gradient`.
+        The caller subtracts the values that it sends. The result is the residual's memory: the rest
+        is carried over, and `gradient` may be overwritten. Without error feedback it is `gradient`.
 
         Args:
             gradient: float32 [values].
@@ -73,7 +73,7 @@ def record_stream(residual: Tensor) -> Tensor:
     """Return `residual`, kept in memory until the current stream has read it.
 
     Exchanges run on a side stream, but a residual from a checkpoint or a rollback was allocated on
-    the main one. Dropped, its memory would go back there before the side stream has read it.
+    the main one, which would otherwise reuse its memory before the side stream has read it.
     """
     if residual.is_cuda:
         residual.record_stream(torch.cuda.current_stream(residual.device))

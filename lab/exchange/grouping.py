@@ -1,6 +1,6 @@
-"""Which gradients travel together: the rules, of names and sizes alone, without torch.
+"""Rules for which gradients share a bucket, from names and sizes alone, without torch.
 
-What predicts and what trains both group by them, so that their buckets cannot differ.
+The trainer and the simulator both use them, so that their buckets cannot differ.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 MB = 2**20
 FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
-LARGE_BYTES = 4 * MB  # from here on a copy into a bucket costs more than a message of its own
+LARGE_BYTES = 4 * MB  # from this size on, a copy into a bucket costs more than a message
 
 Sized = tuple[str, float]  # a parameter's name and the bytes of its gradient
 
@@ -17,13 +17,13 @@ Sized = tuple[str, float]  # a parameter's name and the bytes of its gradient
 def group(
     parameters: Sequence[Sized], bucket_mb: float | None, bytes_scale: float = 1.0
 ) -> list[list[str]]:
-    """Names of the parameters of each bucket, in the order in which backward fills them.
+    """Return the parameter names of each bucket, in the order in which backward fills them.
 
     Args:
         parameters: in the order in which their gradients arrive.
         bucket_mb: see lab.exchange.bucket.plan.
-        bytes_scale: parameters are so many times as large as those that they stand for, whose
-            buckets theirs are to be.
+        bytes_scale: size of these parameters relative to the ones they stand for, which decide the
+            buckets.
     """
     if not parameters:
         return []
@@ -46,7 +46,7 @@ def _by_size(parameters: Sequence[Sized], capacity: float) -> list[list[str]]:
     groups: list[list[str]] = []
     current: list[str] = []
     held = 0.0  # bytes in current
-    # So little that the rest of backward could not hide a message of its own stays together.
+    # If the small ones are this few, the rest of backward could not hide a second message.
     little = sum(size for _, size in parameters if size < large) <= large
     room = large if little else min(capacity, FIRST_BUCKET_BYTES)
     for name, size in parameters:
@@ -60,6 +60,6 @@ def _by_size(parameters: Sequence[Sized], capacity: float) -> list[list[str]]:
         held += size
     if current:
         groups.append(current)
-    # A bucket is ready with its last gradient, so that one decides its place in the queue.
+    # A bucket is ready with its last gradient, which decides its place in the queue.
     ready_at = {name: position for position, (name, _) in enumerate(parameters)}
     return sorted(groups, key=lambda names: ready_at[names[-1]])

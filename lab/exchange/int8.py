@@ -17,19 +17,19 @@ class Int8(Staged):
 
     1. Each rank encodes its bucket, block by block; the r-th part of the blocks goes to rank r.
     2. Rank r decodes these parts, adds them in rank order, divides by N, encodes the mean and sends
-       it to all, who decode it.
+       it to all ranks, which decode it.
 
     A rank sends 2(N-1)/N bytes per value, plus 8 per block at each stage. There is no error
     feedback, as ByteGrad has none: a delivered value is off by at most half a level of its block in
-    the mean, plus the mean of half a level in each rank's gradient. A block that is not finite on
-    one rank is so on all.
+    the mean, plus the mean of half a level in each rank's gradient. A block that is non-finite on
+    one rank becomes non-finite on all.
 
     Args:
         block_size: values that share a smallest and a largest one; they may belong to several
             parameters.
 
     Raises:
-        ValueError: no positive multiple of 4, without which headers would not be aligned.
+        ValueError: `block_size` is not a positive multiple of 4, which aligns the headers.
     """
 
     exact = False
@@ -46,13 +46,13 @@ class Int8(Staged):
         num_blocks = -(-len(flat) // self.block_size)
         part_blocks = -(-num_blocks // size)
         shape = (size, part_blocks, int8.HEADER_BYTES + self.block_size)
-        # Zeros, because the last parts may end in records that no block fills.
+        # Zeros, because the last parts may end in unused records.
         outgoing = torch.zeros(shape, dtype=torch.uint8, device=flat.device)
         int8.encode(flat, outgoing.flatten(0, 1))
         received = torch.empty_like(outgoing)
         yield comm.iall_to_all(received, outgoing)
 
-        # The gradient has been encoded: its place is free for this rank's part of the mean.
+        # The gradient has been encoded: its memory is free for this rank's part of the mean.
         part_values = part_blocks * self.block_size
         mean = flat[comm.rank * part_values : (comm.rank + 1) * part_values]
         int8.decode(received[0], mean)

@@ -1,4 +1,4 @@
-"""No exchange: the ceiling that every strategy is measured against."""
+"""No exchange: the ceiling with which every strategy is compared."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lab.exchange.bucket import GradBucket
 
 
 class NoExchange(Exchange):
-    """Every rank keeps its own gradient, so the replicas drift apart: for timing alone.
+    """No averaging: every rank keeps its own gradient and replicas drift apart. For timing only.
 
-    The ancestor is `--variable_update=independent` of tf_cnn_benchmarks.
+    It follows `--variable_update=independent` of tf_cnn_benchmarks.
     """
 
     exact = False

@@ -18,7 +18,7 @@ from lab.exchange.split import quantised
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 GRANULARITIES = ("column", "block")
-SHARD_RESIDUAL = "stripe_residual"  # in checkpoints, which older ones must still be read from
+SHARD_RESIDUAL = "stripe_residual"  # key in checkpoints; old ones must stay readable
 
 
 class OneBit(Staged, ErrorFeedback):
@@ -99,7 +99,7 @@ class OneBit(Staged, ErrorFeedback):
         yield exact.collective
         finite = exact.put_back().isfinite().all()
         yield arriving
-        # The gradient has been encoded: its place is free for the sum.
+        # The gradient has been encoded: its memory is free for the sum.
         shards = {m.name: values[m.name][m.shard(comm.rank, comm.size)] for m in matrices}
         reduced, gathered = message("reduced", 1), message("gathered", comm.size)
         kept = self._kept(self.shard_residual, shards)
@@ -110,16 +110,16 @@ class OneBit(Staged, ErrorFeedback):
         gathered.decode([*values.values()])
 
     def matrices(self, bucket: GradBucket) -> list[Matrix]:
-        """The parts of `bucket` that are quantised; the rest travels exactly."""
-        found = []
+        """Return the parts of `bucket` that are quantised; the rest travels exactly."""
+        matrices = []
         for name, start, _ in bucket.spans():
             rule = (self.granularity, self.block_size, self.min_columns)
             if matrix := quantised(bucket.shapes[name], *rule):
-                found.append(Matrix(name, start, *matrix))
-        return found
+                matrices.append(Matrix(name, start, *matrix))
+        return matrices
 
     def _kept(self, residuals: dict[str, Tensor], like: dict[str, Tensor]) -> list[Tensor | None]:
-        """The residuals of the matrices in `like`, zeros at first; None without error feedback."""
+        """Return residuals of the matrices in `like`, zeros at first; None without feedback."""
         if not self.error_feedback:
             return [None] * len(like)
         for name, values in like.items():
@@ -143,7 +143,7 @@ class OneBit(Staged, ErrorFeedback):
         self.shard_residual = {n: value.clone() for n, value in state[SHARD_RESIDUAL].items()}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Residuals as in ErrorFeedback; each rank takes the shard residuals of its new rows."""
+        """Share residuals as ErrorFeedback does; shard residuals go to their rows' new ranks."""
         shard_residual = {}
         for name in states[0][SHARD_RESIDUAL]:
             rows = torch.cat([state[SHARD_RESIDUAL][name] for state in states])

@@ -1,4 +1,4 @@
-"""Buckets in chunks: while one chunk is added, the next one travels."""
+"""Pipelining of chunks: while one chunk is added, the next one travels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lab.distributed.comm import Comm, Handle, Transfer
 from lab.exchange.chunks import LAG
 from lab.exchange.grouping import MB
 
-Tick = tuple[list[Transfer], list[Transfer]]  # what one rank sends and receives at once
+Tick = tuple[list[Transfer], list[Transfer]]  # one rank's simultaneous sends and receives
 
 
 def run(comm: Comm, *schedules: Iterator[Tick]) -> None:
-    """Go through this rank's `schedules`, each an iterator over as many ticks, at the same time.
+    """Run this rank's `schedules`, iterators over equally many ticks, at the same time.
 
-    When a schedule is asked for tick t, the transfers of tick t-LAG are done: it may read what
-    arrived, and write to what left. Those of the ticks in between are under way meanwhile.
+    When a schedule is asked for tick t, the transfers of tick t-LAG are done: it may read received
+    tensors and overwrite sent ones. Transfers of the ticks in between are still under way.
 
-    Ranks share one clock: what is sent at a tick must be received at the same tick. So the batches
-    of all ranks match one by one, and ranks do not wait for each other in a circle even where a
+    Ranks share one clock: a tensor sent at a tick must be received at the same tick. So the batches
+    of all ranks match one by one, and ranks cannot wait for each other in a circle, even where a
     rank's batches run one after the other, as under NCCL.
     """
     under_way: deque[Handle] = deque()
@@ -37,5 +37,5 @@ def run(comm: Comm, *schedules: Iterator[Tick]) -> None:
 
 
 def num_chunks(flat: Tensor, chunk_mb: float | None) -> int:
-    """Into how many chunks of at most `chunk_mb` times 2**20 bytes to cut `flat`; None: one."""
+    """Return how many chunks of at most `chunk_mb` times 2**20 bytes `flat` has; None: one."""
     return 1 if chunk_mb is None else max(1, math.ceil(flat.nbytes / (chunk_mb * MB)))

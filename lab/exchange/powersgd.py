@@ -1,4 +1,4 @@
-"""PowerSGD: gradients of low rank, by one step of power iteration."""
+"""PowerSGD: low-rank approximation of gradients by one step of power iteration."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class PowerSGD(ErrorFeedback):
     """Rank-r approximation, error feedback and warm start (Vogels et al. 2019, Algorithms 1, 2).
 
     M = gradient + residual of one tensor, as a matrix [outputs, the rest]. P = MQ is summed over
-    the ranks and orthogonalised; Q = M^T P is averaged; every rank delivers P Q^T and keeps M less
-    what its own Q would have given. Both sums are all-reduces, one for all matrices of a bucket, so
-    the bytes of a rank, 8r(outputs + rest)(N-1)/N a matrix, do not grow with N.
+    the ranks and orthogonalised; Q = M^T P is averaged; every rank delivers P Q^T and keeps M minus
+    P times its own, unaveraged Q^T. Both sums are all-reduces, one for all matrices of a bucket, so
+    the bytes of a rank, 8r(outputs + rest)(N-1)/N per matrix, do not grow with N.
 
-    Orthogonalised by QR, not Gram-Schmidt, which has no answer where a matrix is of lower rank: a
-    gradient of zeros would leave Q zero for good.
+    P is orthogonalised by QR, not Gram-Schmidt, which fails on a matrix of lower rank: a zero
+    gradient would leave Q zero for good.
 
     Args:
-        rank: r. Tensors where r(rows + columns) is no less than rows * columns, and those of one
-            dimension, travel exactly.
+        rank: r. Vectors, and tensors with r(rows + columns) >= rows * columns, travel exactly.
         error_feedback: see ErrorFeedback.
 
     Raises:
@@ -65,7 +64,7 @@ class PowerSGD(ErrorFeedback):
             torch.mm(p, q, out=mean)
 
     def _orthogonal_ps(self, matrices: list[Tensor], qs: list[Tensor], comm: Comm) -> list[Tensor]:
-        """MQ of each matrix, summed over the ranks, its columns made orthonormal: [rows, r]."""
+        """Return each matrix's MQ, summed over the ranks, with orthonormal columns: [rows, r]."""
         message, ps = _together([(len(matrix), self.rank) for matrix in matrices], matrices[0])
         for matrix, q, p in zip(matrices, qs, ps, strict=True):
             torch.mm(matrix, q.T, out=p)
@@ -73,7 +72,7 @@ class PowerSGD(ErrorFeedback):
         return [torch.linalg.qr(p).Q for p in ps]
 
     def _mean_qs(self, matrices: list[Tensor], ps: list[Tensor], comm: Comm) -> list[Tensor]:
-        """(M^T P)^T of each matrix, the ranks' mean: [r, columns]. Takes P Q^T out of each."""
+        """Return each matrix's (M^T P)^T, averaged: [r, columns]. Subtract P Q^T from each."""
         message, qs = _together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             torch.mm(p.T, matrix, out=q)
@@ -83,7 +82,7 @@ class PowerSGD(ErrorFeedback):
         return qs
 
     def _warm_start(self, name: str, matrix: Tensor) -> Tensor:
-        """The last step's Q^T, or at the first one random values, on all ranks the same."""
+        """Return the last step's Q^T; in the first step random values, the same on all ranks."""
         if name not in self.q:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             start = torch.randn(self.rank, matrix.shape[1], generator=generator)
@@ -98,12 +97,12 @@ class PowerSGD(ErrorFeedback):
         self.q = {name: value.clone() for name, value in state["q"].items()}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """The residuals as in ErrorFeedback; every rank had the same Q."""
+        """Share residuals as ErrorFeedback does; every rank had the same Q."""
         return super().redistribute(states, rank, size) | {"q": dict(states[0]["q"])}
 
 
 def _together(shapes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """One vector to send, and matrices of `shapes` that share its memory one after the other."""
+    """Return a vector to send, and matrices of `shapes` that share its memory in order."""
     sizes = [rows * columns for rows, columns in shapes]
     message = like.new_empty(sum(sizes))
     views = [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""Random-k: values at places that all ranks draw alike, so that they travel without indices."""
+"""Random-k: all ranks draw the same indices, so that values travel without them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class RandomK(Sparse):
     """The same random values on all ranks, and error feedback (Stich et al. 2018, Algorithm 1).
 
     One value is drawn from each of k equal ranges of a tensor: without replacement, in k operations
-    where a permutation takes n, and every value as probable as any other where k divides n. What is
-    drawn depends on seed, step and the parameter's name alone, so that ranks agree and a resumed
-    run draws the same.
-    A rank sends 8(k+1)(N-1)/N bytes: one value says whether all gradients were finite. Meanwhile it
-    holds the 8k bytes of where they belong.
+    instead of a permutation's n, and with equal probability for all values if k divides n. The draw
+    depends on seed, step and parameter name alone, so that ranks agree and a resumed run draws the
+    same. A rank sends 8(k+1)(N-1)/N bytes: one more value tells whether all gradients were finite.
+    Meanwhile it holds 8k bytes of indices.
 
     Args:
         ratio, error_feedback: see Sparse.
@@ -31,7 +30,7 @@ class RandomK(Sparse):
         ValueError: an argument out of range.
     """
 
-    needs_like_gpus = True  # what a GPU draws depends on how many values it draws at once
+    needs_like_gpus = True  # a GPU's draw depends on how many values it draws at once
 
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(ratio, error_feedback)
@@ -40,11 +39,11 @@ class RandomK(Sparse):
         self.seed = seed
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        # 0, or NaN where a value is not finite, which the values drawn need not show.
+        # 0, or NaN if any value is not finite: the drawn values alone need not show it.
         probe = bucket.flat.sum(dim=0, keepdim=True).mul_(0)
         indices, values = self.take(bucket)
         message = torch.cat([values, probe])
-        del values  # memory that would lie idle while the message travels
+        del values  # their memory would lie idle while the message travels
         yield comm.iall_reduce(message)
         bucket.finite = message[-1].isfinite()
         bucket.flat.index_copy_(0, indices, message[:-1].div_(comm.size))

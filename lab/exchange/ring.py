@@ -49,7 +49,7 @@ class Ring(Exchange):
         pieces = [part.tensor_split(num_pieces) for part in parts]
         arrived = self._buffers.take(bucket.flat, LAG, pieces[0][0].numel())
         after, before = (rank + 1) % size, (rank - 1) % size
-        step_ticks = max(num_pieces, LAG)  # what arrives in one step leaves in the next
+        step_ticks = max(num_pieces, LAG)  # a piece that arrives in one step leaves in the next
         for time in range(2 * (size - 1) * step_ticks):
             step, index = divmod(time - LAG, step_ticks)
             if 0 <= step < size - 1 and index < num_pieces:

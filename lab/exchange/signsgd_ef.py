@@ -21,8 +21,8 @@ class SignSGD(Staged, ErrorFeedback):
     """Scaled sign with error feedback (Karimireddy et al. 2019, Algorithm 1), layer by layer.
 
     With p = gradient + residual of one tensor of d values, a rank sends sign(p) and |p|_1 / d and
-    keeps p - |p|_1 / d * sign(p). Everyone receives everyone's bits, so a rank sends (N-1)(n/8 + 4)
-    bytes for a tensor, adds them in rank order and divides by N: cheap for few ranks only.
+    keeps p - |p|_1 / d * sign(p). Every rank receives all bits, adds them in rank order and divides
+    by N, so it sends (N-1)(d/8 + 4) bytes for a tensor: cheap for few ranks only.
 
     Args:
         min_values: smaller tensors travel exactly.
@@ -74,7 +74,7 @@ class SignSGD(Staged, ErrorFeedback):
 
 
 def _message(encoded: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """All magnitudes, then all bits, in whole float32 words: uint8 [bytes]."""
+    """Return all magnitudes, then all bits, in whole float32 words: uint8 [bytes]."""
     magnitudes, bits = zip(*encoded, strict=True)
     joined = torch.cat([torch.stack(magnitudes).view(torch.uint8), *bits])
     return F.pad(joined, (0, -len(joined) % 4))

@@ -1,4 +1,4 @@
-"""Base of sparsifying exchanges: some values of each tensor are sent, the rest is kept."""
+"""Base of sparsifying exchanges: some values of each tensor are sent, the others are kept."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Sparse(Staged, ErrorFeedback):
         self.ratio = ratio
 
     def take(self, bucket: GradBucket) -> tuple[Tensor, Tensor]:
-        """Take what is sent out of the compensated gradients, and leave zeros in `bucket.flat`.
+        """Take the values to send from the compensated gradients; leave zeros in `bucket.flat`.
 
         Returns:
-            int64 [values], where in `bucket.flat` each value belongs, and float32 [values].
+            int64 [values], each value's index in `bucket.flat`, and float32 [values].
         """
         indices, values = [], []
         for name, start, stop in bucket.spans():
@@ -49,4 +49,4 @@ class Sparse(Staged, ErrorFeedback):
 
     @abstractmethod
     def choose(self, values: Tensor, count: int, name: str, step: int) -> Tensor:
-        """Return the indices of the `count` values that are sent: int64 [count], none twice."""
+        """Return the indices of the `count` values to send: int64 [count], without duplicates."""

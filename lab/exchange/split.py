@@ -1,6 +1,6 @@
-"""Which parameters are compressed: the rules, of shapes and settings alone, without torch.
+"""Rules for which parameters are compressed, from shapes and settings alone, without torch.
 
-Exchanges and their cost cards ask the same rules, so that predicted bytes are those that travel.
+Exchanges and their cost cards use the same rules, so that predicted and sent bytes agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Matrix = tuple[int, int]  # rows and columns
 def quantised(
     shape: Sequence[int], granularity: str, block_size: int, min_columns: int
 ) -> Matrix | None:
-    """The rows that 1-bit SGD quantises, each with scales of its own; None: all travels exactly.
+    """Return the rows that 1-bit SGD quantises, as (rows, columns); None: all travels exactly.
 
     With granularity "block" the values after the last whole block travel exactly.
 
@@ -29,23 +29,23 @@ def quantised(
 
 
 def low_rank(shape: Sequence[int], rank: int) -> Matrix | None:
-    """The matrix that PowerSGD approximates by two factors of `rank`; None: they save nothing."""
+    """Return the matrix shape that PowerSGD factorises; None: factors of `rank` save nothing."""
     matrix = as_matrix(shape)
     return matrix if matrix and rank * sum(matrix) < math.prod(matrix) else None
 
 
 def signed(shape: Sequence[int], min_values: int) -> bool:
-    """Whether EF-SignSGD sends signs of the parameter; smaller ones travel exactly."""
+    """Return whether EF-SignSGD sends signs of the parameter; smaller ones travel exactly."""
     return math.prod(shape) >= min_values
 
 
 def num_sent(shape: Sequence[int], ratio: float) -> int:
-    """The values of a parameter that a sparsifying exchange sends."""
+    """Return how many values of a parameter a sparsifying exchange sends."""
     return math.ceil(ratio * math.prod(shape))
 
 
 def as_matrix(shape: Sequence[int]) -> Matrix | None:
-    """[outputs, the rest]; None for vectors, and where there are no values."""
+    """Return `shape` as [outputs, the rest]; None for vectors and empty tensors."""
     if len(shape) < 2 or not math.prod(shape):
         return None
     return shape[0], math.prod(shape[1:])

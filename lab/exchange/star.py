@@ -1,4 +1,4 @@
-"""Star: everything to one rank and back."""
+"""Star: all gradients go to one rank, and the mean comes back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lab.exchange.bucket import GradBucket
 
 
 class Star(Rooted):
-    """All ranks send to rank 0, which adds in rank order and sends the mean back.
+    """An exchange in which rank 0 receives all gradients, adds in rank order and returns the mean.
 
-    Torch7's nn.DataParallelTable (accGradParameters onto the first GPU). Rank 0 moves N-1 times
-    what the others do.
+    As Torch7's nn.DataParallelTable does (accGradParameters onto the first GPU). Rank 0 moves N-1
+    times as many bytes as the others.
     """
 
     def to_root(self, bucket: GradBucket, comm: Comm) -> None:

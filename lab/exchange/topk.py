@@ -14,11 +14,11 @@ from lab.exchange.sparse import Sparse
 
 
 class TopK(Sparse):
-    """The values of largest magnitude, and error feedback (Stich et al. 2018, Algorithm 1).
+    """The k values of largest magnitude, with error feedback (Stich et al. 2018, Algorithm 1).
 
-    Deep Gradient Compression (Lin et al. 2018) without its momentum correction and warm-up. Each
-    rank chooses its own values, so all receive all: a rank sends 8k(N-1) bytes, an int32 index and
-    a float32 value each, and adds in rank order.
+    This is Deep Gradient Compression (Lin et al. 2018) without momentum correction and warm-up.
+    Ranks choose different values, so every rank receives all of them: it sends 8k(N-1) bytes, an
+    int32 index and a float32 value each, and adds in rank order.
 
     Args:
         ratio, error_feedback: see Sparse.
@@ -32,7 +32,7 @@ class TopK(Sparse):
         message = torch.cat([indices.int(), values.view(torch.int32)])
         received = message.new_empty(comm.size, 2, len(values))
         yield comm.iall_gather(received, message)
-        # No rank sends an index twice, so that each addition has one order on a GPU too.
+        # No rank sends an index twice, so additions have a fixed order on a GPU too.
         for places, theirs in received:
             bucket.flat.index_add_(0, places, theirs.view(torch.float32), alpha=1 / comm.size)
 

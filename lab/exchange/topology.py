@@ -1,4 +1,4 @@
-"""Trees of ranks, without torch: who sends to whom, and who needs room for whose gradients."""
+"""Trees of ranks: each rank's parent, children and depth. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """A rank's place in a tree: the ranks next to it, and how far it is from the root."""
+    """A rank's place in a tree: its parent, its children and its distance from the root."""
 
     parent: int | None
     children: list[int]
@@ -14,10 +14,10 @@ class Node(NamedTuple):
 
 
 def binomial_node(rank: int, size: int) -> Node:
-    """A rank's place in the binomial tree of `size` ranks, rooted at 0.
+    """Return a rank's place in the binomial tree of `size` ranks, rooted at 0.
 
     Rank r's parent is r with its lowest set bit cleared. Children come in ascending order, which
-    is the order in which their subtrees are complete. Any size is allowed.
+    is the order in which their subtrees complete. Any size is allowed.
     """
     children, bit = [], 1
     while bit < size and not rank & bit:
@@ -28,11 +28,11 @@ def binomial_node(rank: int, size: int) -> Node:
 
 
 def in_order_node(rank: int, size: int, tree: int) -> Node:
-    """A rank's place in the first (`tree` 0) or second (1) of two binary trees of `size` ranks.
+    """Return a rank's place in the first (`tree` 0) or second (1) of two trees of `size` ranks.
 
-    The first numbers its nodes in order (left subtree, node, right subtree), and no node has a
-    right child alone, so even ranks are its leaves. The second is the first with every rank moved
-    up by one, so odd ranks are its leaves. Both are no higher than log2(size).
+    The first binary tree numbers its nodes in order (left subtree, node, right subtree), and no
+    node has a right child only, so even ranks are its leaves. The second is the first with every
+    rank moved up by one, so odd ranks are its leaves. Neither is higher than log2(size).
     """
     position = (rank - tree) % size
     low, high = 0, size - 1
@@ -47,5 +47,5 @@ def in_order_node(rank: int, size: int, tree: int) -> Node:
 
 
 def _root(low: int, high: int) -> int:
-    """The root of positions `low` (even) to `high`: an odd one near the middle, if there is one."""
+    """Return the root of positions `low` (even) to `high`: odd and near the middle, if possible."""
     return low if low == high else low - 1 + 2 * ((high - low + 3) // 4)

@@ -27,9 +27,9 @@ class Tree(Rooted):
     Scratch: one bucket, or three chunks for each child.
 
     Args:
-        chunk_mb: largest chunk in units of 2**20 bytes: chunks go up and down while others arrive,
-            and the critical path is what the root sends, one bucket for each child. Or one for
-            each library. None: whole buckets.
+        chunk_mb: largest chunk in units of 2**20 bytes, or one for each library: chunks go up and
+            down while others arrive, and the critical path is the root's sends, one bucket for each
+            child. None: whole buckets.
 
     Raises:
         ValueError: a chunk_mb that is not above 0.
@@ -77,7 +77,7 @@ def up_and_down(
     divide: Callable[[Tensor], None],
     buffers: ScratchBuffer,
 ) -> Iterator[Tick]:
-    """One rank's ticks in summing `chunks` up a tree of `size` ranks and sending the means down.
+    """Yield one rank's ticks: sum `chunks` up a tree of `size` ranks, and send the means down.
 
     In a tree of height h, ranks at depth d send chunk k up at tick k + LAG*(h-d), and down at tick
     k + LAG*(h+d). The tree must be no higher than log2(size). The root calls `divide` on sums.

@@ -17,10 +17,10 @@ from lab.exchange.tree import up_and_down
 class DoubleTree(Exchange):
     """Reduce and broadcast on two complementary binary trees (Sanders, Speck and Träff, 2009).
 
-    A rank within one tree is a leaf of the other, so it sends at most two buckets, however many
-    ranks there are, over log2(N) hops each way (as NCCL has done since 2.4). Each tree takes half
-    of the bucket, in chunks that go up and down while others arrive. Sums are taken in the order of
-    the children. Scratch: three chunks for each of at most two children.
+    An inner rank of one tree is a leaf of the other, so for any N a rank sends at most two buckets,
+    over log2(N) hops each way (as in NCCL since 2.4). Each tree takes half of the bucket, in chunks
+    that go up and down while others arrive. Sums are taken in the order of the children. Scratch:
+    three chunks for each of at most two children.
 
     Args:
         chunk_mb: largest chunk in units of 2**20 bytes, or one for each library. None: a half is
@@ -36,7 +36,7 @@ class DoubleTree(Exchange):
     def __init__(self, chunk_mb: ChunkMB = 4) -> None:
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
-        self._buffers = ScratchBuffer(), ScratchBuffer()  # a tree each; a leaf's stay empty
+        self._buffers = ScratchBuffer(), ScratchBuffer()  # one per tree; a leaf's stays empty
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.size == 1:

@@ -1,4 +1,4 @@
-"""Send small tensors of a compressing exchange uncompressed, all in one message."""
+"""The small tensors of a compressing exchange, sent uncompressed in one message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.exchange.bucket import GradBucket
 
 
 class ExactMeans:
-    """`parts` of a bucket on their way to their mean over the ranks, in one all-reduce.
+    """An all-reduce under way that averages `parts` of a bucket over the ranks.
 
     Attributes:
         collective: the all-reduce, which has begun.
@@ -25,7 +25,7 @@ class ExactMeans:
         self.collective = comm.iall_reduce(self._sums) if len(self._sums) else Done()
 
     def put_back(self) -> Tensor:
-        """When `collective` is done: replace the parts of the bucket by their means.
+        """Replace the parts of the bucket by their means, once `collective` is done.
 
         Returns:
             float32 [values of all parts]: the means, one part after the other.
@@ -46,9 +46,9 @@ def average_exactly(bucket: GradBucket, parts: list[slice], comm: Comm) -> None:
 
 def gaps(covered: Iterable[slice], num_values: int) -> list[slice]:
     """Return the slices of `num_values` values between the ordered slices `covered`."""
-    found, start = [], 0
+    between, start = [], 0
     for part in covered:
         if start < part.start:
-            found.append(slice(start, part.start))
+            between.append(slice(start, part.start))
         start = part.stop
-    return [*found, slice(start, num_values)] if start < num_values else found
+    return [*between, slice(start, num_values)] if start < num_values else between

@@ -1,1 +1,1 @@
-"""Clocks, statistics and the environment: makes numbers, writes nothing."""
+"""Clocks, statistics and the environment. This room measures and writes nothing."""

@@ -40,7 +40,7 @@ class _Step:
 
 
 class Clock:
-    """Marks moments during training and turns them into seconds afterwards.
+    """A clock that marks moments during training and turns them into seconds afterwards.
 
     On a GPU a mark is an event in the current stream: it does not block the host, and the device's
     own clock times the step. Only a breakdown marks phases; a throughput run marks only the ends of
@@ -207,5 +207,5 @@ def seconds(begin: Mark, end: Mark) -> float:
 
 
 def _passed(moment: Mark) -> bool:
-    """Return whether the device has reached a mark; a host always has."""
+    """Return whether the device has reached a mark; a host mark always has been."""
     return not isinstance(moment, torch.cuda.Event) or moment.query()

@@ -120,12 +120,12 @@ def _numa_nodes() -> dict[str, str | None]:
 
 def _network_interfaces() -> dict[str, int | None]:
     """Return the speed in Mbit/s of each network interface that is up, if its driver reports it."""
-    found = {}
+    speeds = {}
     for path in sorted(Path("/sys/class/net").glob("*")):
         if _text(path / "operstate") in ("up", "unknown"):
             speed = _text(path / "speed") or "-1"  # virtual interfaces report -1
-            found[path.name] = int(speed) if int(speed) > 0 else None
-    return found
+            speeds[path.name] = int(speed) if int(speed) > 0 else None
+    return speeds
 
 
 def _text(path: Path) -> str | None:

@@ -35,7 +35,7 @@ class Pass:
 
 
 class LayerClock:
-    """Times each layer, that is each module with parameters of its own, in every pass.
+    """A clock for each layer, that is each module with its own parameters, in every pass.
 
     All times add up to the whole pass. In forward a layer lasts until the next one begins, so it
     includes the activations and pooling after it. In backward it lasts from the last gradient of
@@ -44,7 +44,7 @@ class LayerClock:
     On a GPU the stream is held until the host has queued a whole pass, so a layer lasts as long as
     its kernels.
 
-    A context manager: hooks live between `__enter__` and `__exit__`.
+    It is a context manager: hooks live between `__enter__` and `__exit__`.
 
     Args:
         model: on its device.

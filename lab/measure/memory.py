@@ -1,4 +1,4 @@
-"""Memory that training takes."""
+"""The memory that training uses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Memory:
         self._running = False
 
     def resume(self) -> None:
-        """Count from here: steady steps follow."""
+        """Start counting: steady steps follow."""
         if not self._running and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._running = True
 
     def pause(self) -> None:
-        """Stop counting: something else follows."""
+        """Stop counting: an evaluation, a checkpoint or the like follows."""
         if self._running and self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self._steady_bytes = max(self._steady_bytes, peak)
@@ -35,7 +35,7 @@ class Memory:
 
     @property
     def kind(self) -> str:
-        """Say what the peak is a peak of."""
+        """Describe what the peak covers."""
         if self._device.type == "cuda":
             return "tensors, in steady steps"
         return "resident set of the process, since its start"

@@ -37,15 +37,15 @@ def gpus() -> list[dict[str, Any]] | None:
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Parse nvidia-smi's answer, a line per GPU; None for what a GPU does not report."""
-    found = []
+    """Parse nvidia-smi's answer, a line per GPU; None for values that a GPU does not report."""
+    gpus = []
     for line in text.splitlines():
         values = [None if "[" in value else value for value in line.split(", ")]
         if len(values) != len(TEXTS) + len(NUMBERS):
             continue  # a warning
         numbers = [value and float(value) for value in values[len(TEXTS) :]]
-        found.append(dict(zip([*TEXTS, *NUMBERS], [*values[: len(TEXTS)], *numbers], strict=True)))
-    return found
+        gpus.append(dict(zip([*TEXTS, *NUMBERS], [*values[: len(TEXTS)], *numbers], strict=True)))
+    return gpus
 
 
 def links() -> str | None:

@@ -1,1 +1,1 @@
-"""Models: each module has a function that makes one."""
+"""Models: one function per module builds one."""

@@ -1,4 +1,4 @@
-"""ConvNet: convolution features under a fully connected (FC) head, and what its makers share."""
+"""ConvNet: convolution features under a fully connected (FC) head, and helpers to build it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """A head over convolution features, kept apart so that a transform can exchange the head.
+    """A head over convolution features, separate so that a transform can replace the head.
 
     Args:
         features: [batch, *input_shape] -> [batch, *feature_shape].
@@ -64,7 +64,7 @@ def with_fc_head(
 
 
 def initialise_for_relu(module: nn.Module) -> None:
-    """Draw weights so that ReLU layers keep the variance of what passes through them.
+    """Draw weights so that ReLU layers keep the variance of their inputs.
 
     He et al. 2015, section 2.2 (fan-in); biases are zero. PyTorch's default shrinks the signal
     layer by layer, and a stack as deep as AlexNet's then hardly begins to learn without BatchNorm.
@@ -84,7 +84,7 @@ def output_shape(features: nn.Sequential, input_shape: Sequence[int]) -> tuple[i
 
 
 def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
-    """Refuse inputs that are no images, or that the pooling layers would shrink to nothing.
+    """Refuse inputs that are not images, or that pooling would shrink to nothing.
 
     Raises:
         ValueError: not three dimensions, or height or width is below `smallest` pixels.

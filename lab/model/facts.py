@@ -1,4 +1,4 @@
-"""Count what a network is made of, from its shapes alone: no torch, no weights."""
+"""Counts of a network's parameters and operations from shapes alone, without torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Parameters:
     """Number of parameters of a model.
 
     Attributes:
-        total: of all layers.
-        fully_connected: of fully connected layers; None where kinds of layers are not known.
+        total: parameters of all layers. fully_connected: those of fully connected layers; None if
+        kinds of layers are unknown.
     """
 
     total: int
@@ -25,7 +25,7 @@ class Convolution:
     Attributes:
         height, width: of the output, in pixels.
         kernel_height, kernel_width: of the filter, in pixels.
-        groups: into how many parts channels are divided; each output channel sees one part.
+        groups: number of parts of the channels; each output channel depends on one part.
 
     Raises:
         ValueError: a value is not an integer of at least 1, or groups do not divide the channels.

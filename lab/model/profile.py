@@ -1,4 +1,4 @@
-"""Profile of a model's layers: measured once, replayed and predicted from."""
+"""Profile of a model's layers: measured once, then replayed or used for predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any, TypeGuard, TypeVar
 
-SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: on this host replayed layers take longer by it
+SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
 COLUMNS = range(1024, 2049)
 
@@ -25,7 +25,7 @@ class Layer:
         name: letters, digits and _.
         parameters: number of float32 values.
         forward_ms, backward_ms: at the profile's reference batch.
-        fixed_forward_ms, fixed_backward_ms: the part of these that no batch size changes.
+        fixed_forward_ms, fixed_backward_ms: the part that does not depend on the batch size.
     """
 
     name: str
@@ -42,10 +42,9 @@ class Profile:
 
     Attributes:
         name: as in conf/profile.
-        source: where the figures come from.
-        reference_batch: images per rank at which they were taken.
-        bytes_scale: what parameters are multiplied by, so that a slow link keeps the ratio of
-            compute to communication.
+        source: origin of the figures. reference_batch: samples per rank at which they were
+        measured. bytes_scale: factor on parameters, which keeps the ratio of compute to
+        communication on a slow link.
     """
 
     name: str
@@ -56,10 +55,10 @@ class Profile:
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Profile:
-        """The profile that a file of conf/profile holds.
+        """Parse the content of a file of conf/profile.
 
         Raises:
-            ValueError: a value that is missing, unknown or out of range.
+            ValueError: a value is missing, unknown or out of range.
         """
         if not node:
             raise ValueError("profile=none: must be one, a file of conf/profile")
@@ -75,17 +74,15 @@ class Profile:
         return replace(profile, layers=layers)
 
     def to_yaml(self) -> str:
-        """Write the text of a file that `parse` reads."""
+        """Return the text of a file that `parse` reads."""
         head = f"name: {self.name}\nsource: {json.dumps(self.source)}\n"
         head += f"reference_batch: {self.reference_batch}\nbytes_scale: {self.bytes_scale}\n"
         return head + "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
 
     def scaled(self, bytes_scale: float = 1.0, time_scale: float = 1.0) -> Profile:
-        """The same model with more or fewer values, or on a slower or faster device.
+        """Return the same model with more or fewer values, or on a slower or faster device.
 
-        Args:
-            bytes_scale: what the profile's own is multiplied by.
-            time_scale: what all times are multiplied by.
+        Args: bytes_scale: factor on the profile's `bytes_scale`. time_scale: factor on all times.
         """
 
         def slower(layer: Layer) -> Layer:
@@ -96,15 +93,15 @@ class Profile:
         return replace(self, layers=layers, bytes_scale=self.bytes_scale * bytes_scale)
 
     def forward_s(self, layer: Layer, per_rank_batch_size: int) -> float:
-        """Seconds of one layer's forward pass over a rank's batch."""
+        """Return the seconds of one layer's forward pass over a rank's batch."""
         return self._scaled(layer.forward_ms, layer.fixed_forward_ms, per_rank_batch_size)
 
     def backward_s(self, layer: Layer, per_rank_batch_size: int) -> float:
-        """Seconds of one layer's backward pass over a rank's batch."""
+        """Return the seconds of one layer's backward pass over a rank's batch."""
         return self._scaled(layer.backward_ms, layer.fixed_backward_ms, per_rank_batch_size)
 
     def compute_s(self, per_rank_batch_size: int) -> float:
-        """Seconds of forward and backward over a rank's batch."""
+        """Return the seconds of forward and backward over a rank's batch."""
         each = (
             self.forward_s(layer, per_rank_batch_size) + self.backward_s(layer, per_rank_batch_size)
             for layer in self.layers
@@ -112,7 +109,7 @@ class Profile:
         return sum(each)
 
     def values(self, layer: Layer) -> int:
-        """float32 values of one layer's gradient, scaled."""
+        """Return the scaled number of float32 values of one layer's gradient."""
         return round(layer.parameters * self.bytes_scale)
 
     @property
@@ -127,10 +124,9 @@ class Profile:
 
 
 def replayed(settings: Mapping[str, Any]) -> Profile | None:
-    """The profile that a run of these composed settings replays; None if its model is a real one.
+    """Return the profile that a run with these settings replays; None for a real model.
 
-    Raises:
-        ValueError: a value of it is out of range.
+    Raises: ValueError: a value of the profile is out of range.
     """
     model = settings["model"]
     if "profile" not in model:
@@ -149,7 +145,7 @@ FIXED_TIMES = tuple(f"fixed_{key}" for key in TIMES)
 
 
 def _make(kind: type[T], node: Any, where: str) -> T:
-    """A dataclass with the attributes that `node` gives it, which are exactly those it has."""
+    """Build a `kind` from `node`, which must have exactly its attributes."""
     required = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(node, Mapping):
         raise ValueError(f"{where}: must have the keys {', '.join(required)}")
@@ -191,10 +187,10 @@ def _check_layer(where: str, layer: Layer) -> None:
 
 
 def require_positive(key: str, value: object) -> None:
-    """Refuse what is not a number above 0.
+    """Refuse a value that is not a number above 0.
 
     Raises:
-        ValueError: names the key.
+        ValueError: the message names the key.
     """
     if not _is_number(value) or value <= 0:
         raise ValueError(f"{key}={value}: must be a number above 0")
@@ -211,11 +207,11 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def shapes(values: int) -> dict[str, tuple[int, ...]]:
-    """Parameters that stand for a layer of so many values, by name; a profile knows no shapes.
+    """Return shapes by name for a layer of `values` values; a profile holds no shapes.
 
-    A weight [rows, columns], with of 1024 to 2048 columns the number that leaves the fewest values
-    over: as in an FC layer, whose rows 1-bit SGD quantises. Those left over are a bias. A layer of
-    fewer than 1024 values is a bias alone.
+    The weight is [rows, columns], as in an FC layer, whose rows 1-bit SGD quantises: of 1024 to
+    2048 columns the number that leaves the smallest remainder, which becomes a bias. A layer of
+    fewer than 1024 values is only a bias.
     """
     rows, rest = divmod(values, columns := _columns(values))
     weight = {"weight": (rows, columns)} if rows else {}

@@ -1,7 +1,7 @@
-"""Replay: a model that takes the time and has the gradients that a profile says.
+"""Replay: a model with the layer times and gradient sizes of a profile.
 
-It waits where another computes, so that any number of ranks fit on a few cores; exchanges, hooks
-and network are those of any other model. What it computes is of no use.
+It waits instead of computing, so that any number of ranks fit on a few cores; exchanges, hooks and
+network are those of any other model. Its outputs are meaningless.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SLACK_S = 0.002
 
 
 class Pace:
-    """Takes as long as work would, one piece after the other.
+    """A timer that takes as long as a GPU's work would, one piece after the other.
 
-    A piece begins where the last one ended, however late `sleep` came back (0.1 ms, on a busy core
-    some ms: over the waits of a step that would add up). If the host was held up between the two by
-    more than SLACK_S, by an exchange in a gradient's hook, say, it begins as much later. Less than
-    that, hooks and autograd themselves, a GPU hides behind the work in its queue.
+    A piece begins where the last one was due, however late `sleep` returned (0.1 ms, on a busy core
+    some ms, which would add up over a step). If the host was delayed between two pieces by more
+    than SLACK_S, for example by an exchange in a gradient hook, the piece begins that much later. A
+    GPU would hide shorter delays, of hooks and autograd, behind its queued work.
 
     Args:
         now: a clock in seconds.
@@ -43,12 +43,12 @@ class Pace:
         self.restart()
 
     def restart(self) -> None:
-        """The next piece begins now."""
+        """Let the next piece begin now."""
         self._end = self._woke = self._now()
 
     @contextmanager
     def work(self, seconds: float) -> Iterator[None]:
-        """One piece. What is done within it counts towards its time."""
+        """Enclose one piece; the work inside counts towards its time."""
         now = self._now()
         held_up = now - self._woke
         begin = self._end + (held_up if held_up > SLACK_S else 0)
@@ -62,17 +62,15 @@ class Pace:
 class Replay(nn.Module):
     """Layers that wait: [batch, *input_shape] -> [batch, output_size], all zeros.
 
-    In training, each layer's forward and backward take the profile's time for the batch that comes,
-    and a layer's gradients appear when its backward ends, before that of the layer below begins. In
+    In training, each layer's forward and backward take the profile's time for the given batch, and
+    a layer's gradients appear when its backward ends, before that of the layer below begins. In
     evaluation nothing waits.
 
     Args:
         input_shape: not used.
         output_size: width of the outputs.
-        profile: the content of a file of conf/profile holds.
-        bytes_scale: gradients are so many times as large as the profile says.
-        time_scale: layers take so many times as long.
-        pace: how they wait.
+        profile: the content of a file of conf/profile. bytes_scale: factor on the profile's
+        gradient sizes. time_scale: factor on the profile's layer times. pace: the timer that waits.
 
     Raises:
         ValueError: a value of the profile or a scale is out of range, or no gradient is left.
@@ -106,7 +104,7 @@ class Replay(nn.Module):
         outputs = torch.zeros(len(inputs), self.output_size, device=inputs.device)
         if not self.training:
             return outputs
-        if inputs.is_cuda:  # the host waits, so it must not run ahead of exchange and update
+        if inputs.is_cuda:  # the host waits: it must not run ahead of exchange and update
             torch.cuda.current_stream(inputs.device).synchronize()
         self.pace.restart()
         return self.layers(
@@ -115,7 +113,7 @@ class Replay(nn.Module):
 
 
 class ReplayedLayer(nn.Module):
-    """One layer of a profile, with parameters as lab.model.profile.shapes has them."""
+    """One layer of a profile, with parameters of lab.model.profile.shapes."""
 
     def __init__(self, layer: Layer, profile: Profile, pace: Pace) -> None:
         super().__init__()
@@ -124,7 +122,7 @@ class ReplayedLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(0.01 * torch.randn(shape)))
 
     def forward(self, activations: Tensor) -> Tensor:
-        """The activations [batch, output_size] as they are, after the layer's time."""
+        """Return the activations [batch, output_size] unchanged, after the layer's time."""
         return _Wait.apply(activations, self, *self.parameters())  # type: ignore[return-value]
 
     def forward_s(self, per_rank_batch_size: int) -> float:
@@ -137,12 +135,12 @@ class ReplayedLayer(nn.Module):
 
 
 class _Wait(torch.autograd.Function):
-    """Activations pass through it, gradients of activations too.
+    """The identity for activations and their gradients, which takes a layer's time.
 
-    A parameter's gradient is its value times one number, that of the first output, so it differs
-    between ranks, takes no memory but its own, and is as the loss's factors (1/N, 1/micro-batches,
-    loss scale) want it. Autograd runs the nodes that accumulate gradients before all others that
-    are ready, so a layer's hooks run before the backward of the layer below.
+    A parameter's gradient is its value times the first output's gradient, so it differs between
+    ranks, needs no other memory, and scales with the loss's factors (1/N, 1/micro-batches, loss
+    scale). Autograd runs the nodes that accumulate gradients before all other ready nodes, so a
+    layer's hooks run before the backward of the layer below.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Where numbers are kept: stores them, computes nothing."""
+"""Storage of a run's numbers. This room computes nothing."""

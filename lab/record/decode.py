@@ -8,16 +8,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def decode(kind: Any, value: Any, key: str) -> Any:
-    """`value`, as JSON holds it, as a `kind`.
+    """Convert a JSON `value` to a `kind`.
 
     Args:
         kind: bool, int, float, str, None, Any, a Literal, list[...], dict[str, ...], a union of
-            these, or a dataclass of them. A key that is no field of it is passed over, and a field
-            with a default may be left out.
-        key: where the value stands, for errors: a.b is b in a.
+            these, or a dataclass of them. Unknown keys are ignored, and a field with a default may
+            be missing. key: path of the value for errors: a.b is b in a.
 
     Raises:
-        ValueError: the value is no such thing; one line that names the key.
+        ValueError: the value does not fit; one line that names the key.
     """
     if kind is Any:
         return value
@@ -46,10 +45,10 @@ def _a(kind: type, value: Any, key: str) -> Any:
 
 
 def _union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
-    """Only `X | None` occurs."""
+    """Convert a union; only `X | None` occurs."""
     if value is None and type(None) in kinds:
         return None
-    (kind,) = (each for each in kinds if each is not type(None))
+    (kind,) = (member for member in kinds if member is not type(None))
     return decode(kind, value, key)
 
 

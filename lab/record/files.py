@@ -11,7 +11,7 @@ from typing import Any, cast
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, put the result on disk, then give it its name.
+    """Call `write` with a temporary path, sync the result to disk, then rename it.
 
     Raises:
         OSError: the directory cannot be written.
@@ -27,7 +27,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:
-    """`value` as readable JSON. A number that is not finite becomes null: JSON has none."""
+    """Write `value` as readable JSON. A non-finite number becomes null: JSON has none."""
     text = json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text))
 

@@ -1,4 +1,4 @@
-"""The run directory: the contract between a run and everything that reads it."""
+"""The run directory: the contract between a run and its readers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lab.record.files import write_atomically, write_json
 from lab.record.schema import Record
 
 LOCK = ".lock"
-LOCK_WAIT_S = 10.0  # what a killed run may take to be gone
+LOCK_WAIT_S = 10.0  # time for a killed run to disappear
 
 
 class RunDirectory:
-    """`<runs_dir>/<study>/<cell>/`, written by rank 0 alone but for each rank's checkpoint."""
+    """`<runs_dir>/<study>/<cell>/`, written by rank 0 only, except each rank's checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,32 +37,32 @@ class RunDirectory:
     ) -> RunDirectory:
         """Find the directory of a new run, or of the one to continue.
 
-        What is already recorded is never written over: a `cell` that the user named may not hold a
-        record, and a `name` made up for him is numbered until it is free. With resume="auto" it is
-        the cell, or the last of that name, as long as it is not done. A job that
-        its launcher starts anew, `launch`, goes on in the directory where it was, and finds it
-        done if it is. Until `release` no other process can claim the same one.
+        A record is never overwritten: a `cell` that the user named must not hold one, and a
+        generated `name` is numbered until it is free. resume="auto" selects the cell, or the last
+        directory of that name, unless it is done. A job that its launcher restarts (the same
+        `launch`) continues in its own directory, even if that is done. Until `release` no other
+        process can claim the directory.
 
         Raises:
             ValueError: the directory cannot be created or written, or is taken.
         """
         earlier = cls._started_by(launch, parent)
         if earlier:
-            found = earlier
+            directory = earlier
         elif cell:
-            found = cls(parent / cell)
+            directory = cls(parent / cell)
         elif resume == "auto" and (unfinished := cls._last_unfinished(parent, name)):
-            found = unfinished
+            directory = unfinished
         else:
-            found = cls._new(parent, name)
-        found._lock_out_others()
+            directory = cls._new(parent, name)
+        directory._lock_out_others()
         try:
             if cell and not earlier:
-                found._check_free(resume)
+                directory._check_free(resume)
         except ValueError:
-            found.release()
+            directory.release()
             raise
-        return found
+        return directory
 
     def release(self) -> None:
         """Let another process claim this directory."""
@@ -103,7 +103,7 @@ class RunDirectory:
 
     @classmethod
     def _new(cls, parent: Path, name: str) -> RunDirectory:
-        """The first of name, name-2, name-3 … that nobody has; now it is ours."""
+        """Claim the first free one of name, name-2, name-3 …"""
         for path in _numbered(parent, name):
             try:
                 path.mkdir(parents=True)
@@ -123,26 +123,26 @@ class RunDirectory:
 
     @classmethod
     def _started_by(cls, launch: str | None, parent: Path) -> RunDirectory | None:
-        # Not by name, which holds the number of ranks: there may be fewer now.
+        # Not by name: it contains the number of ranks, which may have changed.
         if launch is None:
             return None
         runs = (cls(path.parent) for path in sorted(parent.glob("*/attempts.json")))
         return next((run for run in runs if run.was_started_by(launch)), None)
 
     def was_started_by(self, launch: str | None) -> bool:
-        """Whether the last attempt at this run is of the same job."""
+        """Return whether the last attempt at this run belongs to the same job."""
         attempts = self.attempts()
         return bool(launch and attempts and attempts[-1].get("launch") == launch)
 
     def begin_attempt(self, attempt: dict[str, Any]) -> None:
-        """Note that the run begins, or goes on after it ended early."""
+        """Record that the run begins, or continues after an early end."""
         attempts = self.attempts()
         if attempts:
             attempts[-1]["ended"] = self._how_it_ended(attempts[-1])
         write_json(self.path / "attempts.json", [*attempts, attempt])
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Every start of this run, the first one first; all but the last have `ended`."""
+        """Return every start of this run in order; all but the last have `ended`."""
         try:
             return json.loads((self.path / "attempts.json").read_text())
         except (OSError, ValueError):
@@ -156,9 +156,9 @@ class RunDirectory:
         return f"{record['status']}: {record['error']}"
 
     def status(self) -> str | None:
-        """How the run that is recorded here ended; None without a record.
+        """Return the status in this directory's record; None without a record.
 
-        No more than this is read: a record of any schema is not to be written over.
+        Nothing else is read, so that a record of any schema is protected from overwriting.
         """
         try:
             return json.loads(self.record_path.read_text())["status"]
@@ -174,22 +174,22 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def recorded_since(self, moment: float) -> bool:
-        """Whether a record was written after `moment`, in seconds since the epoch."""
+        """Return whether a record was written after `moment`, in seconds since the epoch."""
         return self.record_path.exists() and self.record_path.stat().st_mtime >= moment
 
     def discard_if_empty(self) -> None:
-        """Leave nothing behind of a run that did not begin."""
+        """Remove the directory of a run that did not begin."""
         with contextlib.suppress(OSError):
             if [path.name for path in self.path.iterdir()] == [LOCK]:
                 (self.path / LOCK).unlink()
                 self.path.rmdir()
 
     def write_config(self, yaml: str) -> None:
-        """The resolved configuration."""
+        """Write the resolved configuration."""
         write_atomically(self.path / "config.yaml", lambda path: path.write_text(yaml))
 
     def write_record(self, record: Record) -> None:
-        """Write the record, the last thing that a run writes."""
+        """Write the record, the last file of a run."""
         record.write(self.record_path)
 
 

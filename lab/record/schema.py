@@ -1,4 +1,4 @@
-"""The record of a run: `Record` is the one place where the keys of `record.json` are."""
+"""The record of a run: `Record` alone defines the keys of `record.json`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SHARED: tuple[EmulationKind, ...] = ("shared_gpus", "shared_cores")  # ranks lac
 
 @dataclass(frozen=True)
 class Emulation:
-    """One way in which ranks are not what they stand for.
+    """One way in which ranks are emulated.
 
     Attributes:
         kind: "hosts" (network namespaces as hosts), "shared_gpus" or "shared_cores" (more ranks
             than processors), "replay" (compute replayed from a profile).
-        detail: a clause that says so with its figures.
+        detail: a clause that describes it with figures.
     """
 
     kind: EmulationKind
@@ -51,8 +51,8 @@ class StepSeconds:
 class Record:
     """One run: its identity, how it ended, and what it measured.
 
-    Every record has all of these keys, whatever became of the run: null is unknown. A number that
-    is not finite is written as null, too. Lists "by rank" have one entry per rank.
+    Every record has all of these keys, however the run ended: null means unknown. A non-finite
+    number is written as null, too. Lists "by rank" have one entry per rank.
 
     Attributes:
         status: how the run ended.
@@ -64,18 +64,18 @@ class Record:
         world_size: number of ranks.
         batch_size: global, in samples.
         per_rank_batch_size: of each rank, in samples.
-        scaling: which of the two a study keeps as it adds ranks: "strong" batch_size, "weak"
+        scaling: the batch size that a study fixes as it adds ranks: "strong" batch_size, "weak"
             per_rank_batch_size.
-        unit: what one sample is, in the singular: "image".
+        unit: name of one sample, in the singular: "image".
         model, data: names of their configurations' targets.
         precision: "fp32", "bf16" or "fp16".
         compile: how torch.compile is used: "whole", "regions", or null for not at all.
         measure: "throughput" or "breakdown".
-        launcher: which program started the ranks.
+        launcher: the program that started the ranks.
         device: "cpu" or "cuda".
         backend: library that moves bytes: "gloo", "nccl", ...
         started_at: ISO 8601, UTC.
-        num_steps: optimizer steps made, those before a resume included.
+        num_steps: optimizer steps made, including those before a resume.
         num_timed_steps: steps that statistics count.
         num_skipped_steps: steps whose gradients overflowed (fp16).
         num_parameters: of the model that trains.
@@ -91,19 +91,19 @@ class Record:
         payload_bytes_per_step: by rank, bytes handed to the network in a step.
         messages_per_step: by rank.
         peak_memory_bytes: by rank.
-        peak_memory_of: what that is the memory of, in words.
+        peak_memory_of: a description of what that peak covers.
         reserved_memory_bytes: by rank, held by torch's allocator at the run's end (GPUs).
         device_memory_bytes: by rank, in use on its device by all processes (GPUs).
         final: metrics of the last evaluation by name; accuracy is a share of 1.
         evaluations: step, training seconds and metrics of each evaluation.
         replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
             `none`, and a run stopped in the middle of a round.
-        choices: what exchanges that choose have chosen, by bucket.
-        attempts: every start of the run: first step, world size, when, and how it ended if
-            another one followed.
+        choices: choices that the exchange made by itself, by bucket.
+        attempts: every start of the run: first step, world size, time and, if another one followed,
+            its end.
         duration_s: seconds from the last start to the record.
-        emulation: in which ways ranks are not what they stand for; empty is not at all.
-        comm_settings: what the communication library was told.
+        emulation: ways in which ranks are emulated; empty: none.
+        comm_settings: settings given to the communication library.
         environment: machine and software; see lab.measure.environment.
         git_commit: commit of the lab, and whether its files were changed.
     """
@@ -160,20 +160,19 @@ class Record:
     git_commit: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def end(self, status: str, error: str | None) -> None:
-        """Note how the run ended. ValueError: `status` is none of STATUSES."""
+        """Record how the run ended. ValueError: `status` is not one of STATUSES."""
         self.status = decode(Status, status, "status")
         self.error = error
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `record.json` holds."""
+        """Return the object that `record.json` holds."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: object) -> Record:
-        """The record that a JSON object of this schema, or of schema 1, holds.
+        """Build a record from a JSON object of this schema or of schema 1.
 
-        Raises:
-            ValueError: it is no such object; one line that names the key.
+        Raises: ValueError: it is not such an object; one line that names the key.
         """
         if not isinstance(value, dict):
             raise ValueError(f"holds a {type(value).__name__}; a record is one JSON object")
@@ -191,10 +190,9 @@ class Record:
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file.
+    """Read the record in a file.
 
-    Raises:
-        ValueError: the file holds no record; one line that names file and key.
+    Raises: ValueError: the file does not hold a record; one line that names file and key.
         OSError: the file cannot be read.
     """
     try:
@@ -208,5 +206,5 @@ def read_record(path: Path) -> Record:
 
 
 def worded(emulation: Iterable[Emulation]) -> str:
-    """The clauses of an emulation as people read them; empty where nothing is emulated."""
+    """Return an emulation's clauses as text; empty if nothing is emulated."""
     return "; ".join(one.detail for one in emulation)

@@ -1,4 +1,4 @@
-"""Records of schema 1, brought to the keys of the present one.
+"""Records of schema 1, converted to the keys of the current one.
 
 Schema 1 counted images, worded `emulation` as one sentence, and let a run that could not start
 leave most keys out.
@@ -10,13 +10,13 @@ import re
 from typing import Any
 
 RENAMED = {"images_per_s": "samples_per_s", "wall_images_per_s": "wall_samples_per_s"}
-# Keys that every record has today, with what stands for "unknown" in an early or failed record.
+# Keys that every record has today, with the value for "unknown" in an early or failed record.
 UNNAMED: dict[str, Any] = {"study": "", "cell": "", "repeat": 0, "variant": {}}
 IDENTITY: dict[str, Any] = {
     **{"strategy": "unknown", "scaling": "strong"},
     **{"world_size": 0, "batch_size": 0, "per_rank_batch_size": 0},
 }
-# How clauses of `emulation` were worded. Any other one described hosts.
+# The former wording of `emulation` clauses. Any other clause described hosts.
 CLAUSES = (
     (re.compile(r"share .*GPUs?$"), "shared_gpus"),
     (re.compile(r"share .*cores$"), "shared_cores"),
@@ -25,7 +25,7 @@ CLAUSES = (
 
 
 def upgraded(record: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a record of schema 1 under their present names; those it left out stay out."""
+    """Rename the keys of a schema 1 record to the current ones; missing keys stay missing."""
     known = {RENAMED.get(k, k): value for k, value in record.items() if value is not None}
     known["unit"] = "image"
     known["emulation"] = _emulation(known.get("emulation", "none"))

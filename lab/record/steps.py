@@ -33,10 +33,10 @@ def write_steps(
     """Write the steps of all ranks.
 
     Args:
-        path: of the file.
+        path: the file to write.
         first_step: number of the first step. In a resumed run it is not 0: earlier rows stay.
         before_s: training time before it.
-        num_warmup: steps at the start that no statistic counts.
+        num_warmup: steps at the start that statistics leave out.
         step_s, loss: [ranks, steps].
         phase_s: [ranks, steps, phases]; NaN where nothing was marked.
 

@@ -1,7 +1,7 @@
 """Timelines as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-The format is that of "Trace Event Format" (Google, 2016): complete events, `"ph": "X"`, whose `ts`
-and `dur` are microseconds; a process (`pid`) is a rank and a thread (`tid`) one of its rows.
+The format is "Trace Event Format" (Google, 2016): complete events, `"ph": "X"`, whose `ts` and
+`dur` are microseconds; a process (`pid`) is a rank and a thread (`tid`) one of its tracks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Timeline:
     """Spans of all ranks, and facts about their run.
 
     Attributes:
-        about: facts by name, as they stand in a record: strategy, world_size, emulation, ...
+        about: facts by name, as in a record: strategy, world_size, emulation, ...
     """
 
     spans: tuple[Span, ...]
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def typical_step(self) -> Timeline:
-        """The step whose length is the median (on the first rank); all of it if none is marked."""
+        """Return the step of median length (on the first rank); the whole if no step is marked."""
         steps = sorted(
             (s for s in self.spans if s.row == "step" and s.rank == self.spans[0].rank),
             key=lambda span: span.end_s - span.start_s,
@@ -53,10 +53,10 @@ def write_trace(path: Path, spans: Iterable[Span], about: Mapping[str, Any] | No
     """Write spans as trace events; time 0 is the first one's start.
 
     Args:
-        about: what else there is to know, kept in `otherData`.
+        about: further facts, kept in `otherData`.
 
     Raises:
-        ValueError: there is no span.
+        ValueError: there are no spans.
         OSError: the file cannot be written.
     """
     ordered = sorted(spans, key=lambda span: (span.rank, _place(span.row), span.start_s))
@@ -82,7 +82,7 @@ def read_trace(path: Path) -> Timeline:
     """Read a file of `write_trace`.
 
     Raises:
-        ValueError: the file is no such trace.
+        ValueError: the file is not such a trace.
         OSError: it cannot be read.
     """
     try:
@@ -90,14 +90,14 @@ def read_trace(path: Path) -> Timeline:
         events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         return Timeline(tuple(map(_span, events)), trace.get("otherData", {}))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is no timeline: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{path}: is not a timeline: {type(error).__name__}: {error}") from None
 
 
 def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
-    """Each span with the lane of its row in which it overlaps no other, from 0.
+    """Return each span with its lane, from 0, in which no spans of its row overlap.
 
-    A viewer nests events of one thread, so what merely overlaps needs threads of its own. In the
-    order of their starts, spans take the first lane that is free.
+    A viewer nests events of one thread, so spans that only overlap need separate threads. In the
+    order of their starts, spans take the first free lane.
     """
     free_at: dict[tuple[int, str], list[float]] = {}
     placed: list[tuple[Span, int]] = []
@@ -114,7 +114,7 @@ def _place(row: str) -> tuple[int, str]:
 
 
 def _names(rank: int, row: str, lane: int, thread: int) -> list[Event]:
-    """Metadata: what a viewer calls a rank and a row of it, and where it puts them."""
+    """Return metadata: a viewer's names and positions of a rank and one of its rows."""
     label = row if lane == 0 else f"{row} {lane + 1}"
     facts: list[tuple[str, dict[str, Any]]] = [
         ("thread_name", {"name": label}),

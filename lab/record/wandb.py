@@ -1,4 +1,4 @@
-"""Weights & Biases beside the run directory, never instead of it."""
+"""Weights & Biases in addition to the run directory, never instead of it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MODES = ("offline", "online")
 
 
 class WandbRecorder:
-    """One run per cell, grouped by study, from rank 0. Nothing that wandb does ends a run.
+    """A wandb run per cell, grouped by study, from rank 0. No failure of wandb ends a run.
 
     Args:
-        project: its name there.
-        mode: "offline" keeps everything beside the run directory, "online" sends it.
+        project: name of the wandb project.
+        mode: "offline" keeps everything next to the run directory, "online" sends it.
 
     Raises:
-        ValueError: another mode.
+        ValueError: `mode` is neither.
     """
 
     def __init__(self, project: str, mode: str) -> None:

@@ -1,1 +1,1 @@
-"""Settings, how they are composed and checked, and how a command answers."""
+"""Settings: their schema, composition and checks; and the command line of all commands."""

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lab.settings.errors import ConfigError
 from lab.settings.overrides import quoted, split
 
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto goes on
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
 SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
 
 
@@ -23,13 +23,11 @@ class Command:
 
     Attributes:
         name: as in `python -m NAME`.
-        purpose: what it does, in a few lines.
-        examples: command lines.
-        settings: its own, each with its default and a line of help.
-        word: name of its one positional word; empty: it has none.
-        runs: whether it takes the settings of a run too, and Hydra's flags.
-        sweeps: whether `--multirun` means something to it.
-        stopped: what it prints after Ctrl-C; empty: nothing.
+        purpose: its description, in a few lines. examples: command lines. settings: its own
+        settings, each with its default and a line of help. word: name of its one positional word;
+        empty: it has none. runs: whether it also takes the settings of a run, and Hydra's flags.
+        sweeps: whether it accepts `--multirun`. stopped: text to print after Ctrl-C; empty:
+        nothing.
     """
 
     name: str
@@ -43,7 +41,7 @@ class Command:
 
     @property
     def flags(self) -> str:
-        """The flags that it takes."""
+        """Return the flags that the command accepts."""
         names = ["--help"]
         names += ["--config-dir DIR", "--cfg job"] if self.runs else []
         names += ["--multirun"] if self.sweeps else []
@@ -51,14 +49,13 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """How it is called."""
+        """Return the command line that the help shows."""
         return " ".join(filter(None, ("python -m", self.name, self.word, "[setting=value ...]")))
 
     def texts(self, arguments: Sequence[str]) -> dict[str, str]:
-        """The texts of its own settings, where it has no others; defaults where not given.
+        """Return the texts of a command's own settings, its only ones; defaults if not given.
 
-        Raises:
-            ConfigError: a setting that it does not have.
+        Raises: ConfigError: an unknown setting.
         """
         texts, others = split(arguments, self.settings)
         if unknown := [*others, *(key for key in texts if key not in self.settings)]:
@@ -68,12 +65,12 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words that a command was given.
+    """The parsed words of a command line.
 
     Attributes:
-        word: the positional one.
+        word: the positional word.
         settings: `key=value` words, in order; `--config-dir` is one of them.
-        shows_settings: whether `--cfg job` asks for the settings alone.
+        shows_settings: whether `--cfg job` asks only to print the settings.
     """
 
     word: str
@@ -89,11 +86,11 @@ def answer(
     act: Callable[[CommandLine], int],
     refuse: Callable[[ConfigError], int] | None = None,
 ) -> int:
-    """Do what a command line asks for.
+    """Execute a command line.
 
     Args:
-        act: the command itself; returns its exit code.
-        refuse: what becomes of a wrong setting; by default one line on stderr, and exit code 2.
+        act: runs the command and returns its exit code. refuse: handles a wrong setting; by default
+        one line on stderr, and exit code 2.
 
     Returns:
         The exit code: 0 after help, 2 for a wrong setting, 130 after Ctrl-C.
@@ -121,7 +118,7 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
     """Sort the words of a command line.
 
     Raises:
-        ConfigError: a flag that the command does not take, or not as many words as it needs.
+        ConfigError: a flag that the command does not accept, or a wrong number of words.
     """
     words, settings, flags = list[str](), list[str](), set[str]()
     rest = iter(arguments)
@@ -148,12 +145,12 @@ def show(configs: Iterable[DictConfig]) -> None:
 
 
 def report_error(command: str, error: Exception) -> None:
-    """One line on stderr."""
+    """Print an error as one line on stderr."""
     print(f"{command}: error: {error}", file=sys.stderr)
 
 
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:
-    """A flag by its long name, and its value."""
+    """Return a flag's long name and its value."""
     name, _, value = argument.partition("=")
     if name in ("-h", "--help"):
         return "--help", ""

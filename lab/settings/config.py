@@ -40,7 +40,7 @@ def setting(
     above: float | None = None,
     at_most: float | None = None,
 ) -> Any:
-    """A scalar setting: its default, its line of `--help` and what it may hold."""
+    """Define a scalar setting: its default, its line of `--help` and its allowed values."""
     metadata = {
         "help": help,
         "choices": choices,
@@ -60,14 +60,14 @@ class Settings:
     strategy: str = setting("???", "how gradients are exchanged (a group)")
     exchange: dict[str, Any] = setting({}, "what moves, and along which path (a group)")
     sync: dict[str, Any] = setting({}, "when gradients or weights are exchanged (a group)")
-    transform: dict[str, Any] = setting({}, "which model is made of the model (a group)")
-    task: dict[str, Any] = setting({}, "loss, metrics, and what targets must be (a group)")
-    model: dict[str, Any] = setting({}, "what is trained (a group)")
-    profile: dict[str, Any] = setting({}, "what the layers of model=replay cost (a group)")
-    data: dict[str, Any] = setting({}, "on what (a group)")
+    transform: dict[str, Any] = setting({}, "how the model is rewritten before training (a group)")
+    task: dict[str, Any] = setting({}, "loss, metrics and the required targets (a group)")
+    model: dict[str, Any] = setting({}, "the model to train (a group)")
+    profile: dict[str, Any] = setting({}, "times and sizes of the layers of model=replay (a group)")
+    data: dict[str, Any] = setting({}, "the data set to train on (a group)")
     optim: dict[str, Any] = setting({}, "SGD and its schedule (a group)")
-    comm: dict[str, Any] = setting({}, "over what ranks talk (a group)")
-    recorder: dict[str, Any] = setting({}, "where numbers go beside the run directory (a group)")
+    comm: dict[str, Any] = setting({}, "how ranks communicate (a group)")
+    recorder: dict[str, Any] = setting({}, "where numbers go besides the run directory (a group)")
     cluster: dict[str, Any] = setting({}, "the hosts and links that ranks are started on (a group)")
 
     overlap: bool = setting(False, "exchange buckets while backward still runs")
@@ -95,11 +95,9 @@ class Settings:
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown"))
-    warmup_steps: int = setting(5, "first steps that no statistic counts", at_least=0)
-    eval_every: int = setting(0, "steps between evaluations; 0: at the end alone", at_least=0)
-    checkpoint_every: int = setting(
-        0, "steps between checkpoints; 0: on a signal alone", at_least=0
-    )
+    warmup_steps: int = setting(5, "first steps, which statistics leave out", at_least=0)
+    eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
+    checkpoint_every: int = setting(0, "steps between checkpoints; 0: only on a signal", at_least=0)
     resume: str | None = setting(None, "auto: this cell's newest checkpoint, or a path")
     exchange_timeout_s: float = setting(
         300.0, "an exchange that takes longer has failed", above=0, at_most=1e6
@@ -108,7 +106,7 @@ class Settings:
     config_dir: str | None = setting(None, "a folder with choices of your own (--config-dir)")
     runs_dir: str = setting("runs", "root of all run directories")
     study: str = setting("default", "the sweep this run belongs to")
-    cell: str | None = setting(None, "name of this run; by default made of what was set")
+    cell: str | None = setting(None, "name of this run; by default made from its settings")
     repeat: int = setting(0, "which repetition of the same cell this is", at_least=0)
 
 
@@ -129,7 +127,7 @@ def load(arguments: Sequence[str]) -> DictConfig:
     for override in overrides:
         _refuse(override)
     config_dir = config_dir_of(arguments)
-    # A run's study is a name. To Hydra it would be a choice among the files of conf/study.
+    # A run's study is a name; Hydra would take it for a choice among the files of conf/study.
     studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
     try:
         config = _compose([o for o in overrides if o.key_or_group != "study"], config_dir)
@@ -146,7 +144,7 @@ def load(arguments: Sequence[str]) -> DictConfig:
 
 
 def _refuse(override: Override) -> None:
-    """Refuse overrides that Hydra takes and no run can use."""
+    """Refuse overrides that Hydra accepts but no run can use."""
     line, key = override.input_line, override.key_or_group
     if override.is_sweep_override():
         raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")
@@ -157,12 +155,12 @@ def _refuse(override: Override) -> None:
 
 
 def _compose(overrides: list[Override], config_dir: str | None) -> DictConfig:
-    """The choices of groups as Hydra composes them, and plain values set in a copy of that.
+    """Compose the choices of groups with Hydra, and set plain values in a copy.
 
-    Hydra takes both in one call, in this order too, but parses some twenty files for it: a grid
-    whose cells differ in values alone reads them once.
+    Hydra could do both in one call, in the same order, but would parse some twenty files for it: a
+    grid whose cells differ only in values reads them once.
     """
-    # What adds or removes means something else before or after another one: all stays together.
+    # Additions and removals depend on the order of overrides, so all of these stay together.
     as_one = any(str(o.input_line)[0] in "+~" for o in overrides)
     plain = [] if as_one else [o for o in overrides if not _names_group(o, config_dir)]
     lines = (str(o.input_line) for o in overrides if o not in plain)
@@ -191,13 +189,13 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     """Construct the `_target_` of `node` with its own arguments, `parts` and `runtime`.
 
     Args:
-        parts: positional arguments, handed over as they are: Hydra takes a dataclass among
-            `runtime` for configuration.
+        parts: positional arguments, passed unchanged: Hydra would take a dataclass in `runtime` for
+            configuration.
 
     Raises:
         ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
     """
-    from hydra.utils import instantiate  # not above: help and wrong settings need none
+    from hydra.utils import instantiate  # imported here: help and wrong settings do not need it
 
     try:
         return instantiate(node, *parts, **runtime)
@@ -242,7 +240,7 @@ def _out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
 
 
 def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:
-    """One line that names the key, the value and what is allowed."""
+    """Return one line that names the key, the value and what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.strip("/").rpartition("/")
         group, choice = (group, choice) if group else (choice, "")
@@ -260,7 +258,7 @@ def _unknown(argument: str, key: str, config_dir: str | None) -> str:
     keys = {group: keys_of(group, config_dir) for group in GROUPS}
     group, _, name = key.partition(".")
     if has_it := [choice for choice, names in keys.get(group, {}).items() if name in names]:
-        return f"{argument}: needs {' or '.join(f'{group}={each}' for each in sorted(has_it))}"
+        return f"{argument}: needs {' or '.join(f'{group}={name}' for name in sorted(has_it))}"
     known = {
         *FIELDS,
         *(name for choices in keys.values() for names in choices.values() for name in names),
@@ -274,7 +272,7 @@ def check_batch(config: DictConfig, world_size: int) -> None:
     """Refuse a batch that does not divide evenly.
 
     Raises:
-        ConfigError: names the nearest batch sizes that work.
+        ConfigError: the message names the nearest batch sizes that work.
     """
     ranks = 1 if config.scaling == "weak" else world_size
     unit = ranks * config.accumulate

@@ -1,13 +1,13 @@
-"""The error that a user can correct."""
+"""ConfigError: an error that the user can correct."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A setting the user can correct. Its text is one line: the key, the value, what is allowed."""
+    """A wrong setting. The message is one line: the key, the value and what is allowed."""
 
 
 def one_line(error: object) -> str:
-    """The first line of an error's text; its type where there is none."""
+    """Return the first line of an error's text, or its type if the text is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

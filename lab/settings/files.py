@@ -1,4 +1,4 @@
-"""The folders that choices come from: the lab's conf/, and one of the user's (`config_dir`)."""
+"""The folders of choices: the lab's conf/, and one of the user's (`config_dir`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
 
 
 def conf_dir() -> Path:
-    """The configuration tree: inside the package when installed, next to it in a checkout."""
+    """Return the configuration tree: in the package if installed, next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 
 
 def choices_of(group: str, config_dir: str | None = None) -> list[str]:
-    """Names that `group=` may take, in alphabetical order."""
+    """Return the names that `group=` accepts, in alphabetical order."""
     return sorted(_files(group, config_dir))
 
 
 def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str, Any]:
-    """The content of <group>/<name>.yaml.
+    """Read the content of <group>/<name>.yaml.
 
     Raises:
         ConfigError: there is no such file.
@@ -40,7 +40,7 @@ def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str,
 
 
 def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:
-    """The settings of each choice of a group, without parsing its YAML: help must be quick."""
+    """Return each choice's settings, without parsing its YAML: help must be quick."""
     return {
         name: set(TOP_LEVEL_KEY.findall(path.read_text())) - {"defaults"}
         for name, path in _files(group, config_dir).items()
@@ -48,7 +48,7 @@ def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:
 
 
 def _files(group: str, config_dir: str | None) -> dict[str, Path]:
-    """Files by name. As in Hydra, the lab's own come first: a user adds choices, replaces none."""
+    """Return files by name. As in Hydra, the lab's win: users can add choices, not replace them."""
     folders = [Path(config_dir)] if config_dir else []
     return {
         path.stem: path

@@ -1,4 +1,4 @@
-"""The help of a command, made of its settings and of the schema."""
+"""The help of a command, made from its settings and the schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MULTIRUN = "  -m, --multirun     a grid, as python -m lab.sweep: settings take l
 
 
 def help_text(command: Command, arguments: Sequence[str]) -> str:
-    """Return the text of `--help`; `arguments` choose whose settings are listed."""
+    """Return the text of `--help`; `arguments` select the choices whose settings are listed."""
     lines = [f"usage: {command.usage}", "", command.purpose]
     lines += _of_run(command, arguments) if command.runs else _own(command)
     lines += ["", "examples:", *(f"  {example}" for example in command.examples)]
@@ -77,7 +77,7 @@ def _as_written(value: Any) -> str:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether it is content of a profile, or a choice within a choice, rather than a setting."""
+    """Return whether `value` is a profile's content or a nested choice, and not a setting."""
     if isinstance(value, Mapping):
         return "_target_" in value
     listed = isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,4 +1,4 @@
-"""Names of runs, made of what was set."""
+"""Names of runs, made from their settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST = 120  # characters of a name; file systems take 255 bytes
 
 
 def variant(arguments: Sequence[str]) -> dict[str, str]:
-    """Settings a run was given besides a study's usual axes and its bookkeeping.
+    """Return the settings of a run other than a study's usual axes and its bookkeeping.
 
     `+key=value` is kept under its key, `~key` under that with the tilde and without a value.
     """
@@ -38,7 +38,7 @@ def _by_key(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def run_name(arguments: Sequence[str], strategy: str, world_size: int) -> str:
-    """A readable name of a run: strategy, ranks, and what else was set."""
+    """Return a readable name of a run: strategy, ranks and other settings."""
     texts = _by_key(arguments)
     parts = [strategy, f"n{world_size}"]
     parts += [f"{AXIS_LETTERS[key]}{texts[key]}" for key in AXIS_LETTERS if key in texts]

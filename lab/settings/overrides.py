@@ -16,7 +16,7 @@ __all__ = ["Override", "config_dir_of", "file_to_write", "parse_overrides", "quo
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """`key=value` arguments in Hydra's grammar.
+    """Parse `key=value` arguments in Hydra's grammar.
 
     Raises:
         ConfigError: an argument is not of that form, or is a setting of Hydra itself.
@@ -37,13 +37,13 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """A command's own settings, and all others as they were given.
+    """Separate a command's own settings from all others.
 
     Args:
-        keys: of the command's own; `hardware` stands for `hardware.inter.latency_s` too.
+        keys: the command's own keys; `hardware` includes `hardware.inter.latency_s`.
 
     Returns:
-        The text of each own setting, the last where one is given twice; and the other arguments.
+        The text of each own setting, the last one if repeated; and the other arguments, unchanged.
     """
     texts, others = dict[str, str](), list[str]()
     for argument in arguments:
@@ -56,10 +56,10 @@ def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, st
 
 
 def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
-    """The file that a setting such as `out=` names, None for `null`.
+    """Return the file that a setting such as `out=` names; None for `null`.
 
     Raises:
-        ConfigError: it has none of the `suffixes`, or cannot be written where it is to lie.
+        ConfigError: it has none of the `suffixes`, or cannot be written there.
     """
     if text == "null":
         return None
@@ -74,7 +74,7 @@ def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
 
 
 def config_dir_of(arguments: Sequence[str]) -> str | None:
-    """The folder of the user's own choices, if the arguments name one.
+    """Return the folder of the user's own choices, if the arguments name one.
 
     Raises:
         ConfigError: there is no such folder.
@@ -89,5 +89,5 @@ def config_dir_of(arguments: Sequence[str]) -> str | None:
 
 
 def quoted(text: str) -> str:
-    """A text as one value of Hydra's grammar, whatever is in it."""
+    """Quote any text as one value of Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,4 +1,4 @@
-"""Sync: the protocol between the training loop and whatever exchanges gradients or weights."""
+"""Sync: the protocol between the training loop and the exchange of gradients or weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SyncParts:
 
 
 class Sync(ABC):
-    """Keeps the replicas of a model together while each rank computes gradients of its own.
+    """A schedule that keeps replicas of a model together while ranks compute their own gradients.
 
     A sync is a context manager: its hooks live between `__enter__` and `__exit__`. One step is
 
@@ -67,10 +67,10 @@ class Sync(ABC):
         loss_scale: of fp16; gradients are divided by it before they are exchanged. The trainer
             sets it in each step.
         clock: records when exchanges run. The trainer sets it; None: nothing is recorded.
-        needs_like_gpus: the sync itself computes the same on all ranks; see Exchange.
+        needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
 
     Raises:
-        ValueError: `overlap` or `precision` is one that the pattern refuses.
+        ValueError: the pattern refuses `overlap` or `precision`.
     """
 
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
@@ -94,17 +94,17 @@ class Sync(ABC):
 
     @property
     def own_replicas(self) -> bool:
-        """Whether each rank has weights and momentum of its own between exchanges."""
+        """True if each rank has its own weights and momentum between exchanges."""
         return self.pattern.own_replicas
 
     @property
     def keeps_replicas_equal(self) -> bool:
-        """Whether all ranks have the same weights after the step that was just taken."""
+        """True if all ranks have the same weights after the last step."""
         return self.exchange.keeps_replicas_equal
 
     @property
     def loss_factor(self) -> float:
-        """The factor to multiply the loss by before backward."""
+        """The factor by which to multiply the loss before backward."""
         return self.loss_scale
 
     def __enter__(self) -> Self:
@@ -121,7 +121,7 @@ class Sync(ABC):
         """Leave in `grad` the gradients that the optimizer is to apply.
 
         Returns:
-            Whether all of them are finite, bool [], the same on all ranks; None if nobody looked.
+            Whether all of them are finite, bool [], the same on all ranks; None: not checked.
 
         Raises:
             Exception: the first error of an exchange.
@@ -134,7 +134,7 @@ class Sync(ABC):
             last: this was the run's last step.
 
         Returns:
-            Whether all values were finite, bool [], the same on all ranks; None if nobody looked.
+            Whether all values were finite, bool [], the same on all ranks; None: not checked.
         """
         return None
 
@@ -142,14 +142,14 @@ class Sync(ABC):
         """Wait for exchanges that outlast their step, so that another collective may begin."""
 
     def state_dict(self) -> SyncState:
-        """Tensors to remember between steps, the same on all ranks."""
+        """Return the tensors to keep between steps, the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: SyncState) -> None:
-        """Continue from what `state_dict` returned; {} if another sync wrote the checkpoint."""
+        """Continue from a result of `state_dict`; {} if another sync wrote the checkpoint."""
 
     def _unscale(self) -> None:
-        """Divide all gradients by the loss scale, for a sync without buckets that would do it."""
+        """Divide all gradients by the loss scale, in a sync without buckets."""
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

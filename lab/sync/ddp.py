@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel and its communication hooks, untouched: outside references."""
+"""torch's DistributedDataParallel and its communication hooks, unchanged: outside references."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOOKS = ("none", "noop", "bf16", "fp16", "powersgd")
 
 
 class DDPSync(LibrarySync):
-    """Let DDP exchange the gradients, which it finishes inside backward.
+    """A sync in which DDP exchanges the gradients, and finishes inside backward.
 
     Args:
         hook: torch's communication hook (torch.distributed.algorithms.ddp_comm_hooks). "noop" moves
@@ -31,7 +31,7 @@ class DDPSync(LibrarySync):
             after two exact steps; its errors are DDP's own, and not in checkpoints.
 
     Raises:
-        ValueError: settings that DDP as its users have it cannot follow.
+        ValueError: settings that unmodified DDP does not support.
     """
 
     def __init__(self, parts: SyncParts, *, hook: str) -> None:
@@ -45,9 +45,9 @@ class DDPSync(LibrarySync):
         gradient_bytes = sum(p.nbytes for p in parts.model.parameters() if p.requires_grad)
         super().__init__("ddp", parts, ddp(hook), gradient_bytes)
         if not isinstance(parts.comm, TorchComm):
-            raise ValueError("strategy=ddp: runs over torch.distributed alone")
+            raise ValueError("strategy=ddp: runs over torch.distributed only")
         if hook == "bf16" and parts.comm.backend != "nccl":
-            raise ValueError("sync.hook=bf16: torch has it over NCCL alone; use sync.hook=fp16")
+            raise ValueError("sync.hook=bf16: torch has it over NCCL only; use sync.hook=fp16")
         self.wrapped = DistributedDataParallel(
             parts.module, bucket_cap_mb=parts.bucket_mb, process_group=parts.comm.group
         )
@@ -63,7 +63,7 @@ class DDPSync(LibrarySync):
             self.wrapped.register_comm_hook(state, call)  # pyright: ignore[reportUnknownMemberType]
 
     def _hook(self, hook: str, group: ProcessGroup) -> tuple[object, Callable[..., Any] | None]:
-        """torch's hook of that name and its state; adapts the bytes that are counted."""
+        """Return torch's hook of that name and its state; adapt the counted bytes."""
         if hook == "noop":
             self._wire_bytes = 0
             return None, debugging_hooks.noop_hook

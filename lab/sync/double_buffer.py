@@ -12,7 +12,7 @@ from lab.sync.gradsync import GradSync
 
 
 class DoubleBuffer(GradSync):
-    """Exchange all gradients after backward, and wait for them there or one step later.
+    """A sync that exchanges all gradients after backward, and waits there or one step later.
 
     With `double_buffer` the update of step t uses the mean gradient of step t-1, while that of t
     travels during step t+1: CNTK's useBufferedAsyncGradientAggregation (AllReduceDistGradAggregator
@@ -20,11 +20,11 @@ class DoubleBuffer(GradSync):
     nothing, and the last step's gradient is never applied.
 
     Args:
-        double_buffer: False waits as GradSync does. `overlap` must be the same: it chooses a worker
-            that runs while the rank computes.
+        double_buffer: False waits as GradSync does. `overlap` must have the same value: it chooses
+            a worker that runs while the rank computes.
 
     Raises:
-        ValueError: `double_buffer` is not a bool, or not what `overlap` is.
+        ValueError: `double_buffer` is not a bool, or differs from `overlap`.
     """
 
     def __init__(self, parts: SyncParts, *, double_buffer: bool) -> None:
@@ -36,7 +36,7 @@ class DoubleBuffer(GradSync):
         self.double_buffer = double_buffer
         model = parts.model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.arriving: dict[str, Tensor] = {}  # the last step's gradients, means once they are here
+        self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
         self._resting = self._plan() if double_buffer else []
 
     def __enter__(self) -> Self:
@@ -47,7 +47,7 @@ class DoubleBuffer(GradSync):
         return self
 
     def finish(self) -> Tensor | None:
-        """Begin to exchange this step's gradients, and leave the means of the step before."""
+        """Begin to exchange this step's gradients; leave the previous step's means in `grad`."""
         if not self.double_buffer:
             return super().finish()
         self.worker.wait()
@@ -68,7 +68,7 @@ class DoubleBuffer(GradSync):
         self.worker.wait()
 
     def state_dict(self) -> SyncState:
-        """GradSync's state, and the means that the next step will use. Settle first."""
+        """Return GradSync's state and the means that the next step will use. Settle first."""
         return {**super().state_dict(), "arriving": dict(self.arriving)}
 
     def load_state_dict(self, state: SyncState) -> None:

@@ -1,4 +1,4 @@
-"""GradSync: averages gradients in every step, during backward or after it."""
+"""GradSync: average gradients in every step, during backward or after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lab.sync.pattern import Begin, Pattern, gradsync
 
 
 class GradSync(Sync):
-    """Averages the gradients of a model over the ranks, once per optimizer step.
+    """A sync that averages gradients over the ranks once per optimizer step.
 
     With `overlap`, gradient hooks count down each bucket during the last backward and hand full
     buckets to the worker, always in bucket order: all ranks must start the same exchanges in the
@@ -30,7 +30,7 @@ class GradSync(Sync):
     planned anew in the order in which rank 0's gradients arrived, on all ranks.
 
     Args:
-        pattern: of a subclass; None: GradSync's own.
+        pattern: a subclass's; None: GradSync's own.
 
     Raises:
         ValueError: the exchange cannot run over this comm.
@@ -54,11 +54,11 @@ class GradSync(Sync):
 
     @property
     def loss_factor(self) -> float:
-        """1/N where that spares the exchange a pass over all gradients, times the loss scale."""
+        """The loss scale; divided by N if that saves the exchange a pass over all gradients."""
         return self.loss_scale / (self.comm.size if self.divides_loss else 1)
 
     def state_dict(self) -> SyncState:
-        """The order of gradients: in other buckets, sums over three ranks round differently."""
+        """Return the order of gradients: with other buckets, sums may round differently."""
         order = {name: torch.tensor(place) for place, name in enumerate(self.order or ())}
         return {"order": order}
 
@@ -87,7 +87,7 @@ class GradSync(Sync):
     def finish(self) -> Tensor | None:
         """Exchange the buckets that backward did not submit, and wait for all of them.
 
-        Finite or not, the mean is in `grad` afterwards; see Sync.
+        The mean is in `grad` afterwards, even if it is not finite; see Sync.
         """
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
@@ -135,7 +135,7 @@ class GradSync(Sync):
             self._submit_next()
 
     def _order_of_rank_0(self) -> list[str]:
-        """Names of the parameters as gradients arrived there, those that did not at the end."""
+        """Return parameter names in order of arrival on rank 0; those without gradients last."""
         position = {name: index for index, name in enumerate(self._bucket_of)}
         arrived = dict.fromkeys([*self._arrived, *position])
         order = torch.tensor([position[name] for name in arrived], device=self._device)

@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer, untouched: an outside reference."""
+"""Horovod's DistributedOptimizer, unchanged: an outside reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIRE_BYTES = {"none": 4, "fp16": 2}  # of one gradient value
 
 
 class HorovodSync(LibrarySync):
-    """Let Horovod exchange the gradients.
+    """A sync in which Horovod exchanges the gradients.
 
     DistributedOptimizer all-reduces each gradient from a hook, fused by Horovod's own thread
     (HOROVOD_FUSION_THRESHOLD, HOROVOD_CYCLE_TIME), and waits for all of them in `synchronize`. It
@@ -27,7 +27,7 @@ class HorovodSync(LibrarySync):
         compression: "none" or "fp16" (Horovod's Compression).
 
     Raises:
-        ValueError: settings that Horovod as its users have it cannot follow.
+        ValueError: settings that unmodified Horovod does not support.
     """
 
     def __init__(self, parts: SyncParts, *, compression: str) -> None:
@@ -37,9 +37,9 @@ class HorovodSync(LibrarySync):
                 "overlaps, and fuses by HOROVOD_FUSION_THRESHOLD"
             )
         if not isinstance(parts.comm, HorovodComm):
-            raise ValueError("strategy=horovod: runs over comm=horovod alone")
+            raise ValueError("strategy=horovod: runs over comm=horovod only")
         if not all(p.is_contiguous() for p in parts.model.parameters()):
-            raise ValueError("channels_last=True: strategy=horovod takes contiguous tensors alone")
+            raise ValueError("channels_last=True: strategy=horovod takes contiguous tensors only")
         if compression not in WIRE_BYTES:
             allowed = ", ".join(WIRE_BYTES)
             raise ValueError(f"sync.compression={compression}: allowed are {allowed}")
@@ -65,4 +65,4 @@ class HorovodSync(LibrarySync):
 
     def _synchronize(self) -> Iterator[Collective]:
         self._optimizer.synchronize()
-        yield from ()  # it has waited itself
+        yield from ()  # `synchronize` has waited

@@ -8,16 +8,15 @@ from lab.sync.pattern import Pattern
 
 
 class LibrarySync(Sync):
-    """The part of an outside reference that does not depend on the library.
+    """A sync that leaves the exchange to another library.
 
-    Its payload is counted as that of one all-reduce of all gradients, as Comm counts it.
+    Its payload is counted as one all-reduce of all gradients, as Comm counts it.
 
     Args:
-        strategy: for messages.
-        wire_bytes: of all gradients, as they travel.
+        strategy: name to show in messages. wire_bytes: bytes of all gradients on the wire.
 
     Raises:
-        ValueError: an exchange of the lab's, which would be ignored.
+        ValueError: one of the lab's exchanges is set, which would be ignored.
     """
 
     def __init__(self, strategy: str, parts: SyncParts, pattern: Pattern, wire_bytes: int) -> None:

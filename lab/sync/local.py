@@ -1,4 +1,4 @@
-"""LocalSync: ranks train alone, and average their weights every so many steps."""
+"""LocalSync: ranks train on their own, and average their weights every few steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lab.sync.pattern import local
 class LocalSync(GradSync):
     """Local SGD, with an outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1).
 
-    All ranks begin a round with the same weights, the anchor, and each takes `every` steps with its
-    own gradients. Then `anchor - weights` is exchanged as GradSync exchanges gradients, and its
-    mean is the gradient with which an outer SGD with Nesterov momentum moves the anchor. From there
-    all begin the next round. With `outer_lr=1` and no outer momentum the anchor moves to the mean
-    of the weights: local SGD (Stich 2019, algorithm 1; Lin et al. 2020).
+    All ranks begin a round with the same weights, the anchor, and take `every` steps with their own
+    gradients. Then `anchor - weights` is exchanged as GradSync exchanges gradients. Its mean is the
+    gradient by which an outer SGD with Nesterov momentum moves the anchor, where all ranks begin
+    the next round. With `outer_lr=1` and no outer momentum the anchor moves to the mean of the
+    weights: local SGD (Stich 2019, algorithm 1; Lin et al. 2020).
 
-    A round ends after each step whose number is a multiple of `every`, and after the run's last.
+    A round ends after each step whose number is a multiple of `every`, and after the last step.
     The inner optimizer's momentum is never exchanged.
 
     Args:
-        every: steps of a round, H in the papers.
-        outer_lr, outer_momentum: of the outer SGD.
+        every: steps per round, H in the papers.
+        outer_lr, outer_momentum: settings of the outer SGD.
 
     Raises:
         ValueError: an argument out of range, or an exchange that does not average.
@@ -38,7 +38,7 @@ class LocalSync(GradSync):
         _check_ranges(every, outer_lr, outer_momentum)
         if not parts.exchange.keeps_replicas_equal:
             name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: leaves the ranks apart; take one that averages")
+            raise ValueError(f"exchange={name}: does not average; choose one that does")
         super().__init__(parts, local(every))
         self.divides_loss = False  # ranks take steps with their own gradients
         self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
@@ -85,7 +85,7 @@ class LocalSync(GradSync):
         return finite
 
     def state_dict(self) -> SyncState:
-        """The anchor, unless it is what the weights are, and the outer momentum."""
+        """Return the anchor, unless it equals the weights, and the outer momentum."""
         state = self.outer.state
         momentum = {n: state[p]["momentum_buffer"] for n, p in self.parameters.items() if state}
         anchor = self.anchor if self.in_round else {}

@@ -1,4 +1,4 @@
-"""NoSync: neither buckets nor exchanges, for the ceiling."""
+"""NoSync: neither buckets nor exchanges, to time the ceiling."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lab.sync.pattern import none
 
 
 class NoSync(Sync):
-    """Leave each rank its own gradients, without even copying them into buckets.
+    """A sync that leaves each rank its own gradients, without copying them into buckets.
 
     (`strategy=overlap exchange=none` has buckets and hooks, and shows what they cost.)
 
     Raises:
-        ValueError: an exchange, which would be ignored.
+        ValueError: an exchange is set, which would be ignored.
     """
 
     def __init__(self, parts: SyncParts) -> None:
         if not isinstance(parts.exchange, NoExchange):
             name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: strategy=none has none; take strategy=allreduce")
+            raise ValueError(f"exchange={name}: strategy=none has none; use strategy=allreduce")
         super().__init__(parts, none())
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ class Begin(Enum):
 
 
 class Leg(Enum):
-    """One way that data takes. An exchange has one leg, or several of equal size."""
+    """One transfer between ranks. An exchange has one leg, or several of equal size."""
 
     MEAN_OF_GRADIENTS = "mean of gradients to all ranks"
     MEAN_OF_CHANGES = "mean of weight changes to all ranks"
@@ -40,7 +40,7 @@ class Pattern:
         legs: in the order in which they run.
         every: steps from one exchange to the next.
         by_library: another library exchanges the gradients, on a schedule of its own.
-        waits_in_backward: backward returns when the exchange is done, so its time includes it.
+        waits_in_backward: backward returns when the exchange is done, so it includes its time.
         no_overlap: why `overlap=true` is refused; empty: it is accepted.
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
@@ -56,22 +56,22 @@ class Pattern:
 
     @property
     def overlaps(self) -> bool:
-        """Whether exchanges run while the rank computes."""
+        """True if exchanges run while the rank computes."""
         return self.begins in (Begin.DURING_BACKWARD, Begin.NEXT_STEP)
 
     @property
     def own_replicas(self) -> bool:
-        """Whether each rank has weights and momentum of its own between exchanges."""
+        """True if each rank has its own weights and momentum between exchanges."""
         return Leg.MEAN_OF_CHANGES in self.legs
 
     @property
     def takes_exchanges(self) -> bool:
-        """Whether one of the lab's exchanges moves the data."""
+        """True if one of the lab's exchanges moves the data."""
         return bool(self.legs) and not self.by_library
 
     @property
     def takes_any_exchange(self) -> bool:
-        """Whether that may be any exchange that averages, rather than a path by way of the root."""
+        """True if any exchange that averages will do; False if it must pass through the root."""
         return self.takes_exchanges and Leg.WEIGHTS_FROM_ROOT not in self.legs
 
 
@@ -131,12 +131,12 @@ def none() -> Pattern:
     return Pattern(Begin.NEVER, ())
 
 
-# A sync that the lab does not know is taken for one that follows a schedule of its own.
+# A user's own sync is treated as one with its own schedule.
 UNKNOWN = Pattern(
     Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_overlap="unknown"
 )
 
-# By the name of the class, which `_target_` ends with in configurations and records of any age.
+# Keyed by class name, the end of `_target_` in configurations and records of any age.
 OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
     "LocalSync": lambda sync, _: local(sync["every"]),
@@ -149,10 +149,10 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
 
 
 def pattern_of(settings: Mapping[str, Any]) -> Pattern:
-    """The pattern of a run.
+    """Return the pattern of a run.
 
     Args:
-        settings: its composed settings, of which `sync` and `overlap` matter.
+        settings: its composed settings; `sync` and `overlap` are read.
     """
     name = class_of(settings)
     if name not in OF_CLASS:
@@ -161,6 +161,6 @@ def pattern_of(settings: Mapping[str, Any]) -> Pattern:
 
 
 def class_of(settings: Mapping[str, Any]) -> str:
-    """The class of a run's sync, without its module: "GradSync"; "" if `settings` name none."""
+    """Return the class name of a run's sync, such as "GradSync"; "" if there is none."""
     target: str = settings.get("sync", {}).get("_target_", "")
     return target.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""RootUpdate: rank 0 alone updates the weights, and sends them to all."""
+"""RootUpdate: only rank 0 updates the weights, and sends them to all ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lab.sync.pattern import root_update
 
 
 class RootUpdate(GradSync):
-    """Gradients go to rank 0, and after its update weights come back, along the same path.
+    """A sync that reduces gradients to rank 0, and broadcasts its updated weights on the same path.
 
-    What Caffe's P2PSync, Torch7's nn.DataParallelTable and TensorFlow's parameter server have in
-    common. The other ranks are left without gradients, so their optimizers do nothing and hold no
-    momentum. There the systems send weights when the next forward begins, which is the same moment:
-    nothing lies in between, and so replicas are equal after every step.
+    Caffe's P2PSync, Torch7's nn.DataParallelTable and TensorFlow's parameter server share this
+    pattern. The other ranks are left without gradients, so their optimizers do nothing and hold no
+    momentum. Those systems send weights when the next forward begins; here they are sent right
+    after the update, with nothing in between, so that replicas are equal after every step.
 
-    The weights of a bucket lie in one piece of memory, as Caffe's do, and travel from there.
+    The weights of a bucket share one block of memory, as Caffe's do, and are sent from there.
 
-    The exchange is the path, a tree or a star. `overlap` concerns the way of the gradients.
+    The exchange is the path, a tree or a star. `overlap` applies to the gradients.
 
     Raises:
-        ValueError: an exchange that does not go by way of rank 0.
+        ValueError: an exchange that does not pass through rank 0.
     """
 
     def __init__(self, parts: SyncParts) -> None:
@@ -43,7 +43,7 @@ class RootUpdate(GradSync):
         super().__init__(parts, root_update(parts.overlap))
 
     def finish(self) -> Tensor | None:
-        """Wait until rank 0 has the mean gradient, which it alone keeps."""
+        """Wait until rank 0 has the mean gradient; other ranks keep none."""
         finite = super().finish()
         if self.comm.rank:
             for bucket in self.buckets:
@@ -52,7 +52,7 @@ class RootUpdate(GradSync):
         return finite
 
     def after_update(self, last: bool) -> None:
-        """Send rank 0's weights to all."""
+        """Send rank 0's weights to all ranks."""
         for bucket, weights in zip(self.buckets, self._weights, strict=True):
             label = f"{type(self.path).__name__} of weights {bucket}"
             self.worker.submit(label, partial(self._from_root, weights))
@@ -72,7 +72,7 @@ class RootUpdate(GradSync):
 
 
 def flatten(parameters: list[nn.Parameter]) -> Tensor:
-    """Let `parameters` share one piece of memory, each in its layout: [number of values]."""
+    """Move `parameters` into one block of memory, each in its layout: [number of values]."""
     rows = [p.detach().as_strided((p.numel(),), (1,)) for p in parameters]
     if len(rows) == 1:
         return rows[0]

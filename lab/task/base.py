@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Task(ABC):
-    """Says how good a model's outputs are, given the targets of a batch.
+    """The loss and metrics of a model's outputs, given the targets of a batch.
 
     A sample has one prediction or several: the class of an image; a token at each position of a
     sequence. Losses and metrics are means over predictions, never over samples or batches.
@@ -24,11 +24,11 @@ class Task(ABC):
 
     @abstractmethod
     def output_shape(self, targets: Tensor, num_classes: int | None) -> tuple[int, ...]:
-        """Shape of a model's output for one sample; its last dimension is the output size.
+        """Return a model's output shape for one sample; its last dimension is the output size.
 
         Args:
             targets: [samples, ...].
-            num_classes: targets are indices below it; None: they are no indices.
+            num_classes: targets are indices below it; None: they are not indices.
 
         Raises:
             ValueError: the task cannot learn these targets.
@@ -36,7 +36,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of a batch's predictions, float [], for backward.
+        """Return the mean loss of a batch's predictions, float [], for backward.
 
         Args:
             outputs: [batch, *output_shape].
@@ -45,15 +45,15 @@ class Task(ABC):
 
     @abstractmethod
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sums over a batch's predictions, their number included, float64 [num_sums].
+        """Return sums over a batch's predictions, including their number, float64 [num_sums].
 
-        They add up over batches and ranks, so metrics do not depend on how samples are shared out.
+        They add up over batches and ranks, so metrics do not depend on how samples are distributed.
         Arguments are those of `loss`.
         """
 
     @abstractmethod
     def metrics(self, sums: Tensor) -> dict[str, float]:
-        """Metrics by name, "loss" first, from the total [num_sums] of all `sums`."""
+        """Return metrics by name, "loss" first, from the total [num_sums] of all `sums`."""
 
     def check_outputs(self, outputs: Tensor, shape: tuple[int, ...]) -> None:
         """Refuse a model whose outputs the loss cannot take.
@@ -63,7 +63,7 @@ class Task(ABC):
             shape: see `output_shape`.
 
         Raises:
-            ValueError: the shape differs, or the outputs are no floating-point numbers.
+            ValueError: the shape differs, or the outputs are not floating-point numbers.
         """
         if outputs.shape[1:] != shape or not outputs.is_floating_point():
             wanted = ", ".join(map(str, ("batch", *shape)))
@@ -74,5 +74,5 @@ class Task(ABC):
 
 
 def describe(tensor: Tensor) -> str:
-    """The dtype and shape of `tensor`, as in "float32 [128, 1]"."""
+    """Return the dtype and shape of `tensor` as text, such as "float32 [128, 1]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

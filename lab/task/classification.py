@@ -12,7 +12,7 @@ from lab.task.base import Task, describe
 class Classification(Task):
     """Cross-entropy of logits [batch, num_classes] with class indices int64 [batch].
 
-    Metrics: loss, and accuracy, the share of samples whose largest logit is that of their class.
+    Metrics: loss, and accuracy, the share of samples whose largest logit is their class's.
     """
 
     name = "classification"

@@ -1,26 +1,26 @@
-"""Metrics as evaluations hold them and people read them; no torch, so that reports can ask."""
+"""Names and display of metrics in evaluations. Nothing here imports torch: reports use it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TypeVar
 
-WHEN = ("step", "seconds")  # the keys of an evaluation that are no metric
-PERCENT = ("accuracy",)  # metrics that are shares, and shown in percent
+WHEN = ("step", "seconds")  # the keys of an evaluation that are not metrics
+PERCENT = ("accuracy",)  # metrics that are shares, shown in percent
 
 Value = TypeVar("Value")
 
 
 def metrics_of(evaluation: Mapping[str, Value]) -> dict[str, Value]:
-    """Metrics of an evaluation by name, without when it took place."""
+    """Return the metrics of an evaluation by name, without its time."""
     return {name: value for name, value in evaluation.items() if name not in WHEN}
 
 
 def axis(name: str) -> tuple[str, float]:
-    """A metric's axis label, and the factor by which its values are drawn."""
+    """Return a metric's axis label, and the factor on its values in figures."""
     return (f"test {name} (%)", 100.0) if name in PERCENT else (f"test {name}", 1.0)
 
 
 def shown(name: str, value: float) -> str:
-    """A metric's value for people, as in "96.94 %"."""
+    """Return a metric's value as text, such as "96.94 %"."""
     return f"{100 * value:.2f} %" if name in PERCENT else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Regression: numbers for each sample."""
+"""Regression: one or several numbers for each sample."""
 
 from __future__ import annotations
 

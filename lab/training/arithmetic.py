@@ -1,4 +1,4 @@
-"""How this process computes: switches that torch has once, for all models and threads."""
+"""Process-wide switches of torch for rounding and determinism."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ import warnings
 
 import torch
 
-OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # in cuBLAS and cuDNN themselves, whatever torch asks for
+OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
 
 
 def set_arithmetic(tf32: bool, deterministic: bool) -> None:
-    """Say how products and convolutions round, and whether the same bits come out every time.
+    """Set how products and convolutions round, and whether runs are bit-identical.
 
-    Args:
-        tf32: float32 ones on a GPU may round what they multiply to TF32 (10 bits of mantissa).
-            False is IEEE float32, in cuDNN too, where torch's default is TF32.
-        deterministic: slower algorithms that add in the same order in every run.
+    Args: tf32: float32 operations on a GPU may round their inputs to TF32 (10 bits of mantissa).
+    False is IEEE float32, in cuDNN too, where torch's default is TF32. deterministic: use slower
+    algorithms that add in the same order in every run.
 
-    Raises:
-        ValueError: the environment says otherwise.
+    Raises: ValueError: the environment contradicts `tf32`.
     """
     override = os.environ.get(OVERRIDE)
     if override and override != str(int(tf32)):
         raise ValueError(
-            f"tf32={str(tf32).lower()}: {OVERRIDE}={override} has the last word; unset it, or set "
+            f"tf32={str(tf32).lower()}: {OVERRIDE}={override} overrides it; unset it, or set "
             f"tf32={str(not tf32).lower()}"
         )
     with warnings.catch_warnings():
-        # torch 2.9 wants fp32_precision in their place, with which its torch.compile fails.
+        # torch 2.9 prefers fp32_precision, with which its torch.compile fails.
         warnings.simplefilter("ignore", UserWarning)
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = not deterministic
-    if deterministic:  # cuBLAS reads it when it starts; torch before 2.13 insists on it
+    if deterministic:  # cuBLAS reads it when it starts; torch before 2.13 requires it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)  # a second of imports, even for False

@@ -30,7 +30,7 @@ class Assembly:
     """One rank's parts of a run.
 
     Attributes:
-        sizes: of the model, before and after its transform, as a record holds them.
+        sizes: the model's sizes before and after its transform, as a record holds them.
     """
 
     trainer: Trainer
@@ -39,11 +39,10 @@ class Assembly:
 
 
 def join(config: DictConfig) -> World:
-    """The ranks that were started with this one, which compute as `config` says from here on.
+    """Join the ranks that were started with this one, and set their arithmetic by `config`.
 
-    Raises:
-        ConfigError: more ranks than GPUs, or a way to communicate or to compute that is not to be
-            had.
+    Raises: ConfigError: more ranks than GPUs, or a communication or arithmetic setting that this
+    machine does not support.
     """
     try:
         set_arithmetic(config.tf32, config.deterministic)
@@ -67,7 +66,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     """Build everything that trains, in the order in which it can fail.
 
     Raises:
-        ConfigError: a setting that proves wrong with data, devices and files at hand.
+        ConfigError: a setting does not fit the data, devices or files.
     """
     seed = config.seed + config.repeat
     torch.manual_seed(seed)
@@ -103,7 +102,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
 
 
 def count(model: nn.Module) -> dict[str, int]:
-    """Number of parameters, and bytes of the gradients that are exchanged."""
+    """Return the number of parameters, and the bytes of the exchanged gradients."""
     parameters = list(model.parameters())
     return {
         "num_parameters": sum(p.numel() for p in parameters),
@@ -112,7 +111,7 @@ def count(model: nn.Module) -> dict[str, int]:
 
 
 def _output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
-    """Shapes that outputs must have for a training and for a test sample."""
+    """Return the output shapes that a training and a test sample need."""
     try:
         return [task.output_shape(targets, data.num_classes) for targets in data.targets()]
     except ValueError as error:
@@ -126,7 +125,7 @@ def _check_outputs(
     shapes: list[tuple[int, ...]],
     device: torch.device,
 ) -> None:
-    """Refuse, before the first step, a model whose outputs are not what the task needs."""
+    """Refuse, before the first step, a model whose outputs do not fit the task."""
     inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=device)
     with torch.no_grad():
         outputs = model.eval()(inputs)

@@ -28,12 +28,12 @@ KEEP = 2  # newest checkpoints of a run that stay on disk
 
 
 def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], world: World) -> None:
-    """Write a checkpoint together; called by all ranks after the same step.
+    """Write a checkpoint. All ranks call this after the same step.
 
     Args:
         root: the run's checkpoints directory.
-        shared: equal on all ranks; rank 0's is written.
-        own: this rank's.
+        shared: state that is equal on all ranks; rank 0's is written.
+        own: this rank's state.
     """
     unfinished = root / f".step_{step:06d}"
     if world.rank == 0:
@@ -48,7 +48,7 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
         files = {path.name: _digest(path) for path in sorted(unfinished.glob("*.pt"))}
         write_json(unfinished / "DONE", {"world_size": world.size, "files": files})
         final, replaced = root / f"step_{step:06d}", root / f".replaced_{step:06d}"
-        if final.exists():  # of the same step; it is not gone before the new one is there
+        if final.exists():  # of the same step; it stays until the new one is complete
             final.replace(replaced)
         unfinished.replace(final)
         _sync(root)
@@ -59,19 +59,18 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
 
 
 def newest(root: Path) -> Path | None:
-    """The newest complete checkpoint under `root`, if there is one."""
+    """Return the newest complete checkpoint under `root`; None if there is none."""
     return next(reversed(_complete(root)), None)
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Load a checkpoint: the shared part, and every rank's own in rank order.
+    """Load a checkpoint: the shared part, and every rank's part in rank order.
 
-    Raises:
-        ValueError: `path` is no complete checkpoint, or a file in it is not what was written.
+    Raises: ValueError: `path` is not a complete checkpoint, or one of its files was changed.
     """
     if not (path / "DONE").is_file():
         raise ValueError(
-            f"resume={path}: no complete checkpoint; allowed are auto, and a directory "
+            f"resume={path}: not a complete checkpoint; allowed are auto, and a directory "
             "checkpoints/step_… that holds DONE"
         )
     try:
@@ -97,9 +96,9 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError):  # whatever wrote this, it was not `save`
+    except (pickle.UnpicklingError, RuntimeError):  # the file was not written by `save`
         raise ValueError(
-            f"resume={path.parent}: corrupt checkpoint: {path.name} is no file of tensors alone"
+            f"resume={path.parent}: corrupt checkpoint: {path.name} holds more than tensors"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""torch.compile: the whole model at once, or regions of it, between which gradients can leave."""
+"""torch.compile: of the whole model, or of regions, so that gradients appear between them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BACKEND = "inductor"
 
 
 def compiled_as(config: DictConfig) -> str | None:
-    """How `compiled` compiles: "whole", "regions", or None for not at all.
+    """Return how `compiled` compiles: "whole", "regions", or None for not at all.
 
-    Backward of what is compiled at once is one node of autograd's graph: all its gradients come
-    with its last kernel. So where exchanges overlap backward there are regions.
+    Backward of a compiled region is one node of autograd's graph: all its gradients appear with its
+    last kernel. So a model is compiled in regions if exchanges overlap backward.
     """
     if not config.compile:
         return None
@@ -26,10 +26,10 @@ def compiled_as(config: DictConfig) -> str | None:
 
 
 def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
-    """The model as forward is to run it; its parameters keep their names and places.
+    """Return the module that runs forward; its parameters keep their names and memory.
 
-    Regions are cut out of the graph as torch cuts them for DDP, from the end on, wherever a
-    bucket's worth of parameters is full. DDP itself has them cut at its own buckets.
+    Regions are cut as torch cuts them for DDP: from the end of the graph, whenever the parameters
+    fill a bucket. DDP itself cuts them at its own buckets.
     """
     how, backend = compiled_as(config), BACKEND
     if how is None:

@@ -1,4 +1,4 @@
-"""A run's parts without a run: to measure them, and to find wrong settings."""
+"""A run's parts without a run, to measure them or to find wrong settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER_S = 1e9  # no exchange is watched here: the process group's timeout ends a
 
 @contextmanager
 def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
-    """Everything that trains, for as long as the context lasts."""
+    """Build everything that trains, and release it when the context ends."""
     watch = Watchdog(world, NEVER_S, lambda _: None)
     parts = assemble(config, world, watch)
     yield parts
@@ -26,10 +26,10 @@ def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
 
 
 def check(config: DictConfig) -> None:
-    """Build everything that trains, and let it go again.
+    """Build everything that trains, and release it.
 
     Raises:
-        ConfigError: a setting that proves wrong with data, devices and files at hand.
+        ConfigError: a setting does not fit the data, devices or files.
     """
     world = join(config)
     try:

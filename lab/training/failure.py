@@ -1,4 +1,4 @@
-"""Which status a record gives to an error."""
+"""The status and message that a record holds for an error."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 from lab.distributed.watchdog import Failure
 
-# torch raises plain RuntimeErrors here, so there is no more to tell them by than their message:
-# its CPU allocator, Gloo's waits, and Gloo's connections to a rank that is gone.
+# torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
+# lost rank, so only their messages tell them apart.
 OUT_OF_MEMORY = ("can't allocate memory",)
 TIMEOUT = ("timed out", "timeout")
 LOST_PEER = ("peer", "connection reset")
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """The status and the one line that a record holds of an error on `rank`."""
+    """Return the status and the one line that a record holds for an error on `rank`."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
     if isinstance(error, KeyboardInterrupt):
@@ -29,6 +29,6 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:
-    """Whether a library's error, of no type of its own, has one of `words` in its first line."""
+    """Return whether the first line of a library's untyped error has one of `words`."""
     text = next((line for line in str(error).splitlines() if line.strip()), "").lower()
     return isinstance(error, RuntimeError) and any(word in text for word in words)

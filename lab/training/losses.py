@@ -1,4 +1,4 @@
-"""Losses of steps, read a step late, and the error of one that is not finite."""
+"""Losses of steps, read one step late, and the error of a non-finite one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 
 
 class Losses:
-    """Copies each step's loss to the host while the next step is queued: no host waits for it.
+    """Copies of each step's loss to the host, made while the next step is queued: no host waits.
 
-    The loss is NaN where an exchange found gradients that are not finite: one check covers both.
+    The loss becomes NaN if an exchange found non-finite gradients: one check covers both.
 
-    Attributes:
-        read: the losses that have been read, of one step after the other.
+    Attributes: read: the losses that have been read, in the order of steps.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class Losses:
 
         Args:
             loss: float32 [], overwritten.
-            finite: bool [], whether gradients were finite; None where an exchange did not look.
+            finite: bool [], whether gradients were finite; None: not checked.
         """
         self.read_last()
         for found in finite:
@@ -52,7 +51,7 @@ class Losses:
 def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointError:
     """Return the error of a step, counted from 0; it names the first tensor that is not finite.
 
-    Where none is finite, nobody can tell which was the first.
+    If none is finite, the first one cannot be told.
     """
     everything = list(tensors)
     bad = [name for name, tensor in everything if not tensor.isfinite().all()]

@@ -18,7 +18,7 @@ class Optim:
         lr: peak learning rate.
         momentum, weight_decay, nesterov: as torch.optim.SGD.
         schedule: "constant", or "cosine" down to 0 at the last step (Loshchilov and Hutter, 2017).
-        warmup_steps: the rate grows linearly over these (Goyal et al. 2017, section 2.2).
+        warmup_steps: steps of linear growth to `lr` (Goyal et al. 2017, section 2.2).
         linear_scaling: multiply the rate by batch_size / base_batch_size (section 2.1).
         base_batch_size: the global batch for which `lr` was chosen.
         batch_size: global batch of this run.
@@ -79,7 +79,7 @@ class Optim:
         )
 
     def prepare(self, optimizer: torch.optim.Optimizer, step: int, total_steps: int) -> None:
-        """Set the hyperparameters of `step`. After a resume too this run's settings count."""
+        """Set the hyperparameters of `step`. This run's settings hold after a resume too."""
         for group in optimizer.param_groups:
             group["lr"] = self.lr_at(step, total_steps)
             group["momentum"] = self.momentum
@@ -99,8 +99,8 @@ class Optim:
 def clip_gradients(model: nn.Module, max_norm: float) -> None:
     """Scale all gradients down to the norm `max_norm`, if theirs is larger.
 
-    As torch's clip_grad_norm_, but a gradient that is not finite spoils no other: where the norm is
-    NaN all others become 0, as they do where it is infinite.
+    Like torch's clip_grad_norm_, except that a non-finite gradient spoils no other: if the norm is
+    NaN all others become 0, as they do if it is infinite.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if gradients:
@@ -110,10 +110,10 @@ def clip_gradients(model: nn.Module, max_norm: float) -> None:
 
 
 def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
-    """Tell whether all gradients are finite. The host waits: it must know if there is an update.
+    """Return whether all gradients are finite. The host waits: the update depends on it.
 
     Args:
-        exchanged: bool [], what the exchange found; None if it did not look.
+        exchanged: bool [], the exchange's finding; None: it did not check.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
     finite = torch.stack(norms).isfinite().all()
@@ -123,8 +123,8 @@ def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
 
-    A plain number, equal on all ranks: it changes only on what all ranks know, that the averaged
-    gradient was or was not finite.
+    The scale is equal on all ranks: it depends only on whether the averaged gradient was finite,
+    which all ranks see.
     """
 
     INITIAL, GROW_EVERY, LEAST = 2.0**16, 2000, 1.0
@@ -134,7 +134,7 @@ class LossScale:
         self._good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Halve after a step that overflowed, double after many that did not.
+        """Halve the scale after a step that overflowed; double it after many that did not.
 
         Raises:
             FloatingPointError: the gradient is not finite at the smallest scale either.

@@ -1,4 +1,4 @@
-"""The outcome of a run: its measurements, its surroundings, and a summary for people."""
+"""The outcome of a run: its measurements, its machine and software, and a printed summary."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "d
 
 
 def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
-    """Machine, software, and whether ranks had devices of their own, as results of benchmarks say.
+    """Describe machine, software and emulation, for the result of a benchmark.
 
-    Args:
-        configs: of what was run.
+    Args: configs: settings of the runs.
     """
     return {
         "emulation": worded(emulation(world, *configs)) or "none",
@@ -52,12 +51,12 @@ def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
 
 
 def environment_of(world: World) -> dict[str, Any]:
-    """Machine and software of this rank."""
+    """Describe machine and software of this rank."""
     return environment(world.num_hosts, asks_tools=world.place.local_rank == 0)
 
 
 def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
-    """In which ways the ranks that run `configs` are not what they stand for."""
+    """List the ways in which ranks that run `configs` are emulated."""
     hosts = os.environ.get(EMULATION)
     shared = _sharing(world, bool(hosts))
     replays = [config for config in configs if "profile" in config.model]
@@ -85,10 +84,10 @@ def _sharing(world: World, one_machine: bool) -> Emulation | None:
 def measured(
     trainer: Trainer, record: Record, directory: RunDirectory, stop_signal: str | None
 ) -> Record:
-    """The record of a run that came to its end, or was stopped. All ranks call it together.
+    """Return the record of a run that ended or was stopped. All ranks call it together.
 
-    Args:
-        record: of the run's begin; it stays as it is, for should this fail, nothing was measured.
+    Args: record: from the run's start; left unchanged, so that it shows no measurement if this
+    fails.
 
     Raises:
         ReplicaMismatch: the ranks' weights differ, though the strategy should keep them equal.
@@ -116,7 +115,7 @@ def measured(
 
 
 def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
-    """Put the steps of all ranks so far on disk; all ranks call it together.
+    """Write the steps of all ranks so far to disk; all ranks call it together.
 
     Returns:
         Seconds of steps [ranks, steps] and of phases [ranks, steps, phases].
@@ -134,10 +133,9 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
 
 
 def write_timeline(trainer: Trainer, record: Record, directory: RunDirectory) -> None:
-    """Put the spans of a breakdown, of all ranks, on disk; all ranks call it together.
+    """Write a breakdown's spans of all ranks to disk; all ranks call it together.
 
-    Args:
-        record: of the run; the timeline repeats what one must know to read it.
+    Args: record: the run's record; the timeline repeats the facts needed to read it.
     """
     world, warmup = trainer.world, trainer.config.warmup_steps
     spans = trainer.clock.spans(world.rank, trainer.first_step, warmup)
@@ -152,7 +150,7 @@ def write_timeline(trainer: Trainer, record: Record, directory: RunDirectory) ->
 
 
 def _on_one_clock(texts: list[str]) -> Iterator[Span]:
-    """Spans of all ranks by the clock of rank 0; see `write_timeline` for the text of a rank."""
+    """Yield all ranks' spans on rank 0's clock; `write_timeline` makes the text of a rank."""
     for ahead_s, *spans in map(json.loads, texts):
         for rank, row, name, start_s, end_s in spans:
             yield Span(rank, row, name, start_s - ahead_s, end_s - ahead_s)
@@ -172,14 +170,14 @@ def _timed(trainer: Trainer, values: np.ndarray) -> np.ndarray:
 
 
 def _after_warmup(trainer: Trainer, values: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Values [ranks, steps, ...], the number of their first step, and steps of a round."""
+    """Return values [ranks, steps, ...], the number of the first step, and steps per round."""
     warmup = trainer.config.warmup_steps
     return values[:, warmup:], trainer.first_step + warmup, trainer.sync.every
 
 
 def _note_ranks(trainer: Trainer, record: Record) -> None:
-    """Note the memory of each rank, and what it sent in a step: the median of the timed steps, or,
-    without any, the mean of all.
+    """Record each rank's memory and its payload of a step: the median of timed steps or, if none,
+    the mean of all.
     """
     traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 2)
     timed = _timed(trainer, traffic)
@@ -196,7 +194,7 @@ def _note_ranks(trainer: Trainer, record: Record) -> None:
 
 
 def _wall_samples_per_s(trainer: Trainer, step_s: np.ndarray) -> float | None:
-    """From the first timed step's begin to the last one's end, evaluations and checkpoints out."""
+    """Return samples per second from the first to the last timed step, without pauses."""
     gap_s = trainer.world.gather(torch.from_numpy(trainer.clock.gap_seconds())).numpy()
     timed_s, gap_s = (whole_rounds(*_after_warmup(trainer, s)) for s in (step_s, gap_s))
     num_samples = trainer.batch_size * timed_s.shape[1]
@@ -204,7 +202,7 @@ def _wall_samples_per_s(trainer: Trainer, step_s: np.ndarray) -> float | None:
 
 
 def summary(record: Record, path: Path) -> str:
-    """A few lines for people at the end of a run."""
+    """Return the few lines that a run prints at its end."""
     ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
     emulated = worded(record.emulation)
     lines = [

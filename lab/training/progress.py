@@ -1,4 +1,4 @@
-"""How far a run has come, and how far it goes."""
+"""The progress of a run, and its total number of steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DEFAULT_EPOCHS = 30
 
 @dataclass
 class Progress:
-    """How far training has come; part of every checkpoint.
+    """The progress of training; part of every checkpoint.
 
     Attributes:
-        total_steps: optimizer steps of the whole run, those before a resume included.
+        total_steps: optimizer steps of the whole run, including those before a resume.
         evaluations: each holds its step, seconds of training, and the task's metrics.
     """
 
@@ -35,7 +35,7 @@ def total_steps(
     Args:
         num_train: samples of an epoch.
         batch_size: global.
-        step, samples: how far a checkpoint has come, maybe in batches of another size.
+        step, samples: progress of a checkpoint, possibly with another batch size.
     """
     if config.steps is not None:
         return config.steps

@@ -1,4 +1,4 @@
-"""A trainer's state in a checkpoint: how it is collected, and how another run takes it over."""
+"""Collect a trainer's state for a checkpoint, and restore it in another run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     """Collect a checkpoint's content: the part that all ranks share, and this rank's part.
 
     Raises:
-        FloatingPointError: weights or gradients in it are not finite.
+        FloatingPointError: it has non-finite weights or gradients.
     """
     trainer.pause()
     model, sync, device = trainer.model, trainer.sync, trainer.world.device
@@ -45,7 +45,7 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
 
 
 def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
-    """Continue from what `state_of` returned on each rank of as many, or of other, ranks.
+    """Continue from the results of `state_of` on every rank of the same or another number.
 
     Args:
         shared: the part that all ranks share.
@@ -82,7 +82,7 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
         shared, ranks: see `restore`.
 
     Raises:
-        ValueError: its memory layout, or its exchange, is another.
+        ValueError: its memory layout or its exchange differs.
     """
     if shared["channels_last"] != config.channels_last:
         raise ValueError(
@@ -97,11 +97,10 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
 def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -> State:
     """Choose the weights and momentum to go on with.
 
-    Where ranks had their own and this run cannot give each its own back (their number is another,
-    or all must have the same), that is the mean over all of them.
+    If ranks had their own and this run cannot restore each (their number changed, or all must be
+    equal), that is the mean over all of them.
 
-    Args:
-        rank: of `size` ranks that may each have its own; None: all have the same.
+    Args: rank: one of `size` ranks that each have their own; None: all have the same.
         shared, ranks: see `restore`.
     """
     if "model" in shared:
@@ -112,7 +111,7 @@ def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -
 
 
 def _progress(trainer: Trainer, saved: State) -> Progress:
-    """Return the saved progress, with the last step that this run's settings ask for."""
+    """Return the saved progress, with this run's total number of steps."""
     num_train, batch_size = trainer.data.num_train, trainer.batch_size
     total = total_steps(trainer.config, num_train, batch_size, saved["step"], saved["samples"])
     return Progress(**{**saved, "total_steps": total})
@@ -133,7 +132,7 @@ def _restore_rank(trainer: Trainer, ranks: list[State]) -> None:
 
 
 def _refuse_spoiled(trainer: Trainer, sync_state: dict[str, dict[str, Tensor]]) -> None:
-    """Raise if weights or tensors of the sync are not finite, though no loss has shown it."""
+    """Raise if weights or the sync's tensors are not finite, even if no loss was."""
     kept = (pair for tensors in sync_state.values() for pair in tensors.items())
     tensors = [*trainer.model.named_parameters(), *kept]
     if not all(tensor.isfinite().all() for _, tensor in tensors):
@@ -145,7 +144,7 @@ def _to(state: State, device: torch.device) -> State:
 
 
 def mean_state(states: list[Any]) -> Any:
-    """`states` of several ranks in one: tensors averaged, by key; of all else, the first's."""
+    """Merge the `states` of several ranks: average tensors, keep the first's other values."""
     first = states[0]
     if isinstance(first, dict):
         return {key: mean_state([state[key] for state in states]) for key in first}

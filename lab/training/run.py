@@ -27,7 +27,7 @@ from lab.training.assemble import Assembly, assemble, global_batch_size
 from lab.training.compiled import compiled_as
 from lab.training.failure import failure_of
 
-RECORD_WAIT_S = 5.0  # what rank 0 has to record a failure before another rank does it
+RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
 
 
 class Run:
@@ -35,7 +35,7 @@ class Run:
 
     Args:
         config: see lab.settings.config.
-        arguments: the command line that made it; names the run.
+        arguments: the command line of the run; names it.
         world: this rank among the others.
         directory: claimed for this run.
     """
@@ -50,15 +50,15 @@ class Run:
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.recorder: Any = None
-        self.recorded = False  # a rank that is lost after this changes nothing
+        self.recorded = False  # a rank lost after this changes nothing
         self.watch = Watchdog(world, config.exchange_timeout_s, self._end_process)
 
     def execute(self) -> int:
-        """Build, train, evaluate, record. The process's exit code.
+        """Build, train, evaluate and record; return the process's exit code.
 
         Raises:
-            ConfigError: a setting that proved wrong with data, devices and files at hand. The run
-                had not begun and leaves nothing behind.
+            ConfigError: a setting does not fit the data, devices or files. The run has not begun
+                and leaves nothing behind.
         """
         try:
             self.watch.listen_to_signals()
@@ -87,7 +87,7 @@ class Run:
         return self._exit_code()
 
     def build(self) -> Assembly:
-        """Everything that trains, at the step where it is to go on.
+        """Build everything that trains, restored to the step from which to continue.
 
         Raises:
             ConfigError: see `execute`.
@@ -101,14 +101,14 @@ class Run:
         return self.parts
 
     def save(self, parts: Assembly) -> None:
-        """Write a checkpoint; called by all ranks after the same step."""
+        """Write a checkpoint. All ranks call this after the same step."""
         shared, of_rank = resume.state_of(parts.trainer)
         step = parts.trainer.progress.step
         outcome.write_steps(parts.trainer, self.directory)  # rows of a step are written over
         checkpoint.save(self.directory.checkpoints, step, shared, of_rank, self.world)
 
     def close(self) -> None:
-        """Stop this rank's other threads, and let go of the directory."""
+        """Stop this rank's other threads, and release the directory."""
         self.directory.release()
         self.watch.close()
         if self.parts:
@@ -125,7 +125,7 @@ class Run:
         self.record.transform, self.record.untransformed = transform, untransformed
 
     def _resume(self, parts: Assembly) -> None:
-        # Rank 0 decides: other hosts may see a shared directory as it was a moment ago.
+        # Rank 0 decides: other hosts may see an old state of a shared directory.
         chosen = self.world.broadcast_text(str(self._checkpoint() or ""))
         if not chosen:
             return
@@ -142,12 +142,12 @@ class Run:
             )
 
     def _checkpoint(self) -> Path | None:
-        """Where to go on. A job that is started anew has its own checkpoint to go on from."""
+        """Return the checkpoint to resume; a restarted job prefers its own."""
         resume = self.config.resume
         if resume == "auto" or self.continues:
-            own = checkpoint.newest(self.directory.checkpoints)
-            if own or resume == "auto":
-                return own
+            newest = checkpoint.newest(self.directory.checkpoints)
+            if newest or resume == "auto":
+                return newest
         return Path(resume) if resume else None
 
     def _train(self, parts: Assembly) -> None:
@@ -197,9 +197,9 @@ class Run:
             self.recorder.finish(self.record)
 
     def _end_process(self, failure: Failure) -> None:
-        """Record a failure and leave, whatever the threads and devices of this process wait for.
+        """Record a failure and exit, even if threads and devices of this process still wait.
 
-        Rank 0 records; should it be lost, another rank does.
+        Rank 0 records; if it is lost, another rank does.
         """
         if self.recorded:
             end_process(self._exit_code())
@@ -213,7 +213,7 @@ class Run:
         end_process(self._exit_code())
 
     def _exit_code(self) -> int:
-        """EXIT_INTERRUPTED only if another start like this one would get further."""
+        """Return EXIT_INTERRUPTED only if another start of this command would make progress."""
         trainer = self.parts and self.parts.trainer
         progressed = trainer is not None and trainer.progress.step > trainer.first_step
         codes = {"done": 0, "interrupted": EXIT_INTERRUPTED if progressed else 1}
@@ -228,7 +228,7 @@ class Run:
         return False
 
     def _identity(self, arguments: list[str]) -> Record:
-        """The record of a run that has only just begun: should it be lost, it failed."""
+        """Return the record of a run that has just begun; if the run is lost, it says failed."""
         config, world = self.config, self.world
         batch_size = global_batch_size(config, world.size)
         return Record(
@@ -259,32 +259,29 @@ class Run:
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
-    """Rank 0 claims the run's directory, and tells the others where it is or why there is none.
+    """Claim the run's directory on rank 0, and tell the others its path, or why there is none.
 
-    Returns:
-        None if an earlier start of this job has come to the end already.
+    Returns: None if an earlier start of this job has already finished.
 
-    Raises:
-        ConfigError: it is taken, or cannot be written.
+    Raises: ConfigError: it is taken, or cannot be written.
     """
-    answer, own = "", None
+    answer, claimed = "", None
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
         name = run_name(arguments, config.strategy, world.size)
         try:
-            found = RunDirectory.claim(
+            claimed = RunDirectory.claim(
                 parent, config.cell, name, config.resume, launcher.launch_id(arguments)
             )
-            answer = f"{'done' if found.status() == 'done' else 'at'} {found.path}"
-            own = found
+            answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
         except ValueError as error:
             answer = f"no {error}"
     verdict, _, text = world.broadcast_text(answer).partition(" ")
     if verdict == "no":
         raise ConfigError(text)
     if verdict == "done":
-        if own:
-            own.release()
+        if claimed:
+            claimed.release()
             print(f"done already, by an earlier start of this job: {text}")
         return None
-    return own or RunDirectory(Path(text))  # rank 0's holds the lock
+    return claimed or RunDirectory(Path(text))  # rank 0's holds the lock

@@ -10,13 +10,13 @@ from lab.training.run import Run, claim_directory
 
 
 def start(config: DictConfig, arguments: list[str]) -> int:
-    """Be one rank of a run; the process's exit code.
+    """Run one rank of a run; return the process's exit code.
 
     Args:
-        config: composed of `arguments`, which name the run.
+        config: composed from `arguments`, which name the run.
 
     Raises:
-        ConfigError: a setting that proves wrong with data, devices and files at hand.
+        ConfigError: a setting does not fit the data, devices or files.
     """
     ranks = join(config)
     try:

@@ -32,13 +32,10 @@ class Trainer:
     """Data-parallel SGD on one rank.
 
     Args:
-        watch: says when to stop.
-        task: says how good the model's outputs are.
-        model: on the device, transformed, equal on all ranks.
-        sync: exchanges its gradients, or its weights once in a while.
-        optim: updates it.
-        batch_size: global.
-        progress: where to begin, and where to end.
+        watch: tells when to stop. task: loss and metrics of the model's outputs. model: on the
+        device, transformed, equal on all ranks. sync: exchanges gradients, or weights every few
+        steps. optim: sets the hyperparameters of each update. batch_size: global batch size.
+        progress: the first and the last step.
     """
 
     def __init__(
@@ -67,11 +64,11 @@ class Trainer:
         self.traffic = array("q")  # payload bytes and messages, of one step after the other
 
     def steps(self) -> Iterator[int]:
-        """Train; yields the number of steps done after each of them. Ends early after a signal.
+        """Train, and yield the number of steps done after each one; end early after a signal.
 
         Raises:
-            FloatingPointError: a step was not finite. It is found while the next one is queued, or
-                before anything else that follows.
+            FloatingPointError: a step was not finite, found while the next one is queued or before
+                any other work.
         """
         batches = iter(self.data.train_batches(self._sampler()))
         self.sync.step = self.progress.step
@@ -83,7 +80,7 @@ class Trainer:
                     self.memory.resume()
                 with self.clock.step():
                     self._step(batches)
-                now = self._sent()  # since the last step's end: exchanges may outlast their steps
+                now = self._sent()  # since the last step: exchanges may outlast their steps
                 self.traffic.extend((now[0] - before[0], now[1] - before[1]))
                 before = now
                 self.progress.step += 1
@@ -92,7 +89,7 @@ class Trainer:
             self.pause()
 
     def evaluate(self) -> dict[str, float]:
-        """Return the task's metrics over the test samples of all ranks; `progress` notes them too.
+        """Return the task's metrics over the test samples of all ranks; add them to `progress`.
 
         Raises:
             FloatingPointError: the loss is not finite: training has diverged.
@@ -118,16 +115,16 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run, those before a resume included."""
+        """Optimizer steps of the whole run, including those before a resume."""
         return self.progress.total_steps
 
     def evaluated(self) -> bool:
-        """Tell whether the present weights have been evaluated."""
+        """True if the current weights have been evaluated."""
         evaluations = self.progress.evaluations
         return bool(evaluations) and evaluations[-1]["step"] == self.progress.step
 
     def training_seconds(self) -> float:
-        """Return the seconds spent in steps so far, those before a resume included."""
+        """Return the seconds spent in steps so far, including those before a resume."""
         return self.progress.seconds + self.clock.total_seconds()
 
     def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
@@ -142,12 +139,12 @@ class Trainer:
             with sync.micro_batch(last=number == parts):
                 with clock.phase("forward"), self._autocast():
                     loss = self.task.loss(sync.module(self._layout(inputs)), targets) / parts
-                with clock.phase("backward"):  # overlapped exchanges start in here
+                with clock.phase("backward"):  # overlapped exchanges start here
                     (loss * sync.loss_factor).backward()
             total += loss.detach()
-        with clock.phase("exchange"):  # what backward could not hide
+        with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()
-        self._check_last_step()  # before this one's update, so that weights tell what was wrong
+        self._check_last_step()  # before the update, so that weights show the error
         with clock.phase("update"):
             self._update(finite, before)
         with clock.phase("exchange"):  # of weights
@@ -170,7 +167,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _exchange_state(self) -> dict[str, Any]:
-        """Copy the exchange's state before a step that may have to be undone."""
+        """Copy the exchange's state before a step that may be undone."""
         if not self.loss_scale:
             return {}
         state = self.sync.exchange.state_dict()
@@ -181,7 +178,7 @@ class Trainer:
         return traffic.payload_bytes, traffic.num_messages
 
     def pause(self) -> None:
-        """Wait for exchanges under way, and check the last step; before anything but a step.
+        """Wait for exchanges under way, and check the last step; call before other work.
 
         Raises:
             FloatingPointError: the last step was not finite.

@@ -1,4 +1,4 @@
-"""Replaces FC layers by convolutions: a smaller head, or the same function rewritten."""
+"""Replace FC layers by convolutions: a smaller head, or the same function rewritten."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODES = ("substitution", "equivalent")
 
 
 class Fc1x1:
-    """Replaces the FC head of a ConvNet by convolutions.
+    """A transform that replaces the FC head of a ConvNet by convolutions.
 
     "substitution" makes another model: each FC layer becomes a 1x1 convolution at every position of
     the feature map, hidden ones with fewer channels, and global average pooling follows the last
@@ -82,7 +82,7 @@ def _rewrite(model: ConvNet) -> nn.Sequential:
 
 
 def _as_convolution(linear: nn.Linear, shape: tuple[int, int, int]) -> nn.Conv2d:
-    """Return the convolution that does to inputs (C, H, W) what `linear` does to them flattened."""
+    """Return a convolution of inputs (C, H, W) that equals `linear` on flattened inputs."""
     channels, height, width = shape
     convolution = nn.Conv2d(channels, linear.out_features, (height, width))
     with torch.no_grad():

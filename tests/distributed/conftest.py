@@ -1,4 +1,4 @@
-"""Where runs of these tests leave their files."""
+"""Run directories of these tests."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of runs that several tests share."""
+    """Return a folder of runs that several tests share."""
     return tmp_path_factory.getbasetemp() / "shared"

@@ -28,7 +28,7 @@ ENDLESS = ("steps=100000", "checkpoint_every=5", "exchange_timeout_s=3")
 
 
 def start(*settings: str, ranks: int = 2) -> subprocess.Popen[str]:
-    """`launch/horovod.sh`, not waited for."""
+    """Start `launch/horovod.sh` and return without waiting."""
     binaries = Path(sys.executable).parent
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{binaries}:{environment['PATH']}"
@@ -65,8 +65,8 @@ def test_weights_agree_with_those_over_gloo(strategy: str) -> None:
 
 
 def test_onebit_is_the_same_over_horovod_bit_for_bit() -> None:
-    """Bits travel by all_to_all and all_gather, and sums are ours: nothing depends on the library,
-    but for two small tensors in full precision, whose sum of two has one order."""
+    """Bits travel by all_to_all and all_gather and are summed here, so nothing depends on the
+    library, except two small tensors in full precision, whose sum of two has one order."""
     done = horovodrun("strategy=onebit", *RUN, "cell=horovod")
     assert done.code == 0, done.err[-2000:]
     over_gloo = train(2, "strategy=onebit", *RUN, "cell=gloo")
@@ -89,7 +89,7 @@ def test_what_needs_send_and_recv_is_refused() -> None:
     done = horovodrun("strategy=tree", *RUN)
     assert done.code != 0
     (line,) = done.error_lines
-    assert "sends from rank to rank; Horovod has collectives alone; use comm=torch" in line
+    assert "sends from rank to rank; Horovod has collectives only; use comm=torch" in line
     assert not Path("runs/default").exists() or not list(Path("runs").rglob("record.json"))
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_hangs_is_named() -> None:
     assert found["status"] == "timeout"
     assert "exchange_timeout_s=3: rank 0 waits in" in found["error"]
     assert found["error"].endswith("rank 1 is lost")
-    # Nobody may have asked how it ended: not every machine's first process does.
+    # It may remain as a zombie: not every machine's first process reaps its children.
     assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
 
 
@@ -142,9 +142,9 @@ def test_ranks_of_torchrun_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("comm=horovod", "backend=gloo"), "backend=gloo: comm=horovod brings its own"),
+        (("comm=horovod", "backend=gloo"), "backend=gloo: comm=horovod has its own"),
         (("strategy=horovod", "overlap=false"), "overlap=False bucket_mb=None: strategy=horovod"),
-        (("strategy=horovod", "comm=torch"), "strategy=horovod: runs over comm=horovod alone"),
+        (("strategy=horovod", "comm=torch"), "strategy=horovod: runs over comm=horovod only"),
         (("strategy=horovod", "exchange=onebit"), "exchange=OneBit: strategy=horovod has its own"),
         (("strategy=horovod", "channels_last=true"), "channels_last=True: strategy=horovod takes"),
         (("strategy=horovod", "sync.compression=zip"), "sync.compression=zip: allowed are none"),

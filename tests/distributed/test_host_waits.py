@@ -1,4 +1,4 @@
-"""No step makes the host wait for the device, whatever the strategy: a CPU that pretends shows it.
+"""No step makes the host wait for the device, with any strategy: checked on a CPU as a mock GPU.
 
 Exchanges run where they are submitted, in hooks within backward, as NCCL's do on a GPU.
 """
@@ -31,7 +31,7 @@ MORE = {
     "local_sgd": ("sync.every=2",),
     "diloco": ("sync.every=2",),
 }
-# All over torch; Horovod's own optimizer waits for its thread.
+# All strategies over torch; Horovod's own optimizer waits for its thread.
 CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES} | {
     "cntk, double buffer": ("strategy=cntk", "sync.double_buffer=true"),
     "clipped": ("strategy=onebit", "clip_grad_norm=1", "accumulate=2", "precision=bf16"),
@@ -56,7 +56,7 @@ def steps(settings: tuple[str, ...], world: World, guarded: Guarded) -> None:
 
 
 def waits_in_steps() -> dict[str, list[Wait]]:
-    """By case, what waits in steps after the first ones."""
+    """Return by case the waits in steps after the first ones."""
     assemble.make_worker = lambda *_, **__: InlineWorker()
     world, found = join(), {}
     for name, settings in CASES.items():

@@ -1,4 +1,4 @@
-"""Switches of the trainer that change how, but not what, it computes; and fp16's skipped steps."""
+"""Switches of the trainer that keep its results; and fp16's skipped steps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SHARES = [("noop", 0, 0), ("fp16", 0.5, 0.5), ("powersgd", 0.001, 0.1)]
 
 
 @pytest.mark.parametrize(("hook", "least", "most"), SHARES)
-def test_hooks_of_ddp_train_and_their_bytes_are_booked(
+def test_hooks_of_ddp_train_and_their_bytes_are_counted(
     hook: str, least: float, most: float
 ) -> None:
     outcomes = train(2, "strategy=ddp", f"sync.hook={hook}", "model=mlp", *RUN)
@@ -88,8 +88,8 @@ def test_hooks_of_ddp_train_and_their_bytes_are_booked(
     assert (record["messages_per_step"][0] == 0) == (hook == "noop")
 
 
-def test_an_exchange_that_outlasts_its_step_is_booked_once() -> None:
-    """Though evaluations, which no step's payload may count or lose, wait for it."""
+def test_an_exchange_that_outlasts_its_step_is_counted_once() -> None:
+    """Evaluations wait for it, and its payload is neither lost nor counted twice."""
     cntk = ("strategy=cntk", "exchange=tree", "eval_every=3", *RUN)
     waiting, late = (train(2, *cntk, f"sync.double_buffer={on}") for on in ("false", "true"))
     assert waiting[0].record["payload_bytes_per_step"] == late[0].record["payload_bytes_per_step"]

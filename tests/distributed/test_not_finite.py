@@ -1,4 +1,4 @@
-"""A gradient that is not finite: all ranks find it, a step late, and nothing of it is kept."""
+"""A non-finite gradient: all ranks find it one step late, and keep nothing of it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ BAD_STEP, BAD = 3, "classifier.3.weight"
 NAMED = f"gradient not finite at step {BAD_STEP}, first in {BAD}; try a smaller optim.lr"
 LATER = NAMED.replace("step 3", "step 4")
 
-Then = Callable[[Trainer], Any]  # what follows the steps
+Then = Callable[[Trainer], Any]  # called after the steps
 
 
 def train_on(trainer: Trainer) -> None:
     raise AssertionError("steps went on to their end")
 
 
-# Settings, how many steps are done before something else follows, and what the failure says.
+# Settings, number of steps before `Then`, and the failure's message.
 CASES: dict[str, tuple[tuple[str, ...], int, Then, str]] = {
     "onebit": (("strategy=onebit",), 12, train_on, NAMED),
-    # The value was not among those that are sent: no weight shows it.
+    # The value is not among the sent ones: no weight shows it.
     "randomk": (("strategy=randomk",), 12, train_on, NAMED.replace(f", first in {BAD}", "")),
     "clipped": (("strategy=onebit", "clip_grad_norm=1"), 12, train_on, NAMED),
     "cntk": (("strategy=cntk",), 12, train_on, NAMED),
     # The mean of step 3 is applied in step 4.
     "double buffer": (("strategy=cntk", "sync.double_buffer=true"), 12, train_on, LATER),
-    # No all-reduce looks: the loss of the next step shows it, whose gradients are all spoiled.
+    # An all-reduce does not check: the next step's loss shows it, with all gradients spoiled.
     "allreduce": (
         ("strategy=overlap",), 12, train_on, LATER.replace(f"first in {BAD}", "in all parameters")
     ),
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, Then, str]] = {
 
 
 def plant(trainer: Trainer) -> None:
-    """Make one value of one gradient of rank 1 not a number, in one step."""
+    """Set one value of one gradient of rank 1 to NaN, in one step."""
     weight = dict(trainer.model.named_parameters())[BAD]
 
     def hook(parameter: nn.Parameter) -> None:
@@ -67,7 +67,7 @@ def plant(trainer: Trainer) -> None:
 
 
 def failures() -> dict[str, tuple[str, int]]:
-    """By case, what a rank fails with, and after how many steps."""
+    """Return by case a rank's failure, and the number of steps before it."""
     world, found = join(), {}
     for name, (settings, num_steps, then, _) in CASES.items():
         with assembled(load(["device=cpu", *RUN, *settings]), world) as part:

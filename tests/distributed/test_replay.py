@@ -1,4 +1,4 @@
-"""The replayed model through the whole trainer, with the exchanges that any model has."""
+"""The replayed model in the whole trainer, with the same exchanges as any model."""
 
 from __future__ import annotations
 

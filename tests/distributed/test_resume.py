@@ -23,8 +23,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# On four ranks those whose sums, residuals or weights could then be another's. DDP, whose buckets
-# after a resume are not those of before, then equals itself to rounding alone.
+# On four ranks those whose sums, residuals or weights could be mixed up between ranks. DDP has
+# other buckets after a resume, so it equals itself only up to rounding.
 CASES = [
     pytest.param(s, 2, marks=pytest.mark.xdist_group(f"strategy {s}"))  # shares its first run
     for s in STRATEGIES
@@ -37,7 +37,7 @@ def test_resumed_run_ends_in_the_same_bits(
     strategy: str, size: int, shared: Path, tmp_path: Path
 ) -> None:
     more = RESUMED.get(strategy, ())
-    cell = "cell=b" if more else "cell=a"  # test_strategies.py has the one without settings more
+    cell = "cell=b" if more else "cell=a"  # test_strategies.py has the cell without more settings
     whole = undisturbed(size, strategy, shared, *more, cell)
     run = shared / f"{strategy}-{size}" / "default" / cell.removeprefix("cell=")
     resume = f"resume={run}/checkpoints/step_000007"
@@ -47,14 +47,14 @@ def test_resumed_run_ends_in_the_same_bits(
     for one, other in zip(whole, resumed, strict=True):
         assert same(one.weights, other.weights)
         for kind, residuals in one.exchange_state.items():
-            assert residuals or strategy in BY_THE_CLOCK  # which may have dropped what has them
+            assert residuals or strategy in BY_THE_CLOCK  # which may have dropped it
             assert same(residuals, other.exchange_state[kind])
     has_state = bool(build(load([f"strategy={strategy}"]).exchange).state_dict())
     assert has_state == bool(whole[0].exchange_state)
 
 
 def sum_of_residuals(states: list[dict[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Over the ranks: residuals are added, stripes lie one below the other."""
+    """Combine all ranks' states: residuals are added, shard residuals concatenated."""
     return {
         f"{kind}/{name}": combine([state[kind][name].double() for state in states])
         for kind, combine in (("residual", _add), ("stripe_residual", torch.cat))

@@ -26,7 +26,7 @@ SIZES = (1, 2, 3)
 
 
 def distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Relative, over all weights together."""
+    """Return the relative distance over all weights together."""
     ours, theirs = (
         torch.cat([tensors[name].flatten() for name in reference]).double()
         for tensors in (weights, reference)
@@ -45,7 +45,7 @@ def undisturbed(size: int, strategy: str, shared: Path, *settings: str) -> list[
 
 
 def single_process(transform: str, shared: Path) -> dict[str, Tensor]:
-    """Weights that one process reaches on the whole batch, with no exchange at all."""
+    """Return the weights that one process reaches on the whole batch, without an exchange."""
     settings = ("strategy=none", f"transform={transform}", f"runs_dir={shared}/single")
     return train_once(1, *settings, *RUN)[0].weights
 
@@ -59,8 +59,8 @@ def test_trains_and_keeps_replicas_equal(strategy: str, size: int, shared: Path)
         assert outcome.record["status"] == "done"
         assert outcome.record["num_steps"] == 20
     losses = [evaluation["loss"] for evaluation in outcomes[0].record["evaluations"]]
-    assert losses[-1] < 2.25  # log(10) = 2.303 is what no training gives
-    if not keeps_replicas_equal(strategy):  # for timing alone: the record says no hash
+    assert losses[-1] < 2.25  # log(10) = 2.303 without training
+    if not keeps_replicas_equal(strategy):  # for timing only: the record has no hash
         assert outcomes[0].record["replica_hash"] is None
         return
     assert len({outcome.record["replica_hash"] for outcome in outcomes}) == 1
@@ -73,7 +73,7 @@ def test_trains_and_keeps_replicas_equal(strategy: str, size: int, shared: Path)
     if is_exact(strategy):
         assert far < 1e-6
     else:
-        assert far > 1e-6 or size == 1  # what is called lossy is
+        assert far > 1e-6 or size == 1  # a strategy called lossy is lossy
 
 
 def bitwise(outcomes: list[Outcome]) -> str:
@@ -84,6 +84,6 @@ def bitwise(outcomes: list[Outcome]) -> str:
 @pytest.mark.parametrize("exchange", REPEATABLE)
 def test_overlapped_is_blocking_bit_for_bit(exchange: str) -> None:
     settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN, "steps=8")
-    # Three: the sum of two ranks is the same in any order.
+    # Three ranks: the sum of two is the same in any order.
     blocking, overlapped = (train(3, *settings, f"overlap={on}") for on in ("false", "true"))
     assert bitwise(blocking) == bitwise(overlapped)

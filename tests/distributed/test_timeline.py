@@ -1,4 +1,4 @@
-"""A breakdown leaves a timeline, in which an overlapped exchange runs beside backward."""
+"""A breakdown leaves a timeline, in which an overlapped exchange runs during backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_exchanges_begin_before_backward_ends_if_they_overlap(
         if not overlap:
             assert all(a.end_s <= b.start_s for a, b in zip(exchanges, exchanges[1:], strict=False))
     first, second = (of(spans, rank, "step") for rank in range(2))
-    # Ranks of one host share a clock: neither is done before the other begins.
+    # Ranks of one host share a clock, so each exchange ends after the other rank's begins.
     assert first[0].start_s < second[-1].end_s and second[0].start_s < first[-1].end_s
 
 
@@ -49,7 +49,7 @@ AHEAD_S = 1000.0  # far more than any message takes
 
 
 def compare_clocks() -> tuple[float, list[str]]:
-    """As if each rank were another host, whose clock started at another time."""
+    """Shift each rank's clock, as if it were another host's."""
     world = dataclasses.replace(ranks.join(), num_hosts=2)
     clock = time.perf_counter
     worlds.time.perf_counter = lambda: clock() + world.rank * AHEAD_S

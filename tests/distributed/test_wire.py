@@ -1,4 +1,4 @@
-"""Payload as Comm books it, against the bytes that really crossed the loopback interface."""
+"""Payload as Comm counts it, against the bytes that crossed the loopback interface."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.cases import COUNTED, LINKS, REPEATABLE, exchange_settings
 from tests.support.hosts import enter_network, has_own_network, own_network
 from tests.support.ranks import Crew, join
 
-# The interface counts what everyone sends: nobody else does in a network of its own.
+# The interface counts all processes' bytes; in a separate network nobody else sends.
 OWN_NETWORK = has_own_network()
 pytestmark = pytest.mark.xdist_group("wire") if OWN_NETWORK else pytest.mark.alone
 ROWS, COLUMNS = 1536, 1024
@@ -34,7 +34,7 @@ OnRanks = Callable[..., list[tuple[int, int]]]
 
 
 def loopback_bytes() -> int:
-    """Bytes that were sent over the loopback interface since the machine started."""
+    """Return the bytes sent over the loopback interface since the machine started."""
     line = next(
         line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip()[:3] == "lo:"
     )
@@ -43,7 +43,7 @@ def loopback_bytes() -> int:
 
 @pytest.fixture(scope="module")
 def on_ranks() -> Iterator[OnRanks]:
-    """Call a function on each of some ranks, as Crew.call does, in a network of their own."""
+    """Call a function on each rank, as Crew.call does, in a separate network."""
     crew = Crew()
     with own_network() if OWN_NETWORK else nullcontext() as network:
         yield lambda size, *call: crew.call(size, on_network, network, *call)
@@ -58,7 +58,7 @@ def on_network(network: int | None, rank_main: Callable[[str], Any], name: str) 
 
 
 def exchange_some(exchange: str) -> tuple[int, int]:
-    """Payload this rank booked for one exchange, and bytes the interface counted for all ranks."""
+    """Return this rank's payload of one exchange, and the bytes that crossed for all ranks."""
     world = join()
     settings = [f"exchange={exchange}", *COUNTED.get(exchange, ())]
     average = build(load(settings).exchange).average
@@ -71,7 +71,7 @@ def exchange_some(exchange: str) -> tuple[int, int]:
 
 
 def step_some(strategy: str) -> tuple[int, int]:
-    """The same for one step of a strategy that moves more than gradients."""
+    """Return the same for one step of a strategy that moves more than gradients."""
     world, config = join(), load(f"strategy={strategy}".split())
     model, exchange = nn.Linear(COLUMNS, ROWS, bias=False), build(config.exchange)
     worker = make_worker(config.overlap, world.device, world.comm.backend, False)
@@ -89,53 +89,53 @@ def step_some(strategy: str) -> tuple[int, int]:
 
 
 def count(run: Callable[[], None], world: World) -> tuple[int, int]:
-    """Bytes for one `run`, booked by this rank and counted for all."""
-    run()  # connections are made at the first
+    """Return the payload of one `run` on this rank, and the bytes that crossed for all."""
+    run()  # the first call connects
     world.barrier()
-    before, booked = loopback_bytes(), world.comm.traffic.payload_bytes
+    before, sent = loopback_bytes(), world.comm.traffic.payload_bytes
     world.barrier()
     for _ in range(NUM_EXCHANGES):
         run()
     world.barrier()
     counted = loopback_bytes() - before
     worlds.stop()
-    return (world.comm.traffic.payload_bytes - booked) // NUM_EXCHANGES, counted // NUM_EXCHANGES
+    return (world.comm.traffic.payload_bytes - sent) // NUM_EXCHANGES, counted // NUM_EXCHANGES
 
 
 def theory(exchange: str, size: int) -> float:
-    """Bytes that the busiest rank sends for the matrix, as the exchange's card has them."""
+    """Return the bytes that the busiest rank sends for the matrix, by the exchange's card."""
     settings = exchange_settings(exchange, *COUNTED.get(exchange, ()))
     return payload_bytes([(ROWS, COLUMNS)], settings, Network(LINKS, size))
 
 
-# On more ranks those whose share of the bytes is another one for each of them.
+# On more ranks those whose ranks send different numbers of bytes.
 CASES = [(exchange, 2) for exchange in REPEATABLE]
 CASES += [(e, size) for e in ("allreduce", "tree", "tree_double", "onebit") for size in (3, 4)]
 
 
 @pytest.mark.parametrize(("exchange", "size"), CASES)
-def test_booked_is_what_crossed_and_what_its_card_says(
+def test_counted_bytes_are_those_that_crossed_and_the_cards(
     on_ranks: OnRanks, exchange: str, size: int
 ) -> None:
     check(on_ranks(size, exchange_some, exchange), theory(exchange, size))
 
 
-# Gradients and weights along the same path are what gradients and means are.
+# Gradients and weights on the same path have the bytes of gradients and means.
 STEPS = [("caffe", "tree", 3), ("torch7", "star", 2), ("tensorflow", "star", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "exchange", "size"), STEPS)
-def test_all_that_a_step_moves_is_booked(
+def test_all_bytes_of_a_step_are_counted(
     on_ranks: OnRanks, strategy: str, exchange: str, size: int
 ) -> None:
     check(on_ranks(size, step_some, strategy), theory(exchange, size))
 
 
 def check(answers: list[tuple[int, int]], expected: float) -> None:
-    booked = [payload for payload, _ in answers]
-    counted = min(crossed for _, crossed in answers)  # each saw all; the first saw least noise
-    assert max(booked) == pytest.approx(expected, rel=0.05)
-    assert sum(booked) == pytest.approx(counted, rel=0.05)
+    payloads = [payload for payload, _ in answers]
+    counted = min(crossed for _, crossed in answers)  # all saw all bytes; one saw least noise
+    assert max(payloads) == pytest.approx(expected, rel=0.05)
+    assert sum(payloads) == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("size", [2, 4])

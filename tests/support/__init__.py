@@ -1,4 +1,4 @@
 """Helpers that several tests share."""
 
-# Whatever takes longer hangs: some ten times what the slowest takes while others use the machine.
+# A longer run hangs: this is some ten times the slowest one on a busy machine.
 HANG_S = 300.0

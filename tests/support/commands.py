@@ -1,4 +1,4 @@
-"""Commands as users type them, in processes that need not import torch first."""
+"""Commands as users type them, run in processes that have already imported torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import FORKS
 
 @dataclass
 class Finished:
-    """A command that has ended."""
+    """The result of a finished command."""
 
     code: int
     out: str
@@ -25,7 +25,7 @@ class Finished:
 
     @property
     def error_lines(self) -> list[str]:
-        """Errors that the lab, rather than torchrun, has written."""
+        """Return the error lines that the lab, and not torchrun, has written."""
         return [line[line.index("lab.") :] for line in self.err.splitlines() if ": error: " in line]
 
 

@@ -1,4 +1,4 @@
-"""A GPU with one stream, on clocks of its own: what is queued runs later, one after the other."""
+"""A fake GPU with one stream and its own clocks: queued kernels run later, one after the other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CUDA = torch.device("cuda")
 
 
 class FakeGpu:
-    """Stands for torch.cuda where times are taken.
+    """A stand-in for torch.cuda where times are taken.
 
     Attributes:
         host_s: the host's clock.
-        free_s: when the stream will have done all that is queued.
-        log: names of what was queued, and "synchronize" where the host waited.
+        free_s: time when the stream will have finished all queued kernels. log: names of queued
+        kernels, and "synchronize" for each wait of the host.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class FakeGpu:
         self.host_s = max(self.host_s, self.free_s)
 
     def install(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-        """Let torch.cuda, and the host's clock in `modules`, be this one's."""
+        """Replace torch.cuda, and the host's clock in `modules`, by this GPU's."""
         monkeypatch.setattr(torch.cuda, "_sleep", lambda c: self.kernel("sleep", c / CYCLES_PER_S))
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "Event", type("Event", (FakeEvent,), {"gpu": self}))

@@ -20,7 +20,7 @@ FAULT_STEP = 3
 
 
 class Blocking(AllReduce):
-    """All-reduce that is done when `average` returns, so that this is where it can go wrong."""
+    """All-reduce that is complete when `average` returns, so that faults occur there."""
 
     def asynchronous(self, comm: Comm) -> bool:
         return False
@@ -35,7 +35,7 @@ class Blocking(AllReduce):
 
 
 class RaisesOnRank1(Blocking):
-    """Raises on rank 1 while the other ranks wait for it."""
+    """All-reduce that raises on rank 1 while the other ranks wait for it."""
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
@@ -44,7 +44,7 @@ class RaisesOnRank1(Blocking):
 
 
 class HangsOnRank1(AllReduce):
-    """Rank 1 never enters the collective that the other ranks wait in."""
+    """All-reduce whose collective rank 1 never enters, while the other ranks wait."""
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
@@ -54,7 +54,7 @@ class HangsOnRank1(AllReduce):
 
 
 class OneBitNanOnRank1(OneBit):
-    """Rank 1's gradient is not a number, on its way into 1-bit SGD."""
+    """1-bit SGD in which rank 1's gradient becomes NaN before it is encoded."""
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
@@ -63,7 +63,7 @@ class OneBitNanOnRank1(OneBit):
 
 
 class OneBitKilled(OneBit):
-    """SIGKILL for one rank, in the middle of one exchange: LAB_TEST_KILL=RANK:STEP. Once."""
+    """SIGKILL for one rank, once, in the middle of one exchange: LAB_TEST_KILL=RANK:STEP."""
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         rank, step = map(int, os.environ["LAB_TEST_KILL"].split(":"))
@@ -84,7 +84,7 @@ class DeadlyToSave:
 
 
 class OneBitKilledWhileSaving(OneBit):
-    """SIGKILL in the middle of writing a checkpoint's file, once there is an earlier one. Once."""
+    """SIGKILL, once, while a checkpoint's file is written and an earlier checkpoint exists."""
 
     def state_dict(self) -> dict[str, Any]:
         deadly = not Path("killed").exists() and any(Path("runs").rglob("step_*/DONE"))
@@ -92,7 +92,7 @@ class OneBitKilledWhileSaving(OneBit):
 
 
 class NanOnRank1(Blocking):
-    """Rank 1's gradient is not a number."""
+    """All-reduce in which rank 1's gradient becomes NaN."""
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank == 1 and bucket.step == FAULT_STEP:
@@ -101,7 +101,7 @@ class NanOnRank1(Blocking):
 
 
 class DriftsOnRank1(Blocking):
-    """Rank 1 ends up with another mean than the others."""
+    """All-reduce that leaves another mean on rank 1 than on the others."""
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         super().average(bucket, comm)

@@ -1,4 +1,4 @@
-"""Read what a figure shows, for tests of figures."""
+"""Read the contents of figures, for tests of figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 
 def keep_saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """Fill the dict that is returned with every figure that is saved, by the name of its file."""
+    """Return a dict that collects every saved figure by the name of its file."""
     figures: dict[str, Figure] = {}
     save = Figure.savefig
 
@@ -41,7 +41,7 @@ def ticks(panel: Axes, axis: str) -> list[str]:
 
 
 def texts(panel: Axes) -> list[str]:
-    """List the texts that stand inside the axes."""
+    """List the texts inside the axes."""
     return [text.get_text() for text in panel.texts]
 
 

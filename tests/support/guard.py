@@ -1,4 +1,4 @@
-"""A CPU that pretends to be a GPU: notes whatever would make the host wait for the device.
+"""A CPU as a mock GPU, to record calls that would make the host wait for the device.
 
 On a GPU torch's own sync debug mode does it (tests/gpu/test_host_waits.py).
 """
@@ -31,12 +31,12 @@ INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 @dataclass(frozen=True)
 class Wait:
-    """One call that waits.
+    """A call that waits.
 
     Attributes:
         place: file and function.
-        line: in that file.
-        call: what was called.
+        line: line in that file.
+        call: the function called.
     """
 
     place: str
@@ -49,13 +49,12 @@ class Wait:
 
 
 class Guard:
-    """Sees what one thread does with tensors, hooks and exchanges within backward included.
+    """A monitor of one thread's tensor calls, including hooks and exchanges within backward.
 
-    A tensor that `to("cpu", non_blocking=True)` copies may be read from the next step on, as the
-    device has come so far then; what was on the host before the steps may be read at any time.
+    A copy by `to("cpu", non_blocking=True)` may be read from the next step on, when the device has
+    finished it; tensors that were on the host before the steps may be read at any time.
 
-    Attributes:
-        waits: what made the host wait within steps.
+    Attributes: waits: calls that made the host wait within steps.
     """
 
     def __init__(self) -> None:
@@ -74,14 +73,14 @@ class Guard:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """From here on the host must not wait."""
+        """Enclose a step, in which the host must not wait."""
         self.num_steps += 1
         self.armed = True
         yield
         self.armed = False
 
     def note(self, call: Any, direct: bool = False) -> None:
-        """A wait by `call`. Only if it is ours, with `direct`, rather than within torch's code."""
+        """Record a wait by `call`; with `direct`, only if the lab and not torch called it."""
         if not self.armed:
             return
         frames = [f for f in traceback.extract_stack() if f.filename != __file__]
@@ -102,7 +101,7 @@ class Guard:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what Python calls: some of it never becomes an operation."""
+    """A monitor of Python calls, some of which never become operations."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # torch calls it with this mode off, but hooks are to be seen
+        if func is Tensor.backward:  # torch calls it with this mode off, but hooks must be seen
             with self:
                 return _backward(args[0])
         if func in READS and not self._guard.is_readable(args[0]):
@@ -127,7 +126,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _backward(loss: Tensor) -> None:
-    """The call that `loss.backward()` ends in."""
+    """Call what `loss.backward()` calls."""
     engine, ones = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
     how = {"allow_unreachable": True, "accumulate_grad": True}
     engine.run_backward((loss,), (ones,), False, False, (), **how)
@@ -139,7 +138,7 @@ def _names_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 class _Operations(TorchDispatchMode):
-    """Sees what reaches the device, whoever calls it: `item`, bool(tensor), float(tensor), ..."""
+    """A monitor of the operations of any caller: `item`, bool(tensor), float(tensor), ..."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()

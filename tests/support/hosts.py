@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces where they may be made, or else loopback."""
+"""Hosts on one machine: network namespaces if permitted, otherwise loopback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Host:
-    """Where a command runs: what stands before it, and under which address others reach it."""
+    """A place to run commands: the command prefix, and the address for other hosts."""
 
     prefix: tuple[str, ...]
     address: str
@@ -23,7 +23,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[list[Host]]:
-    """Two hosts with a cable between them. They are gone afterwards, and what runs on them."""
+    """Make two hosts joined by a cable; remove them and their processes afterwards."""
     names = [f"lab-{uuid.uuid4().hex[:8]}" for _ in range(2)]
     made = [name for name in names if _ip("netns", "add", name)]
     try:
@@ -38,12 +38,12 @@ def two_hosts() -> Iterator[list[Host]]:
             _ip("netns", "delete", name)
 
 
-# A loopback interface that nobody else sends over, for as long as somebody reads from the pipe.
+# A loopback interface that no other process uses, for as long as the pipe is open.
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat")
 
 
 def has_own_network() -> bool:
-    """Whether this user may make network namespaces here."""
+    """Return whether this user may create network namespaces here."""
     try:
         return subprocess.run(OWN_NETWORK, capture_output=True, input=b"").returncode == 0
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def has_own_network() -> bool:
 
 @contextmanager
 def own_network() -> Iterator[int]:
-    """A process in a network namespace of its own; its id, for `enter_network`."""
+    """Start a process in a separate network namespace; yield its id, for `enter_network`."""
     with subprocess.Popen(OWN_NETWORK, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"up\n"
         yield holder.pid

@@ -1,7 +1,7 @@
-"""Imported once by the process that all ranks fork from, so that no rank pays for it again.
+"""Imports for the process that all ranks fork from, so that no rank has to repeat them.
 
-Nothing here may start a thread, as pyarrow's import does: in a fork it is missing, and what it had
-locked stays locked.
+Nothing here may start a thread, as pyarrow's import does: a fork lacks the thread but keeps its
+locks locked.
 """
 
 import importlib
@@ -16,4 +16,4 @@ for room in ("codec", "data", "exchange", "model", "sync", "task", "transform"):
     for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
         importlib.import_module(module.name)
 
-ranks.load([])  # Hydra keeps what its grammar has learnt
+ranks.load([])  # Hydra caches its parsed grammar

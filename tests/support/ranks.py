@@ -1,4 +1,4 @@
-"""Ranks as processes: whole runs, or any function of a rank, over Gloo on this machine."""
+"""Ranks as processes on this machine, over Gloo: for whole runs, or any function of a rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lab.training import assemble
 from lab.training.run import Run, claim_directory
 from tests.support import HANG_S
 
-# Ranks fork from a process that has imported what they import, and has started no threads.
+# Ranks fork from a process that has done their imports, and has started no threads.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.preload"])
 
@@ -55,7 +55,7 @@ class Job:
 
 
 class Crew:
-    """Processes that do one job after another, as ranks of a new process group each time."""
+    """Processes that do one job after another, each time as ranks of a new process group."""
 
     def __init__(self) -> None:
         self._pipes: list[Connection] = []
@@ -117,8 +117,8 @@ class Crew:
 
 
 CREW = Crew()
-# multiprocessing would ask them by SIGTERM and wait, but a rank that has trained takes that for a
-# wish to stop at the end of a step.
+# multiprocessing would send SIGTERM and wait, but a rank that has trained takes that as a request
+# to stop at the end of a step.
 atexit.register(CREW.dismiss)
 
 
@@ -134,7 +134,7 @@ def spawn(
 
 
 def execute(settings: tuple[str, ...]) -> Outcome:
-    """One rank of a run through everything that `lab.train` goes through."""
+    """Execute one rank of a run as `lab.train` does."""
     arguments = ["device=cpu", *settings]
     config = load(arguments)
     world = assemble.join(config)
@@ -160,13 +160,13 @@ def train(size: int, *settings: str) -> list[Outcome]:
 
 @cache
 def train_once(size: int, *settings: str) -> list[Outcome]:
-    """As `train`, for tests that share a run. Its directory is one that `settings` name."""
+    """Run `train` once for tests that share a run, in the directory that `settings` name."""
     assert any(setting.startswith("runs_dir=/") for setting in settings)
     return train(size, *settings)
 
 
 def join(*settings: str) -> World:
-    """The ranks that a crew made, for a `rank_main` that needs no run."""
+    """Join the crew's ranks, for a `rank_main` that needs no run."""
     return assemble.join(load(["device=cpu", *settings]))
 
 
@@ -181,7 +181,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         values = map(str, (rank, job.size, rank, job.size, job.port))
         os.environ.update(zip(names, values, strict=True))
-        # The store is the test's, as it is the launcher's under torchrun.
+        # The test owns the store, as the launcher does under torchrun.
         os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
         try:
             answer = pickle.dumps((job.rank_main(*job.arguments), None))

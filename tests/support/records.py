@@ -1,4 +1,4 @@
-"""Records for tests, made as runs make them."""
+"""Records for tests, made in the same way as a run's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_record(
     scaling: Scaling = "strong",
     **changes: Any,
 ) -> Record:
-    """The record of a run that is done, or that has failed if `seconds` of a step are None.
+    """Make the record of a run that is done, or has failed if `seconds` of a step is None.
 
     Args:
         batch_size: as a study sets it: global if scaling is strong, per rank if weak.
@@ -49,6 +49,6 @@ def make_record(
 
 
 def leave(folder: Path, record: Record) -> None:
-    """Write the record into its run's directory, which is made."""
+    """Write the record into its run's directory, which is created."""
     folder.mkdir(parents=True)
     record.write(folder / "record.json")

@@ -1,4 +1,4 @@
-"""A SLURM of the tests' own: controller and one node, on this machine, in a temporary directory."""
+"""A private SLURM for tests: controller and one node on this machine, in a temporary directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 from tests.conftest import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-NUM_CPUS = 4  # pretended: SLURM shares out what it is told there is
+NUM_CPUS = 4  # pretended: SLURM allocates the configured number
 # No cgroups and no accounting, so that it needs no privileges; short waits; and ranks are bound to
 # CPUs only where the batch script says so.
 CONFIGURATION = """
@@ -47,7 +47,7 @@ NodeName=localhost NodeAddr=127.0.0.1 CPUs={num_cpus} Gres=gpu:2 CpuBind=none
 PartitionName=all Nodes=ALL Default=YES
 """
 
-# Two devices that are everywhere, and that nobody computes on.
+# Two devices that exist on every machine, and on which nothing is computed.
 GPUS = """
 Name=gpu Flags=nvidia_gpu_env File=/dev/null
 Name=gpu Flags=nvidia_gpu_env File=/dev/zero
@@ -61,7 +61,7 @@ def missing_program() -> str | None:
 
 @contextlib.contextmanager
 def running(directory: Path) -> Iterator[dict[str, str]]:
-    """Start SLURM in `directory`; yields the variables that lead commands to it.
+    """Start SLURM in `directory`; yield the variables by which commands find it.
 
     Nothing that it started is left afterwards.
     """
@@ -83,7 +83,7 @@ def running(directory: Path) -> Iterator[dict[str, str]]:
 
 
 def find(program: str) -> str | None:
-    """Where a program is; daemons are not on every user's PATH."""
+    """Return the path of a program; daemons are not on every user's PATH."""
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
 
 
@@ -98,7 +98,7 @@ def _configure(directory: Path) -> None:
         user=getpass.getuser(),
         controller_port=_free_port(),
         node_port=_free_port(),
-        first_job=1000 + secrets.randbelow(50_000),  # MASTER_PORT is made of a job's number
+        first_job=1000 + secrets.randbelow(50_000),  # MASTER_PORT is derived from the job's number
         num_cpus=NUM_CPUS,
     )
     (directory / "slurm.conf").write_text(text)
@@ -108,7 +108,7 @@ def _configure(directory: Path) -> None:
 def _munged(directory: Path) -> list[str]:
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
     paths = [f"--{option}={directory}/munge.{ending}" for option, ending in files.items()]
-    # It would have the directory open to all; nobody but this user comes here.
+    # munge requires a directory open to all; only this user has access here.
     return ["munged", "--foreground", "--force", *paths]
 
 
@@ -134,7 +134,7 @@ def _node_states(environment: dict[str, str]) -> str:
 
 
 def _end_jobs(slurm_conf: str) -> None:
-    """End what jobs left: every process that knows this configuration file."""
+    """End processes that jobs left: all whose environment names this configuration file."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""A rank's view of a run that has no other ranks to talk to."""
+"""A rank's view of a run without real other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def one_of(size: int, device: torch.device = CPU) -> World:
-    """Rank 0 of `size` that never answer, with a store of its own and nothing to exchange with."""
+    """Return rank 0 of `size`, with a store of its own; the other ranks never answer."""
     place = RankInfo("python", 0, size, 0, size, dist.HashStore())
     nothing = cast(Any, None)
     return World(place, device, dist.PrefixStore("lab", place.store), nothing, nothing, num_hosts=1)

@@ -1,1 +1,1 @@
-"""1-bit SGD's codec: a definition in plain torch, and loops in C++ and Triton."""
+"""1-bit SGD's codec: the definition in plain torch, and fast kernels in C++ and Triton."""

@@ -1,10 +1,9 @@
 """One bit per value and two reconstruction values per row: the codec of 1-bit SGD.
 
-Defined in lab.codec.onebit.reference. C++ for CPUs (native.py) and Triton for GPUs
-(triton_codec.py) do the same at the memory's speed: they read gradient and residual, write the new
-residual and the bits, and keep nothing of the gradient's size in between. Each takes a whole matrix
-in one call, whose rows may belong to the lines of a message, one line for each rank
-(lab.codec.onebit.message).
+lab.codec.onebit.reference defines it. The C++ (native.py) and Triton (triton_codec.py) kernels
+compute the same at memory bandwidth: they read gradient and residual and write the new residual and
+the bits, without temporaries of the gradient's size. Each call takes a whole matrix, whose rows may
+belong to the lines of a message, one line for each rank (lab.codec.onebit.message).
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def encode(
     """Quantise every row of gradient + residual; the error becomes the new residual.
 
     `threshold="zero"` splits at 0 and reconstructs each side by its mean; `"mean"` splits at the
-    row's mean m and reconstructs m - d and m + d, with d the mean absolute deviation. A row that
-    holds a value that is not finite gets a scale that is not finite.
+    row's mean m and reconstructs m - d and m + d, with d the mean absolute deviation. A row with a
+    non-finite value gets a non-finite scale.
 
     Args:
         gradient: float32 [rows, columns].
@@ -54,7 +53,7 @@ def decode(scales: Tensor, bits: Tensor, out: Tensor, add: bool = False) -> None
     """Reconstruct values into `out`, float32 [rows, columns], or add them there.
 
     Args:
-        scales, bits: as `encode` fills them.
+        scales, bits: filled by `encode`.
     """
     _implementation(out, scales[0], bits[0]).decode(scales, bits, out, add)
 
@@ -71,8 +70,8 @@ def reduce(
     """Decode the messages of several ranks, sum them in rank order, and encode the sum.
 
     Args:
-        scales, bits: of each rank: float32 [ranks, rows, 2], uint8 [ranks, rows, bytes].
-        total: float32 [rows, columns], memory that the sum may use.
+        scales, bits: each rank's: float32 [ranks, rows, 2], uint8 [ranks, rows, bytes]. total:
+        float32 [rows, columns], scratch memory for the sum.
         residual, threshold: as in `encode`.
         out_scales, out_bits: [rows, 2] and [rows, bytes], receive the encoded sum.
     """
@@ -92,7 +91,7 @@ def _implementation(*tensors: Tensor | None) -> native.Kernels | ModuleType:
 
 @functools.cache
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """Return Triton's kernels if they run on `device`; else None, after a warning.
+    """Return Triton's kernels if they run on `device`; otherwise warn and return None.
 
     Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
     headers, and it supports only some GPUs and drivers: so only a trial shows whether it works.
@@ -106,7 +105,7 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
             _try(kernels, threshold, columns, device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a compiler or a driver raises
+    except Exception as error:  # compilers and drivers raise many types
         lines = str(error).splitlines()
         line = next((line for line in lines if line.strip()), "no reason given")
         name = type(error).__name__

@@ -1,7 +1,7 @@
 // One bit per value and two reconstruction values per row, fused with the residual.
 //
 // Implements the definition in lab/codec/onebit/reference.py; lab/codec/build.py compiles it for
-// this processor. A row is read from memory once: later passes over it find it in the cache. Sums
+// this processor. A row is read from memory once: later passes find it in the cache. Sums
 // are double, so that they do not depend on the width of registers.
 
 #include <algorithm>
@@ -77,7 +77,7 @@ struct Sum {
   }
 };
 
-#else  // pairs of the compiler's own 16-byte vectors, which every processor has
+#else  // pairs of the compiler's 16-byte vectors, which every processor has
 
 struct Lanes {
   static constexpr int64_t width = 8;
@@ -225,7 +225,7 @@ inline void encode(const Row& row, float* scales, uint8_t* bits, bool split_at_m
   if (row.residual) keep_loss(row, scales, bits);
 }
 
-// Calls f(first, count, value) for the groups of a row that was encoded.
+// Calls f(first, count, value) for the groups of an encoded row.
 template <class F>
 inline void decoded(const float* scales, const uint8_t* bits, int64_t columns, F f) {
   const Lanes zero = Lanes::all(scales[0]), one = Lanes::all(scales[1]);
@@ -245,7 +245,7 @@ inline void replace(const float* scales, const uint8_t* bits, float* out, int64_
           [=](int64_t i, int64_t count, Lanes value) { store(value, out + i, count); });
 }
 
-// As replace, past the cache: memory is not read before it is written.
+// Like replace, but bypasses the cache: memory is not read before it is written.
 inline void replace_far(const float* scales, const uint8_t* bits, float* out, int64_t columns) {
   if (reinterpret_cast<uintptr_t>(out) % sizeof(Lanes)) return replace(scales, bits, out, columns);
   decoded(scales, bits, columns, [=](int64_t i, int64_t count, Lanes value) {

@@ -21,7 +21,7 @@ LINE_BYTES = 128  # lines are multiples of it: NCCL and GPUs copy aligned memory
 class Matrix:
     """A part of a bucket that is quantised: `rows` x `columns` values from `start` on.
 
-    Its rows are sharded among the ranks in equal parts; the last ranks' may be short or empty.
+    Its rows are sharded evenly among the ranks; the last shards may be short or empty.
     """
 
     name: str
@@ -34,21 +34,21 @@ class Matrix:
         return self.start + self.rows * self.columns
 
     def view(self, flat: Tensor) -> Tensor:
-        """The values of this matrix in a bucket: [rows, columns], sharing memory with `flat`."""
+        """Return this matrix's values in a bucket: [rows, columns], sharing memory with `flat`."""
         return flat[self.start : self.stop].view(self.rows, self.columns)
 
     def shard_rows(self, size: int) -> int:
-        """Rows of a full shard among `size` ranks."""
+        """Return the number of rows of a full shard among `size` ranks."""
         return -(-self.rows // size)
 
     def shard(self, rank: int, size: int) -> slice:
-        """The rows that `rank` of `size` ranks sums."""
+        """Return the rows that `rank` of `size` ranks sums."""
         height = self.shard_rows(size)
         return slice(min(rank * height, self.rows), min((rank + 1) * height, self.rows))
 
 
 class Message:
-    """Bits and scales of shards as the wire carries them: uint8 [lines, bytes], a shard a line.
+    """Bits and scales of shards in wire format: uint8 [lines, bytes], one shard per line.
 
     A line holds the scales of all matrices first and their bits after them. Short shards are
     padded with zeros, so that all lines are equally long: a multiple of LINE_BYTES.
@@ -57,7 +57,7 @@ class Message:
         size: number of ranks, among which rows are sharded.
         lines: number of encoded shards: one per rank, or this rank's alone.
         like: tensor on the device.
-        buffers: hold the bytes until the next message is made with them.
+        buffers: memory for the bytes, which the next message reuses.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Message:
     def encode(
         self, gradients: Sequence[Tensor], residuals: Sequence[Tensor | None], threshold: str
     ) -> None:
-        """Fill every line with that rank's shards of this rank's gradients.
+        """Fill each rank's line with its shards of this rank's gradients.
 
         Args:
             gradients: float32 [rows, columns], one for each matrix.
-            residuals: as `gradients`, added to them and replaced by the error. None: no feedback.
+            residuals: like `gradients`; added to them, replaced by the error. None: no feedback.
             threshold: see lab.codec.onebit.codec.encode.
         """
         for index, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
@@ -109,8 +109,8 @@ class Message:
 
         Args:
             received: this rank's shards, a line from each rank.
-            shards: float32 [rows, columns], one for each matrix: memory that sums may use.
-            residuals: of the sums, as in `encode`.
+            shards: float32 [rows, columns], one for each matrix: scratch memory for the sums.
+            residuals: the sums' residuals, as in `encode`.
             threshold: see lab.codec.onebit.codec.encode.
         """
         for index, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
@@ -120,20 +120,20 @@ class Message:
             )
 
     def decode(self, values: Sequence[Tensor]) -> None:
-        """Replace `values`, float32 [rows, columns] for each matrix, by what all lines encode."""
+        """Decode all lines into `values`, float32 [rows, columns] for each matrix."""
         for index, out in enumerate(values):
             codec.decode(*self.part(index), out)
 
     def scales(self) -> Tensor:
-        """All scales: float32 [lines, rows, 2], sharing memory with `bytes`."""
+        """Return all scales: float32 [lines, rows, 2], sharing memory with `bytes`."""
         words = self.bytes.view(torch.float32)[:, : self.scale_bytes // 4]
         return words.unflatten(1, (-1, 2))
 
     def part(self, index: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
-        """Scales and bits of matrix `index` in all lines, to fill or read: they share memory.
+        """Return scales and bits of matrix `index` in all lines, sharing memory with `bytes`.
 
         Args:
-            rows: the first ones of each line; None: all.
+            rows: how many rows of each line to take; None: all.
 
         Returns:
             float32 [lines, rows, 2] and uint8 [lines, rows, bit_bytes].

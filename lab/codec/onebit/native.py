@@ -16,13 +16,13 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 
 @functools.cache
 def kernels(level: str) -> Kernels | None:
-    """The kernels for processors of `level`; None, and a warning, where they cannot be built."""
+    """Return the kernels for processors of `level`; None, after a warning, if not buildable."""
     library = build.load(SOURCE, level)
     return None if library is None else Kernels(library)
 
 
 class Kernels:
-    """The functions of one library; lab.codec.onebit.codec says what each does."""
+    """The functions of one compiled library; lab.codec.onebit.codec describes them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
@@ -89,5 +89,5 @@ class Kernels:
 
 
 def _lines(scales: Tensor, bits: Tensor) -> tuple[int, int, int]:
-    """Rows per line, and strides of lines: in float32 values, in bytes."""
+    """Return rows per line, and the strides of lines in float32 values and in bytes."""
     return scales.shape[1], scales.stride(0), bits.stride(0)

@@ -1,7 +1,7 @@
-"""The definition of the 1-bit codec, in plain torch, whose results the fast implementations repeat.
+"""The definition of the 1-bit codec in plain torch; the fast kernels give the same results.
 
 The quantiser of 1-bit SGD (Seide et al., Interspeech 2014, section 3) as CNTK implements it
-(ColumnQuantizer.h). A row here is what CNTK calls a column: the values that share a pair of
+(ColumnQuantizer.h). A row here is a column in CNTK: the values that share a pair of
 reconstruction values.
 """
 
@@ -49,7 +49,7 @@ def reduce(
 def _encode(
     gradient: Tensor, residual: Tensor | None, threshold: str, scales: Tensor, bits: Tensor
 ) -> None:
-    """One line's rows: `scales` [rows, 2], `bits` [rows, bytes]."""
+    """Encode one line's rows: `scales` [rows, 2], `bits` [rows, bytes]."""
     values = gradient if residual is None else gradient + residual
     if threshold == "zero":
         upper_side = values >= 0
@@ -71,7 +71,7 @@ def _values(scales: Tensor, bits: Tensor, columns: int) -> Tensor:
 def _side_means(values: Tensor, upper_side: Tensor, out: Tensor) -> None:
     for column, side in enumerate((~upper_side, upper_side)):
         total = torch.where(side, values, 0).sum(dim=1, dtype=torch.float64)
-        # An empty side has the sum 0: dividing it by 1 makes its mean 0.
+        # An empty side has the sum 0; dividing it by 1 makes its mean 0.
         out[:, column] = total / side.sum(dim=1).clamp(min=1)
 
 
@@ -82,7 +82,7 @@ def _pack(flags: Tensor) -> Tensor:
 
 
 def _unpack(bits: Tensor, columns: int) -> Tensor:
-    """Bool [rows, columns]."""
+    """Return bool [rows, columns]."""
     return (bits.unsqueeze(2) >> _shifts(bits) & 1).bool().flatten(1)[:, :columns]
 
 

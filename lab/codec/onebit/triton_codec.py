@@ -1,9 +1,9 @@
 """The 1-bit codec in Triton, for CUDA tensors: one launch encodes, sums or decodes a whole matrix.
 
 A program takes whole rows, as many short ones as fill a tile. Rows of up to LONGEST values stay in
-registers, so that gradient and residual are read once. Longer ones are read again in each pass, by
-so large a program that those under way together fit into the GPU's cache. Nothing waits for the
-host, and no temporary is as large as the gradient.
+registers, so that gradient and residual are read once. Longer rows are read again in each pass;
+their programs are so large that all running ones together fit into the GPU's cache. Nothing waits
+for the host, and no temporary is as large as the gradient.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -26,7 +26,7 @@ WARP = 32
 
 
 class Tile(NamedTuple):
-    """The share of one program: `rows` rows, eight times `num_bytes` values of each at once."""
+    """One program's share: `rows` rows, of which it reads 8 * `num_bytes` values at once."""
 
     rows: int
     num_bytes: int
@@ -93,7 +93,7 @@ def _launch_encode(
 
     Args:
         source: the gradient twice, and zeros; or scales and bits of all ranks, their number, and
-            the distance from one rank's to the next one's.
+            the strides between ranks.
     """
     rows, columns = like.shape
     on_chip = columns <= LONGEST

@@ -44,7 +44,7 @@ def _values(origin, row, start, rows, columns, SUM: tl.constexpr, BYTES: tl.cons
 
     Args:
         origin: the gradient or the first rank's scales, that rank's bits, the number of ranks, the
-            distances from a rank's scales and bits to the next one's, and the residual or None.
+            strides between ranks of scales and of bits, and the residual or None.
     """
     source, source_bits, num_ranks, rank_scales, rank_bits, residual = origin
     at, there = _tile(row, start, rows, columns, BYTES)
@@ -124,7 +124,7 @@ def _mean_and_deviation(
     return mean, (distance / columns.to(tl.float64)).to(tl.float32)
 
 
-# Numbers are not specialised: one that happens to be 1 would become a constant, which is no tensor.
+# Numbers are not specialised: a 1 would become a constant, which is not a tensor.
 @triton.jit(
     do_not_specialize=[
         *("num_ranks", "rank_scales", "rank_bits"),

@@ -1,4 +1,4 @@
-"""Any C++ source is compiled at first use and cached where nobody else can write."""
+"""C++ sources are compiled at first use and cached where only the user can write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = torch.backends.cpu.get_cpu_capability()
 
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
-    """Each test is a process that has loaded nothing."""
+    """Let each test start as a process that has loaded nothing."""
     build.load.cache_clear()
     yield
     build.load.cache_clear()
@@ -27,7 +27,7 @@ def forgetful() -> Iterator[None]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A kernel that no codec of the lab has."""
+    """Write a kernel that no codec of the lab has."""
     path = tmp_path / "mine" / "answer.cpp"
     path.parent.mkdir()
     path.write_text('extern "C" int answer() { return 42; }\n')
@@ -36,14 +36,14 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The user's cache folder, where it can be written."""
+    """Return the user's cache folder, which is writable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "scaling-lab"
 
 
 @pytest.fixture
 def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of builds where the user's cache is a file, which not even root can write in."""
+    """Return the build folder if the user's cache is a file, in which not even root can write."""
     (tmp_path / "file").touch()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -1,4 +1,4 @@
-"""Codecs of plain torch, each against its definition."""
+"""Codecs in plain torch, each against its definition."""
 
 from __future__ import annotations
 

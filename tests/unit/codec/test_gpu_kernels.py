@@ -1,4 +1,4 @@
-"""The 1-bit codec's GPU kernels, without a GPU: how many are launched, and what they compile to."""
+"""The 1-bit codec's GPU kernels, without a GPU: their launches and their compiled form."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytest.importorskip("triton", reason="no triton here")
 # Without a GPU, conftest.py has Triton's interpreter on.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# Launches each kernel for a GPU that is not there, so that Triton specialises and compiles it as it
-# would for one, and prints what it became: {name: {"threads": ..., "registers": ..., ...}}.
+# Launches each kernel for an absent GPU, so that Triton specialises and compiles it as for a real
+# one, and prints the result: {name: {"threads": ..., "registers": ..., ...}}.
 COMPILE = """
 import json, re, subprocess, tempfile
 from pathlib import Path
@@ -88,7 +88,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, int]]:
-    """Registers, spilled bytes, shared memory and moves of each kernel, by name and GPU."""
+    """Return registers, spilled bytes, shared memory and moves of each kernel, by name and GPU."""
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", COMPILE], env=outside, capture_output=True
@@ -115,7 +115,7 @@ def test_values_move_in_wide_words_and_stay_in_registers(
 
 
 class Counter:
-    """Stands for a kernel: counts its launches, and does nothing."""
+    """A stand-in for a kernel that counts its launches, and does nothing."""
 
     def __init__(self) -> None:
         self.launches = 0
@@ -170,7 +170,7 @@ def test_a_step_of_alexnet_takes_three_launches_a_matrix(
 
 
 def _small_shapes() -> dict[str, torch.Size]:
-    """AlexNet's, with fewer rows and columns: launches depend on the number of matrices alone."""
+    """Return AlexNet's matrices, made smaller: launches depend only on their number."""
     with torch.device("meta"):
         model = alexnet(input_shape=(3, 224, 224), output_size=1000)
     return {

@@ -1,4 +1,4 @@
-"""The wire format of 1-bit SGD: its bytes, and its two stages on ranks that are list entries."""
+"""The wire format of 1-bit SGD: its bytes, and its two stages on simulated ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_both_stages_are_the_codec_on_each_matrix(size: int, threshold: str) -> 
 
 
 def by_matrix(gradients: Tensor) -> list[list[Tensor]]:
-    """Each matrix of every rank's gradient."""
+    """Return each matrix of every rank's gradient."""
     return [list(of_ranks) for of_ranks in zip(*map(views, gradients), strict=True)]
 
 

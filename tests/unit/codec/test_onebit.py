@@ -1,4 +1,4 @@
-"""The 1-bit codec: its definition, and the faster implementations that must repeat it."""
+"""The 1-bit codec: its definition, and the fast implementations, which must agree with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
 
 def encode(codec: Any, gradient: Tensor, threshold: str, residual: Tensor | None = None) -> Encoded:
-    """Encode `gradient` and a copy of `residual` by `codec`, into buffers filled with rubbish."""
+    """Encode `gradient` and a copy of `residual` by `codec`, into buffers filled with garbage."""
     rows, columns = gradient.shape
     scales = torch.full((1, rows, 2), 7.0)
     bits = torch.full((1, rows, onebit.bit_bytes(columns)), 255, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_a_value_that_is_not_finite_shows_in_its_rows_scales(threshold: str, bad
 
 @pytest.fixture(scope="module", params=[*LEVELS, "triton"])
 def implementation(request: pytest.FixtureRequest) -> Any:
-    """Each fast form of the codec that this machine can run."""
+    """Return each fast implementation that this machine can run."""
     if request.param == "triton":
         pytest.importorskip("triton", reason="no triton here")
         return OnGPU(importlib.import_module("lab.codec.onebit.triton_codec"))
@@ -144,7 +144,7 @@ class OnGPU:
 
 
 def inputs(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A gradient and a residual."""
+    """Return a gradient and a residual."""
     gradient, residual = torch.randn(rows, columns), torch.randn(rows, columns)
     scale = {"denormal": 1e-41, "huge": 1e38}.get(kind, 1.0)
     if kind == "zero":
@@ -157,7 +157,7 @@ def inputs(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
-    """To 1e-6 of the largest value; what is not finite, exactly."""
+    """Compare to 1e-6 of the largest value, and non-finite values exactly."""
     finite = theirs.isfinite()
     if not torch.equal(finite, ours.isfinite()):
         return False
@@ -279,7 +279,7 @@ def test_views_that_are_not_contiguous_give_the_same() -> None:
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """The test is a process that has loaded no kernels."""
+    """Start the test as a process that has loaded no kernels."""
     for cached in (build.load, native.kernels):
         cached.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""Promises of every data set, and of each one."""
+"""Promises of all data sets, and of each one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes with 10 and 6 training images and 3 test images each, no two of them alike."""
+    """Make two classes with 10 and 6 training images and 3 test images each, all different."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for part, counts in (("train", (10, 6)), ("test", (3, 3))):
@@ -57,7 +57,7 @@ def data(request: pytest.FixtureRequest, folder: Path) -> Data:
 
 
 def train(data: Data, num_batches: int, world_size: int = 1, start: int = 0) -> tuple[Tensor, ...]:
-    """Images and labels of the first global batches of 12, put together in rank order."""
+    """Return images and labels of the first global batches of 12, joined in rank order."""
     ranks = []
     for rank in range(world_size):
         sampler = GlobalSampler(data.num_train, 12, rank, world_size, seed=1, start=start)
@@ -174,7 +174,7 @@ def test_indices_travel_from_pinned_memory_and_a_step_ahead(
 ) -> None:
     log: list[tuple[str, Any]] = []
     move = Tensor.to
-    part = torch.zeros(40, 1, 2, 3, device="meta"), torch.zeros(40, device="meta")  # no host's
+    part = torch.zeros(40, 1, 2, 3, device="meta"), torch.zeros(40, device="meta")  # not on host
 
     def to(self: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
         log.append(("copied", non_blocking))

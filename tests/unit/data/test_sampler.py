@@ -1,4 +1,4 @@
-"""The global order of samples, and how ranks share it."""
+"""The global order of samples, and its division among ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def batches(sampler: GlobalSampler, num_batches: int) -> list[list[Sample]]:
 
 
 def stream(num_batches: int, world_size: int = 1, **changes: int) -> list[Sample]:
-    """The samples of the first global batches, put together from all ranks in rank order."""
+    """Return the samples of the first global batches, joined from all ranks in rank order."""
     arguments = {"num_samples": 30, "batch_size": 12, "seed": 5} | changes
     ranks = [
         batches(GlobalSampler(rank=r, world_size=world_size, **arguments), num_batches)

@@ -1,4 +1,4 @@
-"""Streams, threads and memory of GPUs, where a stand-in shows what they are asked for."""
+"""Streams, threads and memory of GPUs, on a stand-in that records calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_watchdog_is_on_its_ranks_gpu_before_it_asks_anything(
 
 
 class OnGPU(Tensor):
-    """A tensor that says that it is on a GPU, and notes for which streams its memory is kept."""
+    """A tensor that claims to be on a GPU, and records the streams that keep its memory."""
 
     is_cuda = True  # type: ignore[assignment]
     kept_for: list[Any]
@@ -54,24 +54,24 @@ class OnGPU(Tensor):
         self.kept_for.append(s)
 
 
-def test_what_is_paid_back_stays_until_the_side_stream_has_read_it(
+def test_a_flushed_residual_stays_until_the_side_stream_has_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"side stream of {device}")
     shapes = ((64,), (1, 64), (1, 64))
-    owed = [torch.ones(shape).as_subclass(OnGPU) for shape in shapes]
-    for residual in owed:
+    residuals = [torch.ones(shape).as_subclass(OnGPU) for shape in shapes]
+    for residual in residuals:
         residual.kept_for = []
     top_k, one_bit = TopK(ratio=0.5), OneBit()
-    top_k.residual["w"], one_bit.residual["w"], one_bit.shard_residual["w"] = owed
+    top_k.residual["w"], one_bit.residual["w"], one_bit.shard_residual["w"] = residuals
 
-    def pay_back(comm: Comm) -> Tensor:
+    def flush(comm: Comm) -> Tensor:
         bucket = GradBucket({"w": torch.Size((1, 64))}, torch.zeros(64))
         top_k.flush_residual(bucket, comm)
         one_bit.flush_residual(bucket, comm)
         return bucket.flat
 
-    (flat,) = run_ranks(1, pay_back)
+    (flat,) = run_ranks(1, flush)
     assert flat.tolist() == [3.0] * 64
     assert not (top_k.residual or one_bit.residual or one_bit.shard_residual)
-    assert [residual.kept_for for residual in owed] == [["side stream of cpu"]] * 3
+    assert [residual.kept_for for residual in residuals] == [["side stream of cpu"]] * 3

@@ -1,4 +1,4 @@
-"""Whether GPUs are used, on machines that are not at hand: torch.cuda and /proc are made up."""
+"""The choice of GPUs on simulated machines: torch.cuda and /proc are replaced."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_linux_under_windows_has_a_driver_of_its_own(machine: Machine, tmp_path:
 
 def test_gpus_older_than_torch_are_refused(machine: Machine) -> None:
     machine("580.65.06", ("nvidia0",), counted=1, usable=True, capability=(7, 0))
-    with pytest.raises(ValueError, match=r"GPU 0 is of capability 7\.0, older .*whl/cu126"):
+    with pytest.raises(ValueError, match=r"GPU 0 has capability 7\.0, older .*whl/cu126"):
         gpus.pick_device("auto", 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Options of NCCL, as stand-ins see them: nothing here needs a GPU."""
+"""Options of NCCL, checked with stand-ins: nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = timedelta(seconds=7)
 
 
 class Library:
-    """Stands for torch.distributed with NCCL; notes what each communicator is made with."""
+    """A stand-in for torch.distributed with NCCL; records each communicator's options."""
 
     def __init__(self) -> None:
         self.joined = False
@@ -110,7 +110,7 @@ def test_communicators_are_made_at_once_with_streams_of_high_priority(library: L
         options = made["pg_options"]
         assert made["device_id"] == GPU and made["timeout"] == LIMIT
         assert options.is_high_priority_stream
-        assert options.config.blocking == 1  # else NCCL reads its variables after they are gone
+        assert options.config.blocking == 1  # otherwise NCCL reads its variables too late
         assert options._timeout == LIMIT  # torch warns of two
 
 
@@ -120,7 +120,7 @@ def test_communicators_are_made_at_once_with_streams_of_high_priority(library: L
         (["comm.nccl_algo=star"], "comm.nccl_algo=star: allowed are Ring, Tree, Coll"),
         (["comm.nccl_proto=fast"], "comm.nccl_proto=fast: allowed are LL, LL128, Simple"),
         (["comm.nccl_proto=7"], "comm.nccl_proto=7: allowed are LL"),
-        (["comm.nccl_algo=nvls", "comm.nccl_proto=LL"], "comm.nccl_proto=LL: NVLS has Simple"),
+        (["comm.nccl_algo=nvls", "comm.nccl_proto=LL"], "comm.nccl_proto=LL: NVLS has only Simple"),
         (["comm.nccl_algo=nvls", "deterministic=true"], "comm.nccl_algo=NVLS: sums in a switch"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The watchdog names what a rank waits in, whether or not that is an exchange."""
+"""The watchdog names a rank's current wait, within and outside exchanges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.worlds import one_of
 
 
 def test_a_wait_outside_any_exchange_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost rank is met in whatever comes next, such as the barrier of a checkpoint."""
+    """A lost rank may be noticed outside an exchange, such as in a checkpoint's barrier."""
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     monkeypatch.setattr(watchdog, "CONTROL_EXTRA_S", 0.0)
     failures: list[Failure] = []

@@ -1,4 +1,4 @@
-"""How ranks find each other, and what they refuse once they have."""
+"""Rendezvous of ranks, and the checks that follow it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_joins_again_is_no_start_of_its_own(fresh_process: None) -> None:
     store = dist.HashStore()
-    for _ in range(3):  # of lab.bench step: once for each way to communicate
+    for _ in range(3):  # lab.bench step joins once for each way to communicate
         assert world._of_this_start(store, size=2, local_size=1) is store
     assert store.add("started", 0) == 1
 
@@ -54,7 +54,7 @@ def test_horovod_without_cuda_names_the_device_to_use(
 
 
 def ranks_with(*kinds: str) -> Any:
-    """A rank's World, as far as it is asked which GPUs there are."""
+    """Return a stand-in for a rank's World, with the given kinds of GPUs."""
     return SimpleNamespace(device=torch.device("cuda", 0), gather_text=lambda own: list(kinds))
 
 

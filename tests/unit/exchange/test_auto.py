@@ -1,4 +1,4 @@
-"""The cost gate: what is slower goes, all ranks agree, and nothing owed is lost."""
+"""The cost gate: the slower exchange is dropped, all ranks agree, and no residual is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lab.exchange.onebit import OneBit
 
 SHAPES = {"w": torch.Size((8, 80)), "bias": torch.Size((8,))}
 NUM_VALUES = 648
-NUM_TRIED = 2 * (1 + 1)  # with one trial of each
+NUM_TRIED = 2 * (1 + 1)  # steps, with one trial of each
 
 
 class SlowOneBit(OneBit):
@@ -34,7 +34,7 @@ class SlowOnRank1(AllReduce):
 
 
 def steps(exchange: Auto, gradients: Tensor, comm: Comm, first: int = 0) -> Tensor:
-    """Exchange `gradients` [steps, ranks, values]; the sum of what was delivered to this rank."""
+    """Exchange `gradients` [steps, ranks, values]; return the sum delivered to this rank."""
     delivered = torch.zeros(NUM_VALUES, dtype=torch.float64)
     for step, of_ranks in enumerate(gradients, start=first):
         bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
@@ -102,6 +102,6 @@ def test_wrong_arguments_name_the_setting() -> None:
     with pytest.raises(ValueError, match=r"exchange\.plain=OneBit: keeps residuals"):
         Auto(OneBit(), OneBit(), trials=1)
     with pytest.raises(
-        ValueError, match=r"exchange\.compressed=NoExchange: leaves the ranks apart"
+        ValueError, match=r"exchange\.compressed=NoExchange: does not keep replicas equal"
     ):
         Auto(NoExchange(), AllReduce(), trials=1)

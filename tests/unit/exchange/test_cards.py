@@ -18,8 +18,8 @@ SHAPE = torch.Size((384, 2048))  # 2, 3, 4 and 8 ranks share it equally, in whol
 
 
 def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Gradients, what each rank is left with, and the bytes that the busiest rank sent."""
-    node = load([f"exchange={exchange}"]).exchange  # Hydra composes in one thread alone
+    """Return gradients, each rank's result, and the bytes that the busiest rank sent."""
+    node = load([f"exchange={exchange}"]).exchange  # Hydra composes only in one thread
     gradients = [torch.randn(SHAPE.numel()) for _ in range(size)]
 
     def rank_main(comm: Comm) -> tuple[torch.Tensor, int]:

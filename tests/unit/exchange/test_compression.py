@@ -1,4 +1,4 @@
-"""Compressing exchanges: what they deliver and what they keep, against arithmetic."""
+"""Compressing exchanges: delivered values and residuals, against arithmetic."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Ledger:
     exchange: Any
 
     def residual(self) -> Tensor:
-        """Laid out like the bucket."""
+        """Return the residual, laid out like the bucket."""
         kept = self.exchange.residual
         parts = [kept.get(n, torch.zeros(shape.numel())) for n, shape in SHAPES.items()]
         return torch.cat(parts).double()
 
 
 def exchange_steps(gradients: Tensor, make: Make) -> list[Ledger]:
-    """Exchange `gradients` [steps, ranks, values] over threads; each rank's ledger."""
+    """Exchange `gradients` [steps, ranks, values] over threads; return each rank's ledger."""
 
     def rank_main(comm: Comm) -> Ledger:
         exchange = make()
@@ -87,7 +87,7 @@ def test_delivered_and_residuals_make_the_true_sum(name: str, size: int) -> None
     truth = gradients.double().sum(dim=(0, 1))
     kept = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
     assert (ledgers[0].delivered + kept - truth).norm() <= 1e-5 * truth.norm()
-    assert kept.norm() > 0.1 * truth.norm()  # it is residuals that make the sum right
+    assert kept.norm() > 0.1 * truth.norm()  # residuals make the sum right
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -97,14 +97,14 @@ def test_int8_is_off_by_half_a_level_at_each_stage(size: int) -> None:
     assert all(torch.equal(ledger.mean, ledgers[0].mean) for ledger in ledgers)
     mean = gradients[0].mean(dim=0)
     first = torch.stack([half_a_level(of_rank) for of_rank in gradients[0]]).mean(dim=0)
-    # The second stage's range is that of means which the first has moved a little.
+    # The second stage's range is that of means, which the first stage has shifted a little.
     bound = 1.01 * (first + half_a_level(mean) + first / 255)
     assert ((ledgers[0].mean - mean).abs() <= bound).all()
     assert ((ledgers[0].mean - mean).abs() > 0.1 * bound).any()
 
 
 def half_a_level(values: Tensor) -> Tensor:
-    """Half a level of the block of 64 that each value belongs to."""
+    """Return half a level of each value's block of 64."""
     blocks = values.split(64)
     return torch.cat([(b.max() - b.min()).expand(len(b)) / 510 for b in blocks])
 
@@ -170,14 +170,14 @@ def test_without_error_feedback_nothing_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_what_is_owed_is_paid_back_once(name: str) -> None:
+def test_a_residual_is_flushed_once(name: str) -> None:
     def rank_main(comm: Comm) -> None:
         exchange = WITH_FEEDBACK[name]()
         exchange.average(GradBucket(SHAPES, torch.randn(NUM_VALUES)), comm)
-        owed = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
+        residual = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
         bucket = GradBucket(SHAPES, torch.ones(NUM_VALUES), 1)
         exchange.flush_residual(bucket, comm)
-        torch.testing.assert_close(bucket.flat.double(), owed + 1)
+        torch.testing.assert_close(bucket.flat.double(), residual + 1)
         assert not exchange.residual
 
     run_ranks(2, rank_main)
@@ -200,10 +200,10 @@ def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
 
 
 def test_randomk_draws_anew_by_seed_step_and_name() -> None:
-    owed = torch.empty(1000)
+    values = torch.empty(1000)
 
     def draw(seed: int, step: int, name: str) -> list[int]:
-        return RandomK(seed=seed).choose(owed, 30, name, step).tolist()
+        return RandomK(seed=seed).choose(values, 30, name, step).tolist()
 
     first = draw(0, 0, "w")
     assert first == draw(0, 0, "w")
@@ -211,9 +211,9 @@ def test_randomk_draws_anew_by_seed_step_and_name() -> None:
     assert all(first != other for other in (draw(1, 0, "w"), draw(0, 1, "w"), draw(0, 0, "v")))
     counts = torch.zeros(1000)
     for step in range(1000):
-        counts[RandomK().choose(owed, 30, "w", step)] += 1
+        counts[RandomK().choose(values, 30, "w", step)] += 1
     assert counts.sum() == 30 * 1000
-    assert abs(counts - 30).max() < 6 * 30**0.5  # all are equally probable
+    assert abs(counts - 30).max() < 6 * 30**0.5  # all values are equally probable
 
 
 def test_powersgd_delivers_a_matrix_of_low_rank_exactly() -> None:
@@ -258,7 +258,7 @@ def test_redistribution_keeps_the_sum_of_residuals(name: str, new_size: int) -> 
     news = [WITH_FEEDBACK[name]() for _ in range(new_size)]
     for rank, new in enumerate(news):
         new.load_state_dict(new.redistribute(states, rank, new_size))
-        for kind in states[0].keys() - {"residual"}:  # the ranks had the same of it
+        for kind in states[0].keys() - {"residual"}:  # equal on all ranks
             for parameter, value in states[0][kind].items():
                 assert torch.equal(new.state_dict()[kind][parameter], value)
     ledgers = [Ledger(total, True, total, new) for new in news]

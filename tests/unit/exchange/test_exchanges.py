@@ -35,7 +35,7 @@ EXACT += [partial(exchange, chunk_mb=SMALL) for exchange in IN_CHUNKS]
 def average(
     exchange: Exchange, gradients: list[Tensor], shape: tuple[int, ...] | None = None
 ) -> list[tuple[Tensor, int, int]]:
-    """Each rank's result, payload bytes and messages of one exchange of `gradients`."""
+    """Return each rank's result, payload bytes and messages of one exchange of `gradients`."""
 
     def rank_main(comm: Comm) -> tuple[Tensor, int, int]:
         flat = gradients[comm.rank].flatten().clone()
@@ -135,7 +135,7 @@ def test_chunks_are_as_large_as_the_library_likes_them(name: str) -> None:
     for backend in ("gloo", "nccl"):
         assert num_messages(backend, f"exchange.chunk_mb={SMALL}") == many
         assert num_messages(backend, "exchange.chunk_mb=null") == few
-        assert num_messages(backend) == few  # by default it is one chunk of either
+        assert num_messages(backend) == few  # one chunk of either by default
 
 
 @pytest.mark.parametrize("exchange", IN_CHUNKS)

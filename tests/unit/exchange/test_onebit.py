@@ -27,7 +27,7 @@ class Ledger:
 
 
 def exchange_steps(gradients: Tensor, **settings: object) -> list[Ledger]:
-    """Exchange `gradients` [steps, ranks, values] over threads; each rank's ledger."""
+    """Exchange `gradients` [steps, ranks, values] over threads; return each rank's ledger."""
     steps, size, num_values = gradients.shape
     shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
 
@@ -45,7 +45,7 @@ def exchange_steps(gradients: Tensor, **settings: object) -> list[Ledger]:
 
 
 def residual_of(exchange: OneBit, bucket: GradBucket, comm: Comm) -> Tensor:
-    """Both residuals that a rank holds, laid out like its bucket."""
+    """Return both residuals of a rank, laid out like its bucket."""
     flat = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
     for matrix in exchange.matrices(bucket):
         if matrix.name not in exchange.residual:  # all steps were exact
@@ -72,7 +72,7 @@ def test_delivered_and_residuals_make_the_true_sum(
     truth = gradients.double().sum(dim=(0, 1))
     kept = torch.stack([ledger.residual for ledger in ledgers]).sum(dim=0)
     assert (ledgers[0].delivered + kept - truth).norm() <= 1e-5 * truth.norm()
-    assert kept.norm() > 0.01 * truth.norm()  # it is residuals that make the sum right
+    assert kept.norm() > 0.01 * truth.norm()  # residuals make the sum right
 
 
 def test_small_tensors_travel_exactly() -> None:

@@ -1,4 +1,4 @@
-"""Exchanges made of send and recv, held to the strictest library that Comm allows."""
+"""Exchanges made of send and recv, on the strictest library that Comm allows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXCHANGES += [
 
 
 class LateBatch:
-    """Transfers that begin when they are waited for."""
+    """Transfers that begin only when they are waited for."""
 
     def __init__(self, begin: Callable[[], Handle], places: list[range]) -> None:
         self.begin = begin
@@ -44,7 +44,7 @@ class LateBatch:
 
 
 class LateComm(ThreadComm):
-    """Sends as late as is allowed; what has not arrived yet is not a number. Keeps all batches."""
+    """A comm that sends as late as allowed, receives NaN until then, and keeps all batches."""
 
     def __init__(self, comm: ThreadComm) -> None:
         super().__init__(comm.rank, comm.size, comm.meeting)
@@ -85,7 +85,7 @@ def average_late(exchange: Callable[[], Exchange], size: int) -> list[tuple[Tens
 
 
 def end_one_by_one(batches: Sequence[Sequence[Batch]]) -> bool:
-    """Whether all ranks' batches end if each rank runs its own strictly one after the other."""
+    """Return whether all batches end if each rank runs its own strictly one after the other."""
     waiting = [deque(mine) for mine in batches]
     moved = True
     while moved:

@@ -1,4 +1,4 @@
-"""The clock on a GPU whose events are played: how many it keeps, and what they become."""
+"""The clock on a fake GPU: the events that it keeps, and their seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.measure.statistics import wall_seconds
 
 
 class Device:
-    """A GPU that is some steps behind the host. Every mark is a second after the one before."""
+    """A GPU some steps behind the host. Every mark is a second after the one before."""
 
     def __init__(self, lag: int) -> None:
         self.lag, self.num_marks, self.reached = lag, 0, 0
@@ -26,7 +26,7 @@ class Device:
 
 
 class Event:
-    device: Device  # of the test
+    device: Device  # set by the test
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -88,7 +88,7 @@ def test_a_pause_is_in_no_gap_and_spans_are_told_from_where_it_begins(
             with clock.step():
                 pass
         clock.pause()
-        device.num_marks += 2**30  # an evaluation, after which milliseconds are coarse in float32
+        device.num_marks += 2**30  # an evaluation; milliseconds are coarse in float32 after it
         device.reached = device.num_marks
     assert clock.gap_seconds().tolist() == ([0.0] + [1.0] * KEPT_STEPS) * 2
     spans = clock.spans(rank=0, first_step=0, num_warmup=0)
@@ -99,5 +99,5 @@ def test_a_pause_is_in_no_gap_and_spans_are_told_from_where_it_begins(
 def test_wall_time_counts_what_lies_between_steps() -> None:
     step_s = np.array([[9.0, 2.0, 2.0, 2.0], [9.0, 1.0, 3.0, 1.0]])
     gap_s = np.array([[0.0, 5.0, 0.5, 0.0], [0.0, 5.0, 1.0, 1.0]])
-    assert wall_seconds(step_s[:, 1:], gap_s[:, 1:]) == 7.0  # of the second rank
+    assert wall_seconds(step_s[:, 1:], gap_s[:, 1:]) == 7.0  # the second rank's
     assert wall_seconds(step_s[:, 4:], gap_s[:, 4:]) == 0.0

@@ -15,7 +15,7 @@ import torch.cuda.nccl
 from lab.measure import nvidia
 from lab.measure.environment import environment
 
-# nvidia-smi 580 on two GPUs of one host, one of them without a power limit of its own.
+# nvidia-smi 580 on two GPUs of one host, one of them without its own power limit.
 PRINTED = """\
 NVIDIA H200, 580.95.05, Disabled, 00000000:0F:00.0, 700.00, 345, 1980
 NVIDIA H200, 580.95.05, [N/A], 00000000:2D:00.0, [Not Supported], 1980, 1980"""
@@ -106,7 +106,7 @@ def test_nvls_is_what_the_driver_says_of_the_gpu(
     assert nvidia.adds_in_switch(5) is expected
 
 
-@pytest.mark.parametrize("counted", [0, 8])  # eight that the driver is too old for
+@pytest.mark.parametrize("counted", [0, 8])  # eight, for which the driver is too old
 def test_without_gpus_no_tool_is_asked_and_the_keys_are_there(
     monkeypatch: pytest.MonkeyPatch, counted: int
 ) -> None:

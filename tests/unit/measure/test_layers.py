@@ -1,4 +1,4 @@
-"""Times of layers, on a clock of the test's own; and what lab.profile_layers refuses."""
+"""Times of layers on a fake clock, and refused settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Twice(nn.Module):
-    """A layer that is used twice, and parameters of the model's own."""
+    """A model with a layer used twice, and parameters outside layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.Monkey
     assert [layer.backward_ms for layer in found] == [1000, 2000, 1000]
     before = next(moments)
     model(torch.ones(2, 3)).sum().backward()
-    assert next(moments) == before + 1  # no hook was left behind
+    assert next(moments) == before + 1  # no hook remains
 
 
 def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.Monke
     with LayerClock(model, CUDA) as clock:
         for _ in range(4):
             model(torch.ones(2, 3)).sum().backward()
-            gpu.host_s += 5e-3  # what else a step has to do
+            gpu.host_s += 5e-3  # other work of a step
     for layer in clock.layers(warmup=1):
         assert layer.forward_ms == pytest.approx(0.02), layer.name
         assert layer.backward_ms == pytest.approx(0.04), layer.name
@@ -111,7 +111,7 @@ class Averages(list[Any]):
 
 def test_kernels_of_a_step_are_counted_once_and_without_the_optimizer() -> None:
     averages = Averages()
-    averages.add("aten::conv", "CPU", 900, 900)  # what it launched, which is listed itself
+    averages.add("aten::conv", "CPU", 900, 900)  # its kernels are listed separately
     averages.add("conv_kernel", "CUDA", 900, 900)
     averages.add("sgd_kernel", "CUDA", 60, 60)
     averages.add("Optimizer.step#SGD.step", "CPU", 0, 60)

@@ -15,7 +15,7 @@ from lab.model.lenet import lenet
 
 
 def convolutions(model: nn.Module, images: Tensor) -> list[Convolution]:
-    """The shape of each convolution of the model as `images` pass through it."""
+    """Return the shape of each convolution of the model for `images`."""
     shapes: list[Convolution] = []
 
     def note(layer: nn.Module, _inputs: object, output: Tensor) -> None:

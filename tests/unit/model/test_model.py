@@ -1,4 +1,4 @@
-"""Parameter counts, shares of the head, sizes that are refused."""
+"""Parameter counts, shares of the head, refused sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def size(module: nn.Module) -> int:
 @pytest.mark.parametrize("name", choices_of("model"))
 def test_every_config_makes_a_model_that_trains(name: str) -> None:
     shape = (3, 64, 64)
-    settings = load([f"model={name}", "profile=alexnet_titanx"])  # replay alone reads the profile
+    settings = load([f"model={name}", "profile=alexnet_titanx"])  # only replay reads the profile
     model = build(settings.model, input_shape=shape, output_size=7)
     logits = model(torch.zeros(2, *shape))
     assert logits.shape == (2, 7)

@@ -1,4 +1,4 @@
-"""Profiles: what a file may hold, and how its times and sizes scale."""
+"""Profiles: allowed files, and the scaling of times and sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NODE: dict[str, Any] = {
 }
 
 
-def test_time_grows_with_the_batch_beside_its_fixed_part() -> None:
+def test_time_grows_with_the_batch_except_its_fixed_part() -> None:
     profile = Profile.parse(NODE)
     conv, fc = profile.layers
     assert profile.forward_s(conv, 16) == pytest.approx(0.008)

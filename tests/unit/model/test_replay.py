@@ -1,4 +1,4 @@
-"""Replay on a clock of its own: when layers end, when their gradients are there, and how large."""
+"""Replay on a fake clock: when layers end, and when gradients appear and how large they are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERSLEPT_S = 0.005
 
 
 class Time:
-    """Seconds that pass in sleep alone, which always comes back too late."""
+    """A clock that advances only in `sleep`, which always returns too late."""
 
     def __init__(self, overslept_s: float = OVERSLEPT_S) -> None:
         self.now_s = 100.0
@@ -56,7 +56,7 @@ def train(model: Replay, batch: int = 4) -> Tensor:
 
 
 def gradients(model: Replay) -> dict[str, Tensor]:
-    """By name; the model has none afterwards."""
+    """Return gradients by name, and remove them from the model."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -69,7 +69,7 @@ def work(pace: Pace, *pieces: float) -> None:
 
 
 def test_oversleeping_does_not_add_up(time: Time) -> None:
-    work(Pace(time.now, time.sleep), 0.1, 0.2, 0.001, 0.3)  # one ends before it has begun
+    work(Pace(time.now, time.sleep), 0.1, 0.2, 0.001, 0.3)  # one is due before it begins
     assert time.now_s == pytest.approx(100.601 + OVERSLEPT_S)
 
 

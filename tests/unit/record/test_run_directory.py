@@ -1,4 +1,4 @@
-"""Who may write where: a run directory belongs to one run at a time."""
+"""Ownership of run directories: each belongs to one run at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def claim(parent: Path, cell: str | None = "a", **options: Any) -> RunDirectory:
 
 
 def take(parent: Path, **options: Any) -> RunDirectory:
-    """Claim it, and let go again."""
+    """Claim a directory, and release it."""
     run = claim(parent, **options)
     run.release()
     return run

@@ -1,4 +1,4 @@
-"""The record: what is written is read, wrong ones are refused, older ones are read as before."""
+"""The record: written and read, wrong ones refused, older ones read as before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.records import leave, make_record
 
 BEFORE = Path(__file__).parents[2] / "data" / "study_schema_1"
 STUDY = BEFORE / "before"
-RENAMED = {"images_per_s": "samples_per_s"}  # of a Row, since schema 1
+RENAMED = {"images_per_s": "samples_per_s"}  # keys of a Row that changed after schema 1
 
 
 def full_record() -> Record:
@@ -160,7 +160,7 @@ def csv_of(path: Path) -> list[dict[str, str]]:
 
 
 def plain(value: Any) -> Any:
-    """A value of a Row as JSON holds it."""
+    """Return a value of a Row as JSON holds it."""
     if isinstance(value, Interval):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Timelines: what a clock notes, trace events and the way back, and the figure."""
+"""Timelines: a clock's spans, trace events written and read, and the figure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ABOUT = {"strategy": "overlap", "world_size": 2, "emulation": "none"}
 
 
 def step(rank: int, begin: float, number: int = 0, length: float = 1.0) -> list[Span]:
-    """A step whose two exchanges overlap each other and backward."""
+    """Return a step whose two exchanges overlap each other and backward."""
     rows = (
         ("step", f"step {number}", 0.0, 1.0),
         ("forward", "forward", 0.0, 0.3),
@@ -91,7 +91,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
-    with pytest.raises(ValueError, match=r"t\.json: is no timeline"):
+    with pytest.raises(ValueError, match=r"t\.json: is not a timeline"):
         read_trace(tmp_path / "t.json")
 
 
@@ -130,7 +130,7 @@ def test_an_exchange_is_noted_whatever_worker_runs_it(make: Callable[[], Worker]
         (exchange,) = (s for s in spans if (s.row, s.name) == ("exchange", name))
         pieces = [s for s in spans if (s.row, s.name) == ("codec", name)]
         assert whole.start_s <= exchange.start_s <= exchange.end_s <= whole.end_s
-        assert len(pieces) == 3  # before, between and after its two collectives
+        assert len(pieces) == 3  # before, between and after two collectives
         assert (pieces[0].start_s, pieces[-1].end_s) == (exchange.start_s, exchange.end_s)
         assert all(a.end_s <= b.start_s for a, b in pairwise(pieces))
 

@@ -29,7 +29,7 @@ bucket_mb: 3
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's own choices, in a folder whose name needs quotes in Hydra's grammar."""
+    """Return a folder of a user's choices, whose name needs quotes in Hydra's grammar."""
     folder = tmp_path / "it's, = mine"
     for group, text in (("strategy", MINE), ("study", "strategy: mine,tree\nworld_size: 2\n")):
         (folder / group).mkdir(parents=True)

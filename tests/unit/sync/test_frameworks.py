@@ -1,4 +1,4 @@
-"""The frameworks of the seeds, against float64 code that follows each one's own description.
+"""The frameworks of the study, against float64 code that follows each one's own description.
 
 A reference keeps N replicas of weights as plain lists of matrices and uses nothing of the lab: no
 buckets, hooks, workers or codecs.
@@ -29,13 +29,13 @@ Weights = list[np.ndarray]  # float64, of each parameter
 
 
 def network() -> nn.Module:
-    """Rows of 70 weights, which 1-bit SGD quantises, and of 5, which it does not."""
+    """A model with rows of 70 weights, which 1-bit SGD quantises, and of 5, which it does not."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(70, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def batches(size: int) -> Tensor:
-    """Inputs of each rank and step: [ranks, steps, rows, 70]."""
+    """Return the inputs of each rank and step: [ranks, steps, rows, 70]."""
     return torch.randn(size, NUM_STEPS, 8, 70, generator=torch.Generator().manual_seed(size))
 
 
@@ -44,7 +44,7 @@ def loss(outputs: Tensor) -> Tensor:
 
 
 def train(sync: Sync, own: Tensor, steps: range) -> torch.optim.Optimizer:
-    """SGD on one rank's batches, as the trainer does it; in float32, from where `sync` stands."""
+    """Run SGD on one rank's batches as the trainer does, in float32, from the state of `sync`."""
     optimizer = torch.optim.SGD(
         sync.module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=True
     )
@@ -82,7 +82,7 @@ def run(size: int, *settings: str) -> list[tuple[list[Tensor], int, int]]:
 
 
 def gradients(weights: Weights, batch: Tensor) -> Weights:
-    """Gradients of the loss on one replica's batch, in float64."""
+    """Return the gradients of the loss on one replica's batch, in float64."""
     model = network().double()
     for parameter, values in zip(model.parameters(), weights, strict=True):
         parameter.data = torch.from_numpy(values.copy())
@@ -109,7 +109,7 @@ def replicas(size: int) -> list[Weights]:
 
 
 def caffe_pairs(size: int) -> list[tuple[int, int]]:
-    """(parent, child) of GPUs that are all alike: pair neighbours, drop the second, and again."""
+    """Return (parent, child) of equal GPUs: pair neighbours, drop the second, and repeat."""
     remaining, pairs = list(range(size)), []
     while len(remaining) > 1:
         pairs += list(zip(remaining[::2], remaining[1::2], strict=False))
@@ -118,7 +118,7 @@ def caffe_pairs(size: int) -> list[tuple[int, int]]:
 
 
 def caffe(size: int) -> list[Weights]:
-    """P2PSync: weights down the pairs, forward and backward, gradients up, the root's solver."""
+    """Train as P2PSync: weights down the pairs, backward, gradients up, the root's solver."""
     nets, data, pairs = replicas(size), batches(size), caffe_pairs(size)
     solver = Solver(nets[0])
 
@@ -138,7 +138,7 @@ def caffe(size: int) -> list[Weights]:
 
 
 def torch7(size: int) -> list[Weights]:
-    """DataParallelTable: replicas' gradients are added to the first one's, one after the other."""
+    """Train as DataParallelTable: add replicas' gradients to the first one's in turn."""
     nets, data = replicas(size), batches(size)
     solver = Solver(nets[0])
     for step in range(NUM_STEPS + 1):
@@ -154,7 +154,7 @@ def torch7(size: int) -> list[Weights]:
 
 
 def tensorflow(size: int) -> list[Weights]:
-    """Towers that read shared variables; each variable's gradients are stacked and averaged."""
+    """Train towers on shared variables; each variable's gradients are stacked and averaged."""
     (variables,), data = replicas(1), batches(size)
     solver = Solver(variables)
     for step in range(NUM_STEPS):
@@ -164,25 +164,25 @@ def tensorflow(size: int) -> list[Weights]:
 
 
 def quantise(values: np.ndarray) -> np.ndarray:
-    """One column, a row here: the means of its negative and of its other values."""
+    """Return a column's (a row here) means of its negative and of its other values."""
     negative = values < 0
     means = [values[side].mean() if side.any() else 0.0 for side in (negative, ~negative)]
     return np.where(negative, *means)
 
 
 class Aggregator:
-    """CNTK's 1-bit aggregation of the gradients of N ranks, with both residuals."""
+    """CNTK's 1-bit aggregation of N ranks' gradients, with both residuals."""
 
     def __init__(self, size: int) -> None:
         (like,) = replicas(1)
         self.residuals = [[np.zeros_like(each) for each in like] for _ in range(size)]
-        self.of_sums = [np.zeros_like(each) for each in like]  # the owners' stripes in one
+        self.of_sums = [np.zeros_like(each) for each in like]  # all owners' shards together
 
     def mean(self, per_rank: list[Weights]) -> Weights:
         return [self._mean(index, each) for index, each in enumerate(zip(*per_rank, strict=True))]
 
     def _mean(self, index: int, matrices: tuple[np.ndarray, ...]) -> np.ndarray:
-        if matrices[0].ndim < 2 or matrices[0].shape[1] < 64:  # too short to gain by it
+        if matrices[0].ndim < 2 or matrices[0].shape[1] < 64:  # too short to save bytes
             return np.stack(matrices).mean(axis=0)
         total = np.zeros_like(matrices[0])
         for residuals, matrix in zip(self.residuals, matrices, strict=True):
@@ -191,7 +191,7 @@ class Aggregator:
 
     @staticmethod
     def _send(matrix: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """Return what arrives of `matrix` and `residual`, which keeps the difference."""
+        """Return the decoded sum of `matrix` and `residual`, which keeps the error."""
         values = matrix + residual
         arrives = np.stack([quantise(row) for row in values])
         residual[:] = values - arrives
@@ -199,14 +199,14 @@ class Aggregator:
 
 
 def cntk(size: int, double_buffer: bool) -> list[Weights]:
-    """With a double buffer the model is updated by what was aggregated one step before."""
+    """Train as CNTK; a double buffer updates with the sums of one step before."""
     (weights,), data = replicas(1), batches(size)
     solver, aggregator = Solver(weights), Aggregator(size)
     buffered: Weights | None = None
     for step in range(NUM_STEPS):
         newest = aggregator.mean([gradients(weights, data[rank, step]) for rank in range(size)])
         apply, buffered = (buffered, newest) if double_buffer else (newest, None)
-        if apply is not None:  # before there is any, no samples have been aggregated
+        if apply is not None:  # None until samples have been aggregated
             solver.update(apply)
     return [weights] * size
 
@@ -259,11 +259,11 @@ SENT = {  # whole models that each of four ranks sends in a step
 
 
 @pytest.mark.parametrize("strategy", SENT)
-def test_gradients_up_and_weights_down_are_booked(strategy: str) -> None:
+def test_gradients_up_and_weights_down_are_counted(strategy: str) -> None:
     model = sum(p.nbytes for p in network().parameters())
     once = [32 if strategy == "tensorflow" else 0, 0, 0, 0]  # the order of four buckets, int64
-    booked = [payload for _, payload, _ in run(4, f"strategy={strategy}")]
-    assert booked == [NUM_STEPS * n * model + o for n, o in zip(SENT[strategy], once, strict=True)]
+    sent = [payload for _, payload, _ in run(4, f"strategy={strategy}")]
+    assert sent == [NUM_STEPS * n * model + o for n, o in zip(SENT[strategy], once, strict=True)]
 
 
 @pytest.mark.parametrize("size", range(1, 18))

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class Recording(AllReduce):
-    """All-reduce that notes which bucket it averaged when."""
+    """An all-reduce that records its buckets in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ def make(comm: Comm, overlap: bool, bucket_mb: float | None = 0) -> tuple[GradSy
 
 
 def step(sync: GradSync, batches: list[tuple[Tensor, dict[str, Any]]]) -> dict[str, Tensor]:
-    """One optimizer step's gradients; each batch is a micro-batch."""
+    """Return one optimizer step's gradients; each batch is a micro-batch."""
     for number, (x, options) in enumerate(batches, start=1):
         with sync.micro_batch(last=number == len(batches)):
             loss = sync.module(x, **options).square().mean() / len(batches)
             (loss * sync.loss_factor).backward()
-    assert sync.finish() is None  # an all-reduce does not look whether gradients are finite
+    assert sync.finish() is None  # an all-reduce does not check whether gradients are finite
     return {n: p.grad.clone() for n, p in sync.module.named_parameters() if p.grad is not None}
 
 
@@ -109,7 +109,7 @@ def test_all_ranks_exchange_in_one_order_though_gradients_arrive_in_another() ->
 
 
 class Backwards(nn.Module):
-    """Its first layer is registered last; which of the others comes first is the caller's."""
+    """A model whose first layer is registered last; the caller orders the other two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_overlap_starts_exchanges_inside_backward() -> None:
 
 
 class Later:
-    """A collective that ends when it is waited for."""
+    """A collective that ends only when it is waited for."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name

@@ -1,4 +1,4 @@
-"""Exchanging weights once every so many steps: rounds, the outer optimizer, what it refuses."""
+"""Exchanging weights every few steps: rounds, the outer optimizer, refused settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def network() -> nn.Module:
 
 
 def networks(size: int) -> list[nn.Module]:
-    """Equal ones. Threads share the random state, so they are made before the ranks start."""
+    """Make equal models before the ranks start: threads share the random state."""
     model = network()
     return [copy.deepcopy(model) for _ in range(size)]
 
@@ -48,7 +48,7 @@ def local(
 
 
 def train(sync: GradSync, batches: Tensor, num_steps: int) -> None:
-    """SGD up to step `num_steps` on this rank's batches, [steps of the whole run, rows, 6]."""
+    """Train up to step `num_steps` on this rank's batches, [steps of the whole run, rows, 6]."""
     optimizer = torch.optim.SGD(sync.module.parameters(), lr=0.1, weight_decay=0.01)
     for step in range(sync.step, num_steps):
         with sync.micro_batch(last=True):
@@ -209,7 +209,7 @@ def test_what_an_exchange_finds_not_finite_is_told_and_shows_in_the_weights() ->
         ({"outer_momentum": -0.1}, "sync.outer_momentum=-0.1: must be"),
         ({"overlap": True}, "overlap=true: must be false"),
         ({"precision": "fp16"}, "precision=fp16: .*allowed are fp32, bf16"),
-        ({"exchange": NoExchange()}, "exchange=NoExchange: leaves the ranks apart"),
+        ({"exchange": NoExchange()}, "exchange=NoExchange: does not average"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The facts that simulator and diagnosis read are those by which the syncs act."""
+"""Syncs behave as the facts say that simulator and diagnosis read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lab.settings.config import build, choices_of, load
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import OF_CLASS, UNKNOWN, Begin, Leg, pattern_of
 
-LIBRARIES = {"ddp", "horovod"}  # need a process group of their own
+LIBRARIES = {"ddp", "horovod"}  # these need their own process group
 
 
 def sync_of(comm: Comm, *settings: str) -> Sync:
@@ -64,7 +64,7 @@ def test_patterns(settings: str, begins: Begin, legs: tuple[Leg, ...], every: in
 
 
 class Noting(AllReduce):
-    """Notes in which part of the step its stages run."""
+    """An exchange that records the part of the step in which its stages run."""
 
     def __init__(self) -> None:
         super().__init__()

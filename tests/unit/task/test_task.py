@@ -1,4 +1,4 @@
-"""Losses and metrics of tasks, and the targets and outputs that they refuse."""
+"""Losses and metrics of tasks, and refused targets and outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = 3
 
 
 def batch(task: Task) -> tuple[Tensor, Tensor]:
-    """Outputs, and targets that fit."""
+    """Return outputs, and targets that fit."""
     torch.manual_seed(0)
     if task.name == "classification":
         return torch.randn(SAMPLES, CLASSES), torch.randint(CLASSES, (SAMPLES,))

@@ -18,7 +18,7 @@ from lab.training.arithmetic import set_arithmetic
 @pytest.fixture(autouse=True)
 def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     products, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
     before = products.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
@@ -46,7 +46,7 @@ def test_a_variable_that_says_otherwise_is_refused_before_ranks_meet(
 ) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", variable)
     config = load([f"tf32={tf32}", "device=cpu"])
-    line = rf"tf32={str(tf32).lower()}: NVIDIA_TF32_OVERRIDE={variable} has the last word"
+    line = rf"tf32={str(tf32).lower()}: NVIDIA_TF32_OVERRIDE={variable} overrides it"
     with pytest.raises(ConfigError, match=line):
         assemble.join(config)
     set_arithmetic(not tf32, deterministic=False)

@@ -25,7 +25,7 @@ WIDTH = 64  # a layer's weight has 16 kB
 
 
 class Noting(InlineWorker):
-    """Notes when it gets a bucket."""
+    """An exchange that records when it gets a bucket."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Noting(InlineWorker):
 
 
 def noting(events: list[str]) -> Callable[..., Any]:
-    """A backend that compiles nothing, and notes when the backward of a graph runs."""
+    """A backend that compiles nothing, and records when the backward of a graph runs."""
 
     def backward(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -55,7 +55,7 @@ def layers() -> nn.Sequential:
 
 
 def events_of_a_step(monkeypatch: pytest.MonkeyPatch, *settings: str) -> list[str]:
-    """Return the events of a compiled model's second step, whose gradients are right."""
+    """Return the events of a compiled model's second step, after checking its gradients."""
     events: list[str] = []
     monkeypatch.setattr(compiling, "BACKEND", noting(events))
     model, plain, x = layers(), layers(), torch.randn(8, WIDTH)
@@ -97,9 +97,9 @@ def test_without_overlap_a_model_is_compiled_as_one(monkeypatch: pytest.MonkeyPa
     [
         (["strategy=overlap"], None),
         (["strategy=overlap", "compile=true"], "regions"),
-        (["strategy=ddp", "compile=true"], "regions"),  # of its own making
+        (["strategy=ddp", "compile=true"], "regions"),  # cut by DDP itself
         (["strategy=allreduce", "compile=true"], "whole"),
-        (["strategy=overlap", "bucket_mb=null", "compile=true"], "whole"),  # leave all at once
+        (["strategy=overlap", "bucket_mb=null", "compile=true"], "whole"),  # all leave at once
     ],
 )
 def test_a_record_says_how_the_model_was_compiled(

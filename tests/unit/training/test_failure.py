@@ -1,4 +1,4 @@
-"""The status of an error: by its type, and by its message only where a library has no type."""
+"""The status of an error: by type, or by message if the library's error has no type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lab.training.failure import failure_of
         (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), "timeout"),
         (dist.DistStoreError("wait timeout after 3000ms"), "timeout"),
         (ConnectionResetError(), "failed"),
-        (ValueError("data.timeout=3: timed out"), "failed"),  # no library's
+        (ValueError("data.timeout=3: timed out"), "failed"),  # not a library's
         (FloatingPointError("loss not finite"), "failed"),
     ],
 )

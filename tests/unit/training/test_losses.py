@@ -1,4 +1,4 @@
-"""Losses on their way from a GPU, which is played, to the host."""
+"""Losses on their way from a fake GPU to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lab.training.losses import Losses
 
 
 class OnGpu:
-    """A loss whose copy holds its value only once somebody has waited for the event behind it."""
+    """A loss whose copy holds its value only after a wait for the event behind it."""
 
     device = torch.device("cuda")
 
