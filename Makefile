@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Two ranks, or one where torch sees exactly one GPU. Asked when `run` begins: torch is there then.
+# Two ranks, or one where torch sees exactly one GPU. Evaluated when `run` begins, after torch is installed.
 RANKS  ?= $(shell $(BIN)/python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)')
 
-# Where torch alone comes from, instead of PyPI, whose torch for Linux is built for CUDA 13:
+# The index for torch alone, instead of PyPI, whose torch for Linux is built for CUDA 13:
 #   make run TORCH_INDEX=https://download.pytorch.org/whl/cpu     without CUDA
 #   make run TORCH_INDEX=https://download.pytorch.org/whl/cu126   GPUs before Turing, or drivers before 580
-# A torch that was taken so stays, and is renewed with the lock; https://pypi.org/simple ends that.
+# The choice stays until it is changed, and is renewed with the lock; https://pypi.org/simple resets it.
 TORCH_INDEX ?= $(shell cat $(VENV)/.torch-* 2>/dev/null)
 TORCH  := $(if $(TORCH_INDEX),$(VENV)/.torch-$(notdir $(TORCH_INDEX:/=)))
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
@@ -36,8 +36,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# Pins that still resolve stay: to renew one, delete its line. CUDA has none, because each build of
-# torch names the CUDA that it wants. There are no hashes: with them pip takes no editable install,
+# Pins that still resolve stay: to renew one, delete its line. CUDA has no pins, because each build of
+# torch requires its own CUDA. There are no hashes: with them pip accepts no editable install,
 # and no torch but PyPI's.
 lock: $(VENV)/bin/pip
 	$(PIP_INSTALL) uv
@@ -64,7 +64,7 @@ $(VENV)/bin/pip:
 	  { echo "Python >= 3.11 is needed; name one with: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-# What such a torch needs comes from PyPI with the rest.
+# This torch's dependencies come from PyPI with the rest.
 $(VENV)/.torch-%: $(VENV)/bin/pip constraints.txt
 	@rm -f $(VENV)/.torch-*
 	$(PIP_INSTALL) --force-reinstall --no-deps --index-url $(TORCH_INDEX) torch

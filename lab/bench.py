@@ -15,12 +15,12 @@ COMMAND = Command(
     "lab.bench",
     """\
 collective: all-reduces by size, exchange=A,B,..., with nccl-tests' columns.
-codec: encode and decode, against torch.add on the same tensors.
+codec: encode and decode, compared with torch.add on the same tensors.
 step: step times of strategy=A,B,... in turns, as ratios to the last.
 memory: peak memory of strategy=A,B,... next to theory.
 recording: what the lab's own book-keeping adds to a step.
 
-What is compared is the one setting with a list, or sets of settings: a='...' b='...'.""",
+Compared are the values of the one setting with a list, or sets of settings: a='...' b='...'.""",
     (
         "python -m lab.bench collective 'sizes=[4kb,1mb,64mb]' exchange=ring,tree world_size=4",
         "python -m lab.bench codec num_values=25_000_000 threads=2 out=codec.json",
@@ -64,7 +64,7 @@ def _bench(line: CommandLine) -> int:
 
     if present(request, result):
         return 0
-    report_error(COMMAND.name, ValueError("what was timed gives wrong values: see #wrong above"))
+    report_error(COMMAND.name, ValueError("the benchmark gave wrong values: see #wrong above"))
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Why a multi-rank run is not faster: `python -m lab.explain runs/demo/onebit-n2-b128-r0`."""
+"""Explain why a multi-rank run is not faster: `python -m lab.explain runs/demo/CELL`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.settings.overrides import file_to_write
 COMMAND = Command(
     "lab.explain",
     """\
-Say what a multi-rank run loses its time to, on which evidence, and which setting would help most.
+Explain where a multi-rank run loses its time, by which evidence, and which setting would help most.
 Rules and thresholds: lab/diagnosis/rules.py and docs/measuring.md.""",
     (
         "python -m lab.explain runs/demo/onebit-n2-b128-r0",
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Explain one cell, or each multi-rank point of a study in a line.
 
     Returns:
-        0, or 2 after one line on stderr for a run that has nothing to explain.
+        0, or 2 after one line on stderr for a run that cannot be explained.
     """
     return answer(COMMAND, arguments, _explain)
 
@@ -47,7 +47,7 @@ def _explain(line: CommandLine) -> int:
 
 
 def _explanation(path: Path) -> str:
-    # Here, not above: help and a wrong setting are answered before pandas loads.
+    # Imported here: help and a wrong setting are answered before pandas loads.
     from lab.analysis.records import load_study
     from lab.diagnosis import view
     from lab.diagnosis.evidence import gather, gather_all

@@ -1,4 +1,4 @@
-"""The first hour on GPUs, as a checklist: `python -m lab.first_hour`."""
+"""Run the checklist of the first hour on GPUs: `python -m lab.first_hour`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lab.settings.errors import ConfigError
 
 
 def main(arguments: list[str]) -> int:
-    """Run a checklist; print each figure beside what is expected, and write all to a page.
+    """Run a checklist; print each figure with its expected range, and write all to a page.
 
     Returns:
         0 if every figure holds; 1 if one differs or failed; 2 for a wrong setting, or without a

@@ -1,4 +1,4 @@
-"""Figures and tables of a study, or the timeline of a cell: `python -m lab.plot runs/demo`."""
+"""Draw figures and tables of a study, or the timeline of a cell: `python -m lab.plot runs/demo`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FORMATS = ("png", "svg", "pdf")
 COMMAND = Command(
     "lab.plot",
     """\
-Write the figures and summary.csv of a study, and print its table; or draw the timeline of a cell,
-which runs with measure=breakdown have.""",
+Write the figures and summary.csv of a study, and print its table; or draw the timeline of a cell
+that ran with measure=breakdown.""",
     (
         "python -m lab.plot runs/demo",
         "python -m lab.plot runs/demo baseline=allreduce",
@@ -25,8 +25,8 @@ which runs with measure=breakdown have.""",
         "format": ("png,svg", f"a list of {', '.join(FORMATS)}"),
         "baseline": (
             "null",
-            "strategy whose 1-rank runs speedup is measured from; null: none, or each series' own "
-            "where the study has no run of none",
+            "strategy whose 1-rank runs are the baseline of speedup; null: none, or each series' "
+            "own if the study has no run of none",
         ),
     },
     word="STUDY[/CELL]",
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 def _plot(line: CommandLine) -> int:
     texts = COMMAND.texts(line.settings)
     formats = _formats(texts["format"])
-    # Here, not above: help and a wrong setting are answered before pandas and matplotlib load.
+    # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
     from lab.analysis.plot import report
 
     folder = Path(line.word)

@@ -1,4 +1,4 @@
-"""Step times on hardware that one does not have: `python -m lab.predict strategy=tree,overlap`."""
+"""Predict step times on other hardware: `python -m lab.predict strategy=tree,overlap`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ COMMAND = Command(
     "lab.predict",
     """\
 Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
-profile=... says what the model's layers cost (alexnet_titanx), and hardware.KEY=... and
-profile.KEY=... change a figure of theirs. Cells of model=replay have the profile they replay.""",
+profile=... names the times of the model's layers (alexnet_titanx), and hardware.KEY=... and
+profile.KEY=... change single figures. Cells of model=replay have the profile that they replay.""",
     (
         "python -m lab.predict strategy=none,tree,overlap,onebit world_size=1,2,4 "
         "batch_size=128,256",
@@ -43,7 +43,7 @@ def _predict(line: CommandLine, command: str) -> int:
         return 0
     result, spans = predicted(request)
     result = {"command": command, **result}
-    # Here, not above: a wrong setting is answered before pandas and matplotlib load.
+    # Imported here: a wrong setting is answered before pandas and matplotlib load.
     from lab.simulate import view
 
     print(view.table(result))

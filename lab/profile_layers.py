@@ -12,9 +12,9 @@ from lab.settings.overrides import split
 COMMAND = Command(
     "lab.profile_layers",
     """\
-Measure forward and backward of each layer and write a profile, by which model=replay waits.
-Measured with batch_size images and with a quarter of them, which tells what grows with the batch
-from what does not.""",
+Measure forward and backward of each layer and write a profile, which model=replay can replay.
+Two batches, of batch_size images and of a quarter, separate the time that grows with the batch
+from the fixed part.""",
     (
         "python -m lab.profile_layers model=lenet",
         "python -m lab.profile_layers model=alexnet_small batch_size=64 out=conf/profile/mine.yaml",
@@ -42,7 +42,7 @@ def _profile(line: CommandLine) -> int:
     if line.shows_settings:
         show(configs[:1])
         return 0
-    # Only now is torch imported: help and wrong settings have been answered without it.
+    # torch is imported only here: help and wrong settings are answered without it.
     from lab.benchmarks.layers import measure
     from lab.benchmarks.views.layers import present
 

@@ -1,4 +1,4 @@
-"""A grid of runs: `python -m lab.sweep study=demo`."""
+"""Run a grid of cells: `python -m lab.sweep study=demo`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMAND = Command(
 
 
 def main(arguments: list[str]) -> int:
-    """Run what is missing of a study; the exit code is 1 if no cell of it is done."""
+    """Run the missing cells of a study; the exit code is 1 if none of its cells is done."""
     return answer(COMMAND, arguments, sweep)
 
 

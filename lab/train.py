@@ -1,6 +1,6 @@
 """One rank of one run: `torchrun -m lab.train strategy=onebit`, or `python -m lab.train ...`.
 
-With cluster=emulated it starts the ranks, each of them again this command.
+With cluster=emulated it starts the ranks, each by this same command.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMAND = Command(
     ),
     runs=True,
     sweeps=True,
-    stopped="",  # each rank would say so
+    stopped="",  # each rank would print it
 )
 
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(line: CommandLine) -> int:
-    # Only where it is needed is torch imported: wrong settings are answered without it.
+    # torch is imported only where it is needed: wrong settings are answered without it.
     if line.is_multirun:
         if was_launched():
             raise ConfigError("--multirun: starts its own ranks; leave the launcher out")
@@ -68,7 +68,7 @@ def _refuse(error: ConfigError) -> int:
     if is_first_rank():
         report_error(COMMAND.name, error)
     else:
-        time.sleep(1)  # a launcher ends all ranks with the first: let rank 0 say why
+        time.sleep(1)  # a launcher ends all ranks with the first; let rank 0 report the reason
     return 2
 
 

@@ -1,4 +1,4 @@
-"""A paper's claims next to predictions and measurements: `python -m lab.verify kim2017`."""
+"""Check a paper's claims by predictions and measurements: `python -m lab.verify kim2017`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COMMAND = Command(
     "lab.verify",
     "Check a paper's claims against predictions, and against a study that measured them.",
     (
-        "python -m lab.verify kim2017                          predicted beside published",
+        "python -m lab.verify kim2017                          published and predicted",
         "python -m lab.sweep study=kim2017                     measures them (root, 30 minutes)",
-        "python -m lab.verify kim2017 runs=runs/kim2017        measured beside both",
+        "python -m lab.verify kim2017 runs=runs/kim2017        and measured",
         "python -m lab.verify kim2017 runs=runs/kim2017 out=page.md     all cells, and figures",
     ),
     {
@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
     """Print the table of claims.
 
     Returns:
-        0 if no claim fails, by what was measured or else by what is predicted; 1 if one does; 2 for
-        a wrong setting.
+        0 if no claim fails, by measurements or else by predictions; 1 if one does; 2 for a wrong
+        setting.
     """
     command = shlex.join(["python", "-m", COMMAND.name, *arguments])
     return answer(COMMAND, arguments, lambda line: _verify(line, command))

@@ -6,8 +6,8 @@
 #   launch/horovod.sh --ranks 2 strategy=onebit
 #   launch/horovod.sh --ranks 8 --hosts node1:4,node2:4 strategy=horovod
 #
-# Other hosts are started by ssh, with the same paths. HOROVOD_GLOO_IFACE names the interface that
-# they are on, HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME tune Horovod's fusion.
+# Other hosts are started by ssh, with the same paths. HOROVOD_GLOO_IFACE names their network
+# interface, HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME tune Horovod's fusion.
 set -euo pipefail
 
 fail() {

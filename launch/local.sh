@@ -6,7 +6,7 @@
 #   launch/local.sh strategy=onebit model=alexnet_small
 #   launch/local.sh --ranks 2 strategy=overlap batch_size=256
 #
-# Nothing listens for other machines but torchrun's own store: Gloo and NCCL are bound to loopback.
+# Only torchrun's own store listens for other machines: Gloo and NCCL are bound to loopback.
 set -euo pipefail
 
 fail() {

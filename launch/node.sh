@@ -5,14 +5,14 @@
 #                  [--restarts N] [--wait SECONDS] [--address ADDRESS] [SETTING=VALUE ...]
 #
 #   --rendezvous  where they meet: a port on one of the nodes, which the others must reach
-#   --job         the same on all nodes, and of no other job: one that was used before goes on
-#                 with the run that it was used for
-#   --nodes       how many; MIN:MAX lets the job go on without the nodes that fail
+#   --job         the same on all nodes, and unique to this job: a name that was used before
+#                 continues its run
+#   --nodes       how many; MIN:MAX lets the job continue without failed nodes
 #   --ranks       per node: one per GPU
-#   --restarts    how often failed ranks are started again (0). They go on from the last
-#                 checkpoint, at the number of ranks there are then: set checkpoint_every
+#   --restarts    how often failed ranks are started again (0). They continue from the last
+#                 checkpoint, on the ranks that are left: set checkpoint_every
 #   --wait        for more nodes, once MIN are there (30)
-#   --address     of this node, where the others do not reach it by its name
+#   --address     of this node, if the others cannot reach it by its name
 #
 #   launch/node.sh --rendezvous node1:29400 --job a1 --nodes 2 --ranks 4 strategy=onebit
 #   launch/node.sh --rendezvous node1:29400 --job a2 --nodes 1:4 --ranks 8 --restarts 3 \
@@ -64,7 +64,7 @@ if [ -n "$address" ]; then
   fi
 fi
 
-# Ranks that are started again would find what earlier ones left in the store of torchrun itself.
+# Restarted ranks would find the keys of earlier ones in torchrun's own store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # shellcheck disable=SC2046  # options, or none
 exec torchrun --nnodes "$nodes" --nproc-per-node "$ranks" --max-restarts "$restarts" \

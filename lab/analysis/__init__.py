@@ -1,1 +1,1 @@
-"""Records to speedup, efficiency and figures. Nothing in here imports torch."""
+"""From records to speedup, efficiency and figures. Nothing here imports torch."""

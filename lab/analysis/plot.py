@@ -1,4 +1,4 @@
-"""Everything `lab.plot` writes about a study."""
+"""The tables and figures that `lab.plot` writes about a study."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
 def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None = None) -> None:
     """Write summary.csv and all figures of the study in `folder` to `out`; print its table.
 
-    Of a single cell, and of a study's cells that have one, that is the timeline.
+    For a single cell, draw its timeline; for a study, also those of its cells that have one.
 
     Args:
         folder: `runs/<study>`, or `runs/<study>/<cell>`.
-        out: where files go; made if need be.
+        out: folder for the files; made if missing.
         formats: any of png, svg, pdf.
         baseline: as in `speedup.table`.
 
@@ -58,9 +58,9 @@ def _report_study(folder: Path, out: Path, formats: Sequence[str], baseline: str
     looks = looks_of(row.series for row in rows)
     present = [name for name in SCALINGS if any(row.scaling == name for row in rows)]
     for name in present:
-        mine = tuple(row for row in rows if row.scaling == name)
+        selected = tuple(row for row in rows if row.scaling == name)
         suffix = "_weak" if name == "weak" and len(present) > 1 else ""
-        _draw_all(Sheet(study, name, mine, looks), out, suffix, formats)
+        _draw_all(Sheet(study, name, selected, looks), out, suffix, formats)
     for cell in study.cells:
         if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
             _draw_timeline(cell.folder, out / f"timeline_{cell.name}", formats)

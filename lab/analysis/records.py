@@ -1,4 +1,4 @@
-"""The run directories of a study, read into one `Cell` per run."""
+"""Read the run directories of a study into one `Cell` per run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CONTEXT = ("model", "data", "precision", "device", "machine")
 
 @dataclass(frozen=True)
 class Cell:
-    """One run for figures and tables: what they need of its record, under the same names.
+    """One run: the parts of its record that figures and tables need, under the same names.
 
-    What a run did not measure is NaN or empty here, and `step_s` is the median alone.
+    Values that a run did not measure are NaN or empty, and `step_s` is the median alone.
 
     Attributes:
-        series: the strategy, and those of its settings in which runs of the study differ.
+        series: the strategy, and the settings in which runs of the study differ.
         settings: the variant, and the context that runs must share to be compared.
         accuracy: of the last evaluation, a share of 1.
     """
@@ -67,7 +67,7 @@ class Cell:
         return self.batch_size if self.scaling == "strong" else self.per_rank_batch_size
 
     def steps(self) -> pd.DataFrame | None:
-        """The rows of steps.parquet (one per rank and step), or None where there is no file."""
+        """Read steps.parquet, one row per rank and step; None if there is no such file."""
         path = self.folder / "steps.parquet"
         return pd.read_parquet(path) if path.is_file() else None
 
@@ -127,7 +127,7 @@ def _machine(record: Record) -> str | None:
 
 
 def _varying(settings: list[dict[str, str]]) -> list[str]:
-    """Settings that tell series apart. A lacking context is unknown, not another value."""
+    """List the settings that tell series apart. A missing context is unknown, not different."""
     keys = sorted({key for one in settings for key in one})
     values = {key: {one.get(key) for one in settings} for key in keys}
     return [key for key in keys if len(values[key] - ({None} if key in CONTEXT else set())) > 1]
@@ -172,5 +172,5 @@ def _cell(folder: Path, record: Record, settings: Mapping[str, str], series: str
 
 
 def number(value: float | None) -> float:
-    """The value as a float; NaN where a record says null."""
+    """Convert a value to float; null becomes NaN."""
     return math.nan if value is None else float(value)

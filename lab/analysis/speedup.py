@@ -1,9 +1,10 @@
-"""Speedup, efficiency and exposed exchange of every point of a study.
+"""Speedup, efficiency and exposed communication of every point of a study.
+
 
     strong scaling:  S(N, B) = T(1, B) / T(N, B)          B: global batch
     weak scaling:    S(N, b) = N * T(1, b) / T(N, b)      b: batch of one rank
     efficiency:      S / N
-    exposed exchange: T(strategy, N, B) - T(none, N, B), of the same model
+    exposed:         T(strategy, N, B) - T(none, N, B), of the same model
 
 T is the median over timed steps of the maximum over ranks. Only throughput runs count, and
 baseline and point are paired by repeat.
@@ -36,26 +37,26 @@ class Point:
 
     @property
     def one(self) -> Cell:
-        """A cell, for what all of them share; a failed one may know less of it."""
+        """One cell, for properties that all share; a failed cell may lack some."""
         return self.cells[0]
 
     def done(self, measure: str) -> dict[int, Cell]:
-        """Finished runs by repeat; of two with the same repeat, the later one counts."""
+        """Map repeats to finished runs; of two with the same repeat, the later one counts."""
         cells = sorted(self.cells, key=lambda cell: cell.started_at)
         return {c.repeat: c for c in cells if c.status == "done" and c.measure == measure}
 
     def step_s(self) -> dict[int, float]:
-        """Step time in seconds by repeat, from throughput runs."""
+        """Map repeats to step times in seconds, from throughput runs."""
         done = self.done("throughput")
         return {r: done[r].step_s for r in sorted(done) if not math.isnan(done[r].step_s)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """The statistics of a point. Times in seconds; what was not measured is NaN.
+    """The statistics of a point. Times are in seconds; NaN means not measured.
 
     Attributes:
-        unit: what one sample is.
+        unit: name of one sample.
         emulation: the clauses of all its runs; empty if nothing is emulated.
     """
 
@@ -92,7 +93,7 @@ class Row:
 
 
 def table(study: Study, baseline: str | None = None) -> list[Row]:
-    """One row per series, scaling, world size and batch, in reading order.
+    """Compute one row per series, scaling, world size and batch, in reading order.
 
     Args:
         study: the records.
@@ -114,12 +115,12 @@ def table(study: Study, baseline: str | None = None) -> list[Row]:
 
 
 def leaders(rows: Sequence[Row]) -> list[str]:
-    """The series of `rows`, all of one point of the grid, that no other has been shown to beat.
+    """List the series of one grid point that no other series has been shown to beat.
 
     A series is left out only if its whole interval lies below another's, so series whose
-    intervals overlap stay together, and so does one that has no interval. Speedup is compared
-    where all share a baseline, else samples per second. `none` is a ceiling that trains nothing
-    together, and does not take part.
+    intervals overlap stay together, and so does one without an interval. Speedup is compared
+    if all rows share a baseline, else samples per second. `none` is left out: it is a ceiling
+    that trains no common model.
     """
     running = [row for row in rows if row.strategy != CEILING and row.num_repeats]
     shared = len({row.baseline for row in running}) == 1 and running[0].baseline != ""
@@ -135,12 +136,10 @@ def unit_of(rows: Iterable[Row]) -> str:
 
 
 def points_of(cells: Iterable[Cell]) -> list[Point]:
-    """Cells grouped by series, scaling, world size and batch, in reading order."""
+    """Group cells by series, scaling, world size and batch, in reading order."""
     groups: dict[tuple[str, int, int, str], list[Cell]] = {}
     for cell in cells:
-        if (
-            cell.world_size and cell.fixed_batch_size
-        ):  # a run may fail before it knows where it belongs
+        if cell.world_size and cell.fixed_batch_size:  # a run may fail before these are known
             key = (cell.scaling, cell.fixed_batch_size, cell.world_size, cell.series)
             groups.setdefault(key, []).append(cell)
     keys = sorted(groups, key=lambda key: (*key[:3], order(key[3])))
@@ -154,17 +153,17 @@ def _failed(cell: Cell) -> bool:
 def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point | None:
     if strategy is not None:
         return _reference(points, point, strategy, 1)
-    own = [p for p in points if p.one.series == point.one.series]
-    return _reference(own, point, point.one.strategy, 1)
+    alike = [p for p in points if p.one.series == point.one.series]
+    return _reference(alike, point, point.one.strategy, 1)
 
 
 def _ceiling(points: list[Point], point: Point) -> Point | None:
-    """The point that does the same work and moves nothing."""
+    """Find the point that does the same work without any exchange."""
     return same_work(points, point, CEILING, point.one.world_size)
 
 
 def same_work(points: list[Point], point: Point, strategy: str, world_size: int) -> Point | None:
-    """The measured point of `strategy` at `world_size` that trains the same model as `point`."""
+    """Find the measured point of `strategy` at `world_size` that trains `point`'s model."""
     same = [p for p in points if p.one.transform == point.one.transform]
     return _reference(same, point, strategy, world_size, ignore="transform")
 
@@ -172,10 +171,10 @@ def same_work(points: list[Point], point: Point, strategy: str, world_size: int)
 def _reference(
     points: list[Point], point: Point, strategy: str, world_size: int, ignore: str = ""
 ) -> Point | None:
-    """The measured point of `strategy` that `point` may be compared with.
+    """Find the measured point of `strategy` that `point` may be compared with.
 
-    It must share scaling and batch, and may have no setting (model, data, precision and device
-    among them) that `point` does not share, `ignore` apart; the one sharing most is taken.
+    It must share scaling and batch, and all its settings (model, data, precision and device
+    among them) but `ignore` must be `point`'s; the one sharing most settings is taken.
     """
     want = point.one
     fits = [
@@ -234,7 +233,7 @@ def _paired(statistic: Callable[..., Any], first: Point | None, second: Point | 
 
 
 def _phases(point: Point) -> dict[str, float]:
-    """Median over breakdown runs of each phase, in seconds; empty without such runs."""
+    """Compute each phase's median over breakdown runs, in seconds; empty without any."""
     runs = [cell.phases_s for cell in point.done("breakdown").values() if cell.phases_s]
     return {p: _median(run.get(p, math.nan) for run in runs) for p in PHASES} if runs else {}
 

@@ -25,7 +25,7 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
 
 
 def text(rows: Sequence[Row], study: Study) -> str:
-    """The table, who leads at each point, and what went wrong."""
+    """Write the table, the leaders at each point, and the failures."""
     parts = [
         *(_table(rows) if rows else ()),
         *_advice(rows),
@@ -53,7 +53,7 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Row]) -> tuple[str, str]:
-    """Write columns that all rows share as one line, the others as a table."""
+    """Write values that all rows share as one line, and the other columns as a table."""
     unit = unit_of(rows)
     shown = [_shown(row, unit) for row in rows]
     common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
@@ -106,7 +106,7 @@ def _advice(rows: Iterable[Row]) -> list[str]:
 
 
 def _leader_lines(rows: Iterable[Row]) -> list[str]:
-    """One line per scaling, batch, world size, model and machine: only such runs compete."""
+    """Write a line per scaling, batch, world size, model and machine; only such runs compete."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         context = (row.transform, *(row.settings.get(key) for key in CONTEXT))

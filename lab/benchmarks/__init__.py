@@ -1,1 +1,1 @@
-"""Benchmarks in which what is compared takes turns, in the same processes, in one run."""
+"""Benchmarks whose candidates take turns in the same processes, in one run."""

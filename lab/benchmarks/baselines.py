@@ -1,8 +1,8 @@
-"""1-bit codecs as other systems write them, in eager torch, to hold the lab's kernels against.
+"""1-bit codecs in eager torch, as other systems write them: baselines for the lab's kernels.
 
-Written anew from descriptions of the formulas. They keep what makes the originals slow, full-size
-temporaries, a pass per operation and scalars that the host reads, and they work on the whole tensor
-at once, with one pair of reconstruction values or one scale.
+They are written anew from the formulas. They keep the properties that make the originals slow
+(full-size temporaries, a pass per operation, scalars that the host reads), and treat the whole
+tensor at once, with one pair of reconstruction values or one scale.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 class GraceLike:
     """GRACE's `onebit` with its residual memory (H. Xu et al., ICDCS 2021; grace_dl, torch).
 
-    The sign of each value travels as one uint8, with the means of both sides. (Its decoder for
-    plain torch.distributed takes `~` of a uint8 mask, which is not the complement; the Horovod one,
-    which converts to bool first, is what is repeated here.)
+    The sign of each value travels as one uint8, with the means of both sides. (GRACE's decoder for
+    plain torch.distributed takes `~` of a uint8 mask, which is not the complement; this one follows
+    its decoder for Horovod, which converts to bool first.)
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.payload_bytes = rows * columns + 8
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        """Quantise gradient + residual; the residual becomes what that loses."""
-        values = 1.0 * residual + 1.0 * gradient  # its beta and gamma
+        """Quantise gradient + residual; the residual becomes the quantisation error."""
+        values = 1.0 * residual + 1.0 * gradient  # GRACE's beta and gamma
         lower = values < 0
         self.low = _mean_of(values, lower)
         self.high = _mean_of(values, ~lower)
@@ -33,7 +33,7 @@ class GraceLike:
         residual.copy_(values - self._values())
 
     def decode(self, out: Tensor) -> None:
-        """Add what was encoded to `out`."""
+        """Add the decoded message to `out`."""
         out += self._values()
 
     def _values(self) -> Tensor:
@@ -43,7 +43,7 @@ class GraceLike:
 
 def _mean_of(values: Tensor, chosen: Tensor) -> Tensor:
     total, count = values[chosen].sum(), chosen.sum().float()
-    return total / count if count > 0 else total  # here the host waits for the device
+    return total / count if count > 0 else total  # the host waits for the device here
 
 
 class DeepSpeedLike:
@@ -58,7 +58,7 @@ class DeepSpeedLike:
         self.weights = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        """Quantise gradient + residual; the residual becomes what that loses."""
+        """Quantise gradient + residual; the residual becomes the quantisation error."""
         values = (gradient + residual).view(-1)
         self.scale = torch.linalg.vector_norm(values) / values.numel() ** 0.5
         signs = values.sign().add_(1).bool().float().add_(-0.5).mul_(2.0)
@@ -67,7 +67,7 @@ class DeepSpeedLike:
         self.packed = (flags * self.weights).sum(dim=1, dtype=torch.uint8)
 
     def decode(self, out: Tensor) -> None:
-        """Add what was encoded to `out`."""
+        """Add the decoded message to `out`."""
         flags = self.packed.unsqueeze(1).bitwise_and(self.weights).ne(0).float().view(-1)
         signs = flags[: out.numel()].add_(-0.5).mul_(2.0)
         out.view(-1).add_(signs * self.scale)

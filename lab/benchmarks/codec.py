@@ -26,7 +26,7 @@ from lab.distributed.gpus import check_gpus
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.settings.config import ConfigError
 
-BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # of one operation: a slow one takes part in fewer rounds
+BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # seconds of one operation: a slow one takes part in fewer rounds
 TOLERANCE = 1e-6  # relative: a few roundings of float32
 
 
@@ -34,7 +34,7 @@ class Codec(Protocol):
     """A codec under test. It keeps its message between encode and decode.
 
     Attributes:
-        payload_bytes: bytes of a message that travel.
+        payload_bytes: bytes that a message sends.
     """
 
     payload_bytes: int
@@ -47,7 +47,7 @@ class Codec(Protocol):
 
 
 class OneBitCodec:
-    """The lab's 1-bit codec, by one of its implementations."""
+    """The lab's 1-bit codec in one of its implementations."""
 
     def __init__(
         self, implementation: Any, threshold: str, rows: int, columns: int, device: torch.device
@@ -65,7 +65,7 @@ class OneBitCodec:
         self.implementation.decode(self.scales, self.bits, out, add=True)
 
 
-# A codec is measured by adding a line. Each is made for rows, columns and a device.
+# A new codec is one line here: a function of rows, columns and device.
 CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
     "onebit": partial(OneBitCodec, onebit, "zero"),
     "onebit_mean": partial(OneBitCodec, onebit, "mean"),
@@ -77,7 +77,7 @@ CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
 
 @dataclass
 class Operation:
-    """A timed operation: its times, and those of the memory-bound reference next to it.
+    """A timed operation, its times, and those of the memory-bound reference next to it.
 
     Attributes:
         num_calls: number of calls timed together in one turn.
@@ -98,11 +98,11 @@ class Operation:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure the codecs that are asked for, and return the result.
+    """Measure the requested codecs, and return the result.
 
     Raises:
-        ConfigError: an unknown codec, fewer values than columns or more than fit, or a GPU that is
-            not there.
+        ConfigError: an unknown codec, a missing GPU, or a number of values below that of columns or
+            too large for memory.
     """
     settings, wanted = request.own, request.variants[0].config.device
     names = settings["codec"] or list(CODECS)
@@ -147,7 +147,7 @@ def _measure_all(
     together = NUM_CALLS if device.type == "cuda" else 1
     operations = []
     for name, codec in codecs.items():
-        moved = VALUE_BYTES * gradient.numel()  # once through memory, which no codec can avoid
+        moved = VALUE_BYTES * gradient.numel()  # one pass through memory, which no codec can avoid
         encode = partial(codec.encode, gradient, residual)
         decode = partial(codec.decode, out)
         operations += [

@@ -1,9 +1,9 @@
 """All-reduces by size: the library's and the lab's, with nccl-tests' columns.
 
-algbw = size / time and busbw = algbw * 2(N-1)/N (nccl-tests, doc/PERFORMANCE.md). Beside them: the
-ratio to the library's time, and the share that each algorithm reaches of its own bound: what its
-busiest rank sends and receives, as much of the one as of the other, at the rate that a plain send
-and recv has in the same run while all ranks are in pairs and one of each sends to the other.
+algbw = size / time and busbw = algbw * 2(N-1)/N (nccl-tests, doc/PERFORMANCE.md). Further columns
+are the ratio to the library's time, and the share of its own bound that each algorithm reaches. The
+bound is the time that its busiest rank's bytes, both sent and received, take at the rate of a plain
+send and recv in the same run, with all ranks in pairs in which one sends to the other.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lab.training.assemble import join
 from lab.training.outcome import surroundings
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
-CALLS_BYTES = 2**22  # where the host waits for each call, no more are timed together
-LARGEST_SUM = 256  # whole numbers up to it are exact even in bfloat16
+CALLS_BYTES = 2**22  # most bytes timed together where the host waits for each call
+LARGEST_SUM = 256  # whole numbers up to this are exact even in bfloat16
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """An operation that replaces each rank's tensor, float32 [num_values], by `expected` of all."""
 
     name: str
@@ -45,10 +45,11 @@ class Contestant:
 
 
 def measure(request: Request) -> dict[str, Any] | None:
-    """The result, on rank 0.
+    """Measure, and return the result on rank 0.
+
 
     Raises:
-        ConfigError: a single rank, or an exchange that is no all-reduce or cannot run here.
+        ConfigError: a single rank, or an exchange that is not an all-reduce or cannot run here.
     """
     if request.own["world_size"] == 1:
         raise ConfigError(
@@ -59,12 +60,12 @@ def measure(request: Request) -> dict[str, Any] | None:
     world = join(request.variants[0].config)
     try:
         exchanges = {v.label: build(v.config.exchange) for v in request.variants}
-        contestants = make_contestants(exchanges, world.comm)
+        candidates = make_candidates(exchanges, world.comm)
         sizes, num_rounds = request.own["sizes"], request.own["rounds"]
         rows = [
             row
             for size in interleave.progress(sizes, world.rank)
-            for row in measure_size(size, contestants, world, num_rounds)
+            for row in measure_size(size, candidates, world, num_rounds)
         ]
         result = {
             "rows": rows,
@@ -79,74 +80,78 @@ def measure(request: Request) -> dict[str, Any] | None:
         worlds.stop()
 
 
-def make_contestants(exchanges: dict[str, Exchange], comm: Comm) -> list[Contestant]:
-    """The library's all-reduce first, then the others, and a plain send and recv.
+def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidate]:
+    """List the library's all-reduce, then the others, and a plain send and recv.
 
     Raises:
-        ConfigError: an exchange that is no all-reduce, or that cannot run over `comm`.
+        ConfigError: an exchange is not an all-reduce, or cannot run over `comm`.
     """
     for label, exchange in exchanges.items():
         if not (exchange.exact or isinstance(exchange, AllReduce)):
             raise ConfigError(
-                f"exchange={label}: is no all-reduce, which delivers the mean; allowed are those "
-                "that do, as ring, tree and bf16"
+                f"exchange={label}: is not an all-reduce, which delivers the mean; allowed are "
+                "those that do, as ring, tree and bf16"
             )
         if exchange.needs_send_recv and comm.no_send_recv:
             raise ConfigError(f"exchange={label}: sends from rank to rank; {comm.no_send_recv}")
-    contestants = [
-        Contestant(label, _averaging(exchange), _sum if exchange.takes_divided else _mean)
+    candidates = [
+        Candidate(label, _averaging(exchange), _sum if exchange.takes_divided else _mean)
         for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
     ]
     if not comm.no_send_recv:
-        contestants.append(Contestant(SEND_RECV, _send_recv, _of_sender))
-    return contestants
+        candidates.append(Candidate(SEND_RECV, _send_recv, _of_sender))
+    return candidates
 
 
 def measure_size(
     size: int,
-    contestants: list[Contestant],
+    candidates: list[Candidate],
     world: World,
     num_rounds: int,
 ) -> list[dict[str, Any]]:
-    """A row for each contestant at tensors of `size` bytes; all ranks call it together."""
+    """Measure a row for each candidate at tensors of `size` bytes; all ranks call it together."""
     flat = torch.empty(size // VALUE_BYTES, device=world.device)
-    before = [count_wrong(each, flat, world.rank, world.comm) for each in contestants]  # warms up
-    sent = [_busiest_bytes(each, flat, world) for each in contestants]
+    # The first calls warm up.
+    before = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
+    sent = [_busiest_bytes(candidate, flat, world) for candidate in candidates]
     num_calls = calls_together(size, world)
     align = aligner(world)
-    own_s = np.full((2, len(contestants), num_rounds), np.nan)
+    own_s = np.full((2, len(candidates), num_rounds), np.nan)
     for number in range(num_rounds):
-        for index in interleave.order(len(contestants), number):
-            run = partial(contestants[index].run, flat, world.comm)
+        for index in interleave.order(len(candidates), number):
+            run = partial(candidates[index].run, flat, world.comm)
             took = per_call(run, num_calls, world.device, align)
             own_s[:, index, number] = took.call_s, took.host_s or np.nan
-    after = [count_wrong(each, flat, world.rank, world.comm) for each in contestants]
+    after = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
     wrong = world.gather(torch.tensor([before, after])).sum(dim=(0, 1)).tolist()
-    calls_s, hosts_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()  # of the slowest
-    times = {each.name: taken for each, taken in zip(contestants, calls_s, strict=True)}
+    # A time is that of the slowest rank.
+    calls_s, hosts_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()
+    times = {candidate.name: taken for candidate, taken in zip(candidates, calls_s, strict=True)}
     return [
-        _row(each.name, size, times, num_wrong, busiest, world.size)
+        _row(candidate.name, size, times, num_wrong, busiest, world.size)
         | {"host_s": float(np.median(host_s)) if world.device.type == "cuda" else None}
-        for each, num_wrong, busiest, host_s in zip(contestants, wrong, sent, hosts_s, strict=True)
+        for candidate, num_wrong, busiest, host_s in zip(
+            candidates, wrong, sent, hosts_s, strict=True
+        )
     ]
 
 
 def calls_together(size: int, world: World) -> int:
-    """How many calls on `size` bytes are timed together: fewer large ones, unless in a stream."""
+    """Return how many calls to time together: fewer on large sizes, unless in a stream."""
     most = NUM_CALLS if world.comm.backend == "nccl" else CALLS_BYTES // size
     return max(1, min(NUM_CALLS, most))
 
 
-def count_wrong(contestant: Contestant, flat: Tensor, rank: int, comm: Comm) -> int:
-    """Values of this rank that are not what they must be after one call on fresh ones.
+def count_wrong(candidate: Candidate, flat: Tensor, rank: int, comm: Comm) -> int:
+    """Count the values of this rank that are wrong after one call on fresh values.
 
-    Values are whole numbers times the number of ranks, drawn for each rank: whatever the order in
-    which they are summed, and in bfloat16 as well, the mean is exact.
+    Values are whole numbers times the number of ranks, drawn for each rank, so that the mean is
+    exact in any order of summing, and in bfloat16 as well.
     """
     everyones = [_values(flat, each, comm.size) for each in range(comm.size)]
     flat.copy_(everyones[rank])
-    contestant.run(flat, comm)
-    return int((flat != contestant.expected(everyones, rank)).sum())
+    candidate.run(flat, comm)
+    return int((flat != candidate.expected(everyones, rank)).sum())
 
 
 def _values(flat: Tensor, rank: int, size: int) -> Tensor:
@@ -175,7 +180,7 @@ def _sum(everyones: list[Tensor], _rank: int) -> Tensor:
 
 def _send_recv(flat: Tensor, comm: Comm) -> None:
     partner = comm.rank ^ 1
-    if partner < comm.size:  # the last of an odd number of ranks has none
+    if partner < comm.size:  # the last of an odd number of ranks has no partner
         if comm.rank < partner:
             comm.send(flat, partner)
         else:
@@ -186,9 +191,9 @@ def _of_sender(everyones: list[Tensor], rank: int) -> Tensor:
     return everyones[rank & ~1]
 
 
-def _busiest_bytes(contestant: Contestant, flat: Tensor, world: World) -> int:
+def _busiest_bytes(candidate: Candidate, flat: Tensor, world: World) -> int:
     before = world.comm.traffic.payload_bytes
-    contestant.run(flat, world.comm)
+    candidate.run(flat, world.comm)
     return int(world.gather(torch.tensor(world.comm.traffic.payload_bytes - before)).max())
 
 
@@ -201,7 +206,7 @@ def _row(
     world_size: int,
 ) -> dict[str, Any]:
     own, plain = times[name], times.get(SEND_RECV)
-    # Of the tensor: what the busiest rank sends and receives, or in a pair one of the two.
+    # Bytes per byte of the tensor: sent and received by the busiest rank, or sent in a pair.
     share = (1 if name == SEND_RECV else 2) * busiest_bytes / size
     algbw = size / float(np.median(own)) / 1e9
     factor = 1.0 if name == SEND_RECV else 2 * (world_size - 1) / world_size

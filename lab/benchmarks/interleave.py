@@ -1,4 +1,4 @@
-"""Whose turn it is, and what is reported of times that were taken in turns."""
+"""Interleave trials in a random order, and compute statistics of their times."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ T = TypeVar("T")
 Times = Sequence[float] | NDArray[np.float64]
 
 
-def order(num_contestants: int, round_number: int) -> list[int]:
-    """Who goes when in a round: drawn anew for each, and the same on all ranks.
+def order(num_candidates: int, round_number: int) -> list[int]:
+    """Draw the order of a round, the same on all ranks.
 
-    So nothing always runs first, or always after the same other.
+    The order differs between rounds, so that no candidate always runs first or after the same one.
     """
-    return np.random.default_rng(round_number).permutation(num_contestants).tolist()
+    return np.random.default_rng(round_number).permutation(num_candidates).tolist()
 
 
 def middle(times: Times) -> dict[str, float]:
-    """Median and median absolute deviation (unscaled)."""
+    """Compute the median and the median absolute deviation (unscaled)."""
     median = float(np.median(times))
     return {"median": median, "mad": float(np.median(np.abs(np.asarray(times) - median)))}
 
 
 def interval(statistic: Callable[..., Any], *samples: Times) -> dict[str, float | None]:
-    """A statistic of the samples' medians with its bootstrap interval, which draws whole rounds.
+    """Compute a statistic of the samples' medians, with a bootstrap interval over whole rounds.
 
     Args:
         statistic: see lab.measure.intervals.of_medians.
@@ -42,17 +42,17 @@ def interval(statistic: Callable[..., Any], *samples: Times) -> dict[str, float 
         median, low and high; None where a value is not finite.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Interval = of_medians(statistic, *samples)  # type: ignore[arg-type]
-    named = {"median": found.mid, "low": found.lo, "high": found.hi}
+        bounds: Interval = of_medians(statistic, *samples)  # type: ignore[arg-type]
+    named = {"median": bounds.mid, "low": bounds.lo, "high": bounds.hi}
     return {name: value if math.isfinite(value) else None for name, value in named.items()}
 
 
 def ratio(times: Times, reference: Times) -> dict[str, float | None]:
-    """times / reference, see `interval`."""
+    """Compute times / reference; see `interval`."""
     return interval(lambda a, b: a / b, times, reference)
 
 
 def progress(rounds: Iterable[T], rank: int, total: int | None = None) -> Iterable[T]:
-    """The rounds, with a bar on rank 0; seldom drawn where nobody looks."""
+    """Iterate over the rounds, with a progress bar on rank 0; drawn rarely without a terminal."""
     every_s = 0.5 if sys.stderr.isatty() else 10
     return tqdm(rounds, total=total, disable=rank != 0, mininterval=every_s, unit="round")

@@ -17,22 +17,23 @@ from lab.model.profile import Layer, Profile
 from lab.training.assemble import join
 from lab.training.dry import assembled
 
-CHECKED = 5  # steps of which torch.profiler counts the kernels
+CHECKED = 5  # steps in which torch.profiler counts the kernels
 
 
 def measure(
     configs: list[DictConfig], name: str, settings: list[str]
 ) -> tuple[Profile, float | None]:
-    """The profile of a model on the device at hand; on a GPU also what torch.profiler finds.
+    """Measure a model's profile on the device at hand; on a GPU, also its kernels' time.
 
-    That is the time of all kernels of a step but the optimizer's, in ms, at the batch of reference.
+    That is the time in ms of a step's kernels, without the optimizer's, by torch.profiler at the
+    reference batch.
 
     Args:
-        configs: of the run at the batch of reference, and at a smaller one.
-        settings: what the command was given; part of the profile's source.
+        configs: settings of the run at the reference batch, and at a smaller one.
+        settings: settings of the command; part of the profile's source.
 
     Raises:
-        ConfigError: a setting that proves wrong with data and devices at hand.
+        ConfigError: a setting does not fit the data and devices at hand.
     """
     world = join(configs[0])
     try:

@@ -13,12 +13,12 @@ from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.overrides import file_to_write
 
-FEWER = 4  # the second batch is so many times smaller
+FEWER = 4  # the second batch is smaller by this factor
 DEFAULTS = ("strategy=none", "steps=30")
 
 
 def read(settings: Sequence[str]) -> list[DictConfig]:
-    """The run's settings as they were given, and with a smaller batch."""
+    """Read the run's settings as given, and with a smaller batch."""
     for setting in settings:
         if setting.startswith("strategy="):
             raise ConfigError(f"{setting}: nothing is exchanged here; take transform=fc1x1 alone")
@@ -36,10 +36,10 @@ def read(settings: Sequence[str]) -> list[DictConfig]:
 
 
 def profile_file(text: str) -> Path | None:
-    """The file that `out=` names, which is a choice of `profile=` too; None for `null`.
+    """Return the file that `out=` names, also a choice of `profile=`; None for `null`.
 
     Raises:
-        ConfigError: no choice can have its name, or it cannot be written.
+        ConfigError: the name cannot be a choice, or the file cannot be written.
     """
     path = file_to_write("out", text, ".yaml")
     if path and not re.fullmatch(r"[\w-]+", path.stem):

@@ -1,4 +1,4 @@
-"""Measure what a request asks for: here, or on ranks that are started for it."""
+"""Carry out a request: here, or on ranks that are started for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lab.benchmarks.request import BENCHES, Request
 
 
 def measure(request: Request) -> dict[str, Any] | None:
-    """The result, on rank 0, or where the ranks were started from.
+    """Measure; return the result on rank 0, or in the process that started the ranks.
 
     Raises:
-        ConfigError: a setting that proves wrong with data, devices and ranks at hand.
+        ConfigError: a setting does not fit the data, devices and ranks at hand.
         RanksFailed: a rank failed.
     """
-    # Only now is torch imported: help and wrong settings have been answered without it.
+    # torch is imported only here: help and wrong settings are answered without it.
     benchmark = importlib.import_module(f"lab.benchmarks.{request.bench}")
     if is_rank():
         return benchmark.measure(request)

@@ -1,7 +1,7 @@
-"""Peak memory of a steady step by strategy, each in ranks of its own, and what its card says.
+"""Peak memory of a steady step by strategy, each in fresh ranks, and in theory by its card.
 
 The peak is of resident memory on CPUs, by Linux's own mark (VmHWM, which writing 5 to clear_refs
-sets back), and of allocated memory on GPUs.
+resets), and of allocated memory on GPUs.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ NUM_STEPS = 7  # after the warm-up
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
-# Bytes besides weights, gradients and momentum, of syncs that need others than their exchange does.
+# Bytes besides weights, gradients and momentum, for syncs that need more than their exchange.
 SYNCS: dict[type, Callable[[Sizes, Any, Settings], float]] = {
     NoSync: lambda s, sync, e: 0,
     # The anchor, and the outer momentum.
     LocalSync: lambda s, sync, e: (
         extra_bytes(s, e) + 4 * s.n * (1 + (sync.outer.defaults["momentum"] > 0))
     ),
-    # Ranks but the root hold no momentum.
+    # Only the root holds momentum.
     RootUpdate: lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
-    # A second gradient, which is under way meanwhile.
+    # A second gradient, which is under way during the step.
     DoubleBuffer: lambda s, sync, e: extra_bytes(s, e) + (4 * s.n if sync.double_buffer else 0),
-    DDPSync: lambda s, sync, e: 4 * s.n,  # its buckets, to which gradients are copied, and back
+    DDPSync: lambda s, sync, e: 4 * s.n,  # DDP's buckets, to which gradients are copied, and back
 }
 
 
 def measure(request: Request) -> dict[str, Any] | None:
-    """Peaks of the one strategy that these ranks are for, on rank 0.
+    """Measure the peaks of one strategy; return the result on rank 0.
 
     Raises:
-        ConfigError: several strategies, or peaks that cannot be read here.
+        ConfigError: there are several strategies, or peaks cannot be read here.
     """
     if len(request.variants) > 1:
         raise ConfigError(
@@ -73,7 +73,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         everyones = world.gather(torch.tensor([theory], dtype=torch.float64))[:, 0].tolist()
         row = {
             "name": request.variants[0].label,
-            "peak_bytes": [interleave.middle(own) for own in peaks.numpy()],
+            "peak_bytes": [interleave.middle(of_rank) for of_rank in peaks.numpy()],
             "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
             "num_steps": peaks.shape[1],
             **part.sizes,
@@ -85,7 +85,7 @@ def measure(request: Request) -> dict[str, Any] | None:
 
 
 def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One result of those of all strategies: what each adds to `none`, measured and in theory."""
+    """Combine the results of all strategies: what each adds to `none`, measured and in theory."""
     rows = [result["rows"][0] for result in results]
     (ceiling,) = (row for row in rows if row["name"] == CEILING)
     return {**results[0], "rows": [row | _compare(row, ceiling) for row in rows]}
@@ -107,8 +107,8 @@ def _compare(row: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
 
 
 def theory_bytes(sync: Any, config: DictConfig, world: World) -> float:
-    """Bytes that this rank needs besides weights, gradients and momentum; NaN where unknown."""
-    if config.sync.get("hook", "none") != "none":  # DDP's, whose memory is torch's
+    """Compute this rank's bytes besides weights, gradients and momentum; NaN if unknown."""
+    if config.sync.get("hook", "none") != "none":  # DDP's hooks, whose memory is torch's
         return math.nan
     sizes = sizes_of(sync, world)
     if type(sync) is GradSync:
@@ -117,10 +117,10 @@ def theory_bytes(sync: Any, config: DictConfig, world: World) -> float:
 
 
 def sizes_of(sync: Any, world: World) -> Sizes:
-    """The sizes of what a sync exchanges on this rank.
+    """Collect the sizes of a sync's buckets on this rank.
 
     Args:
-        sync: GradSync, or an outside reference, whose buckets are not known.
+        sync: GradSync, or a library's sync, whose buckets are unknown.
     """
     planned = sync.buckets if isinstance(sync, GradSync) else []
     buckets = [bucket.parameters.values() for bucket in planned]
@@ -138,18 +138,18 @@ def sizes_of(sync: Any, world: World) -> Sizes:
 
 
 def _peaks(part: Assembly, warmup_steps: int, world: World) -> torch.Tensor:
-    """Bytes at the peak of each step after the warm-up: [ranks, steps]."""
+    """Measure the peak bytes of each step after the warm-up: [ranks, steps]."""
     loop = part.trainer.steps()
     for _ in islice(loop, warmup_steps):
         pass
-    own = []
+    peaks = []
     for _ in range(NUM_STEPS):
         world.barrier()
         reset_peak(world.device)
         if next(loop, None) is None:
             raise ConfigError("steps: too few: none is left after warmup_steps")
-        own.append(peak_bytes(world.device))
-    return world.gather(torch.tensor(own))
+        peaks.append(peak_bytes(world.device))
+    return world.gather(torch.tensor(peaks))
 
 
 def _check_readable(device: torch.device) -> None:
@@ -163,10 +163,10 @@ def _check_readable(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak start again at what is in use now.
+    """Reset the peak to the memory in use now.
 
     Raises:
-        OSError: this system has no such mark.
+        OSError: this system cannot reset it.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -175,7 +175,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The highest use since `reset_peak`."""
+    """Return the highest use in bytes since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     lines = STATUS.read_text().splitlines()

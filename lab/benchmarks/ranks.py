@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark, and take their answer."""
+"""Start the ranks of a benchmark, and receive their result."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lab.distributed.launcher import was_launched
 from lab.record.files import write_json
 from lab.settings.config import ConfigError
 
-ANSWER = "LAB_BENCH_ANSWER"  # names the file that rank 0 answers in
+ANSWER = "LAB_BENCH_ANSWER"  # variable with the path of rank 0's result file
 REFUSED = "refused"
 
 
 class RanksFailed(RuntimeError):
-    """The ranks ended without an answer; what they printed says why."""
+    """Raised if the ranks ended without a result; their output says why."""
 
 
 def was_asked() -> bool:
-    """Whether this process is a rank that another lab.bench has started."""
+    """Tell whether another lab.bench has started this process as a rank."""
     return ANSWER in os.environ
 
 
 def is_rank() -> bool:
-    """Whether this process is one of the ranks, started from here or by the user's launcher."""
+    """Tell whether this process is a rank, started by lab.bench or by the user's launcher."""
     return was_asked() or was_launched()
 
 
 def with_world_size(request: Request) -> Request:
-    """The request with a number of ranks: what it asks for, or NUM_RANKS as far as GPUs go.
+    """Set the number of ranks: as requested, or NUM_RANKS, but no more than GPUs.
 
     Raises:
-        ConfigError: GPUs are asked for, and there is none.
+        ConfigError: GPUs are requested, and there is none.
     """
     if request.own.get("world_size", 0) is not None:
         return request
@@ -55,18 +55,18 @@ def with_world_size(request: Request) -> Request:
 
 
 def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
-    """Start fresh ranks under their own torchrun or horovodrun, and return what they measure.
+    """Start fresh ranks under their own torchrun or horovodrun, and return their result.
 
     Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, as in a sweep.
 
     Args:
-        alone: the only one of the request's variants that these ranks are for; None: all.
+        alone: the only variant that these ranks measure; None: all.
 
     Raises:
         ConfigError: the ranks refused a setting.
         RanksFailed: a rank failed.
     """
-    from lab.study.launch import end_with_parent, starter, stop  # it imports torch
+    from lab.study.launch import end_with_parent, starter, stop  # imports torch
 
     arguments = [request.bench, *alone.arguments] if alone else request.arguments
     defaults = {"OMP_NUM_THREADS": "1", **dict(BENCHES[request.bench].environment)}
@@ -95,6 +95,6 @@ def ask_ranks(request: Request, alone: Variant | None = None) -> dict[str, Any]:
 
 
 def hand_over(result: dict[str, Any]) -> int:
-    """Hand a result, or a refusal, to the process that started the ranks; the exit code."""
+    """Pass a result, or a refusal, to the process that started the ranks; return the exit code."""
     write_json(Path(os.environ[ANSWER]), result)
     return 0

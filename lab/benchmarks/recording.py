@@ -1,4 +1,4 @@
-"""Benchmark: the cost of the lab's own book-keeping per step."""
+"""Measure the cost of the lab's own book-keeping per step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lab.training.assemble import join
 from lab.training.dry import assembled
 from lab.training.outcome import surroundings
 
-STEP_S = 0.05  # a fast step, which it is compared with
+STEP_S = 0.05  # seconds of a fast step, for comparison
 
 
 def measure(request: Request) -> dict[str, Any] | None:
-    """Seconds that marks of the clock, losses, progress and the watch's lock take, on rank 0."""
+    """Time the clock's marks, losses, progress and the watchdog's lock, on rank 0."""
     config = request.variants[0].config
     try:
         world = join(config)

@@ -20,22 +20,25 @@ from lab.sync.pattern import Begin, pattern_of
 
 UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 VALUE_BYTES = 4  # everything here is float32
-NUM_RANKS = 2  # where nothing says otherwise
-NUM_VALUES = {"cpu": 25_000_000, "cuda": 400_000_000}  # beyond the caches: those of GPUs are large
+NUM_RANKS = 2  # the default
+NUM_VALUES = {
+    "cpu": 25_000_000,
+    "cuda": 400_000_000,
+}  # larger than the caches, which are large on GPUs
 OWN = {
-    "out": ("null", "FILE.json for the result; its figure goes beside it"),
+    "out": ("null", "FILE.json for the result; its figure is written next to it"),
     "world_size": (
         "null",
-        "ranks to start, where no launcher has; null: 2, or 1 with one GPU (recording: 1)",
+        "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
     ),
-    "rounds": ("20", "collective, codec: how often everything takes its turn"),
-    "sizes": ("[4kb,64kb,1mb,16mb,64mb]", "collective: of the tensor"),
-    "codec": ("null", "codec: a list of those to measure; null: all"),
+    "rounds": ("20", "collective, codec: number of rounds"),
+    "sizes": ("[4kb,64kb,1mb,16mb,64mb]", "collective: sizes of the tensor"),
+    "codec": ("null", "codec: a list of codecs; null: all"),
     "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
     "columns": ("4096", "codec: values that share two reconstruction values"),
-    "threads": ("2", "codec: of each operation, on CPUs"),
+    "threads": ("2", "codec: threads of each operation, on CPUs"),
 }
-# What torch and NCCL have once, for all that a process runs.
+# Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
 LETTERED = re.compile(r"[a-z]=")
 
@@ -45,13 +48,13 @@ class Bench:
     """The settings that one benchmark takes.
 
     Attributes:
-        own: which of OWN, beside out.
-        group: what it compares, unless another setting has the list.
-        default: names in that group, if none is given.
-        num_variants: how many it needs at least.
-        only: settings of a run that mean something to it; empty: all of them.
-        apart: each of what it compares has fresh ranks of its own.
-        environment: variables that its ranks get.
+        own: keys of OWN that it takes, besides out.
+        group: the setting that it compares, unless another setting has the list.
+        default: choices of that group, if none are given.
+        num_variants: least number of variants.
+        only: settings of a run that it uses; empty: all of them.
+        apart: each variant has fresh ranks of its own.
+        environment: variables set for its ranks.
     """
 
     own: tuple[str, ...]
@@ -81,7 +84,7 @@ BENCHES = {
         ("world_size",),
         default="allreduce,overlap,onebit,ddp",
         apart=True,
-        # glibc then gives freed blocks back at once: what is resident is what is in use.
+        # glibc then returns freed blocks at once, so that resident memory is memory in use.
         environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
     ),
     "recording": Bench(("world_size",), default="none"),
@@ -90,10 +93,10 @@ BENCHES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the things that are compared.
+    """One of the compared candidates.
 
     Attributes:
-        label: what sets its run apart, without the group's name: "overlap bucket_mb=4".
+        label: the settings that only its run has, without the group's name: "overlap bucket_mb=4".
         arguments: all settings of its run.
     """
 
@@ -104,10 +107,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Request:
-    """A benchmark, what it compares, and its own settings, parsed.
+    """A benchmark, its variants, and its own settings, parsed.
 
     Attributes:
-        own: by key; None where the machine decides (world_size, num_values).
+        own: values by key; None where the machine decides (world_size, num_values).
     """
 
     bench: str
@@ -116,13 +119,13 @@ class Request:
     arguments: list[str]
 
     def cluster(self, alone: Variant | None = None) -> Cluster | None:
-        """The emulated one that ranks are started on, if any: for all variants, or `alone`."""
+        """Return the emulated cluster of the ranks, if any: for all variants, or for `alone`."""
         config = (alone or self.variants[0]).config
         return cluster_of(config, self.own.get("world_size") or NUM_RANKS)
 
     @property
     def over_horovod(self) -> bool:
-        """Whether horovodrun alone can start its ranks."""
+        """Tell whether only horovodrun can start the ranks."""
         return any("horovod" in variant.config.comm["_target_"] for variant in self.variants)
 
 
@@ -130,7 +133,7 @@ def read(arguments: list[str]) -> Request:
     """Parse the words after `lab.bench`.
 
     Raises:
-        ConfigError: they name no benchmark, or any setting is wrong.
+        ConfigError: the words name no benchmark, or a setting is wrong.
     """
     name, *settings = arguments or [""]
     if name not in BENCHES:
@@ -157,10 +160,10 @@ def read(arguments: list[str]) -> Request:
 
 
 def whole_number(key: str, text: str) -> int:
-    """An integer of at least 1; digits may be grouped, as in 25_000_000.
+    """Parse an integer of at least 1; digits may be grouped, as in 25_000_000.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not such an integer.
     """
     if not re.fullmatch(r"\d+(_\d+)*", text) or int(text) < 1:
         raise ConfigError(f"{key}={text}: must be an integer of at least 1")
@@ -172,22 +175,22 @@ def _number_or_null(key: str, text: str) -> int | None:
 
 
 def sizes_in_bytes(key: str, text: str) -> list[int]:
-    """`[4kb,1mb]` in bytes, in the order given; units are powers of 1024.
+    """Parse `[4kb,1mb]` into bytes, in the given order; units are powers of 1024.
 
     Raises:
-        ConfigError: one of them is no whole number of float32 values.
+        ConfigError: a size is not a whole number of float32 values.
     """
-    found = []
+    sizes = []
     for word in text.strip("[]").split(","):
         match = re.fullmatch(r"(\d+)(b|kb|mb|gb)", word.strip().lower())
         size = int(match[1]) * UNITS[match[2]] if match else 0
         if size == 0 or size % VALUE_BYTES:
             raise ConfigError(
-                f"{key}={text}: {word.strip()!r} is no size; allowed are whole float32 values in "
-                "b, kb, mb or gb, as in [4kb,64kb,1mb]"
+                f"{key}={text}: {word.strip()!r} is not a size; allowed are whole float32 values "
+                "in b, kb, mb or gb, as in [4kb,64kb,1mb]"
             )
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes
 
 
 def _names(_key: str, text: str) -> list[str] | None:
@@ -208,7 +211,7 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def _variants(name: str, settings: list[str]) -> list[Variant]:
-    _refuse_what_means_nothing(name, settings)
+    _refuse_unused(name, settings)
     common, sets = _compared(name, settings)
     if len(sets) < BENCHES[name].num_variants:
         raise ConfigError(
@@ -216,19 +219,21 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
             "a='strategy=overlap bucket_mb=4' b='strategy=ddp'"
         )
     if BENCHES[name].apart and not was_launched() and ["strategy=none"] not in sets:
-        sets = [["strategy=none"], *sets]  # what the others are compared with
-    made = [Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets]
+        sets = [["strategy=none"], *sets]  # the baseline of the others
+    variants = [
+        Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets
+    ]
     if name == "step":
-        _refuse_what_cannot_take_turns(made)
-    labels = [variant.label for variant in made]
+        _refuse_incomparable(variants)
+    labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"{', '.join(labels)}: the same is listed twice")
-    return made
+    return variants
 
 
-def _refuse_what_cannot_take_turns(variants: list[Variant]) -> None:
+def _refuse_incomparable(variants: list[Variant]) -> None:
     for key in OF_A_PROCESS:
-        # comm=horovod has none of NCCL's.
+        # comm=horovod has no settings of NCCL.
         if len({bool(OmegaConf.select(variant.config, key)) for variant in variants}) > 1:
             raise ConfigError(
                 f"{key}: what is compared takes turns in one process, which has one value of it; "
@@ -243,7 +248,7 @@ def _refuse_what_cannot_take_turns(variants: list[Variant]) -> None:
 
 
 def _compared(name: str, settings: list[str]) -> tuple[list[str], list[list[str]]]:
-    """Settings that all runs share, and those that set each apart."""
+    """Separate the settings that all runs share from those of each run."""
     lettered = [text for text in settings if LETTERED.match(text)]
     common = [text for text in settings if not LETTERED.match(text)]
     overrides = parse_overrides(common)
@@ -273,15 +278,15 @@ def _label(name: str, settings: list[str]) -> str:
     return " ".join(settings).removeprefix(f"{BENCHES[name].group}=")
 
 
-def _refuse_what_means_nothing(name: str, settings: list[str]) -> None:
+def _refuse_unused(name: str, settings: list[str]) -> None:
     only = BENCHES[name].only
-    given = [part for text in settings for part in _set(text)]
-    for setting in given if only else ():
+    parts = [part for text in settings for part in _set(text)]
+    for setting in parts if only else ():
         if re.split(r"[.=]", setting)[0] not in only:
             allowed = ", ".join((*BENCHES[name].own, "out", *only))
-            raise ConfigError(f"{setting}: means nothing to {name}; allowed are {allowed}")
+            raise ConfigError(f"{setting}: is not used by {name}; allowed are {allowed}")
 
 
 def _set(text: str) -> list[str]:
-    """The settings in `a='...'`, or the one that `text` is."""
+    """Split the settings in `a='...'`; other text is a single setting."""
     return shlex.split(text[2:]) if LETTERED.match(text) else [text]

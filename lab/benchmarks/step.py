@@ -1,4 +1,4 @@
-"""Step times of two settings or more, a step of each in every round."""
+"""Measure step times of two or more sets of settings, a step of each in every round."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CEILING, REFERENCE = "none", "ddp"
 
 
 def measure(request: Request) -> dict[str, Any] | None:
-    """The result, on rank 0. Where a strategy exchanges every so many steps, rounds are as long.
+    """Measure; return the result on rank 0. Rounds have as many steps as a strategy's rounds.
 
     Raises:
-        ConfigError: a setting that proves wrong with data, devices and ranks at hand.
+        ConfigError: a setting does not fit the data, devices and ranks at hand.
     """
     configs = [variant.config for variant in request.variants]
     try:
-        joined = [join(config) for config in configs]  # maybe over other ways to communicate
+        joined = [join(config) for config in configs]  # perhaps over different comms
         world = joined[0]
         with ExitStack() as stack:
             parts = [
@@ -40,8 +40,8 @@ def measure(request: Request) -> dict[str, Any] | None:
         warmup = max(config.warmup_steps for config in configs)
         every = math.lcm(*(part.trainer.sync.every for part in parts))
         times = {
-            variant.label: round_means(own[:, warmup:], warmup, every).max(axis=0)
-            for variant, own in zip(request.variants, step_s, strict=True)
+            variant.label: round_means(seconds[:, warmup:], warmup, every).max(axis=0)
+            for variant, seconds in zip(request.variants, step_s, strict=True)
         }
         rows = compare(times)
         for row, part in zip(rows, parts, strict=True):
@@ -61,43 +61,45 @@ def measure(request: Request) -> dict[str, Any] | None:
 
 
 def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """A row for each label, with its ratio to the last, and what its exchange exposes.
+    """Compute a row for each label: its ratio to the last, and its exposed communication.
 
     Args:
-        times: seconds by label of the timed rounds; the same positions ran one after the other.
-            Exposed exchange is a step's time less that of "none", where that is among them, and is
-            compared with that of "ddp".
+        times: seconds of the timed rounds by label; equal positions ran one after the other.
+            Exposed communication is a step's time less that of "none", if it is among the labels,
+            and is compared with that of "ddp".
     """
     *_, last = times
     return [
         {
             "name": label,
-            "step_s": interleave.middle(own),
-            "ratio": None if label == last else interleave.ratio(own, times[last]),
+            "step_s": interleave.middle(seconds),
+            "ratio": None if label == last else interleave.ratio(seconds, times[last]),
             **_exposed(label, times),
         }
-        for label, own in times.items()
+        for label, seconds in times.items()
     ]
 
 
 def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
     if CEILING not in times or label == CEILING:
         return {"exposed_exchange_s": None, "exposed_to_ddp": None}
-    own, ceiling = times[label], times[CEILING]
-    exposed = interleave.interval(lambda a, c: a - c, own, ceiling)
+    step_s, ceiling = times[label], times[CEILING]
+    exposed = interleave.interval(lambda a, c: a - c, step_s, ceiling)
     if REFERENCE not in times or label == REFERENCE:
         return {"exposed_exchange_s": exposed, "exposed_to_ddp": None}
-    to_ddp = interleave.interval(lambda a, c, d: (a - c) / (d - c), own, ceiling, times[REFERENCE])
+    to_ddp = interleave.interval(
+        lambda a, c, d: (a - c) / (d - c), step_s, ceiling, times[REFERENCE]
+    )
     return {"exposed_exchange_s": exposed, "exposed_to_ddp": to_ddp}
 
 
 def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
-    """Seconds of each, [parts, ranks, steps]."""
+    """Run the parts in turns; return their seconds, [parts, ranks, steps]."""
     loops = [part.trainer.steps() for part in parts]
     align = aligner(world)
     for step in interleave.progress(range(parts[0].trainer.total_steps), world.rank):
         for index in interleave.order(len(loops), step):
             align()
             next(loops[index])
-    own = np.stack([part.trainer.clock.step_seconds() for part in parts])
-    return world.gather(torch.from_numpy(own)).transpose(0, 1).numpy()
+    seconds = np.stack([part.trainer.clock.step_seconds() for part in parts])
+    return world.gather(torch.from_numpy(seconds)).transpose(0, 1).numpy()

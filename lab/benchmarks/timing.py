@@ -1,7 +1,8 @@
-"""Seconds that a call takes: by the host's clock on CPUs, by events of the stream on GPUs.
+"""Time calls: by the host's clock on CPUs, by events of the stream on GPUs.
 
-On a GPU a call returns when it is queued. So many are timed together, between two events, while the
-stream is held until the host has queued all of them: neither launches nor waiting are in the time.
+On a GPU, a call returns when it is queued. So several calls are timed together between two events,
+and the stream is held until the host has queued all of them: the time includes neither launches nor
+waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from lab.distributed.world import World
 from lab.measure.hold import hold
 
-NUM_CALLS = 20  # timed together, as nccl-tests does
+NUM_CALLS = 20  # timed together, as in nccl-tests
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Took:
     """Seconds of one call.
 
     Attributes:
-        call_s: until its result is there.
-        host_s: until the host has queued it, while the device is busy; None on CPUs. Where it is
-            above call_s, launches are what a step waits for.
+        call_s: until the result is there.
+        host_s: until the host has queued the call, while the device is busy; None on CPUs. Above
+            call_s, launches limit the step.
     """
 
     call_s: float
@@ -38,11 +39,11 @@ def per_call(
     device: torch.device,
     align: Callable[[], object] | None = None,
 ) -> Took:
-    """The mean of `num_calls` that follow each other.
+    """Return the mean time of `num_calls` consecutive calls.
 
     Args:
-        align: lets all ranks begin together: on CPUs the host waits for the others in it, on GPUs
-            the stream.
+        align: lets all ranks begin together; on CPUs the host waits in it for the other ranks, on
+            GPUs the stream.
     """
     if device.type == "cuda":
         return _in_stream(call, num_calls, device, align)
@@ -62,7 +63,7 @@ def _in_stream(
 ) -> Took:
     torch.cuda.synchronize(device)
     began = time.perf_counter()
-    call()  # not timed: tells for how long the stream must be held
+    call()  # not timed: measures for how long the stream must be held
     hold(num_calls * (time.perf_counter() - began))
     if align:
         align()
@@ -80,8 +81,8 @@ def _in_stream(
 def aligner(world: World) -> Callable[[], None]:
     """Return a call that all ranks leave together: an all-reduce on GPUs, a barrier on CPUs.
 
-    On a GPU a host's barrier would align nothing: hosts run ahead of their devices. The all-reduce
-    is not counted in the traffic.
+    On GPUs, a barrier of the hosts would not align the devices, which lag behind. The all-reduce is
+    not counted as traffic.
     """
     if world.device.type == "cpu":
         return world.barrier
@@ -96,7 +97,7 @@ def aligner(world: World) -> Callable[[], None]:
 
 
 def cache_bytes(device: torch.device) -> int | None:
-    """Size of a GPU's cache, in which smaller tensors stay from call to call; None on CPUs."""
+    """Return the bytes of a GPU's cache, where smaller tensors stay between calls; None on CPUs."""
     if device.type == "cpu":
         return None
     return torch.cuda.get_device_properties(device).L2_cache_size

@@ -1,1 +1,1 @@
-"""The first hour on a GPU: what is run, which figures are read off it, and what is expected."""
+"""The checklist of the first hour on a GPU: commands, figures and their expected ranges."""

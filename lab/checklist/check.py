@@ -1,4 +1,4 @@
-"""Runs items, and holds their figures against what was expected."""
+"""Run items, and compare their figures with the expected ranges."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lab.checklist.several_gpus import several_gpus
 from lab.settings.config import ConfigError
 
 Run = Callable[[Command, Results, float], dict[str, Any]]
-LEAST_S = 60.0  # that a command has, however long those before it took
-# Worst last: an item is as good as the worst of its figures.
+LEAST_S = 60.0  # seconds that a command has, however long earlier commands took
+# Worst last: an item has the verdict of its worst figure.
 VERDICTS = ("not applicable", "noted", "holds", "differs", "failed")
 
 
 def checklist(machine: Machine) -> list[Item]:
-    """All items, in the order of their numbers. Each needs at least its `num_gpus`."""
+    """List all items in the order of their numbers. Each needs at least its `num_gpus`."""
     items = [*one_gpu(machine), *several_gpus(machine)]
     return sorted(items, key=lambda item: place(item.key))
 
 
 def chosen(items: list[Item], keys: list[str] | None) -> list[Item]:
-    """The items that are asked for, by number ("4") or part ("4a"); None: all.
+    """Select items by number ("4") or part ("4a"); None: all.
 
     Raises:
         ConfigError: there is no such item.
@@ -42,10 +42,10 @@ def chosen(items: list[Item], keys: list[str] | None) -> list[Item]:
 def check(
     item: Item, machine: Machine, results: Results, limit_s: float, run: Run
 ) -> dict[str, Any]:
-    """Run an item, and judge what it left: its verdict, figures and commands, for JSON.
+    """Run an item, and return its verdict, figures and commands, for JSON.
 
     Args:
-        limit_s: that all its commands may take together.
+        limit_s: seconds that all its commands may take together.
         run: see lab.checklist.process.run.
     """
     about = {"key": item.key, "title": item.title}
@@ -72,7 +72,7 @@ def check(
 
 
 def judge(figure: Figure, results: Results) -> dict[str, Any]:
-    """A figure beside what was expected; "failed" if it cannot be read."""
+    """Compare a figure with its expected range; "failed" if it cannot be read."""
     facts = {"name": figure.name, "unit": figure.unit, "expected": figure.expected()}
     facts |= {"why": figure.why}
     try:

@@ -1,4 +1,4 @@
-"""How figures are read off what commands leave. Each maker's result takes Results."""
+"""Readers of figures from the files of commands. Each function returns a reader of Results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Read = Callable[[Results], float]
 
 
 def row(name: str, key: str, scale: float = 1.0, /, **where: Any) -> Read:
-    """A number of the first row of a benchmark in which all of `where` holds; a.b is b in a."""
+    """Read a number from a benchmark's first row that matches `where`; a.b is b in a."""
 
     def read(results: Results) -> float:
         rows = results.json(name)["rows"]
@@ -26,18 +26,18 @@ def row(name: str, key: str, scale: float = 1.0, /, **where: Any) -> Read:
 
 
 def total(name: str, key: str) -> Read:
-    """The sum over all rows of a benchmark."""
+    """Sum a number over all rows of a benchmark."""
     return lambda results: float(sum(each[key] for each in results.json(name)["rows"]))
 
 
 def less(name: str, key: str, scale: float, this: str, other: str) -> Read:
-    """How much more one row of a benchmark has than another; rows by their `name`."""
+    """Read the difference between two rows of a benchmark, given by their `name`."""
     first, second = row(name, key, scale, name=this), row(name, key, scale, name=other)
     return lambda results: first(results) - second(results)
 
 
 def value(name: str, key: str, scale: float = 1.0) -> Read:
-    """A number of a JSON file; NaN for null, which is what could not be found out."""
+    """Read a number from a JSON file; NaN for null, which means unknown."""
 
     def read(results: Results) -> float:
         found = _dig(results.json(name), key)
@@ -47,12 +47,12 @@ def value(name: str, key: str, scale: float = 1.0) -> Read:
 
 
 def recorded(cell: str, key: str, scale: float = 1.0) -> Read:
-    """A number of a run's record."""
+    """Read a number from a run's record."""
     return lambda results: scale * float(_dig(results.record(cell), key))
 
 
 def is_recorded(cell: str, /, **values: Any) -> Read:
-    """1 if the record holds these values, else 0."""
+    """Return 1 if the record holds these values, else 0."""
 
     def read(results: Results) -> float:
         record = results.record(cell)
@@ -62,12 +62,12 @@ def is_recorded(cell: str, /, **values: Any) -> Read:
 
 
 def says(name: str, pattern: str) -> Read:
-    """1 if the output has a match of `pattern`, else 0."""
+    """Return 1 if the output has a match of `pattern`, else 0."""
     return lambda results: float(re.search(pattern, results.output(name)) is not None)
 
 
 def printed(name: str, pattern: str) -> Read:
-    """The number in the group of the last match of `pattern` in the output; 0 without one."""
+    """Read the number in the last match of `pattern` in the output; 0 without one."""
 
     def read(results: Results) -> float:
         found = re.findall(pattern, results.output(name))
@@ -77,17 +77,17 @@ def printed(name: str, pattern: str) -> Read:
 
 
 def ended(name: str, key: str) -> Read:
-    """A number of how the command ended."""
+    """Read a number from the command's end (lab.checklist.process.run)."""
     return lambda results: float(results.ended(name)[key])
 
 
 def seen(name: str, key: str) -> Read:
-    """A number of processes that nvidia-smi saw; NaN where it shows none, as in a container."""
+    """Read a number of processes that nvidia-smi saw; NaN if none, as in a container."""
     return lambda results: float(results.ended(name)[key] or math.nan)
 
 
 def per_step(longer: str, shorter: str, pattern: str, steps: int) -> Read:
-    """Matches that a run of `steps` more steps prints more, in each of these steps."""
+    """Count the matches per step from a run and another with `steps` more steps."""
 
     def read(results: Results) -> float:
         counts = [len(re.findall(pattern, results.output(name))) for name in (longer, shorter)]
@@ -97,7 +97,7 @@ def per_step(longer: str, shorter: str, pattern: str, steps: int) -> Read:
 
 
 def layers_ms(name: str) -> Read:
-    """Forward and backward of all layers by lab.profile_layers, as it printed them."""
+    """Read the time of all layers, forward and backward, from lab.profile_layers' output."""
     return printed(name, r"layers ([\d.]+) ms;")
 
 

@@ -1,6 +1,6 @@
 """Describe this machine: `python -m lab.checklist.hardware` prints JSON.
 
-A process of its own asks, because one that has asked a GPU holds memory of it until it ends.
+This is a separate process, because a process that has queried a GPU holds its memory to the end.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lab.distributed.gpus import is_available, torch_build
 from lab.measure import nvidia
 from lab.measure.environment import environment, git_commit
 
-DRIVERS = {13: 580, 12: 525}  # the oldest that a CUDA of this major version runs on
+DRIVERS = {13: 580, 12: 525}  # the oldest driver for a CUDA of this major version
 
 
 def hardware() -> dict[str, Any]:
-    """GPUs, the software on them, and what Triton needs to compile."""
+    """Describe GPUs, their software, and Triton's requirements for compiling."""
     listed = nvidia.gpus() or []
     usable = is_available()
     cuda = int((torch.version.cuda or "0").split(".")[0])
@@ -43,7 +43,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _memory_gb_per_s() -> float | None:
-    """Peak of the first GPU: two transfers a clock; None where torch is too old to say."""
+    """Compute the first GPU's peak rate: two transfers per clock; None if torch is too old."""
     about = torch.cuda.get_device_properties(0)
     clock_khz, bits = (getattr(about, n, 0) for n in ("memory_clock_rate", "memory_bus_width"))
     return 2 * clock_khz * 1e3 * bits / 8 / 1e9 or None

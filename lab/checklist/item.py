@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RUNS = "runs"  # the lab's own default
+RUNS = "runs"  # the lab's default
 STUDY = "first_hour"  # of all runs that a checklist starts
 
 
@@ -19,13 +19,13 @@ class Command:
     """A command of the lab, or another Python program.
 
     Attributes:
-        name: of the files that it leaves; a run's is its cell's too.
-        words: what follows `python`.
-        num_ranks: how many torchrun starts; 0: it is started as it is.
-        one_gpu: it sees the first GPU alone.
-        code: the exit code that it must have.
-        counts_processes: nvidia-smi is asked meanwhile who uses GPUs.
-        stop_rank_after_s: then its rank 1 is stopped (SIGSTOP), as a lost one would be.
+        name: name of its files, and of the cell if it is a run.
+        words: arguments of `python`.
+        num_ranks: number of ranks that torchrun starts; 0: started without torchrun.
+        one_gpu: whether it sees only the first GPU.
+        code: its expected exit code.
+        counts_processes: whether nvidia-smi counts the processes on GPUs meanwhile.
+        stop_rank_after_s: time after which rank 1 is stopped (SIGSTOP), like a lost rank.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Results:
         return (self.folder / f"{name}.out").read_text(errors="replace")
 
     def ended(self, name: str) -> dict[str, Any]:
-        """How a command ended: see lab.checklist.process.run."""
+        """Read a command's end: see lab.checklist.process.run."""
         return self.json(f"{name}.ended")
 
     def run(self, cell: str) -> Path:
-        """The directory of a run."""
+        """Return the directory of a run."""
         return Path(RUNS) / STUDY / cell
 
     def record(self, cell: str) -> dict[str, Any]:
@@ -65,11 +65,11 @@ class Results:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number, and between which two it is expected.
+    """One number and its expected range.
 
     Attributes:
-        why: what the expectation rests on. None of them was measured: they are estimates.
-        known: whether there is one for this machine; elsewhere the number is noted.
+        why: the basis of the range, which is an estimate, not a measurement.
+        known: whether there is a range for this machine; if not, the number is noted.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Figure:
     known: bool = True
 
     def expected(self) -> str:
-        """The range in words."""
+        """Write the range in words."""
         if not self.known:
             return "not known for this machine"
         if self.low == self.high:
@@ -96,8 +96,8 @@ class Item:
     """One line of the checklist.
 
     Attributes:
-        key: its number, and a letter where a line has several parts: "4a".
-        num_gpus: that it needs at least.
+        key: its number, with a letter if a line has several parts: "4a".
+        num_gpus: least number of GPUs.
     """
 
     key: str
@@ -112,9 +112,9 @@ class Machine:
     """The machine that a checklist is made for.
 
     Attributes:
-        gpus: the name of each.
-        folder: where commands leave their files.
-        memory_gb_per_s: peak rate of the first GPU's memory; None: not known.
+        gpus: the name of each GPU.
+        folder: folder for the commands' files.
+        memory_gb_per_s: peak rate of the first GPU's memory; None: unknown.
     """
 
     gpus: tuple[str, ...]
@@ -126,10 +126,10 @@ class Machine:
         return len(self.gpus)
 
     def has(self, *kinds: str) -> bool:
-        """Whether the first GPU is of one of these kinds."""
+        """Tell whether the first GPU is of one of these kinds."""
         return any(kind in self.gpus[0] for kind in kinds)
 
 
 def place(key: str) -> tuple[int, str]:
-    """Where an item stands: its number, then its letter."""
+    """Return an item's sort key: its number, then its letter."""
     return int(re.sub(r"\D", "", key)), key

@@ -1,4 +1,4 @@
-"""The machine that a checklist is for, and where its page goes."""
+"""The machine of a checklist, and the path of its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def query() -> dict[str, Any]:
     """Run lab.checklist.hardware and return its result.
 
     Raises:
-        ConfigError: it fails, or torch can use no GPU here.
+        ConfigError: the query fails, or torch can use no GPU here.
     """
     done = subprocess.run([sys.executable, *ASK], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -34,14 +34,14 @@ def query() -> dict[str, Any]:
 
 
 def machine_of(found: dict[str, Any], page: str | None) -> tuple[Machine, Path]:
-    """The machine, and its page: the one given, or docs/results/gpu-NAME.md."""
+    """Return the machine and the path of its page, by default docs/results/gpu-NAME.md."""
     gpus = tuple(found["environment"]["gpus"])
     path = Path(page or f"docs/results/gpu-{_name(gpus)}.md")
     return Machine(gpus, path.with_suffix(""), found["memory_gb_per_s"]), path
 
 
 def _name(gpus: tuple[str, ...]) -> str:
-    """`h200`, or `8-h200` of eight."""
+    """Name the GPUs: `h200`, or `8-h200` for eight."""
     words = re.sub(r"nvidia|geforce|tesla", "", gpus[0].lower())
     number = f"{len(gpus)}-" if len(gpus) > 1 else ""
     return number + re.sub(r"[^a-z0-9]+", "-", words).strip("-")

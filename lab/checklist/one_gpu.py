@@ -26,14 +26,14 @@ ALEXNET = (
     *("model=alexnet", "data=synthetic", "data.shape=[3,224,224]", "data.num_classes=1000"),
     *("data.num_images=4096", "optim.lr=0.001", "warmup_steps=10"),
 )
-ENCODE = {  # by columns: the least share of a copy's rate
+ENCODE = {  # by number of columns, the least share of a copy's rate
     64: (0.4, "several short rows a program"),
     363: (0.3, "rows that end in the middle of 128 bits"),
     4096: (0.45, "whole tiles and aligned loads"),
     9216: (0.45, "as 4096"),
     25088: (0.4, "the longest row of VGG, kept on chip"),
 }
-STEPS = {  # strategies beside none, by name of the run and what it changes
+STEPS = {  # strategies besides none: name of the run, and its settings
     "step_256": ("a", "batch 256", ("batch_size=256",)),
     "step_256_bf16": ("b", "batch 256, bf16", ("batch_size=256", "precision=bf16")),
     "step_32": ("c", "batch 32", ("batch_size=32",)),
@@ -53,7 +53,7 @@ TESTS = {
 
 
 def one_gpu(machine: Machine) -> Iterator[Item]:
-    """The checklist's items 1 to 9."""
+    """Make the checklist's items 1 to 9."""
     yield _machine(machine)
     yield _main_job()
     yield from (tests(f"3{part}", name, *rest) for name, (part, *rest) in TESTS.items())
@@ -66,17 +66,17 @@ def one_gpu(machine: Machine) -> Iterator[Item]:
 
 
 def train(name: str, *settings: str) -> tuple[str, ...]:
-    """The words of a run in the checklist's study."""
+    """Compose the words of a run in the checklist's study."""
     return ("-m", "lab.train", *settings, f"study={STUDY}", f"cell={name}")
 
 
 def bench(machine: Machine, name: str, benchmark: str, *settings: str) -> tuple[str, ...]:
-    """The words of a benchmark that leaves its result in the checklist's folder."""
+    """Compose the words of a benchmark that writes its result to the checklist's folder."""
     return ("-m", "lab.bench", benchmark, *settings, f"out={machine.folder / name}.json")
 
 
 def tests(key: str, name: str, words: tuple[str, ...], title: str, num_gpus: int = 1) -> Item:
-    """An item that runs tests: none may fail, and none be skipped."""
+    """Make an item that runs tests: none may fail or be skipped."""
     command = Command(
         name,
         ("-m", "pytest", *words, "-o", "addopts=", "-o", "filterwarnings=default"),

@@ -35,14 +35,14 @@ def lines(item: dict[str, Any]) -> list[str]:
 
 
 def value(figure: dict[str, Any]) -> str:
-    """A figure with its unit."""
+    """Format a figure with its unit."""
     number = figure["value"]
     shown = "-" if number is None or number != number else f"{number:.4g}"
     return f"{shown} {figure['unit']}".strip()
 
 
 def merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """`new` with what earlier parts found, if on the same GPUs and at the same commit."""
+    """Merge `new` with earlier results of the same GPUs and the same commit."""
     try:
         before = json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError):
@@ -56,17 +56,17 @@ def merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Put the page at `path`, and its JSON beside it.
+    """Write the page to `path`, and its JSON next to it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     write_json(path.with_suffix(".json"), result)
     write_atomically(path, lambda temporary: temporary.write_text(text(result)))
 
 
 def text(result: dict[str, Any]) -> str:
-    """The page."""
+    """Write the page as Markdown."""
     found = result["hardware"]
     about = found["environment"]
     versions = [f"{name} {about[name]}" for name in NAMED if about.get(name)]
@@ -105,7 +105,7 @@ def _rows(item: dict[str, Any]) -> list[str]:
 
 
 def _marked(judged: dict[str, Any]) -> str:
-    """A verdict; in bold what somebody should look at."""
+    """Format a verdict; those that need attention are bold."""
     verdict = judged["verdict"]
     return f"**{verdict}**" if verdict in ("differs", "failed") else verdict
 

@@ -1,4 +1,4 @@
-"""One command of the checklist as processes: run, watched, ended in time, and nothing left."""
+"""Run one command of the checklist, end it in time, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 from lab.checklist.item import Command, Results
 from lab.record.files import write_json
 
-MARK = "LAB_FIRST_HOUR"  # tells our processes from others: ranks have sessions of their own
-STOP_S = 45.0  # torchrun kills its ranks 30 s after it was asked to end
+MARK = "LAB_FIRST_HOUR"  # marks our processes: ranks have sessions of their own
+STOP_S = 45.0  # torchrun kills its ranks 30 s after it is asked to end
 POLL_S = 1.0
 QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
 
 
 def run(command: Command, results: Results, limit_s: float) -> dict[str, Any]:
-    """Run a command in the current directory; how it ended, which NAME.ended.json holds too.
+    """Run a command in the current directory; return its end, also written to NAME.ended.json.
 
     Returns:
         code (None if it took longer than `limit_s`), seconds, num_left (processes that it left,
-        which are ended), and as nvidia-smi saw them, if asked to: most_processes, on_one_gpu.
+            which are ended), and from nvidia-smi, if requested: most_processes, on_one_gpu.
     """
     _clear(command, results)
     marked = f"{os.getpid()}-{command.name}"
@@ -54,19 +54,19 @@ def run(command: Command, results: Results, limit_s: float) -> dict[str, Any]:
 
 
 def argv(command: Command) -> list[str]:
-    """The command line; torchrun is a module, so that it needs no installed script."""
+    """Compose the command line; torchrun is run as a module, without an installed script."""
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     ranks = [*torchrun, f"--nproc-per-node={command.num_ranks}"] if command.num_ranks else []
     return [sys.executable, *ranks, *command.words]
 
 
 def first_gpu() -> str:
-    """CUDA_VISIBLE_DEVICES of one GPU: the first that this process may use."""
+    """Return CUDA_VISIBLE_DEVICES for the first GPU that this process may use."""
     return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
 
 
 def _clear(command: Command, results: Results) -> None:
-    """Remove what an earlier run of it left: it would be taken for this one's."""
+    """Remove the files of an earlier run, which could be mistaken for this one's."""
     for ending in ("out", "json", "yaml", "png", "ended.json"):
         (results.folder / f"{command.name}.{ending}").unlink(missing_ok=True)
     shutil.rmtree(results.run(command.name), ignore_errors=True)
@@ -94,7 +94,7 @@ def _wait(
 
 
 def _end(process: subprocess.Popen[bytes], marked: str) -> int:
-    """End what still runs, gently first; how many processes had to be killed."""
+    """End the remaining processes, gently first; return how many had to be killed."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -114,20 +114,20 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def _marked(marked: str, *variables: str) -> list[int]:
-    """Processes with our mark, and these variables, in their environment."""
+    """List processes with our mark and these variables in their environment."""
     wanted = {f"{MARK}={marked}".encode(), *(each.encode() for each in variables)}
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if wanted <= set((path / "environ").read_bytes().split(b"\0")):
                 found.append(int(path.name))
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue
     return found
 
 
 def _count_processes(most: dict[str, int]) -> None:
-    """Note how many processes nvidia-smi sees, at most; in a container it may see none."""
+    """Record the most processes that nvidia-smi has seen; in a container it may see none."""
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

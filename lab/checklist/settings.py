@@ -11,21 +11,21 @@ COMMAND = Command(
     "lab.first_hour",
     """\
 Run the checklist of the first hour on GPUs, from a checkout's root: items 1 to 9 need one GPU,
-10 to 15 several. Each figure is printed beside what is expected, and a page is written. What is run
-in parts, by items=, adds up on the same page.""",
+10 to 15 several. Each figure is printed with its expected range, and a page is written. Parts that
+are run separately, by items=, are added to the same page.""",
     ("python -m lab.first_hour", "python -m lab.first_hour items=1,4,6a out=mine.md"),
     {
         "items": ("null", "numbers or parts, as in items=1,4,6a; null: all"),
-        "time_limit_s": ("570", "what takes longer is ended, and has failed"),
+        "time_limit_s": ("570", "seconds for an item; a longer one is ended, and fails"),
         "out": ("null", "FILE.md, FILE.json and a folder next to it; null: docs/results/gpu-NAME"),
     },
-    stopped="stopped; the page has what was done",
+    stopped="stopped; the page has the finished items",
 )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A command line, parsed; None: the default of the machine."""
+    """A parsed command line; None: the machine's default."""
 
     items: list[str] | None
     time_limit_s: int
@@ -33,10 +33,10 @@ class Settings:
 
 
 def read(arguments: list[str]) -> Settings:
-    """The settings in `key=value` arguments.
+    """Read the settings in `key=value` arguments.
 
     Raises:
-        ConfigError: a key that is none, or a value out of range.
+        ConfigError: an unknown key, or a value out of range.
     """
     texts = COMMAND.texts(arguments)
     limit, out = texts["time_limit_s"], texts["out"]

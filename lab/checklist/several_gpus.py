@@ -27,7 +27,7 @@ STOPPED_AFTER_S = 40.0
 
 
 def several_gpus(machine: Machine) -> Iterator[Item]:
-    """The checklist's items 10 to 15, and the tests that need several GPUs."""
+    """Make the checklist's items 10 to 15, and the tests that need several GPUs."""
     yield tests("3f", "tests_several", ("tests/gpu/test_several_gpus.py",), "a GPU each", 2)
     yield _main_job(machine)
     yield from (_collective(machine, part) for part in ("a", "b"))
@@ -39,7 +39,7 @@ def several_gpus(machine: Machine) -> Iterator[Item]:
 
 
 def _has_nvlink(machine: Machine) -> bool:
-    """Whether ranges of eight GPUs behind NVLink 4 switches are for this machine."""
+    """Tell whether the ranges for eight GPUs behind NVLink 4 switches hold for this machine."""
     return machine.num_gpus == 8 and machine.has("H100", "H200", "H800", "H20")
 
 
@@ -167,7 +167,7 @@ def _lost_rank(machine: Machine) -> Item:
 
     last = "30 s, and 30 more until torchrun kills what is stopped"
     figures = (
-        Figure("says which exchange hangs", "", says_what, 1, 1, "the watch"),
+        Figure("says which exchange hangs", "", says_what, 1, 1, "the watchdog"),
         Figure("says who is lost", "", says("hang", "rank 1 is lost"), 1, 1, "its roll call"),
         Figure("end after the stop", "s", ended_after, 30, 90, last),
         Figure("processes left", "", ended("hang", "num_left"), 0, 0, "GPUs are free again"),

@@ -1,1 +1,1 @@
-"""A paper's claims, and what was measured and predicted of them."""
+"""A paper's claims, checked by measurements and predictions."""

@@ -52,11 +52,11 @@ class Claim:
     """One sentence or label of a paper.
 
     Attributes:
-        says: the sentence.
-        source: the page, slide or label where it stands.
+        says: the sentence itself.
+        source: its page, slide or label.
         quantity: a key of lab.claims.metrics.QUANTITIES.
         at: the point where the quantity is taken.
-        published: the figure in the sentence; None if it has none.
+        published: the figure in the sentence; None if there is none.
     """
 
     says: str
@@ -107,7 +107,7 @@ class Paper:
 
     Attributes:
         profile, hardware: the source of predictions.
-        reproduction: None if no study measures the claims.
+        reproduction: None if there is no study that measures the claims.
     """
 
     title: str
@@ -121,7 +121,7 @@ class Paper:
         """Parse the content of a file of conf/claims.
 
         Raises:
-            ValueError: names the entry that is not of that form by its sentence.
+            ValueError: an entry is malformed; the message names its sentence.
         """
         claims = tuple(_claim(entry) for entry in node.get("claims", ()))
         try:

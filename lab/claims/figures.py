@@ -21,8 +21,8 @@ from lab.draw.looks import BLACK, ORANGE, VERMILLION, looks_of
 
 TICKS = (0.1, 1, 10, 100, 1000)  # Gb/s
 COLUMNS = 3
-WIDEST_BAR = 0.26  # of the distance between groups, with the gap to the next bar
-GROUP = 0.9  # of that distance, for all bars of a group at most
+WIDEST_BAR = 0.26  # share of the distance between groups, including the gap to the next bar
+GROUP = 0.9  # share of that distance that all bars of a group may take
 GAP = 0.02
 
 
@@ -33,7 +33,7 @@ def speedup_bars(reproduced: Reproduced, conditions: Conditions | None, notes: l
     predicted. A dash over a bar is its prediction, a diamond the paper's own figure.
 
     Args:
-        conditions: of the measurements; None without any.
+        conditions: conditions of the measurements; None without any.
     """
     grid = reproduced.grid
     figure, panels = _panels(len(grid.strategies))
@@ -101,7 +101,7 @@ def _bar_entries(world_sizes: Sequence[int], conditions: Conditions | None) -> l
 def regime_map(speedups: SpeedupMap, notes: list[str]) -> Figure:
     """Draw predicted speedup over ranks and batch, a panel for each strategy.
 
-    Below the line of speedup 1, where panels are red, more ranks make training slower than one.
+    In red areas, below the line of speedup 1, training is slower than on one rank.
     """
     figure, panels = _panels(len(speedups.values))
     ranks, batches = range(len(speedups.ranks)), range(len(speedups.batches))

@@ -27,7 +27,7 @@ from lab.simulate.hardware import Hardware
 
 @dataclass(frozen=True)
 class Conditions:
-    """Where and how a study was measured; see MeasuredFacts."""
+    """The machines and emulations of a study; see MeasuredFacts."""
 
     machines: tuple[str, ...]
     emulations: tuple[str, ...]
@@ -58,11 +58,11 @@ class Reproduced:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything found about a paper: the table, the page and its figures are functions of it.
+    """All findings about a paper; the table, the page and its figures are made from them.
 
     Attributes:
-        conditions: None if nothing was measured.
-        reproduced: None if it was not asked for, or the paper has no reproduction.
+        conditions: None if there are no measurements.
+        reproduced: None if not requested, or if the paper has no reproduction.
     """
 
     paper: Paper
@@ -123,7 +123,7 @@ def _reproduce(
     )
 
 
-# Imported in functions: without runs there is no need of pandas and torch, which take seconds.
+# Imported in functions: without runs, pandas and torch are not needed, which take seconds.
 
 
 def _fit(runs: Path, paper: Paper, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:

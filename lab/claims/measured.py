@@ -31,7 +31,7 @@ class Measured:
                 self._cells.setdefault(at, []).append(cell)
 
     def repeats(self) -> Sequence[Facts]:
-        """The facts of each repeat alone."""
+        """Return the facts of each single repeat."""
         by_repeat: dict[int, list[Cell]] = {}
         for cell in self._all_cells:
             by_repeat.setdefault(cell.repeat, []).append(cell)
@@ -41,28 +41,28 @@ class Measured:
         ]
 
     def step_s(self, at: Point) -> float:
-        """Seconds of a step: the median over steps of the slowest rank."""
+        """Return the seconds of a step: the median over steps of the slowest rank."""
         return self._median(at, lambda cell: cell.step_s)
 
     def payload_bytes(self, at: Point) -> float:
-        """Bytes that the busiest rank handed to the network in a step."""
+        """Return the bytes that the busiest rank handed to the network in a step."""
         return self._median(at, lambda cell: max(cell.payload_bytes_per_step, default=math.nan))
 
     def parameters(self) -> Parameters:
-        """Parameters of the lab's own model."""
+        """Count the parameters of the lab's own model."""
         return self._parameters
 
     def operations(self, at: Point) -> float:
-        """Runs do not count operations: always raises Missing."""
+        """Raise Missing: runs do not count operations."""
         raise Missing
 
     def emulations(self) -> list[str]:
-        """How the runs were emulated, sorted; empty if they were not."""
+        """List the emulations of the runs, sorted; empty if there were none."""
         cells = (cell for each in self._cells.values() for cell in each)
         return sorted({one.detail for cell in cells for one in cell.emulation})
 
     def machines(self) -> list[str]:
-        """The machines that the runs took place on, sorted."""
+        """List the machines of the runs, sorted."""
         known = [c.environment for cells in self._cells.values() for c in cells if c.environment]
         return sorted({f"{e['cpu']}, {e['num_cores']} cores, torch {e['torch']}" for e in known})
 

@@ -1,4 +1,4 @@
-"""Define each quantity that claims are about, once for measurements and predictions."""
+"""Define the quantities of claims, once for measurements and predictions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Missing(LookupError):
 
 @dataclass(frozen=True)
 class Point:
-    """Where a quantity is taken: a cell of a study, and maybe another model or a layer.
+    """The point where a quantity is taken: a cell of a study, perhaps another model or a layer.
 
     Attributes:
         batch_size: global.
-        profile: takes the place of the paper's.
-        layer: whose operations are counted.
+        profile: replaces the paper's.
+        layer: the layer whose operations are counted.
     """
 
     strategy: str = "none"
@@ -36,19 +36,19 @@ class Facts(Protocol):
     """Facts that a study has measured or a model predicts. Methods raise Missing otherwise."""
 
     def step_s(self, at: Point) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         ...
 
     def payload_bytes(self, at: Point) -> float:
-        """Bytes that the busiest rank sends in a step."""
+        """Return the bytes that the busiest rank sends in a step."""
         ...
 
     def parameters(self) -> Parameters:
-        """Parameters of the model as published, before any scaling of bytes."""
+        """Count the parameters of the published model, before any scaling of bytes."""
         ...
 
     def operations(self, at: Point) -> float:
-        """Multiplications and additions in the forward pass of the layer at `at`."""
+        """Count multiplications and additions in the forward pass of the layer at `at`."""
         ...
 
 
@@ -56,25 +56,25 @@ class MeasuredFacts(Facts, Protocol):
     """Facts from runs."""
 
     def repeats(self) -> Sequence[Facts]:
-        """The facts of each repeat alone."""
+        """Return the facts of each single repeat."""
         ...
 
     def emulations(self) -> list[str]:
-        """How the runs were emulated, sorted; empty if they were not."""
+        """List the emulations of the runs, sorted; empty if there were none."""
         ...
 
     def machines(self) -> list[str]:
-        """The machines that the runs took place on, sorted."""
+        """List the machines of the runs, sorted."""
         ...
 
 
 def speedup(facts: Facts, at: Point) -> float:
-    """Compare with one rank, which exchanges nothing, at the same global batch."""
+    """Compute the speedup over one rank, which exchanges nothing, at the same global batch."""
     return facts.step_s(Point(batch_size=at.batch_size)) / facts.step_s(at)
 
 
 def weak_speedup(facts: Facts, at: Point) -> float:
-    """Compare throughput with one rank that exchanges nothing, at the same per-rank batch."""
+    """Compute the throughput relative to one rank without exchange, at the same per-rank batch."""
     alone = replace(at, strategy="none", world_size=1, batch_size=at.batch_size // at.world_size)
     return at.world_size * facts.step_s(alone) / facts.step_s(at)
 
@@ -85,25 +85,25 @@ def gain(over: str, facts: Facts, at: Point) -> float:
 
 
 def transfer_s(facts: Facts, at: Point) -> float:
-    """Time of sending all gradients to another rank: half of what the tree adds on two ranks."""
+    """Return the time to send all gradients to another rank: half the tree's cost on two ranks."""
     pair = replace(at, strategy="tree", world_size=2)
     return (facts.step_s(pair) - facts.step_s(replace(pair, strategy="none"))) / 2
 
 
 def transfers(facts: Facts, at: Point) -> float:
-    """Express what a blocking strategy adds to a step in transfers of all gradients."""
+    """Express the time that a blocking strategy adds to a step in transfers of all gradients."""
     added = facts.step_s(at) - facts.step_s(replace(at, strategy="none"))
     return added / transfer_s(facts, at)
 
 
 def byte_share(facts: Facts, at: Point) -> float:
-    """Divide the bytes on the wire by the all-reduce's."""
+    """Divide the bytes on the wire by those of the all-reduce."""
     reference = replace(at, strategy="allreduce", profile=None)
     return facts.payload_bytes(at) / facts.payload_bytes(reference)
 
 
 def fc_share(facts: Facts, _at: Point) -> float:
-    """Share of the parameters in fully connected layers.
+    """Compute the share of parameters in fully connected layers.
 
     Raises:
         Missing: the kinds of layers are not known.

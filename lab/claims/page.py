@@ -22,9 +22,9 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
     """Write the page, and the figures of what was reproduced.
 
     Args:
-        path: of the page, in Markdown.
+        path: path of the page, in Markdown.
         figures: folder of the figures; made if it does not exist.
-        command: generates the page.
+        command: the command that generates the page.
 
     Raises:
         OSError: a file cannot be written.
@@ -39,7 +39,7 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
 
 
 def _draw(findings: Findings, reproduced: Reproduced, folder: Path) -> None:
-    # Here, not above: the table of claims alone needs no matplotlib.
+    # Imported here: the table of claims alone needs no matplotlib.
     from lab.claims import figures
     from lab.draw.save import save
 
@@ -66,7 +66,7 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
 
 
 def _sources(findings: Findings) -> list[str]:
-    """Say where the columns of the table come from."""
+    """Name the sources of the table's columns."""
     paper = findings.paper
     predicted = f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted."
     if findings.conditions:

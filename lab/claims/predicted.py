@@ -13,7 +13,7 @@ from lab.simulate.crossover import with_rate
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy, simulate
 
-FULLY_CONNECTED = "fc"  # how names of such layers begin: a profile tells kinds by names alone
+FULLY_CONNECTED = "fc"  # prefix of such layers' names, the only sign of their kind in a profile
 
 
 class Predicted:
@@ -36,21 +36,21 @@ class Predicted:
         return f"profile {self.profile}{scale} on {self.hardware.name}"
 
     def step_s(self, at: Point) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return self._step(at)[0]
 
     def payload_bytes(self, at: Point) -> float:
-        """Bytes that the busiest rank sends in a step."""
+        """Return the bytes that the busiest rank sends in a step."""
         return self._step(at)[1]
 
     def parameters(self) -> Parameters:
-        """Unscaled parameters of the profile; without a layer named fc…, kinds are not known."""
+        """Count unscaled parameters; without a layer named fc…, kinds are unknown."""
         layers = profile_of(self.profile).layers
         connected = [x.parameters for x in layers if x.name.startswith(FULLY_CONNECTED)]
         return Parameters(sum(x.parameters for x in layers), sum(connected) if connected else None)
 
     def operations(self, at: Point) -> float:
-        """Multiplications and additions in the forward pass of the layer at `at`, by its shape."""
+        """Count multiplications and additions in the forward pass of the layer at `at`."""
         if at.layer is None:
             raise Missing
         return at.layer.operations * at.batch_size
@@ -72,7 +72,7 @@ class Predicted:
         return step.step_s, step.payload_bytes
 
 
-# Settings take longer to read than a step to simulate.
+# Cached: reading settings takes longer than simulating a step.
 @cache
 def profile_of(name: str, bytes_scale: float = 1.0) -> Profile:
     """Read a file of conf/profile. ConfigError: there is none."""

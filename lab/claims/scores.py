@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lab.simulate.step import simulate
 
-if TYPE_CHECKING:  # it takes pandas, which a table of claims alone does not need
+if TYPE_CHECKING:  # imports pandas, which a table of claims alone does not need
     from lab.simulate.score import Score
 
 

@@ -1,4 +1,4 @@
-"""Compute the speedups that a paper's figures show: by cell, by link rate, by ranks and batch."""
+"""Compute the speedups in a paper's figures: by cell, by link rate, by ranks and batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CellSpeedup:
     """Speedup of a cell over one rank; NaN where it is unknown.
 
     Attributes:
-        repeats: measured, those that are known.
+        repeats: measured values of the repeats that are known.
         published: figures of claims about this cell.
     """
 
@@ -39,7 +39,7 @@ class RateSpeedups:
     Attributes:
         basis: the profile and the hardware.
         rates: in bytes per second.
-        own_rate: of the hardware's own links.
+        own_rate: rate of the hardware's own links.
         values: by global batch and strategy, the speedup at each of `rates`; NaN if unknown.
     """
 

@@ -25,7 +25,7 @@ def cells_table(cells: Sequence[ScoredCell]) -> list[str]:
 
 
 def errors(cells: Sequence[ScoredCell]) -> str:
-    """Tell how far predictions are from the cells that they were not fitted to."""
+    """Summarise the errors of predictions on cells that they were not fitted to."""
     held_out = [abs(cell.error) for cell in cells if cell.evidence == "held out"]
     if not held_out:
         return "No cell was held out, so nothing says what the predictions are worth."

@@ -10,7 +10,7 @@ from lab.claims.metrics import Facts, MeasuredFacts
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim and the values of its quantity.
+    """A claim, and the values of its quantity.
 
     Attributes:
         predicted, measured: None if unknown.
@@ -24,18 +24,18 @@ class Verdict:
 
     @property
     def evidence(self) -> str:
-        """The value that decides: "measured" if there is one, else "predicted"."""
+        """Return which value decides: "measured" if there is one, else "predicted"."""
         return "predicted" if self.measured is None else "measured"
 
     @property
     def outcome(self) -> str:
-        """One of lab.claims.claims.VERDICTS."""
+        """Return one of lab.claims.claims.VERDICTS."""
         value = self.predicted if self.measured is None else self.measured
         return self.claim.check.verdict(value)
 
 
 def judge(paper: Paper, predicted: Facts, measured: MeasuredFacts | None) -> tuple[Verdict, ...]:
-    """Take each claim's values from the facts."""
+    """Compute each claim's values from the facts."""
     repeats = measured.repeats() if measured else ()
     verdicts = []
     for claim in paper.claims:

@@ -14,8 +14,8 @@ from lab.settings.files import conf_dir
 COMMAND = Command(
     "lab.cluster",
     """\
-Hosts on this machine, each a network namespace behind a link of its own. run starts a torchrun on
-each, with the arguments after --; check measures the links. Nothing is left behind.
+Emulate hosts on this machine, each a network namespace behind its own link. run starts a torchrun
+on each, with the arguments after --; check measures the links. Nothing is left behind.
 
 settings, and their defaults:
 """

@@ -1,4 +1,4 @@
-"""Check of a cluster: measured rates of its links against those asked for."""
+"""Check the rates of a cluster's links by measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.cluster.network import SWITCH, address, on_host
 from lab.cluster.settings import Cluster, bits_per_s
 
 TOLERANCE = 0.07
-SLACK_S = 0.001  # the machine's own part of a delay
+SLACK_S = 0.001  # seconds: the machine's own part of a delay
 TRIES = 3  # a busy machine may slow a link down
 
 
@@ -46,7 +46,7 @@ def check(cluster: Cluster) -> int:
     """Measure each link alone, between its host and the switch; print a table.
 
     Returns:
-        0; 1 if any link is further than TOLERANCE from what was asked for.
+        0; 1 if a link differs from the requested rate by more than TOLERANCE.
     """
     hosts = [Endpoint(host) for host in range(cluster.num_hosts)]
     print(f"{'host':<6}{'asked':>12}{'up Mb/s':>12}{'down Mb/s':>12}{'to h0 ms':>12}  verdict")
@@ -92,20 +92,20 @@ def _down(host: Endpoint) -> float:
 def _delay(host: Endpoint, first: Endpoint) -> float:
     first.ask("echo")
     host.ask(f"ping {address(first.host)}")
-    found = float(host.answer())
+    seconds = float(host.answer())
     first.answer()
-    return found
+    return seconds
 
 
 def _verdict(
-    cluster: Cluster, rate: str | None, found: tuple[float, float], delay_s: float | None
+    cluster: Cluster, rate: str | None, rates: tuple[float, float], delay_s: float | None
 ) -> str:
-    near = [_is_near(one, rate) for one in found if rate]
+    checks = [_is_near(measured, rate) for measured in rates if rate]
     if cluster.delay_ms and delay_s is not None:
         asked_s = cluster.delay_ms / 1000
-        near.append(0 <= delay_s - asked_s <= TOLERANCE * asked_s + SLACK_S)
-    return ("ok" if all(near) else "OFF") if near else "reported"
+        checks.append(0 <= delay_s - asked_s <= TOLERANCE * asked_s + SLACK_S)
+    return ("ok" if all(checks) else "OFF") if checks else "reported"
 
 
-def _is_near(found: float, rate: str) -> bool:
-    return abs(found / bits_per_s(rate) - 1) <= TOLERANCE
+def _is_near(measured: float, rate: str) -> bool:
+    return abs(measured / bits_per_s(rate) - 1) <= TOLERANCE

@@ -10,7 +10,10 @@ import sys
 import time
 
 PORT = 29500
-SKIPPED_S, COUNTED_S = 0.2, 1.0  # TCP needs the first to reach full speed; the second is measured
+SKIPPED_S, COUNTED_S = (
+    0.2,
+    1.0,
+)  # seconds: TCP needs the first to reach full speed; the second is measured
 NUM_PINGS = 200
 
 

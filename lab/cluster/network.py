@@ -12,13 +12,13 @@ from pathlib import Path
 
 from lab.cluster.settings import Change, Cluster, bits_per_s
 
-BURST_S = 0.001  # of a link's rate, so that late timers lose nothing
+BURST_S = 0.001  # seconds of a link's rate, so that late timers lose nothing
 LEAST_BURST_BYTES = 16_384
 SWITCH = "10.77.0.1"
 SUBNET = "10.77.0.0/24"
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-QUEUE = "50ms"  # longest queue of a link; a switch drops the rest
+QUEUE = "50ms"  # longest queue of a link; the rest is dropped
 
 
 def address(host: int) -> str:
@@ -55,11 +55,11 @@ def build(cluster: Cluster) -> Iterator[list[str]]:
 
 
 def govern_tcp(host: int) -> Iterator[list[str]]:
-    """Set TCP so that it fills links as on most clusters, whatever this machine's own settings.
+    """Configure TCP so that it fills links as on most clusters, regardless of this machine.
 
     An idle connection keeps its window. CUBIC is Linux's default; BBR, which some machines use,
     estimates the rate anew after each pause between exchanges, and leaves 3 to 20 % of a link
-    unused. A route may choose CUBIC in any namespace.
+    unused. A route may select CUBIC in any namespace.
     """
     yield on_host(host, "sh", "-c", f"echo 0 > {SLOW_START}")
     if "cubic" in AVAILABLE.read_text().split():
@@ -70,8 +70,8 @@ def govern_tcp(host: int) -> Iterator[list[str]]:
 def limit(host: int, rate: str) -> Iterator[list[str]]:
     """Limit a host's link in both directions: at the host's end and at the switch's.
 
-    tbf counts bytes of Ethernet frames. TCP hands it up to 64 KB at a time, which it cuts into
-    frames where the burst is smaller.
+    tbf counts bytes of Ethernet frames. TCP passes it up to 64 KB at a time, which tbf splits
+    into frames if the burst is smaller.
     """
     burst = max(LEAST_BURST_BYTES, round(bits_per_s(rate) / 8 * BURST_S))
     shape = ["root", "handle", "1:", "tbf", "rate", rate, "burst", f"{burst}b", "latency", QUEUE]
@@ -86,12 +86,12 @@ def impair(cluster: Cluster, host: int) -> list[str]:
     return ["tc", "-n", f"h{host}", "qdisc", "add", "dev", "eth0", *where, *netem]
 
 
-def change(what: Change) -> Iterator[list[str]]:
+def change(change: Change) -> Iterator[list[str]]:
     """List the commands that change a host's link while it is in use."""
-    if what.sets_rate:
-        yield from limit(what.host, what.to)
+    if change.sets_rate:
+        yield from limit(change.host, change.to)
     else:
-        yield ["ip", "link", "set", f"link{what.host}", what.to]
+        yield ["ip", "link", "set", f"link{change.host}", change.to]
 
 
 def name_hosts(cluster: Cluster) -> None:
@@ -99,9 +99,9 @@ def name_hosts(cluster: Cluster) -> None:
     lines = [Path("/etc/hosts").read_text()]
     for host in range(cluster.num_hosts):
         lines += [f"{address(host)} h{host}", f"::ffff:{address(host)} h{host}"]
-    own = Path("/run/hosts")
-    own.write_text("\n".join([*lines, ""]))
-    subprocess.run(["mount", "--bind", str(own), "/etc/hosts"], check=True)
+    hosts = Path("/run/hosts")
+    hosts.write_text("\n".join([*lines, ""]))
+    subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
 
 
 def execute(commands: Iterator[list[str]]) -> None:

@@ -1,8 +1,8 @@
-"""Namespaces in which a cluster lives and dies.
+"""Run a cluster in namespaces that vanish with it.
 
-When the process that made a sandbox ends, for whatever reason, the kernel closes its end of a pipe.
-Then the first process inside ends (if it is still starting, as soon as it has started), and the
-kernel removes all other processes, mounts, namespaces and interfaces with it.
+When the process that made a sandbox ends, for any reason, the kernel closes its end of a pipe. Then
+the first process inside ends, at the latest when it has started, and the kernel removes all other
+processes, mounts, namespaces and interfaces with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def find(cluster: Cluster) -> list[str]:
     """Return the command prefix that makes a sandbox: as root, or in a user namespace.
 
     Raises:
-        ConfigError: neither is allowed here, or the kernel lacks what the cluster needs.
+        ConfigError: neither is allowed here, or the kernel lacks a feature.
     """
     prefixes = (ISOLATED, [*AS_ROOT, *ISOLATED])
     problems = [_problem([*prefix, "sh", "-c", PROBE]) for prefix in prefixes]
@@ -49,8 +49,8 @@ def find(cluster: Cluster) -> list[str]:
 def run(cluster: Cluster, task: list[str]) -> int:
     """Run a task of lab.cluster.supervisor on a new cluster; return its exit code.
 
-    Early signals reach it too: they are blocked here and, by inheritance, there, until it takes
-    them.
+    Early signals reach it too: they are blocked here and, by inheritance, in the child, until it
+    handles them.
 
     Raises:
         ConfigError: see `find`.

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lab.distributed.launcher import was_launched
 from lab.settings.config import ConfigError, build
 
-EMULATION = "LAB_EMULATION"  # tells ranks what they run on, for their records
+EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 MOST_HOSTS = 150  # addresses 10.77.0.101 and up
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
@@ -46,7 +46,7 @@ class Cluster:
         rates: rate of each host's link, in both directions, as tc writes it; None: unlimited.
         delay_ms: one way, from any host to any other.
         loss_percent: share of packets lost, one way.
-        slow_host: a straggler, whose ranks run 1/slow_factor of the time; None: no host.
+        slow_host: a straggler, whose ranks run 1/slow_factor of the time; None: no straggler.
     """
 
     ranks_per_host: int

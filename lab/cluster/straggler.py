@@ -1,6 +1,6 @@
-"""A straggler: a host whose ranks are halted for a part of every few milliseconds.
+"""Emulate a straggler: halt a host's ranks for a part of every few milliseconds.
 
-Timers and the kernel's side of their connections go on meanwhile.
+Timers and the kernel's side of connections continue meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-RUN_S = 0.01  # between two halts: shorter than a step, longer than a halt's cost
+RUN_S = 0.01  # seconds between two halts: shorter than a step, longer than a halt's cost
 
 
 def slow_down(launcher: subprocess.Popen[str], factor: float) -> None:

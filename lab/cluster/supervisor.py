@@ -23,7 +23,7 @@ from lab.cluster.straggler import slow_down
 from lab.model.profile import SLOW_FACTOR
 
 PORT = 29400  # of the rendezvous on h0; nothing else uses this network
-GRACE_S = 30.0  # for the other hosts to end after h0, which has rank 0
+GRACE_S = 30.0  # seconds for the other hosts to end after h0, which has rank 0
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +53,7 @@ def end_with_owner() -> None:
 
 def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]:
     """Start a torchrun on each host. The output of hosts but h0 is prefixed with their names."""
-    job = uuid.uuid4().hex  # each start is a job of its own, as under torchrun --standalone
+    job = uuid.uuid4().hex  # each start is a separate job, as under torchrun --standalone
     hosts = [
         subprocess.Popen(
             on_host(host, *_torchrun(cluster, host, job), *arguments),

@@ -1,1 +1,1 @@
-"""Why a run is as slow as it is, and what to switch."""
+"""Explain the speed of a run, and recommend settings."""

@@ -1,4 +1,4 @@
-"""Evidence: all that the records of a study tell about where a run of several ranks spends time."""
+"""Evidence from a study's records about where a run of several ranks spends its time."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from lab.record.trace import TIMELINE, read_trace
 from lab.sync.pattern import Pattern, pattern_of
 
 OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
-OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that `none` has no use for
+OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that do not apply to `none`
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Times are seconds of one step, by rank the median over steps; NaN is unknown.
+    """The evidence about one grid point.
+
+    Times are seconds of one step, by rank the median over steps; NaN is unknown.
 
     Attributes:
         point: the runs that are explained.
-        step_s: of its throughput runs, or, without any, of its breakdowns.
-        one_s: the step of `none` (or of the strategy) on one rank, at the same batch.
-        ceiling_s: the step of `none` on as many ranks.
-        exposed_s: exchange that nothing hid: the step less the ceiling; without a ceiling, what the
-            rank that waited least spent in the breakdown's phase.
+        step_s: step time of its throughput runs, or, without any, of its breakdowns.
+        one_s: step time of `none` (or of the strategy) on one rank, at the same batch.
+        ceiling_s: step time of `none` on as many ranks.
+        exposed_s: exposed communication: the step less the ceiling; without a ceiling, the
+            breakdown's exchange phase on the rank that waited least.
         input_s: waiting for data, mean over ranks.
-        straggler_s: what the slowest rank's own work takes beyond the median of the other ranks.
+        straggler_s: the slowest rank's own work less the median of the other ranks'.
         slowest_rank: that rank; -1 is unknown.
         backward_s: mean over ranks.
-        codec_s: what exchanges spent on encoding and decoding, mean over ranks.
+        codec_s: encoding and decoding in exchanges, mean over ranks.
         payload_bytes, messages: sent in a step by the rank that sent most.
-        settings: the run's resolved settings; {} if it left none.
-        to_run: commands that would tell what is unknown, by what they tell.
+        settings: the run's resolved settings; {} if unknown.
+        to_run: commands that would measure the unknown values, by the name of the measurement.
     """
 
     point: Point
@@ -58,29 +60,29 @@ class Evidence:
 
     @property
     def one(self) -> Cell:
-        """A run that stands for all of the point in what they share."""
+        """One run of the point, for properties that all its runs share."""
         return self.point.one
 
     @property
     def pattern(self) -> Pattern:
-        """When the run exchanged, and what it sent."""
+        """The pattern of the run's sync: when it exchanged, and in which legs."""
         return pattern_of(self.settings)
 
     @property
     def ideal_s(self) -> float:
-        """A step whose compute is divided evenly over the ranks, and costs nothing more."""
+        """The time of a step whose compute is divided evenly, without any loss."""
         return self.one_s / (self.one.world_size if self.one.scaling == "strong" else 1)
 
     @property
     def fixed_s(self) -> float:
-        """Compute beyond the ideal: what neither exchange, input nor a straggler accounts for."""
+        """Compute beyond the ideal that neither exchange, input nor a straggler explains."""
         lost = [part for part in (self.input_s, self.straggler_s) if not math.isnan(part)]
         rest = self.step_s - self.exposed_s - self.ideal_s - sum(lost)
         return rest if math.isnan(rest) else max(0.0, rest)
 
 
 def gather(study: Study, cell: Cell) -> Evidence:
-    """Gather what `study` knows about the grid point of `cell`.
+    """Gather the evidence in `study` about the grid point of `cell`.
 
     Raises:
         ValueError: the cell's run failed, or has one rank.
@@ -99,7 +101,7 @@ def gather(study: Study, cell: Cell) -> Evidence:
     base = same_work(points, point, CEILING, 1) or same_work(points, point, cell.strategy, 1)
     ceiling = same_work(points, point, CEILING, cell.world_size)
     pattern = pattern_of(settings)
-    # Backward that waits for the exchange is not the rank's own work.
+    # Backward's waits for the exchange are not the rank's own work.
     telling = [] if pattern.waits_in_backward else breakdowns
     ranks = _own_work(telling, ceiling, pattern.every)
     return Evidence(
@@ -121,10 +123,10 @@ def gather(study: Study, cell: Cell) -> Evidence:
 
 
 def gather_all(study: Study) -> list[Evidence]:
-    """Evidence of every point of `study` with more than one rank and a timed run.
+    """Gather the evidence of every point of `study` with several ranks and a timed run.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such point.
     """
     points = (point.one for point in points_of(study.cells) if point.one.world_size > 1)
     timed = [cell for cell in points if cell.status == "done" and not math.isnan(cell.step_s)]
@@ -157,16 +159,17 @@ def _phase_s(breakdowns: Sequence[Cell], name: str) -> float:
 
 
 def _own_work(runs: Sequence[Cell], ceiling: Point | None, every: int) -> np.ndarray:
-    """Seconds by rank of its own work. In `none` no rank waits for another."""
+    """Return the seconds of each rank's own work. In `none`, no rank waits for another."""
     if ceiling and len(ranks := _by_rank([*ceiling.done("throughput").values()], ("step_s",))):
         return ranks
     return _by_rank(runs, OWN_WORK, every)
 
 
 def _by_rank(runs: Sequence[Cell], columns: Sequence[str], every: int = 1) -> np.ndarray:
-    """Seconds of a step in `columns`, [ranks]; empty where no run has them.
+    """Return the seconds of a step in `columns`, [ranks]; empty if no run has them.
 
-    The median over whole rounds of `every` steps of their mean, averaged over `runs`.
+    That is the mean step of each whole round of `every` steps: its median over rounds, averaged
+    over `runs`.
     """
     medians = []
     for run in runs:
@@ -189,7 +192,7 @@ def _straggler_s(ranks: np.ndarray) -> float:
 
 
 def _codec_s(breakdowns: Sequence[Cell]) -> float:
-    """Seconds of encoding and decoding per rank and step, from timelines."""
+    """Return the seconds of encoding and decoding per rank and step, from timelines."""
     paths = [run.folder / TIMELINE for run in breakdowns if (run.folder / TIMELINE).is_file()]
     spans = [span for path in paths for span in read_trace(path).spans]
     num_steps = sum(span.row == "step" for span in spans)
@@ -210,8 +213,8 @@ def _to_run(
     lacking = [ranks for ranks, at in (("1", base), (size, ceiling)) if at is None]
     commands = {}
     if lacking:
-        what = " and ".join("one rank" if ranks == "1" else "the ceiling" for ranks in lacking)
-        commands[what] = _sweep(study, cell, CEILING, ",".join(lacking))
+        missing = " and ".join("one rank" if ranks == "1" else "the ceiling" for ranks in lacking)
+        commands[missing] = _sweep(study, cell, CEILING, ",".join(lacking))
     if not point.step_s():
         commands["its step, unmarked"] = _sweep(study, cell, cell.strategy, size)
     if not point.done("breakdown"):
@@ -220,18 +223,22 @@ def _to_run(
 
 
 def _sweep(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:
-    """The command that adds runs to the study which may be compared with `cell`."""
+    """Return the command that adds runs comparable with `cell` to the study."""
     folder = study.folder.resolve()
     where = [f"study={folder.name}"]
     if folder.parent.name != "runs":
         where.append(f"runs_dir={folder.parent}")
-    given = [f"strategy={strategy}", f"world_size={sizes}", f"batch_size={cell.fixed_batch_size}"]
-    given += [f"scaling={cell.scaling}"] if cell.scaling != "strong" else []
-    given += [
+    settings = [
+        f"strategy={strategy}",
+        f"world_size={sizes}",
+        f"batch_size={cell.fixed_batch_size}",
+    ]
+    settings += [f"scaling={cell.scaling}"] if cell.scaling != "strong" else []
+    settings += [
         f"{key}={value}"
         for key, value in cell.variant.items()
         if strategy == cell.strategy or key.split(".")[0] not in OF_EXCHANGE
     ]
     if strategy != cell.strategy and cell.transform:
-        given.append("transform=fc1x1")  # there is no other
-    return shlex.join(["python", "-m", "lab.sweep", *where, *given, *more])
+        settings.append("transform=fc1x1")  # there is no other
+    return shlex.join(["python", "-m", "lab.sweep", *where, *settings, *more])

@@ -1,4 +1,4 @@
-"""Remedies: which change of settings would help a run, and by about how much."""
+"""Remedies: changes of settings that would help a run, and estimates of the time they save."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Loss, Verdict
 from lab.sync.pattern import Begin, local
 
-# Of backward, in which an overlapped exchange can hide: the first gradients come a little later.
+# Share of backward that can hide an exchange: the first gradients come a little later.
 HIDING_SHARE = 0.8
-BACKWARD_SHARE = 2 / 3  # of compute: one pass forward, two backward (Kim et al., slide 11)
-ONEBIT_SHARE = 1 / 32  # of the bytes
+BACKWARD_SHARE = 2 / 3  # share of compute: one pass forward, two backward (Kim et al., slide 11)
+ONEBIT_SHARE = 1 / 32  # share of the bytes
 ROUND = 10  # steps, H of strategy=local_sgd
-MORE_THAN_RING = 1.2  # a busiest rank that sends this much more than around a ring
-MANY_RANKS = 8  # from here on a tree's 2·log2 N messages are well below a ring's 2(N-1)
-# A remedy that keeps gradients exact is preferred to one that saves no more than this much more.
+MORE_THAN_RING = 1.2  # factor by which the busiest rank sends more than in a ring
+MANY_RANKS = 8  # ranks from which a tree's 2·log2 N messages are well below a ring's 2(N-1)
+# An exact remedy is preferred to an inexact one that saves at most this factor more.
 GOOD_ENOUGH = 0.8
 
 
@@ -25,14 +25,14 @@ GOOD_ENOUGH = 0.8
 class Remedy:
     """A change to try.
 
-    `lab.train` accepts it with the run's other settings, less those that belong to a choice it
-    replaces (with `strategy=`: exchange, sync, overlap and bucket_mb).
+    `lab.train` accepts it with the run's other settings, without those of a choice that it
+    replaces (`strategy=` replaces exchange, sync, overlap and bucket_mb).
 
     Attributes:
-        switch: settings, as typed; empty where the number of ranks alone changes.
-        why: a clause.
-        saves_s: of the step, estimated; NaN is unknown.
-        num_ranks: to start; None: as many as before.
+        switch: settings, as typed; empty if only the number of ranks changes.
+        why: the reason, as a clause.
+        saves_s: estimated saving per step; NaN is unknown.
+        num_ranks: number of ranks to start; None: as many as before.
     """
 
     switch: str
@@ -50,7 +50,7 @@ class Remedy:
 
 
 def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
-    """Changes to try: the best for each loss that the verdict names, then all others."""
+    """List changes to try: the best for each loss that the verdict names, then all others."""
     if not verdict.decided:
         return []
     if not verdict.losses:
@@ -66,7 +66,7 @@ def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
 
 
 def _ranked(evidence: Evidence, loss: Loss) -> list[Remedy]:
-    """Remedies against one loss, the best first, the others as they come."""
+    """List the remedies against one loss, the best first, the others in their order."""
     several = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
     most = max((r.saves_s for r in several if not math.isnan(r.saves_s)), default=0.0)
     good = [remedy for remedy in several if remedy.saves_s >= GOOD_ENOUGH * most]
@@ -74,7 +74,7 @@ def _ranked(evidence: Evidence, loss: Loss) -> list[Remedy]:
 
 
 def _bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    """Exact ones first, then fewer bits, then other algorithms."""
+    """List remedies against bandwidth: exact ones, then fewer bits, then other algorithms."""
     size = e.one.world_size
     ring_bytes = 2 * e.one.gradient_bytes * (size - 1) / size
     if e.pattern.takes_exchanges and e.payload_bytes > MORE_THAN_RING * ring_bytes:
@@ -119,9 +119,9 @@ def _latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
 
 
 def _takes_tree(e: Evidence) -> bool:
-    """Whether there is no tree yet, and ranks can send to each other.
+    """Tell whether a tree is possible and not used yet.
 
-    They cannot over Horovod, and not from GPUs over Gloo.
+    Ranks cannot send to each other over Horovod, nor from GPUs over Gloo.
     """
     exchange, comm = (e.settings.get(x, {}).get("_target_", "") for x in ("exchange", "comm"))
     from_gpus = e.one.settings.get("device") == "cuda" and e.settings.get("backend") == "gloo"
@@ -130,7 +130,7 @@ def _takes_tree(e: Evidence) -> bool:
 
 
 def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
-    """Exchanges in fewer steps. `seconds`: what they cost now, in each step; NaN is unknown."""
+    """List remedies that exchange less often. `seconds`: present cost per step; NaN is unknown."""
     every = 2 * e.pattern.every if e.pattern.own_replicas else ROUND
     why = f"ranks exchange weights every {every} steps{then}"
     if e.pattern.own_replicas:
@@ -171,14 +171,14 @@ def _shared(e: Evidence, loss: Loss) -> Iterator[Remedy]:
 
 
 def _strategy(e: Evidence, name: str, why: str, saves_s: float = math.nan) -> Iterator[Remedy]:
-    """Another strategy for the same model; nothing if the run has that one."""
+    """List another strategy for the same model; nothing if the run uses it already."""
     if e.one.strategy != name:
-        transform = " transform=fc1x1" if e.one.transform else ""  # there is no other
+        transform = " transform=fc1x1" if e.one.transform else ""  # there is no alternative
         yield Remedy(f"strategy={name}{transform}", why, saves_s)
 
 
 def _ranks(e: Evidence, number: int, why: str) -> Remedy:
-    """Another number of ranks, with the nearest batch that divides among them."""
+    """List another number of ranks, with the nearest batch that divides among them."""
     unit = e.settings.get("accumulate", 1) * (number if e.one.scaling == "strong" else 1)
     batch = max(1, round(e.one.fixed_batch_size / unit)) * unit
     switch = "" if batch == e.one.fixed_batch_size else f"batch_size={batch}"

@@ -1,7 +1,7 @@
-"""Why a multi-rank run is not faster: the rules, all in one place.
+"""The rules that explain why a multi-rank run is not faster.
 
-A step is divided into what computing would take if it were divided evenly (`ideal`), and what is
-lost. The verdict is the largest loss:
+A step is divided into the time of evenly divided computing (`ideal`) and losses. The verdict is the
+largest loss:
 
     input      waiting for data (breakdown)                                   input-bound
     straggler  the slowest rank's own work less the others' median            straggler-bound, or
@@ -11,7 +11,7 @@ lost. The verdict is the largest loss:
     fixed      the rest: compute that did not shrink as ranks were added      launch-bound, or
                compute-bound if ranks share processors or each has a batch of the same size
 
-and compute-bound, which is as it should be, where no loss counts.
+and compute-bound, as it should be, if no loss counts.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from dataclasses import dataclass
 from lab.diagnosis.evidence import Evidence
 from lab.record.schema import SHARED, worded
 
-# A loss below this share of the step is no reason by itself: without it, speedup would be at most a
+# A loss below this share of the step does not count: without it, speedup would be at most a
 # ninth higher.
 LOSS_SHARE = 0.1
-# A second loss that is this share of the largest is named beside it.
+# A second loss of this share of the largest is named with it.
 CLOSE = 0.8
-# Below it a message costs the same whatever its size: all-reduces of 4 and of 64 kB take equally
-# long (docs/results/exchange/collective_2.json and collective_4.json).
+# Bytes below which a message's cost hardly depends on its size: all-reduces of 4 and of
+# 64 kB take equally long (docs/results/exchange/collective_2.json and collective_4.json).
 SMALL_MESSAGE_BYTES = 2**16
-# Encoding that takes this share of the exposed exchange is what is exposed.
+# Encoding that takes this share of the exposed communication is its cause.
 CODEC_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Time of a step that ideal compute does not account for.
+    """Time of a step beyond ideal compute.
 
     Attributes:
         part: "input", "straggler", "exchange" or "fixed".
-        verdict: what a run is called that loses most here.
-        seconds: of a step.
-        what: as a sentence's end, "… of the step" before it.
+        verdict: the verdict on a run whose largest loss this is.
+        seconds: time lost per step.
+        what: the end of a sentence that begins "… of the step".
     """
 
     part: str
@@ -57,9 +57,9 @@ class Verdict:
     """The explanation of a run.
 
     Attributes:
-        losses: those that count, the largest first; the first ones, as many as are `named`, are
-            too close to be told apart. Empty for a run that computes, or that is undecided.
-        decided: False where the records cannot tell exchange from compute.
+        losses: the losses that count, the largest first; the `named` ones are too close to be
+            told apart. Empty for a run that is compute-bound or undecided.
+        decided: False if the records cannot tell exchange from compute.
     """
 
     losses: tuple[Loss, ...]
@@ -67,12 +67,12 @@ class Verdict:
 
     @property
     def named(self) -> tuple[Loss, ...]:
-        """The losses the verdict is made of."""
+        """The losses that the verdict names."""
         return tuple(x for x in self.losses if x.seconds >= CLOSE * self.losses[0].seconds)
 
     @property
     def name(self) -> str:
-        """ "bandwidth-bound", or two of them; "compute-bound"; "undecided"."""
+        """The verdict's name: "bandwidth-bound" or two such, "compute-bound" or "undecided"."""
         if not self.decided:
             return "undecided"
         return " and ".join(dict.fromkeys(x.verdict for x in self.named)) or "compute-bound"
@@ -95,14 +95,14 @@ def _losses(e: Evidence) -> Iterator[Loss]:
 
 
 def _straggler(e: Evidence) -> tuple[str, float, str]:
-    what = f"waits for rank {e.slowest_rank}"
+    clause = f"waits for rank {e.slowest_rank}"
     if _shared(e):
-        return "compute-bound", e.straggler_s, f"{what} while {worded(e.one.emulation)}"
-    return "straggler-bound", e.straggler_s, what
+        return "compute-bound", e.straggler_s, f"{clause} while {worded(e.one.emulation)}"
+    return "straggler-bound", e.straggler_s, clause
 
 
 def _shared(e: Evidence) -> bool:
-    """Whether ranks have no processor each."""
+    """Tell whether ranks share processors."""
     return any(one.kind in SHARED for one in e.one.emulation)
 
 

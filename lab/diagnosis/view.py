@@ -1,4 +1,4 @@
-"""A verdict and its evidence, as lines for people."""
+"""Write a verdict and its evidence as lines of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_REMEDIES = 3
 
 
 def headline(evidence: Evidence, verdict: Verdict) -> str:
-    """The verdict in a line."""
+    """Write the verdict in a line."""
     one = evidence.one
     batch = "batch" if one.scaling == "strong" else "batch per rank"
     run = f"{one.series} on {one.world_size} ranks, {batch} {one.fixed_batch_size}"
@@ -22,7 +22,7 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
 
 
 def full(evidence: Evidence, verdict: Verdict, remedies: list[Remedy]) -> str:
-    """The verdict, what it rests on, what to try, and what to run to know more."""
+    """Write the verdict, its evidence, changes to try, and runs that would tell more."""
     sections = (_evidence_lines(evidence), _remedy_lines(remedies), _unknown_lines(evidence))
     blocks = ["\n".join(f"  {name:<11} {text}" for name, text in lines) for lines in sections]
     return "\n\n".join([headline(evidence, verdict), *(block for block in blocks if block)])
@@ -84,8 +84,8 @@ def _remedy_lines(remedies: list[Remedy]) -> Lines:
 
 
 def _unknown_lines(e: Evidence) -> Lines:
-    for what, command in e.to_run.items():
-        yield "to know", f"{what}:\n{'':14}{command}"
+    for unknown, command in e.to_run.items():
+        yield "to know", f"{unknown}:\n{'':14}{command}"
 
 
 def _ms(seconds: float) -> str:

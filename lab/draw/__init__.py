@@ -1,1 +1,1 @@
-"""Styles, text tables and saving: how all figures and tables look."""
+"""Styles, text tables and saving, shared by all figures and tables."""

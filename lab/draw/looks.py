@@ -1,4 +1,4 @@
-"""The order and the look of strategies, in figures and pages alike: one table, no matplotlib."""
+"""One table of the strategies' order and style, for figures and pages; needs no matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES: tuple[LineStyle, ...] = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class Look:
-    """How a series is drawn: a hex colour, and matplotlib's names of a line and a marker."""
+    """The style of a series: a hex colour, and matplotlib's names of a line and a marker."""
 
     colour: str
     line: LineStyle
@@ -61,17 +61,17 @@ LOOKS: dict[str, Look] = {
 
 
 def order(series: str) -> tuple[int, list[str | int]]:
-    """Sort key: strategies of LOOKS first and in its order; numbers in a name by value."""
+    """Return a sort key: strategies in the order of LOOKS, then others; numbers by value."""
     names, strategy = list(LOOKS), series.split(" ")[0]
     place = names.index(strategy) if strategy in LOOKS else len(names)
     return place, [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", series)]
 
 
 def looks_of(series: Iterable[str]) -> dict[str, Look]:
-    """A look for each series of a study, no two alike while there are enough.
+    """Assign a look to each series of a study, all different while there are enough.
 
-    A known strategy keeps its own; where a setting splits it into several series, the first one
-    does, and the others take looks that the study has left over.
+    A known strategy keeps its look; if a setting splits it into several series, the first keeps
+    it, and the others take looks that the study does not use.
     """
     ordered = sorted(set(series), key=order)
     known: dict[str, Look] = {}

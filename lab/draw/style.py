@@ -1,4 +1,4 @@
-"""How every figure looks: its axes, error bars, title, legend and footer."""
+"""The style of all figures: axes, error bars, title, legend and footer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from lab.measure.intervals import Interval
 
-LEGEND_ROOM = 2.0  # inches beside the axes that every figure is made with
+LEGEND_ROOM = 2.0  # inches to the right of the axes in every figure
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")
 GREY, HATCH = "#767676", "////"
 RC: dict[Any, Any] = {
@@ -29,12 +29,12 @@ RC: dict[Any, Any] = {
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
-    """Distinct values in ascending order."""
+    """Return the distinct values in ascending order."""
     return sorted(set(values))
 
 
 def whiskers(values: Sequence[Interval], scale: float = 1.0) -> list[list[float]]:
-    """Error bars for matplotlib, shape (2, len(values)); NaN draws none."""
+    """Return error bars for matplotlib, shape (2, len(values)); NaN draws none."""
     below = [scale * (v.mid - v.lo) for v in values]
     above = [scale * (v.hi - v.mid) for v in values]
     # Rounding can put the middle outside its interval by one bit, which matplotlib refuses.
@@ -42,7 +42,7 @@ def whiskers(values: Sequence[Interval], scale: float = 1.0) -> list[list[float]
 
 
 def shades(count: int) -> list[str]:
-    """Colours of an ordered series, such as numbers of ranks, from light to dark."""
+    """Choose colours for an ordered series, such as numbers of ranks, from light to dark."""
     if count <= len(SHADES):
         return list(SHADES[:count])
     between = LinearSegmentedColormap.from_list("shades", SHADES)
@@ -52,7 +52,7 @@ def shades(count: int) -> list[str]:
 def canvas(
     num_rows: int, num_columns: int, width: float, height: float, **share: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of `width` x `height` inches with its axes, indexed [row][column]."""
+    """Make a figure of `width` x `height` inches with its axes, indexed [row][column]."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False, **share)
     return figure, [list(row) for row in axes]
@@ -68,7 +68,7 @@ def frame(figure: Figure, title: str, handles: list[Artist], footer: list[str]) 
         footer: paragraphs; empty ones are left out.
     """
     longest = max(len(line) for h in handles for line in str(h.get_label()).splitlines())
-    legend = 0.7 + 0.065 * longest  # inches: a line, and letters of 8 pt
+    legend = 0.7 + 0.065 * longest  # inches: the line of a legend entry, and letters of 8 pt
     width = figure.get_figwidth() + max(0.0, legend - LEGEND_ROOM)
     figure.set_figwidth(width)
     title = textwrap.fill(title, int((width - legend) * 11))

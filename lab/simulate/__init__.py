@@ -1,1 +1,1 @@
-"""A cost model and an event simulation: step times on hardware that one does not have."""
+"""A cost model and an event simulation: step times on hardware that is not at hand."""

@@ -17,14 +17,14 @@ from lab.simulate.fit import LINK, get, least_squares, with_values
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 
-CODEC = "onebit"  # the one whose rate codec_bytes_per_s is
+CODEC = "onebit"  # codec_bytes_per_s is the rate of this codec
 
 
 def calibrate(path: Path, preset: Hardware) -> Hardware:
-    """The hardware with what a result of lab.bench tells in place of the preset's figures.
+    """Replace the preset's figures by those that a result of lab.bench contains.
 
     Raises:
-        ValueError: no such result, or one that tells nothing of links and codecs.
+        ValueError: the file is not a result about links or codecs.
         OSError: the file cannot be read.
     """
     try:
@@ -65,7 +65,7 @@ def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
 
 
 def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:
-    """codec_bytes_per_s: bytes of memory that encoding and decoding move, over their time."""
+    """Set codec_bytes_per_s: bytes of memory that encoding and decoding move, over their time."""
     rows = [row for row in result["rows"] if row["codec"] == CODEC]
     rate = sum(row["bytes"] for row in rows) / sum(row["time_s"]["median"] for row in rows)
     return replace(preset, codec_bytes_per_s=rate)

@@ -40,13 +40,13 @@ class Card:
 
 
 def card_of(exchange: Settings) -> Card:
-    """The card of an exchange.
+    """Return the card of an exchange.
 
     Args:
         exchange: `_target_` and its arguments, as configured.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the exchange has no card.
     """
     name = class_of(exchange)
     if name not in CARDS:
@@ -55,24 +55,24 @@ def card_of(exchange: Settings) -> Card:
 
 
 def class_of(exchange: Settings) -> str:
-    """Name of the class of a configured exchange, by which CARDS is keyed."""
+    """Return the class name of a configured exchange, the key of CARDS."""
     return exchange["_target_"].rpartition(".")[2]
 
 
 def stages_of(shapes: Sequence[Shape], exchange: Settings, network: Network) -> list[Stage]:
-    """The stages of one bucket of parameters of `shapes`. ValueError as in `card_of`."""
+    """List the stages of one bucket of parameters of `shapes`. ValueError as in `card_of`."""
     load = Load(shapes, exchange, network)
     card_of(exchange).add_stages(load)
     return load.stages
 
 
 def payload_bytes(shapes: Sequence[Shape], exchange: Settings, network: Network) -> float:
-    """Bytes that the busiest rank sends for one bucket. ValueError as in `card_of`."""
+    """Count the bytes that the busiest rank sends for one bucket. ValueError as in `card_of`."""
     return sum(stage.payload_bytes for stage in stages_of(shapes, exchange, network))
 
 
 def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
-    """Bytes of memory that a rank needs besides weights, gradients and the optimizer's state.
+    """Count the bytes a rank needs besides weights, gradients and the optimizer's state.
 
     Raises:
         ValueError: as in `card_of`.
@@ -92,9 +92,9 @@ def _library(load: Load) -> None:
 
 
 def _onebit(load: Load) -> None:
-    """Reads and writes as in lab/benchmarks/codec.py: gradient, residual in and out, message.
+    """Count reads and writes as lab/benchmarks/codec.py does: gradient, residuals, message.
 
-    Calls as in lab/exchange/onebit.py: to encode, sum and decode each matrix.
+    There are three calls per matrix, as in lab/exchange/onebit.py: encode, sum and decode.
     """
     rule = [load.exchange[key] for key in ("granularity", "block_size", "min_columns")]
     matrices = [matrix for shape in load.shapes if (matrix := split.quantised(shape, *rule))]
@@ -112,7 +112,7 @@ def _onebit(load: Load) -> None:
 
 
 def _int8(load: Load) -> None:
-    """Bytes of memory: the passes of lab/codec/int8.py."""
+    """Count the memory passes of lab/codec/int8.py."""
     encode, decode, add = 29 * load.n, 13 * load.n, 12 * load.n
     message = load.n * (1 + 8 / load.exchange["block_size"])
     load.codec(encode)
@@ -123,7 +123,7 @@ def _int8(load: Load) -> None:
 
 
 def _signsgd(load: Load) -> None:
-    """Bytes of memory: the passes of lab/codec/signsgd.py and of its residual."""
+    """Count the memory passes of lab/codec/signsgd.py and of its residual."""
     least = load.exchange["min_values"]
     n = sum(math.prod(shape) for shape in load.shapes if split.signed(shape, least))
     load.codec(48 * n)
@@ -132,7 +132,7 @@ def _signsgd(load: Load) -> None:
 
 
 def _topk(load: Load) -> None:
-    """Bytes of memory: the residual's and those of lab/codec/topk.py on a CPU."""
+    """Count the memory passes of the residual and of lab/codec/topk.py on a CPU."""
     sent = sum(split.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
     load.codec(40 * load.n)
     load.wire(load.network.all_gather(8 * sent))  # an int32 index and a value
@@ -158,7 +158,7 @@ def _powersgd(load: Load) -> None:
 
 
 def _auto(load: Load) -> None:
-    """The faster of the two for this bucket, which the exchange finds out by trying both."""
+    """Take the faster exchange for this bucket; training finds it by trying both."""
     tried = [stages_of(load.shapes, way, load.network) for way in _ways(load.exchange)]
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
@@ -168,7 +168,7 @@ def _ways(auto: Settings) -> tuple[Settings, Settings]:
 
 
 def _dearest(sizes: Sizes, auto: Settings) -> Settings:
-    """The one of the two, among those chosen, that needs more memory."""
+    """Return whichever of the chosen exchanges needs more memory."""
     ways = [way for way in _ways(auto) if not sizes.chosen or class_of(way) in sizes.chosen]
     return max(ways, key=lambda way: extra_bytes(sizes, way))
 
@@ -189,7 +189,7 @@ def _double_tree_kept(s: Sizes, exchange: Settings) -> float:
     return sum(s.chunks(s.largest / 2, exchange, number) for number in children)
 
 
-# By class; a new exchange is an entry.
+# By class name; each exchange has one entry.
 CARDS: dict[str, Card] = {
     "NoExchange": Card(lambda load: None, staged=True),
     "AllReduce": Card(
@@ -217,7 +217,7 @@ CARDS: dict[str, Card] = {
     "OneBit": Card(
         _onebit,
         staged=True,
-        # Both residuals, and messages: what goes out, comes in, is answered, and all answers.
+        # Both residuals, and four messages: sent, received, the shard's sum, and all sums.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
     ),
     "Int8": Card(
@@ -229,7 +229,7 @@ CARDS: dict[str, Card] = {
     "TopK": Card(
         _topk,
         staged=True,
-        # Of each value sent: int64 index; int32 index and value, this rank's and every rank's.
+        # For each value sent: an int64 index; int32 index and value, on this rank and from all.
         kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 8 + 8 * s.N),
     ),
     "RandomK": Card(

@@ -1,4 +1,4 @@
-"""Where one way of training overtakes another: in the size of a batch, and in the rate of links."""
+"""Find the batch size, or the rate of links, at which one strategy overtakes another."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from lab.simulate.hardware import Hardware, Link
 from lab.simulate.step import CEILING, Strategy, simulate
 
 LARGEST_BATCH = 2**20
-RATES = (1e5, 1e13)  # bytes per second between which links are searched
-CLOSE = 1.001  # factor to which a rate is found
-MARGIN = 1.05  # where nothing is left to hide, strategies are equal up to this
+RATES = (1e5, 1e13)  # bytes per second: the range that is searched
+CLOSE = 1.001  # factor to which the rate is determined
+MARGIN = 1.05  # factor; strategies within it count as equally fast
 
 
 def crossover_batch(
     profile: Profile, hardware: Hardware, strategy: Strategy, world_size: int
 ) -> int | None:
-    """The smallest global batch that `world_size` ranks train faster than one rank does.
+    """Find the smallest global batch that `world_size` ranks train faster than one rank does.
 
-    Only multiples of `world_size`; None if there is none up to LARGEST_BATCH. A larger batch is
-    taken to pay wherever a smaller one does.
+    Only multiples of `world_size` are tried; None if none up to LARGEST_BATCH is faster. If a
+    batch pays, every larger one is assumed to pay.
     """
 
-    def pays(own: int) -> bool:
-        alone = simulate(profile, hardware, CEILING, 1, own * world_size)
-        return simulate(profile, hardware, strategy, world_size, own).step_s < alone.step_s
+    def pays(per_rank: int) -> bool:
+        alone = simulate(profile, hardware, CEILING, 1, per_rank * world_size)
+        return simulate(profile, hardware, strategy, world_size, per_rank).step_s < alone.step_s
 
-    own = _first(pays, 1, LARGEST_BATCH // world_size)
-    return None if own is None else own * world_size
+    per_rank = _first(pays, 1, LARGEST_BATCH // world_size)
+    return None if per_rank is None else per_rank * world_size
 
 
 def crossover_rate(
@@ -39,20 +39,20 @@ def crossover_rate(
     world_size: int,
     batch_size: int,
 ) -> float | None:
-    """The rate of the links, in bytes per second, below which the first strategy is MARGIN faster.
+    """Find the link rate in bytes per second below which the first strategy is MARGIN faster.
 
     Args:
         strategies: the first is meant for slow links, such as one that compresses.
         batch_size: global.
 
     Returns:
-        None if that is so, or is not so, at both ends of RATES.
+        None if the first is faster at both ends of RATES, or at neither.
     """
 
     def pays(rate: float) -> bool:
         links = with_rate(hardware, rate)
-        own = batch_size // world_size
-        one, other = (simulate(profile, links, each, world_size, own) for each in strategies)
+        per_rank = batch_size // world_size
+        one, other = (simulate(profile, links, each, world_size, per_rank) for each in strategies)
         return MARGIN * one.step_s < other.step_s
 
     low, high = RATES
@@ -65,7 +65,7 @@ def crossover_rate(
 
 
 def with_rate(hardware: Hardware, rate: float) -> Hardware:
-    """The same with another rate of its slowest kind of links, those between nodes if it has any.
+    """Return the hardware with another rate of its slowest links (see `slowest`).
 
     Args:
         rate: bytes per second.
@@ -77,12 +77,12 @@ def with_rate(hardware: Hardware, rate: float) -> Hardware:
 def slowest(hardware: Hardware) -> Link:
     """Return the slowest kind of links: those between nodes if there are any."""
     link = hardware.inter or hardware.intra
-    assert link is not None  # or there would be one rank
+    assert link is not None  # hardware of more than one rank has links
     return link
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The first of low..high for which `holds`, if it does for all that follow."""
+    """Find the first of low..high for which `holds`, by bisection; None if there is none."""
     if not holds(high):
         return None
     while low < high:

@@ -1,7 +1,7 @@
-"""One rank's step as events: forward, backward layer by layer, and exchanges that share it.
+"""The events of one rank's step: forward and backward by layer, and the exchanges.
 
-All ranks are alike, so one stands for them; what others do is in what collectives cost. There are
-as many events as layers and stages of buckets, whatever the number of ranks.
+All ranks are alike, so one stands for all; the cost of a collective covers the other ranks. The
+number of events depends on layers and buckets, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lab.simulate.load import Stage
 
 @dataclass(frozen=True)
 class Compute:
-    """A layer's seconds."""
+    """The seconds that a layer computes."""
 
     name: str
     forward_s: float
@@ -26,9 +26,9 @@ class Compute:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A bucket's stages, to begin once `layer` (by its place in forward) has its gradient.
+    """A bucket's stages, which begin once `layer` (its index in forward) has its gradient.
 
-    A layer beyond the last one: they begin with the step, for they are of the step before.
+    An index past the last layer: they begin with the step, as they belong to the previous step.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Exchange:
 
 @dataclass
 class Rank:
-    """The clock of the thread that computes, and what has been done.
+    """The clock of the computing thread, and the spans so far.
 
     Attributes:
         contention: see Hardware.
         now_s: the time on that thread.
-        busy_until_s: when what runs beside it (links, a thread or stream of exchanges) is free.
+        busy_until_s: when the links, or the thread or stream of exchanges, are free.
     """
 
     contention: float
@@ -52,7 +52,7 @@ class Rank:
     spans: list[Span] = field(default_factory=list)
 
     def compute(self, row: str, name: str, seconds: float) -> None:
-        """Work on the computing thread, slower while an exchange is under way beside it."""
+        """Advance the computing thread, slower while an exchange is under way."""
         busy_s = max(0.0, self.busy_until_s - self.now_s)
         delay_s = min(self.contention * seconds, busy_s * self.contention / (1 + self.contention))
         end_s = self.now_s + seconds + delay_s
@@ -60,7 +60,7 @@ class Rank:
         self.now_s = end_s
 
     def beside(self, stage: Stage, name: str, earliest_s: float) -> float:
-        """Work beside it, first in first out; returns when it ends."""
+        """Run a stage concurrently with compute, first in first out; return when it ends."""
         start_s = max(earliest_s, self.busy_until_s)
         self.busy_until_s = start_s + stage.seconds
         self._note(stage.row, name, start_s, self.busy_until_s)
@@ -75,22 +75,22 @@ class Rank:
 
 
 class Schedule(ABC):
-    """Where exchanges run: what a worker of lab.distributed.worker is to the trainer."""
+    """The place where exchanges run; models the workers of lab.distributed.worker."""
 
     @abstractmethod
     def submit(self, exchange: Exchange, rank: Rank) -> None:
-        """A bucket is full; those before it have been submitted."""
+        """Start the exchange of a full bucket; earlier buckets have been submitted."""
 
     def advance(self, rank: Rank) -> None:
-        """A gradient has arrived."""
+        """Continue pending exchanges when a gradient has arrived."""
 
     def finish(self, rank: Rank) -> None:
-        """Backward is over: wait for all."""
+        """Wait for all exchanges after backward."""
         rank.wait_until(rank.busy_until_s)
 
 
 class Beside(Schedule):
-    """A thread, or a stream: stage after stage, beside backward (ThreadWorker, StreamWorker)."""
+    """Stages one after the other, concurrent with backward (ThreadWorker, StreamWorker)."""
 
     def submit(self, exchange: Exchange, rank: Rank) -> None:
         for stage in exchange.stages:
@@ -101,13 +101,13 @@ class Beside(Schedule):
 class _UnderWay:
     exchange: Exchange
     stages: Iterator[Stage]
-    done_s: float = 0.0  # when the collective that it waits for is
+    done_s: float = 0.0  # when the collective under way ends
 
 
 class Turns(Schedule):
-    """On the thread of backward, while the library's own threads communicate (TurnsWorker).
+    """Stages on backward's thread, while the library's threads communicate (TurnsWorker).
 
-    Codecs hold backward up, and a stage begins no sooner than the next gradient's hook.
+    Codecs delay backward, and a stage begins no sooner than the next gradient's hook.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Turns(Schedule):
                 self._go_on(job, rank)
 
     def _go_on(self, job: _UnderWay, rank: Rank) -> None:
-        """Encode or decode until the next collective is under way, or nothing is left."""
+        """Encode or decode until the next collective is under way, or no stage is left."""
         for stage in job.stages:
             if stage.row == "exchange":
                 job.done_s = rank.beside(stage, job.exchange.name, rank.now_s)
@@ -146,7 +146,8 @@ def run(
     schedule: Schedule,
     contention: float,
 ) -> Rank:
-    """Forward, backward and all exchanges.
+    """Simulate forward, backward and all exchanges.
+
 
     Args:
         layers: in the order of forward.

@@ -1,4 +1,4 @@
-"""Hardware fitted to what a study measured on one and two ranks."""
+"""Fit hardware to a study's measurements on one and two ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy, simulate
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
-PRIOR = 1e-3  # pulls what the cells do not tell towards the preset
+PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
 MAX_ITERATIONS = 50
-# Where the search starts if the preset has nothing of it: it goes by factors.
+# Start of the search where the preset has 0, because the search multiplies.
 START = {"latency_s": 1e-4, "codec_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
 LINK = ("latency_s", "bandwidth_bytes_per_s")
 NAMES = (
@@ -27,11 +27,11 @@ Residuals = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Observation:
-    """Cells that differ in nothing but their repeat.
+    """Cells that differ only in their repeat.
 
     Attributes:
-        name: of the strategy, as a study calls it.
-        steps_s: of each repeat.
+        name: the strategy's name in the study.
+        steps_s: step time of each repeat.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Observation:
 
     @property
     def step_s(self) -> float:
-        """Their median."""
+        """The median over repeats."""
         return median(self.steps_s)
 
 
 def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
-    """The hardware with which predictions come nearest to cells of at most two ranks.
+    """Fit the hardware to cells of at most two ranks.
 
-    Least squares of predicted - measured, by Levenberg and Marquardt's method,
-    over the logarithms of those of NAMES that the preset has. The link is the one that joins two.
+    Least squares of predicted - measured by the Levenberg-Marquardt method, over the logarithms
+    of the values in NAMES that the preset has. The fitted link joins the first two ranks.
 
     Raises:
         ValueError: there is no cell of two ranks.
@@ -82,25 +82,25 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
 
 
 def get(hardware: Hardware, name: str) -> float | None:
-    """The value of one of NAMES; None if this hardware has no such limit."""
+    """Return the value of one of NAMES; None if this hardware has no such limit."""
     return getattr(getattr(hardware, _pair(hardware)) if name in LINK else hardware, name)
 
 
 def with_values(hardware: Hardware, names: Sequence[str], values: np.ndarray) -> Hardware:
-    """The hardware with other values of some of NAMES."""
-    given = dict(zip(names, map(float, values), strict=True))
+    """Return the hardware with new values for `names`."""
+    changes = dict(zip(names, map(float, values), strict=True))
     pair = _pair(hardware)
-    link = replace(getattr(hardware, pair), **{n: given.pop(n) for n in LINK if n in given})
-    return replace(hardware, **{pair: link}, **given)
+    link = replace(getattr(hardware, pair), **{n: changes.pop(n) for n in LINK if n in changes})
+    return replace(hardware, **{pair: link}, **changes)
 
 
 def _pair(hardware: Hardware) -> str:
-    """The link between the first two ranks."""
+    """Name the link between the first two ranks."""
     return "intra" if hardware.ranks_per_node > 1 else "inter"
 
 
 def least_squares(residuals: Residuals, x: np.ndarray) -> np.ndarray:
-    """The x at which the sum of squares is least, near the one given."""
+    """Find the least sum of squares near `x`; return its x."""
     damping, now = 1e-2, residuals(x)
     for _ in range(MAX_ITERATIONS):
         jacobian = _jacobian(residuals, x, now)

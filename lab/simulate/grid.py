@@ -1,4 +1,4 @@
-"""Predictions for a grid of cells."""
+"""Predict a grid of cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.study.grid import Cell
 
 
 def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
-    """The result: a row for each cell, and the hardware that they are of. Spans of the last cell.
+    """Return the result, a row per cell and their hardware, and the spans of the last cell.
 
     Raises:
         ConfigError: a strategy has no cost model, the hardware has too few ranks, or the study to
@@ -33,7 +33,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     if request.fit and request.fit.suffix == ".json":
         hardware = calibrate(request.fit, hardware)
     elif request.fit:
-        from lab.simulate.score import Score  # which takes pandas
+        from lab.simulate.score import Score  # Imports pandas.
 
         score = Score(request.fit, request.profiles[0], request.hardware)
         hardware = score.hardware
@@ -72,7 +72,7 @@ def _row(cell: Cell, series: str, prediction: Prediction) -> dict[str, Any]:
 
 
 def _series(cell: Cell, cells: list[Cell]) -> str:
-    """The strategy, and those of its settings in which cells differ."""
+    """Name the series: the strategy, and the settings in which cells differ."""
     varying = [
         f"{key}={value}"
         for key, value in cell.variant.items()

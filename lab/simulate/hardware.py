@@ -24,9 +24,9 @@ class Link:
 
     Attributes:
         latency_s: seconds that a message takes whatever its size, at both ends and on the way.
-        bandwidth_bytes_per_s: each way; both ways at once are assumed to have it each.
-        num_links: how many of them a rank (within a node) or a node (between nodes) has.
-            Collectives of NCCL use all, a send one.
+        bandwidth_bytes_per_s: per direction; both directions at once are assumed to have it each.
+        num_links: how many such links a rank (within a node) or a node (between nodes) has.
+            Collectives of NCCL use all of them, a send uses one.
     """
 
     latency_s: float
@@ -45,18 +45,18 @@ class Hardware:
     Attributes:
         name: as in conf/hardware.
         source: where the figures come from.
-        library: whose all-reduce it is, and how exchanges overlap: gloo (on the thread that
-            computes, or one beside it) or nccl (on a stream).
+        library: whose all-reduce it is, and how exchanges overlap: gloo (on the
+            computing thread, or a separate one) or nccl (on a stream).
         ranks_per_node: how many ranks `intra` joins.
         intra, inter: links within a node and between nodes; None where there are none.
         codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
-        codec_s: what each call of a codec takes beside that, such as a kernel's launch.
+        codec_s: fixed time of each call of a codec, such as a kernel's launch.
         reduce_bytes_per_s: rate at which Gloo's all-reduce adds what has arrived, while the links
-            wait. None: at once.
+            wait. None: no time.
         contention: compute takes 1 + contention times as long while an exchange is under way.
-        overhead_s: of a step, beside forward, backward and exchange.
-        num_cores: shared by all ranks, where they are emulated on one machine: codecs take
-            as many times longer as there are ranks to a core. None: every rank has its own.
+        overhead_s: time of a step besides forward, backward and exchange.
+        num_cores: cores that ranks share where they are emulated on one machine; codecs then
+            take (ranks per core) times as long. None: every rank has its own cores.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Hardware:
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Hardware:
-        """The hardware that a file of conf/hardware describes.
+        """Parse the content of a file of conf/hardware.
 
         Raises:
             ValueError: a value that is missing, unknown or out of range.
@@ -104,7 +104,7 @@ class Hardware:
         return hardware
 
     def host_factor(self, num_ranks: int) -> float:
-        """How many times longer the host's own work takes where cores are shared."""
+        """Return the factor by which shared cores slow the host's own work."""
         return max(1.0, num_ranks / self.num_cores) if self.num_cores else 1.0
 
 

@@ -76,7 +76,7 @@ class Load:
         self.stages.append(Stage("exchange", cost.seconds, cost.payload_bytes))
 
     def exact(self, num_values: int) -> Cost:
-        """Cost of values that travel uncompressed, in an all-reduce of their own."""
+        """Return the cost of values that travel uncompressed, in a separate all-reduce."""
         return self.network.all_reduce(VALUE_BYTES * num_values)
 
 
@@ -101,7 +101,7 @@ class Sizes:
     chosen: frozenset[str] = frozenset()
 
     def chunks(self, num_values: float, exchange: Settings, num_children: int = 1) -> float:
-        """Bytes of the chunks that arrive from `num_children` ranks at the same time."""
+        """Count the bytes of the chunks that arrive from `num_children` ranks at the same time."""
         chunk_mb = chunk_mb_over(exchange["chunk_mb"], self.backend)
         limit = chunk_mb * MB if chunk_mb else math.inf
         return LAG * num_children * min(VALUE_BYTES * num_values, limit)

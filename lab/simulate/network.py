@@ -1,8 +1,8 @@
 """Costs of collectives, in messages and bytes on the critical path.
 
-Every rank is alike, so the critical path of one stands for all, and 4096 ranks cost no more to
-reckon than two. Trees and rings are those of lab/exchange; where ranks of a node are next to each
-other, a tree's first hops stay within it, and a ring waits for its slowest link.
+All ranks are alike, so the critical path of one stands for all, and 4096 ranks take no longer to
+compute than two. Trees and rings are those of lab/exchange; ranks of a node have adjacent numbers,
+so a tree's first hops stay within the node. A ring is as slow as its slowest link.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cost:
 
 
 class Network:
-    """`size` ranks on `hardware`, and what it costs them to exchange so many bytes.
+    """`size` ranks on `hardware`, and the costs of their collectives.
 
     Raises:
         ValueError: the hardware has fewer ranks.
@@ -44,16 +44,16 @@ class Network:
             )
         self.intra = (hardware.intra if self.local > 1 else None) or NOWHERE
         self.inter = (hardware.inter if self.num_nodes > 1 else None) or NOWHERE
-        self.slowest = self.inter if self.num_nodes > 1 else self.intra  # what a ring waits for
+        self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
 
     def tree(self, num_bytes: float) -> Cost:
-        """Store and forward: 2 ceil(log2 N) transfers (Kim et al. 2017, slide 25)."""
+        """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25)."""
         return self.tree_pipelined(num_bytes, math.inf)
 
     def tree_pipelined(self, num_bytes: float, chunk_bytes: float) -> Cost:
-        """The tree in chunks: the first goes all the way, the others follow at the root's rate.
+        """Return the cost of the tree in chunks, which follow each other at the root's rate.
 
-        The root moves each chunk once for each of its children, both ways at the same time.
+        The root moves each chunk once per child, in both directions at the same time.
         """
         chunks = max(1, math.ceil(num_bytes / chunk_bytes))
         chunk = num_bytes / chunks
@@ -62,7 +62,8 @@ class Network:
         return Cost(seconds, log2(self.size) * num_bytes)
 
     def tree_double(self, num_bytes: float, chunk_bytes: float) -> Cost:
-        """Two trees with half each, in chunks.
+        """Return the cost of two trees that carry half of the bytes each, in chunks.
+
 
         The busiest rank sends (log2 N + 1) / 2 times all bytes, at most twice.
         """
@@ -75,27 +76,29 @@ class Network:
         return Cost(self._up_and_down(chunk) + following, busiest * num_bytes)
 
     def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
-        """2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
+        """Return the cost of 2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
         part, steps = num_bytes / self.size, 2 * (self.size - 1)
         pieces = max(1, math.ceil(part / chunk_bytes))
         return Cost(steps * pieces * self.slowest.seconds(part / pieces), steps * part)
 
     def star(self, num_bytes: float) -> Cost:
-        """All to one rank and back, one after the other."""
+        """Return the cost of sending all to one rank and back, one rank after the other."""
         within, beyond = self.local - 1, self.size - self.local
         each_way = within * self.intra.seconds(num_bytes) + beyond * self.inter.seconds(num_bytes)
         return Cost(2 * each_way, (self.size - 1) * num_bytes)
 
     def all_reduce(self, num_bytes: float) -> Cost:
-        """The library's: Gloo's ring; NCCL's ring or tree, whichever is faster, between the nodes,
-        after a reduction within each and before a broadcast there. None of nothing.
+        """Return the cost of the library's all-reduce; no bytes cost nothing.
+
+        Gloo uses a ring. NCCL reduces within nodes, exchanges between them by a ring or a tree,
+        whichever is faster, and broadcasts within nodes.
         """
         if not num_bytes:
             return Cost()
         ring = self.ring(num_bytes)
         if self.hardware.library == "gloo":
             rate = self.hardware.reduce_bytes_per_s or math.inf
-            added = num_bytes * (self.size - 1) / self.size  # by each rank, on its way around
+            added = num_bytes * (self.size - 1) / self.size  # by each rank in turn
             return replace(ring, seconds=ring.seconds + added / rate)
         if self.num_nodes == 1:
             return Cost(_best_s(self.intra, self.size, num_bytes), ring.payload_bytes)
@@ -104,12 +107,12 @@ class Network:
         return Cost(seconds, ring.payload_bytes)
 
     def all_gather(self, num_bytes: float) -> Cost:
-        """Around a ring; `num_bytes` of each rank."""
+        """Return the cost of a ring that carries `num_bytes` of each rank."""
         steps = self.size - 1
         return Cost(steps * self.slowest.seconds(num_bytes), steps * num_bytes)
 
     def all_to_all(self, num_bytes: float) -> Cost:
-        """`num_bytes` from each rank to each other; a node's links are shared by its ranks."""
+        """Return the cost of `num_bytes` between every two ranks; ranks share a node's links."""
         within, beyond = self.local - 1, self.size - self.local
         sharing = max(1.0, self.local / self.inter.num_links)
         outside = beyond * self.inter.seconds(sharing * num_bytes)
@@ -120,17 +123,17 @@ class Network:
         return 2 * sum(hops * link.seconds(num_bytes) for hops, link in self._hops())
 
     def _hops(self) -> tuple[tuple[int, Link], ...]:
-        """The levels of a binomial tree over the links of each kind."""
+        """Yield the number of levels of a binomial tree on each kind of link."""
         return (log2(self.local), self.intra), (log2(self.num_nodes), self.inter)
 
 
 def log2(size: int) -> int:
-    """The logarithm to base 2, rounded up."""
+    """Return the base-2 logarithm, rounded up."""
     return (size - 1).bit_length()
 
 
 def _best_s(link: Link, size: int, num_bytes: float) -> float:
-    """NCCL's choice: a ring, or two binary trees that move all bytes twice in log2 N hops."""
+    """Return the faster of NCCL's ring and its two binary trees, of log2 N hops each."""
     ring = 2 * (size - 1) * (link.latency_s + num_bytes / size / _rate(link))
     tree = 2 * (log2(size) * link.latency_s + num_bytes / _rate(link))
     return min(ring, tree) if size > 1 else 0.0

@@ -20,7 +20,7 @@ from lab.study.grid import read as read_grid
 
 DEFAULT_PROFILE = "alexnet_titanx"
 SETTINGS = {
-    "hardware": ("titanx_x4", "a file of conf/hardware; hardware.KEY=... changes a figure of it"),
+    "hardware": ("titanx_x4", "a file of conf/hardware; hardware.KEY=... changes one figure of it"),
     "fit": (
         "null",
         "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
@@ -33,11 +33,11 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Request:
-    """The cells to predict, and on which hardware.
+    """The cells to predict, and their hardware.
 
     Attributes:
         profiles: one for each cell.
-        fit: a study's folder or a benchmark's JSON, that the hardware is fitted to.
+        fit: a study's folder or a benchmark's JSON; the hardware is fitted to it.
     """
 
     cells: list[Cell]
@@ -49,10 +49,10 @@ class Request:
 
 
 def read(arguments: Sequence[str]) -> Request:
-    """The cells, the profile and the hardware that a command line names.
+    """Read the cells, profiles and hardware that a command line names.
 
     Raises:
-        ConfigError: any of its settings is wrong.
+        ConfigError: a setting is wrong.
     """
     texts, run = split(arguments, SETTINGS)
     texts = {key: default for key, (default, _) in SETTINGS.items()} | texts
@@ -72,7 +72,7 @@ def read(arguments: Sequence[str]) -> Request:
 
 
 def plain(node: Any) -> dict[str, Any]:
-    """A node of settings as a dict, its references resolved."""
+    """Convert a node of settings to a dict, with references resolved."""
     container = OmegaConf.to_container(node, resolve=True)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
@@ -85,7 +85,7 @@ def _profile(settings: Mapping[str, Any]) -> Profile:
 
 
 def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:
-    """A file of conf/hardware, with `hardware.key=value` in place of its figures.
+    """Read a file of conf/hardware and apply `hardware.key=value` to it.
 
     Raises:
         ConfigError: there is no such file, or a value cannot be read.

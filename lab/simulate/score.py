@@ -1,4 +1,4 @@
-"""Predictions beside what a study measured."""
+"""Score predictions by a study's measurements."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lab.simulate.fit import LARGEST_FITTED, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy
 
-MOST_APART = 0.01  # of the number of parameters: another model, or another bytes_scale
+MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
 
 
 class Score:
-    """A study's cells, and hardware that is fitted to those of one and two ranks.
+    """A study's cells, and the hardware fitted to those of one and two ranks.
 
     Args:
-        profile: of cells whose model is a real one; those of model=replay say what they replay.
+        profile: of cells with a real model; cells of model=replay name their own profile.
 
     Raises:
         ValueError: the study cannot be read, is of another model, or has no cell of two ranks.
@@ -64,7 +64,7 @@ class Score:
 
 
 def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:
-    """Hardware that is emulated has the cores of the machine that emulated it for these cells."""
+    """Give emulated hardware the cores of the machine on which these cells ran."""
     known = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
     if preset.num_cores is None or not known:
         return preset
@@ -77,12 +77,12 @@ def _counts(cell: Cell) -> bool:
 
 
 def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
-    """Those cells whose strategy has a cost model; the others only cannot be scored."""
+    """Collect the cells whose strategy has a cost model; others cannot be scored."""
     alike: dict[str, list[Observation]] = {}
     for cell in cells:
-        found = _observation(cell, profile)
-        if found:
-            alike.setdefault(repr(replace(found, steps_s=())), []).append(found)
+        observation = _observation(cell, profile)
+        if observation:
+            alike.setdefault(repr(replace(observation, steps_s=())), []).append(observation)
     return [
         replace(same[0], steps_s=tuple(time for each in same for time in each.steps_s))
         for same in alike.values()
@@ -97,12 +97,12 @@ def _observation(cell: Cell, profile: Profile) -> Observation | None:
         strategy = Strategy.of(settings)
     except ValueError:
         return None
-    own = replayed(settings)
-    if not own:
+    replay = replayed(settings)
+    if not replay:
         _check_model(cell, profile)
     return Observation(
         cell.strategy,
-        own or profile,
+        replay or profile,
         strategy,
         cell.world_size,
         cell.per_rank_batch_size,
@@ -111,10 +111,10 @@ def _observation(cell: Cell, profile: Profile) -> Observation | None:
 
 
 def _check_model(cell: Cell, profile: Profile) -> None:
-    own = profile.gradient_bytes / VALUE_BYTES
-    if abs(cell.num_parameters / own - 1) > MOST_APART:
+    num_parameters = profile.gradient_bytes / VALUE_BYTES
+    if abs(cell.num_parameters / num_parameters - 1) > MOST_APART:
         raise ValueError(
             f"{cell.name} has {cell.num_parameters:.0f} parameters, profile="
-            f"{profile.name} {own:.0f}; give its profile, or profile.bytes_scale="
-            f"{profile.bytes_scale * cell.num_parameters / own:.4g}"
+            f"{profile.name} {num_parameters:.0f}; give its profile, or profile.bytes_scale="
+            f"{profile.bytes_scale * cell.num_parameters / num_parameters:.4g}"
         )

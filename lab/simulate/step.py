@@ -1,4 +1,4 @@
-"""Predictions: a profile, a strategy and hardware become the time of a step."""
+"""Predict the time of a step from a profile, a strategy and hardware."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NONE = {"_target_": "lab.exchange.none.NoExchange"}
 
 @dataclass(frozen=True)
 class Strategy:
-    """How gradients are exchanged.
+    """A way to exchange gradients.
 
     Attributes:
         exchange: `_target_` and its arguments, as configured.
-        pattern: of its sync.
+        pattern: the pattern of the strategy's sync.
     """
 
     exchange: Mapping[str, Any]
@@ -35,10 +35,10 @@ class Strategy:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Strategy:
-        """The strategy of a run's composed settings.
+        """Read the strategy from a run's composed settings.
 
         Raises:
-            ValueError: it is one that has no cost model.
+            ValueError: the strategy has no cost model.
         """
         pattern = pattern_of(settings)
         name = f"strategy={settings['strategy']}"
@@ -58,12 +58,12 @@ CEILING = Strategy(NONE)
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of every rank, of which rank 0 stands for all.
+    """One optimizer step; rank 0 stands for all ranks.
 
     Attributes:
-        step_s: its time.
-        payload_bytes: what the busiest rank sends.
-        spans: of rank 0: forward, backward, exchange and codec.
+        step_s: duration in seconds.
+        payload_bytes: bytes that the busiest rank sends.
+        spans: forward, backward, exchange and codec of rank 0.
     """
 
     step_s: float
@@ -73,10 +73,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step, and what it amounts to.
+    """A step, its exposed communication and its speedup.
 
     Attributes:
-        exposed_s: what it takes longer than without any exchange, on as many ranks.
+        exposed_s: step time beyond that without any exchange, on as many ranks.
         speedup: over one rank without any exchange; of weak scaling if `weak`.
     """
 
@@ -94,14 +94,14 @@ def predict(
     batch_size: int,
     weak: bool = False,
 ) -> Prediction:
-    """The step of a strategy on `world_size` ranks.
+    """Predict the step of a strategy on `world_size` ranks.
 
     Args:
         batch_size: global, in samples.
-        weak: compare with one rank that has a batch of the same size as each of these.
+        weak: compare with one rank at the same per-rank batch size.
 
     Raises:
-        ValueError: the hardware has fewer ranks.
+        ValueError: the hardware has too few ranks.
     """
     per_rank_batch_size = batch_size // world_size
     step = simulate(profile, hardware, strategy, world_size, per_rank_batch_size)
@@ -119,7 +119,7 @@ def simulate(
     world_size: int,
     per_rank_batch_size: int,
 ) -> Step:
-    """One step on `world_size` ranks. ValueError as in `predict`."""
+    """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
     network = Network(hardware, world_size)
     layers = [
         Compute(
@@ -143,32 +143,32 @@ def simulate(
 
 
 def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:
-    """The buckets of a profile's gradients, with what each costs."""
+    """Plan the buckets of a profile's gradients, each with the stages of its exchange."""
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
-    own = {
+    parameters = {
         f"{layer.name}.{kind}": shape
         for layer in profile.layers
         for kind, shape in shapes(profile.values(layer)).items()
     }
-    arriving = [(name, VALUE_BYTES * math.prod(own[name])) for name in reversed(own)]
+    arriving = [(name, VALUE_BYTES * math.prod(parameters[name])) for name in reversed(parameters)]
     parts = len(strategy.pattern.legs) * strategy.pattern.every
-    found = []
+    planned = []
     for names in group(arriving, strategy.bucket_mb, profile.bytes_scale):
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         ready = min(places[name.rpartition(".")[0]] for name in names)
-        stages = stages_of([own[name] for name in names], strategy.exchange, network)
+        stages = stages_of([parameters[name] for name in names], strategy.exchange, network)
         begins = _begins(strategy.pattern.begins, ready, len(places))
-        found.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
-    return found
+        planned.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
+    return planned
 
 
 def _begins(begin: Begin, ready: int, num_layers: int) -> int:
-    """The layer whose gradient an exchange begins with; its own gradients end with `ready`'s."""
+    """Return the layer whose gradient starts an exchange; `ready` completes its bucket."""
     if begin is Begin.DURING_BACKWARD:
         return ready
-    return num_layers if begin is Begin.NEXT_STEP else 0  # the last layer to have a gradient
+    return num_layers if begin is Begin.NEXT_STEP else 0  # layer 0 is the last to have a gradient
 
 
 def _share(stage: Stage, parts: int) -> Stage:
-    """One of so many equal parts: what a step, or one leg, carries of a whole exchange."""
+    """Return one of `parts` equal parts of a stage: the share of one step or one leg."""
     return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)

@@ -78,7 +78,7 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
 
 
 def figure(result: Row) -> Figure:
-    """Draw speedup against ranks, a panel for each batch; hollow marks on lines are predicted."""
+    """Draw speedup over ranks, a panel for each batch; hollow marks are predicted."""
     rows = result["rows"]
     batch_sizes = style.unique(map(_fixed_batch_size, rows))
     looks = looks_of(row["series"] for row in rows)
@@ -108,7 +108,7 @@ def _fixed_batch_size(row: Row) -> int:
 
 
 def _draw(panel: Axes, rows: list[Row], look: Look) -> None:
-    """Draw a series: predictions as a line with hollow marks, measurements as full ones."""
+    """Draw a series: predictions as a line with hollow marks, measurements as filled marks."""
     rows = sorted(rows, key=lambda row: row["world_size"])
     known = [row for row in rows if "measured_s" in row]
     line: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 5}

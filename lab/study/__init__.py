@@ -1,1 +1,1 @@
-"""Grids of settings, and how their cells are started."""
+"""Grids of settings, and starting their cells."""

@@ -34,7 +34,7 @@ class Cell:
     """One point of a study: settings of `lab.train`, and how many ranks to start."""
 
     arguments: tuple[str, ...]
-    config: DictConfig  # what they make
+    config: DictConfig  # composed from `arguments`
     world_size: int
     repeat: int = 0
 
@@ -50,12 +50,12 @@ class Cell:
 
     @property
     def over_horovod(self) -> bool:
-        """Whether horovodrun alone can start its ranks."""
+        """Tell whether only horovodrun can start the ranks."""
         return "horovod" in self.config.comm["_target_"]
 
     @property
     def cluster(self) -> Cluster | None:
-        """The emulated one that its ranks are started on, if any."""
+        """The emulated cluster on which the ranks are started, if any."""
         return cluster_of(self.config, self.world_size)
 
     @property
@@ -79,16 +79,16 @@ class Study:
 
 
 def read(arguments: Sequence[str]) -> Study:
-    """The study that a command line describes.
+    """Read the study that a command line describes.
 
     `study=NAME` starts from conf/study/NAME.yaml if there is such a file; settings on the command
-    line replace its. Repeats are the outermost loop, so that a machine that drifts does not make
-    one number of ranks look better; strategies are the innermost, so that what is compared runs
-    close together.
+    line replace those of the file. Repeats are the outermost loop, so that drift of the machine
+    favours no number of ranks; strategies are the innermost, so that compared runs are close in
+    time.
 
     Raises:
-        ConfigError: any cell has a wrong setting. Nothing has run then. (What only a constructor
-            can judge, with the data at hand, comes to light in the cell's own run.)
+        ConfigError: a cell has a wrong setting; nothing has run then. (Errors that only a
+            constructor can find, with the data at hand, show up in the cell's own run.)
     """
     texts, run = split([*_of_study_file(arguments), *arguments], DEFAULTS)
     texts = DEFAULTS | texts
@@ -107,7 +107,7 @@ def read(arguments: Sequence[str]) -> Study:
 
 
 def _points(lists: dict[str, list[str]], sizes: list[int]) -> list[Cell]:
-    """The cells of one repeat."""
+    """Compose the cells of one repeat."""
     for key in ("cell", "repeat", "resume"):
         if key in lists:
             raise ConfigError(f"{' '.join(lists[key])}: a sweep sets this itself")
@@ -128,7 +128,7 @@ def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
 
 
 def _lists(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """By key the settings that a list stands for, each as a command line would take it."""
+    """Expand lists: for each key, its settings as a command line would take them."""
     lists = dict[str, list[str]]()
     for override in parse_overrides(arguments):
         if override.is_sweep_override() and not override.is_choice_sweep():
@@ -142,10 +142,10 @@ def _lists(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _of_study_file(arguments: Sequence[str]) -> list[str]:
-    """The settings in conf/study/NAME.yaml; none where a study is a new name."""
+    """Read the settings in conf/study/NAME.yaml; none if there is no such study."""
     texts, others = split(arguments, ("study",))
     name, config_dir = _only("study", DEFAULTS | texts), config_dir_of(arguments)
-    load([f"study={name}"])  # names a directory, and maybe a file
+    load([f"study={name}"])  # becomes the name of a directory, and perhaps names a file
     known = choices_of("study", config_dir)
     if name in known:
         return [f"{key}={value}" for key, value in read_file("study", name, config_dir).items()]

@@ -14,18 +14,18 @@ from lab.cluster.settings import Cluster
 from lab.record.schema import Record, Status, read_record
 from lab.study.grid import Cell
 
-STOP_S = 40.0  # what a launcher has to end its ranks when asked; torchrun itself kills after 30
+STOP_S = 40.0  # seconds for a launcher to end its ranks; torchrun itself kills after 30
 PR_SET_PDEATHSIG = 1
 
 
 def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> Record:
-    """Run one cell in `root` under a fresh torchrun or horovodrun; its record.
+    """Run one cell in `root` under a fresh torchrun or horovodrun; return its record.
 
-    Each rank computes on one thread unless OMP_NUM_THREADS says otherwise, at every number of
-    ranks: torchrun would give a single rank all cores, and scaling would be measured against that.
+    Each rank computes on one thread unless OMP_NUM_THREADS is set, at every number of ranks:
+    torchrun would give a single rank all cores, which would distort the scaling baseline.
 
     Args:
-        lock: descriptor of the study's lock, which the launcher keeps should this process die.
+        lock: descriptor of the study's lock, which the launcher holds if this process dies.
     """
     directory = make_directory(root, cell)
     log = directory / "output.log"
@@ -54,7 +54,7 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> Record:
 
 
 def make_directory(root: Path, cell: Cell) -> Path:
-    """A cell's directory, empty: what a killed attempt left there is no measurement."""
+    """Make a cell's directory empty: leftovers of a killed attempt are not a measurement."""
     directory = root / cell.name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
@@ -62,7 +62,7 @@ def make_directory(root: Path, cell: Cell) -> Path:
 
 
 def settings_of(root: Path, cell: Cell) -> list[str]:
-    """The settings of `lab.train` that run `cell` in `root`."""
+    """List the settings of `lab.train` that run `cell` in `root`."""
     place = [f"runs_dir={root.parent}", f"study={root.name}", f"cell={cell.name}"]
     return [*cell.arguments, *place, f"repeat={cell.repeat}"]
 
@@ -79,7 +79,7 @@ def starter(world_size: int, over_horovod: bool, cluster: Cluster | None) -> lis
 
 
 def end_with_parent() -> None:
-    """Have Linux end the launcher, and so its ranks, when what started it is killed."""
+    """Have Linux end the launcher, and so its ranks, when its parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -95,12 +95,12 @@ def stop(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def record_of(directory: Path, cell: Cell, status: Status, error: str) -> Record:
-    """The record of a cell whose launcher has ended.
+    """Return the record of a cell whose launcher has ended.
 
-    A run that could not record its own failure, or was ended from here, is recorded here.
+    If the run could not record its failure, or was ended from here, write its record.
 
     Raises:
-        ValueError: what the run left is no record.
+        ValueError: the run left a file that is not a record.
     """
     path = directory / "record.json"
     record = read_record(path) if path.exists() else _identity(directory, cell)
@@ -112,7 +112,7 @@ def record_of(directory: Path, cell: Cell, status: Status, error: str) -> Record
 
 
 def _identity(directory: Path, cell: Cell) -> Record:
-    """The record of a run of which nothing is known but what it was to be."""
+    """Make the record of a run of which only the settings are known."""
     return Record(
         status="failed",
         study=directory.parent.name,
@@ -128,8 +128,8 @@ def _identity(directory: Path, cell: Cell) -> Record:
 
 
 def last_error(log: Path) -> str:
-    """The line of a run's output that says most about its end."""
+    """Find the line of a run's output that best explains its end."""
     lines = log.read_text(errors="replace").splitlines()
-    own = [line.partition("lab.train: error: ")[2] for line in lines]
+    reported = [line.partition("lab.train: error: ")[2] for line in lines]
     errors = [line.strip() for line in lines if "error:" in line.lower()]
-    return next((line for line in (*own, *errors, *reversed(lines)) if line), "")
+    return next((line for line in (*reported, *errors, *reversed(lines)) if line), "")

@@ -1,4 +1,4 @@
-"""Run what is missing of a study: here, one fresh torchrun per cell, or as SLURM's job arrays."""
+"""Run the missing cells of a study: here, one fresh torchrun per cell, or as SLURM job arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCK_WAIT_S = 60.0
 
 
 def sweep(line: CommandLine) -> int:
-    """Run what is missing of the study that a command line describes; with `--cfg` print its cells.
+    """Run the missing cells of a study; with `--cfg`, print its cells instead.
 
     Returns:
         The exit code: 0; 1 if no cell of the study is done; 130 after Ctrl-C.
@@ -48,8 +48,8 @@ def sweep(line: CommandLine) -> int:
 
 
 def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
-    """Run every cell that has no record yet, in order; the status of each."""
-    from lab.study.launch import run_cell  # which imports torch
+    """Run every cell that has no record yet, in order; yield the status of each."""
+    from lab.study.launch import run_cell  # imports torch
 
     durations: list[float] = []
     for number, cell in enumerate(study.cells, start=1):
@@ -68,7 +68,7 @@ def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
 
 
 def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
-    """Submit every cell that has no record yet; the status of each, as they end."""
+    """Submit every cell that has no record yet; yield the status of each as it ends."""
     from lab.study.slurm import run_cells
 
     records = [(cell, _recorded(root, cell)) for cell in study.cells]
@@ -90,10 +90,10 @@ def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
 
 
 def _recorded(root: Path, cell: Cell) -> Record | None:
-    """The record of a cell that need not run again; an interrupted one must.
+    """Return the record of a cell that need not run again; an interrupted cell must.
 
     Raises:
-        ConfigError: the cell holds something else under that name, which is not to be lost.
+        ConfigError: the cell's directory holds other files, which must not be lost.
     """
     try:
         record = read_record(root / cell.name / "record.json")
@@ -117,11 +117,11 @@ def _outcome(record: Record) -> str:
 
 
 def _check_launcher(study: Study) -> None:
-    """Refuse what cannot be started, before any cell has run.
+    """Refuse cells that cannot be started, before any cell has run.
 
     Raises:
-        ConfigError: there is no SLURM, or no Horovod for a cell over it; or a cell wants more GPUs
-            than there are on this host, and it names the largest number of ranks that would do.
+        ConfigError: SLURM or Horovod is needed and missing, or a cell needs more GPUs than this
+            host has; the message then names the largest number of ranks that fits.
     """
     if any(cell.over_horovod for cell in study.cells):
         _check_horovod(study.launcher)
@@ -164,7 +164,7 @@ def _make_root(study: Study) -> Path:
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[int]:
-    """Hold the study's lock; yields its descriptor. A killed sweep's launcher still holds it."""
+    """Hold the study's lock and yield its descriptor. A killed sweep's launcher still holds it."""
     with (root / ".lock").open() as lock:
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:

@@ -1,7 +1,7 @@
-"""Cells as SLURM jobs: one array per number of ranks, and a look at the queue until all have ended.
+"""Run cells as SLURM jobs: submit an array per number of ranks, and poll the queue to the end.
 
-Everything goes through SLURM's own commands and files that people can read; launch/slurm.sbatch
-starts the ranks.
+Everything goes through SLURM's own commands and readable files; launch/slurm.sbatch starts the
+ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lab.settings.config import ConfigError
 from lab.study.grid import Cell
 from lab.study.launch import last_error, make_directory, record_of, settings_of
 
-POLL_S = 1.0  # between looks at the queue at first; a long sweep looks less often
+POLL_S = 1.0  # seconds between polls at first; a long sweep polls less often
 LONGEST_POLL_S = 15.0
-FILES_S = 60.0  # what a network file system may take to show here what was written there
+FILES_S = 60.0  # seconds until a network file system shows files that another host wrote
 VANISHED = "VANISHED"  # SLURM forgets a job some minutes after its end
-# What SLURM may say of a job that will not run again, and the status of a cell without a record.
+# SLURM's states of a job that will not run again, and the status of a cell without a record.
 ENDED: dict[str, Status] = {
     "CANCELLED": "interrupted",
     "PREEMPTED": "interrupted",
@@ -50,7 +50,7 @@ class Task:
     job: str
     number: int
     state: str = "PENDING"
-    reason: str = ""  # why it is pending
+    reason: str = ""  # the reason why it is pending
     running_since: float | None = None
     timed_out: bool = False
 
@@ -59,23 +59,23 @@ class Task:
         return f"{self.job}_{self.number}"
 
     def update(self, state: str, reason: str) -> None:
-        """Take what the queue says."""
+        """Update the state from a line of the queue."""
         self.state, self.reason = state, reason
         if state == "RUNNING" and self.running_since is None:
             self.running_since = time.monotonic()
 
     def overdue(self, timeout_s: float) -> bool:
-        """Whether it has run, not waited, for longer than `timeout_s`."""
+        """Tell whether it has run, not waited, for longer than `timeout_s`."""
         if self.running_since is None or self.state != "RUNNING" or self.timed_out:
             return False
         return time.monotonic() - self.running_since > timeout_s
 
 
 def check_installed() -> None:
-    """Refuse where there is no SLURM.
+    """Check that SLURM is there.
 
     Raises:
-        ConfigError: says so.
+        ConfigError: it is not.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("launcher=slurm: there is no sbatch on the PATH")
@@ -84,9 +84,9 @@ def check_installed() -> None:
 def run_cells(
     root: Path, cells: list[Cell], timeout_s: float
 ) -> Generator[tuple[Cell, Record], None, None]:
-    """Run `cells` in `root` as SLURM finds room; each with its record, as it ends.
+    """Run `cells` in `root` as SLURM finds room; yield each with its record as it ends.
 
-    Nothing of it is left in the queue when this generator is closed early or interrupted.
+    No job is left in the queue when this generator is closed early or interrupted.
 
     Raises:
         ConfigError: jobs of a killed sweep of this study are still there, or sbatch refuses.
@@ -103,7 +103,7 @@ def run_cells(
             yield task.cell, _record(root / task.cell.name, task, timeout_s)
     finally:
         _cancel([task for task in tasks if task.state not in ENDED])
-        with contextlib.suppress(ConfigError):  # what an interrupt came upon while it was submitted
+        with contextlib.suppress(ConfigError):  # submitted during an interrupt
             _scancel(*_jobs_of(root))
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -118,14 +118,14 @@ def _check_alone(root: Path) -> None:
 
 
 def _jobs_of(root: Path) -> list[str]:
-    """Jobs of this study that have not ended."""
+    """List the jobs of this study that have not ended."""
     listed = _ask("squeue", "--me", "--noheader", "--format=%F|%k")
-    found = (line.partition("|") for line in listed)
-    return sorted({job for job, _, comment in found if comment == _comment(root)})
+    jobs = (line.partition("|") for line in listed)
+    return sorted({job for job, _, comment in jobs if comment == _comment(root)})
 
 
 def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
-    """Submit `cells`, all of one number of ranks. `folder` holds what their jobs read."""
+    """Submit `cells`, all with the same number of ranks. Their jobs read files in `folder`."""
     folder.mkdir(parents=True)
     for number, cell in enumerate(cells, start=1):
         log = make_directory(root, cell) / "output.log"
@@ -137,7 +137,7 @@ def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
     (answer,) = _ask(
         "sbatch",
         "--parsable",
-        "--no-requeue",  # a measurement in two parts is none
+        "--no-requeue",  # a measurement in two parts is not valid
         f"--job-name={root.name}",
         f"--comment={_comment(root)}",
         f"--array=1-{len(cells)}",
@@ -153,7 +153,7 @@ def _submit(root: Path, folder: Path, cells: list[Cell]) -> list[Task]:
 
 
 def _ended(tasks: list[Task], timeout_s: float) -> Iterator[Task]:
-    """Each task when it has ended; one that runs for too long is made to."""
+    """Yield each task when it has ended; cancel a task that runs for too long."""
     waiting = tasks
     began, shown = time.monotonic(), ""
     while waiting:
@@ -172,7 +172,7 @@ def _ended(tasks: list[Task], timeout_s: float) -> Iterator[Task]:
 
 
 def _counts(tasks: list[Task]) -> str:
-    """How many tasks wait, and for what, and how many run."""
+    """Count the tasks that run and those that wait, by reason."""
     names = [
         f"pending ({task.reason})" if task.state == "PENDING" else task.state.lower()
         for task in tasks
@@ -181,7 +181,7 @@ def _counts(tasks: list[Task]) -> str:
 
 
 def _look(tasks: list[Task]) -> None:
-    """Bring states up to date. While SLURM's controller does not answer they stay what they are."""
+    """Update all states; they stay as they are while SLURM's controller does not answer."""
     try:
         listed = _ask(
             "squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i|%T|%r"
@@ -195,7 +195,7 @@ def _look(tasks: list[Task]) -> None:
 
 
 def _record(directory: Path, task: Task, timeout_s: float) -> Record:
-    """The record of a task that has ended, made here if it left none."""
+    """Return the record of a task that has ended; make one if it left none."""
     deadline = time.monotonic() + FILES_S
     while task.state == "COMPLETED" and not (directory / "record.json").exists():
         if time.monotonic() > deadline:
@@ -211,7 +211,7 @@ def _record(directory: Path, task: Task, timeout_s: float) -> Record:
 
 
 def _cancel(tasks: list[Task]) -> None:
-    """Cancel what has not ended, and wait until it has: SLURM kills what does not stop."""
+    """Cancel the tasks that have not ended, and wait: SLURM kills those that do not stop."""
     jobs = sorted({task.job for task in tasks})
     if not jobs:
         return
@@ -230,10 +230,10 @@ def _scancel(*names: str) -> None:
 
 
 def _ask(*command: str) -> list[str]:
-    """The lines that one of SLURM's commands answers.
+    """Run one of SLURM's commands and return its lines.
 
     Raises:
-        ConfigError: it failed; repeats what it says.
+        ConfigError: it failed; repeats its message.
     """
     environment = {**os.environ, "PYTHON": sys.executable}  # the jobs' interpreter is this one
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -244,12 +244,12 @@ def _ask(*command: str) -> list[str]:
 
 
 def _comment(root: Path) -> str:
-    """By this comment a sweep's jobs are found again."""
+    """Return the comment by which a sweep finds its jobs again."""
     return f"lab.sweep {root}"
 
 
 def _script() -> Path:
-    """The batch script: inside the package when installed, beside it in a checkout."""
+    """Return the batch script: inside the package if installed, next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "slurm.sbatch"
     return inside if inside.is_file() else package.parent / "launch" / "slurm.sbatch"

@@ -1,4 +1,4 @@
-"""The README's own new exchange, added to a copy of the tree exactly as the README prints it."""
+"""The README's example exchange, added to a copy of the tree exactly as the README prints it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
 COPIED = ("lab", "conf", "tests", "docs", "launch", "README.md", "pyproject.toml")
 FENCED = re.compile(r"^```\w+\n(?:# |<!-- )(\S+?)(?:, into (\w+))?\n(.*?)^```$", re.M | re.S)
-# What finds a new exchange by itself, by test file.
+# Generic tests that include a new exchange, by test file.
 GENERIC = {
     "tests/distributed/test_strategies.py": (
         "test_trains_and_keeps_replicas_equal[gossip-1]",
@@ -52,7 +52,7 @@ def additions() -> list[tuple[str, str, str]]:
 
 
 def add(tree: Path, path: str, table: str, text: str) -> None:
-    """A file of its own, or rows at the beginning of a table."""
+    """Add a new file, or rows at the beginning of a table."""
     place = tree / path
     if not table:
         place.write_text(text)

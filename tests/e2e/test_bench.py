@@ -1,4 +1,4 @@
-"""lab.bench as users start it: its own ranks, its files, its exit codes."""
+"""lab.bench as users start it: its ranks, files and exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_collective_starts_its_ranks_and_leaves_json_and_figure(
 
 def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["collective", "exchange=onebit", "sizes=[4kb]", "device=cpu"]) == 2
-    assert capfd.readouterr().err.startswith("lab.bench: error: exchange=onebit: is no all-reduce")
+    assert capfd.readouterr().err.startswith(
+        "lab.bench: error: exchange=onebit: is not an all-reduce"
+    )
 
 
 def test_codec_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

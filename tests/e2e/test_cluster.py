@@ -1,4 +1,4 @@
-"""Emulated clusters: what their links give, training on them, and that they leave nothing."""
+"""Emulated clusters: the rates of their links, training on them, and cleanup."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_ranks_that_are_asked_to_stop_leave_a_record(
 def test_killed_it_leaves_nothing(
     num_processes: int, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """As soon as it has made the sandbox, the supervisor, the launchers, the ranks."""
+    """Kill it once it has made the sandbox, the supervisor, the launchers, or the ranks."""
     before = traces()
     process = start(environment, tmp_path)
     known = psutil.Process(process.pid)
@@ -92,7 +92,7 @@ def test_killed_it_leaves_nothing(
 def test_killed_before_there_is_a_sandbox_it_leaves_nothing(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """The one made afterwards, here by an unshare that takes its time, ends by itself."""
+    """A sandbox made afterwards, here by a slow unshare, ends by itself."""
     unshare = shutil.which("unshare")
     late = tmp_path / "bin" / "unshare"
     late.parent.mkdir()
@@ -108,23 +108,23 @@ def test_killed_before_there_is_a_sandbox_it_leaves_nothing(
 
 
 def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """A training that would take long."""
+    """Start a training that would take long."""
     settings = (*TWO_HOSTS, *QUICK, "steps=100000", "checkpoint_every=5")
     line = [sys.executable, "-m", "lab.train", *settings]
     return subprocess.Popen(line, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Command lines of those that run in a folder, as all of a cluster do where it was started."""
+    """List the command lines of processes in a folder, as all of a cluster's are."""
     found = [each.info for each in psutil.process_iter(["cwd", "cmdline"])]
-    # One that ends while it is looked at has no command line.
+    # A process that ends during the query has no command line.
     return [" ".join(each["cmdline"] or []) for each in found if each["cwd"] == str(folder)]
 
 
 def traces() -> list[str]:
-    """Namespaces, interfaces and mounts of this machine, without the hosts of other tests."""
+    """List this machine's namespaces, interfaces and mounts, without other tests' hosts."""
     commands = (["ip", "netns", "list"], ["ip", "-br", "link"])
     seen = [subprocess.run(each, capture_output=True, text=True).stdout for each in commands]
     lines = "".join([*seen, Path("/proc/self/mounts").read_text()]).splitlines()
-    theirs = ("lab-", " /run/netns ")  # the second: where ip keeps names, once anyone has made one
+    theirs = ("lab-", " /run/netns ")  # the second: ip's folder of names, once a name was made
     return [line for line in lines if not any(name in line for name in theirs)]

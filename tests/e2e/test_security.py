@@ -1,4 +1,4 @@
-"""Secrets stay out of what is written, and what is read cannot run."""
+"""Secrets are never written, and files that are read cannot run code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_pickle_in_a_checkpoint_is_refused(
     (checkpoint / "shared.pt").write_bytes(content)
     done_file = checkpoint / "DONE"
     done = json.loads(done_file.read_text())
-    done["files"]["shared.pt"] = hashlib.sha256(content).hexdigest()  # whoever can write, can hash
+    done["files"]["shared.pt"] = hashlib.sha256(
+        content
+    ).hexdigest()  # an attacker who can write can also hash
     done_file.write_text(json.dumps(done))
 
     refused = command("lab.train", *QUICK, "cell=b", f"resume={checkpoint}")
@@ -61,7 +63,7 @@ def test_pickle_in_a_checkpoint_is_refused(
     assert "Traceback" not in refused.err
     assert not (tmp_path / "owned").exists()
     monkeypatch.chdir(tmp_path)
-    pickle.loads(content)  # who unpickles it runs it
+    pickle.loads(content)  # unpickling runs the command
     assert (tmp_path / "owned").exists()
 
 

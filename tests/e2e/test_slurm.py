@@ -47,7 +47,7 @@ def slurm_variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[s
 def cluster(
     environment: dict[str, str], slurm_variables: dict[str, str], tmp_path: Path
 ) -> Iterator[Callable[..., str]]:
-    """Run one of SLURM's commands; what it answers. Commands of the lab find the same SLURM."""
+    """Return a runner of SLURM's commands; commands of the lab find the same SLURM."""
     environment |= {**slurm_variables, "PYTHON": sys.executable}
 
     def run(*line: str) -> str:
@@ -190,7 +190,7 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
 
 
 def outcome(found: dict[str, Any]) -> tuple[Any, ...]:
-    """Keep the part that two records of one cell share: all but times, places and names."""
+    """Keep the part that two records of one cell share: all except times, places and names."""
     fields = ("status", "world_size", "cell", "repeat", "variant", "final", "replica_hash")
     return *(found[field] for field in (*fields, "payload_bytes_per_step")), sorted(found)
 
@@ -209,7 +209,7 @@ def start_sweep(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job ignores SIGINT, and so would what these tests start in one.
+        # A shell's background job ignores SIGINT, and so would commands that tests start in one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
@@ -241,7 +241,7 @@ def test_without_slurm_or_with_an_unknown_launcher_nothing_runs(
 
 
 def run_script(folder: Path, *arguments: str, **variables: str) -> Finished:
-    """Run the batch script as a job would, beside an srun that shows what it is to start."""
+    """Run the batch script as a job would, with an srun that prints its command line."""
     for name, line in (
         ("srun", 'printf "%s\\n" "$LAB_JOB" "$@"'),
         ("scontrol", "echo node1; echo node2"),

@@ -1,4 +1,4 @@
-"""Sweeps: what is missing runs, what fails is shown, what was killed goes on."""
+"""Sweeps run missing cells, show failed ones, and continue after being killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path:
     started = {path: record(path)["started_at"] for path in cells(tmp_path / "runs/s")}
     assert len(started) == 2
 
-    # The same study with one cell that cannot fit into memory: only that one runs.
+    # The same study with one cell that does not fit into memory: only this one runs.
     more = command(
         "lab.sweep", "study=s", "strategy=onebit", "world_size=1", "model=mlp",
         "model.hidden=[1,900000000000000]", *QUICK,
@@ -47,7 +47,7 @@ def test_sweep_runs_skips_records_failures_and_plots(command: Command, tmp_path:
     table = pd.read_csv(tmp_path / "runs/s/figures/summary.csv")
     assert set(table["strategy"] if "strategy" in table else table["series"]) >= {"none", "onebit"}
     drawn = (tmp_path / "runs/s/figures/speedup_bars.svg").read_text()
-    texts = re.findall(r"<!-- (.*?) -->", drawn)  # matplotlib notes each text before its outlines
+    texts = re.findall(r"<!-- (.*?) -->", drawn)  # matplotlib writes each text before its outlines
     assert {"speedup", "1 rank", "2 ranks", "24"} <= set(texts)
     assert any(text.startswith("none ") for text in texts), texts
 
@@ -130,7 +130,7 @@ def test_interrupted_sweep_runs_the_cell_anew_and_ends_one_that_takes_too_long(
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job ignores SIGINT, and so would what these tests start in one.
+        # A shell's background job ignores SIGINT, and so would commands that tests start in one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     wait_for(lambda: list((tmp_path / "runs/s").glob("*/config.yaml")))

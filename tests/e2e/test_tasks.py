@@ -1,4 +1,4 @@
-"""Tasks through `lab.train`: what does not fit is refused at once, and regression learns."""
+"""Tasks through `lab.train`: unfit targets are refused at once, and regression learns."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def test_a_regression_learns_and_its_record_holds_its_metrics(
     assert set(record["final"]) == {"loss", "mae"}
     first, last = record["evaluations"]
     assert record["final"] == {name: last[name] for name in ("loss", "mae")}
-    # Angles are uniform within 45 degrees: who always says 0 has a mae of 0.39 radians.
+    # Angles are uniform within 45 degrees: a constant 0 has a mae of 0.39 radians.
     assert last["mae"] < 0.25 and last["loss"] < first["loss"]
     assert f"test mae        {last['mae']:.4g}" in done.out

@@ -23,7 +23,7 @@ AXES = {"step": "step", "seconds": "training time (s)"}
 
 @dataclass(frozen=True)
 class Curves:
-    """How one run learned: tables by what they show, with columns `step`, `seconds` and `value`."""
+    """The learning curves of one run: tables by name, with columns step, seconds and value."""
 
     cell: Cell
     tables: dict[str, pd.DataFrame]
@@ -90,7 +90,7 @@ def _representatives(sheet: Sheet) -> list[Cell]:
 
 
 def _losses(cell: Cell) -> pd.DataFrame:
-    """Mean over ranks, smoothed by a running mean and thinned to at most `NUM_DRAWN` points."""
+    """Average over ranks, smooth by a running mean, and thin to at most `NUM_DRAWN` points."""
     steps = cell.steps()
     if steps is None or bool(np.isnan(steps["loss"].to_numpy(float)).all()):
         return pd.DataFrame()
@@ -102,7 +102,7 @@ def _losses(cell: Cell) -> pd.DataFrame:
 
 
 def _metric(runs: list[Cell]) -> str:
-    """Name the first metric besides the loss that the runs' evaluations have; else the loss."""
+    """Name the first metric other than the loss in the runs' evaluations; else the loss."""
     names = [name for run in runs for e in run.evaluations for name in metrics_of(e)]
     return next((name for name in names if name != "loss"), "loss")
 

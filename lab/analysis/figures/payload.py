@@ -1,4 +1,4 @@
-"""How much each strategy sends."""
+"""Figure: bytes that each strategy sends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THEORY_LINES = ("--", ":", "-.")
 
 
 def payload(sheet: Sheet) -> Figure:
-    """Payload of a step by world size and series, beside what an fp32 ring would send.
+    """Draw the payload of a step by world size and series, compared with an fp32 ring.
 
     A rank of a ring all-reduce sends 2(N-1)/N of the gradient: 8n(N-1)/N bytes for n fp32
     parameters (P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
@@ -73,7 +73,7 @@ def _mark(panel: Axes, sheet: Sheet, row: Row, x: float) -> None:
 
 
 def _theory(panel: Axes, rows: list[Row], sizes: list[int]) -> list[Artist]:
-    """A line across each world size for each model size among the rows, and their legend."""
+    """Draw the ring's payload across each world size, per model size; return the legend."""
     handles: list[Artist] = []
     known = {row.num_parameters for row in rows if row.num_parameters > 0}
     for index, parameters in enumerate(sorted(known, reverse=True)):

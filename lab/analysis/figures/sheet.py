@@ -1,4 +1,4 @@
-"""The data of a study's figures, and what the figures share: legend entries, title and footer."""
+"""The data of a study's figures, and their common parts: legend entries, title and footer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lab.measure.intervals import ENOUGH_REPEATS
 
 
 class NothingToDraw(Exception):
-    """A figure's data are absent; the text says which."""
+    """Raised if a figure's data are missing; the text says which."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Data of one set of figures: the rows of one scaling of a study."""
+    """The data of one set of figures: the rows of one scaling of a study."""
 
     study: Study
     scaling: str
@@ -31,7 +31,7 @@ class Sheet:
     looks: dict[str, Look]
 
     def measured(self) -> list[Row]:
-        """Rows with throughput runs.
+        """Select the rows with throughput runs.
 
         Raises:
             NothingToDraw: there are none.
@@ -46,30 +46,30 @@ class Sheet:
         return "global batch" if self.scaling == "strong" else "per-rank batch"
 
     def label(self, series: str) -> str:
-        """The series as a legend names it, with what sets it apart from the others."""
+        """Name the series for a legend, with its difference from the others."""
         row = next(row for row in self.rows if row.series == series)
         if row.strategy == CEILING:
             return f"{series} (ceiling)"
         return f"{series} (another model)" if row.transform else series
 
     def emulated(self) -> list[str]:
-        """How the emulated ones among the rows are emulated."""
+        """Describe the emulation of the emulated rows."""
         return sorted({row.emulation for row in self.rows} - {""})
 
 
 def series_of(rows: Iterable[Row]) -> list[str]:
-    """Distinct series in reading order."""
+    """List the distinct series in reading order."""
     return sorted({row.series for row in rows}, key=order)
 
 
 def line_handle(sheet: Sheet, series: str) -> Line2D:
-    """The legend entry of a series drawn as a line."""
+    """Make the legend entry of a series drawn as a line."""
     look, text = sheet.looks[series], sheet.label(series)
     return Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, label=text)
 
 
 def emulated_handle(sheet: Sheet, bars: bool) -> list[Artist]:
-    """The legend entry of emulated points: hatched bars, hollow markers; nothing without any."""
+    """Make the legend entry of emulated points, hatched or hollow; empty without any."""
     if not sheet.emulated():
         return []
     if bars:
@@ -86,11 +86,11 @@ def finish(
 
     Args:
         figure: with everything drawn; made wider for a legend of long names.
-        sheet: what it was drawn from.
+        sheet: the data it was drawn from.
         title: wrapped so that it ends before the legend.
         handles: the legend's entries.
-        sample: how many runs stand behind a point, and what the error bars are.
-        notes: what else a reader must know.
+        sample: number of runs behind a point, and the kind of error bars.
+        notes: further remarks for the reader.
     """
     how = "; ".join(sheet.emulated())
     footer = [f"{_context(sheet)} · {sample}", notes, f"emulated: {how}" if how else ""]
@@ -98,7 +98,7 @@ def finish(
 
 
 def repeats(rows: Iterable[Row]) -> str:
-    """How many repeats stand behind the throughput of `rows`, and what their intervals are."""
+    """Describe the number of repeats behind the throughput of `rows`, and their intervals."""
     counts = unique(row.num_repeats for row in rows)
     text = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
     if counts[-1] == 1:

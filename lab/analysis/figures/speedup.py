@@ -30,8 +30,10 @@ MOST_COLUMNS, TITLE_LETTERS = 4, 32
 
 
 def speedup_bars(sheet: Sheet) -> Figure:
-    """One panel per series, a group per batch, a bar per world size (the layout of H. Kim et
-    al., "Performance Analysis of CNN Frameworks for GPUs", ISPASS 2017, slide 26).
+    """Draw a panel per series, a group per batch, a bar per world size.
+
+    The layout is that of H. Kim et al., "Performance Analysis of CNN Frameworks for GPUs",
+    ISPASS 2017, slide 26.
     """
     rows = _with_speedup(sheet)
     series, sizes = series_of(rows), style.unique(row.world_size for row in rows)
@@ -58,7 +60,7 @@ def speedup_bars(sheet: Sheet) -> Figure:
 
 
 def scaling(sheet: Sheet) -> Figure:
-    """Speedup above, efficiency below, against world size; one column per batch."""
+    """Draw speedup above efficiency, against world size; one column per batch."""
     rows = _with_speedup(sheet)
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
     figure, axes = style.canvas(
@@ -75,7 +77,7 @@ def scaling(sheet: Sheet) -> Figure:
         top.set_title(f"{sheet.batch_name()} {batch_size}")
         bottom.set_xlabel("ranks")
     for line in axes:
-        line[0].set_ylim(bottom=0)  # at last: it ends autoscaling of the axes that share it
+        line[0].set_ylim(bottom=0)  # last: it ends autoscaling of all axes that share it
     axes[0][0].set_ylabel("speedup")
     axes[1][0].set_ylabel("efficiency (speedup / ranks)")
     ideal = Line2D([], [], color=style.GREY, linestyle=":", label="ideal")
@@ -85,7 +87,7 @@ def scaling(sheet: Sheet) -> Figure:
 
 
 def throughput(sheet: Sheet) -> Figure:
-    """Samples per second against world size; one column per batch."""
+    """Draw samples per second against world size; one column per batch."""
     rows = [row for row in sheet.measured() if not math.isnan(row.samples_per_s.mid)]
     if not rows:
         raise NothingToDraw("no record gives samples_per_s")
@@ -107,7 +109,7 @@ def throughput(sheet: Sheet) -> Figure:
 
 
 def _width(batch_sizes: list[int]) -> float:
-    """Inches for a column per batch and the legend."""
+    """Return the inches for a column per batch and the legend."""
     return max(7.0, 2.8 * len(batch_sizes) + 2.4)
 
 
@@ -146,7 +148,7 @@ def _panel(
 
 
 def _panel_title(sheet: Sheet, rows: list[Row]) -> str:
-    """The series; beside it the accuracy, where a transform made it another model."""
+    """Name the series, with its accuracy where a transform made it another model."""
     name = rows[0].series
     title = textwrap.fill(sheet.label(name), TITLE_LETTERS)
     if not rows[0].transform:
@@ -165,24 +167,24 @@ def _accuracies(rows: list[Row]) -> str:
 
 
 def _shade(colour: str, sizes: list[int], size: int) -> tuple[float, float, float]:
-    """The colour, the lighter the fewer ranks."""
+    """Return the colour, lighter for fewer ranks."""
     strength = 0.15 + 0.5 * (sizes.index(size) + 1) / len(sizes)
     red, green, blue = (1 - strength * (1 - part) for part in to_rgb(colour))
     return red, green, blue
 
 
 def _lines(axes: Axes, sheet: Sheet, rows: list[Row], value: Callable[[Row], Interval]) -> None:
-    """One line per series with intervals; moved aside a little, so that none hides another."""
+    """Draw a line with intervals per series, shifted a little so that none hides another."""
     names, sizes = list(sheet.looks), style.unique(row.world_size for row in sheet.rows)
     for name in series_of(rows):
-        look, mine = sheet.looks[name], [row for row in rows if row.series == name]
+        look, points = sheet.looks[name], [row for row in rows if row.series == name]
         aside = min(0.16, 0.04 * sizes[-1]) * ((names.index(name) + 0.5) / len(names) - 0.5)
-        x, intervals = [row.world_size + aside for row in mine], [value(row) for row in mine]
+        x, intervals = [row.world_size + aside for row in points], [value(row) for row in points]
         y = [interval.mid for interval in intervals]
         axes.errorbar(
             x, y, style.whiskers(intervals), color=look.colour, linestyle=look.line, linewidth=1.2
         )
-        for point_x, point_y, row in zip(x, y, mine, strict=True):
+        for point_x, point_y, row in zip(x, y, points, strict=True):
             face = "white" if row.emulation else look.colour
             axes.plot(point_x, point_y, look.marker, color=look.colour, markerfacecolor=face, ms=5)
     axes.set_xticks(sizes)
@@ -196,9 +198,9 @@ def _handles(sheet: Sheet, rows: list[Row]) -> list[Artist]:
 
 def _baselines(rows: list[Row]) -> str:
     """Name the baselines of the speedup, for a title."""
-    own = all(row.baseline == row.series for row in rows)
-    names = {row.strategy if own else row.baseline.split(" ")[0] for row in rows}
-    return "each series' own 1-rank run" if len(names) > 1 else f"{names.pop()} at 1 rank"
+    by_series = all(row.baseline == row.series for row in rows)
+    names = {row.strategy if by_series else row.baseline.split(" ")[0] for row in rows}
+    return "each series' by_series 1-rank run" if len(names) > 1 else f"{names.pop()} at 1 rank"
 
 
 def _ranks(size: int) -> str:

@@ -39,10 +39,10 @@ class Bar:
 
 
 def step_time(sheet: Sheet) -> Figure:
-    """A stacked bar per series and world size, one column per batch.
+    """Draw a stacked bar per series and world size, one column per batch.
 
-    Phases where the study has breakdown runs; else, from its throughput runs, the step of
-    `none` and what the strategy adds to it; error bars are those of the difference.
+    Bars show phases if the study has breakdown runs; else, from its throughput runs, the step of
+    `none` and the time that the strategy adds to it, with the error bars of this difference.
 
     Raises:
         NothingToDraw: the study has neither.
@@ -147,7 +147,7 @@ def _stack(
 
 
 def _heights(places: list[tuple[int, int]]) -> list[float]:
-    """Where bars stand: one below the other, with a gap between world sizes."""
+    """Return the bars' positions: one below the other, with a gap between world sizes."""
     sizes = style.unique(size for size, _ in places)
     return [row + 0.6 * sizes.index(size) for row, (size, _) in enumerate(places)]
 

@@ -1,4 +1,4 @@
-"""A step as slide 27 of Kim et al. (2017) draws it: what each rank computes, and what it sends."""
+"""Figure: the computation and transfers of each rank in a step, as in Kim et al., slide 27."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lab.measure.spans import Span
 from lab.record.trace import Timeline, lanes
 
 MAX_RANKS = 8  # more would not be legible
-LETTER_INCHES = 0.075  # of a name inside a bar
-LABEL_INCHES = 0.65  # what "Backward" takes
-ABOVE_CODEC = 0.12  # of a row's height, what a name moves to make room
+LETTER_INCHES = 0.075  # per letter of a name inside a bar
+LABEL_INCHES = 0.65  # width of "Backward"
+ABOVE_CODEC = 0.12  # share of a row's height by which a name moves to make room
 WIDTH = 10.0
 COMPUTE, TRANSFER, CODEC = "compute", "exchange", "codec"
 NAMES = {
@@ -41,7 +41,7 @@ ON_ONE_LINE = ("data", "forward", "backward", "wait", "optimizer")
 
 
 def timeline_of_step(timeline: Timeline) -> Figure:
-    """Bars along time: for each rank a row of what it computes, and one or more of transfers.
+    """Draw bars along time: per rank, a track of computation and one or more of transfers.
 
     Transfers that overlap lie below each other. A transfer's own work, encoding and decoding, is a
     narrower bar within it. Bars of an emulated run are hatched.
@@ -70,7 +70,7 @@ def timeline_of_step(timeline: Timeline) -> Figure:
     panel.set_xlim(0, 1e3 * (end - origin))
     panel.set_yticks([height for height, _ in ticks], [name for _, name in ticks])
     panel.set_ylim(max(heights.values()) + 0.6, -0.6)
-    panel.set_xlabel("time from the step's begin (ms)")
+    panel.set_xlabel("time from the beginning of the step (ms)")
     panel.grid(axis="x", linewidth=0.4)
     return style.frame(
         figure, _title(timeline), _legend(spans, hatch), _footer(timeline, num_ranks)
@@ -81,7 +81,7 @@ Track = tuple[int, str, int]  # rank, compute or exchange, lane
 
 
 def _lanes(spans: list[Span]) -> list[tuple[Span, Track]]:
-    """Where spans go that have a row of their own; compute never overlaps itself."""
+    """Assign spans to tracks; computation never overlaps itself. Codec spans have none."""
     transfers = lanes(span for span in spans if span.row == TRANSFER)
     return [
         *((span, (span.rank, COMPUTE, 0)) for span in spans if span.row in ON_ONE_LINE),
@@ -90,7 +90,7 @@ def _lanes(spans: list[Span]) -> list[tuple[Span, Track]]:
 
 
 def _rows(spans: list[Span]) -> tuple[dict[Track, float], list[tuple[float, str]]]:
-    """How far down each row lies, and what stands beside the first of its kind."""
+    """Return the height of each track, and the label of the first of its kind."""
     heights: dict[Track, float] = {}
     ticks: list[tuple[float, str]] = []
     down = 0.0
@@ -106,7 +106,7 @@ def _rows(spans: list[Span]) -> tuple[dict[Track, float], list[tuple[float, str]
 
 
 def _bars(spans: list[Span], heights: dict[Track, float]) -> list[tuple[Span, float, float]]:
-    """Every span with its row, and its share of the row's thickness."""
+    """List every span with its height and its share of a track's thickness."""
     whole = [(span, heights[place], 1.0) for span, place in _lanes(spans)]
     transfers = [bar for bar in whole if bar[0].row == TRANSFER]
     pieces = [
@@ -121,8 +121,8 @@ def _bars(spans: list[Span], heights: dict[Track, float]) -> list[tuple[Span, fl
 
 
 def _fitting_name(span: Span, shown_s: float) -> str:
-    """As much of the name as the bar has room for; maybe nothing."""
-    first = span.name.split(" ")[0]  # of a bucket's parameters
+    """Return as much of the name as fits into the bar, possibly nothing."""
+    first = span.name.split(" ")[0]  # the first of a bucket's parameters
     names = (span.name, first, first.rpartition(".")[0])
     room = (span.end_s - span.start_s) / shown_s * (WIDTH - style.LEGEND_ROOM - 1)
     fitting = (name for name in names if len(name) * LETTER_INCHES < room)

@@ -1,4 +1,4 @@
-"""The profile of a model, for people."""
+"""Show the profile of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def present(profile: Profile, kernels_ms: float | None, out: Path | None) -> Non
     """Print a table of the layers, and write the profile to `out`, or print it too.
 
     Args:
-        kernels_ms: what torch.profiler finds of a step; None: it was not asked.
+        kernels_ms: time of a step's kernels by torch.profiler; None: not measured.
 
     Raises:
         OSError: the file cannot be written.
@@ -33,7 +33,7 @@ def present(profile: Profile, kernels_ms: float | None, out: Path | None) -> Non
 
 
 def table(profile: Profile) -> str:
-    """Times of each layer, for people."""
+    """List the times of each layer."""
     header = ["layer", "parameters", "forward ms", "of it fixed", "backward ms", "of it fixed"]
     return "\n".join(aligned([header, *map(_line, profile.layers), _line(_sum(profile.layers))]))
 

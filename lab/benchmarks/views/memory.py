@@ -28,7 +28,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
-        f"extra: beside what training {parameters / 1e6:.1f} M parameters needs without exchange "
+        f"extra: besides what training {parameters / 1e6:.1f} M parameters needs without exchange "
         "(measured: the peak of none less its buffers)",
     ]
 

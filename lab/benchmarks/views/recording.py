@@ -1,4 +1,4 @@
-"""Show what book-keeping costs: one number, so there is no figure."""
+"""Show the cost of book-keeping: one number, so there is no figure."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 def notes(_result: dict[str, Any]) -> list[str]:
     """Explain the number."""
-    return ["steps without work: marks of the clock, losses, progress and the watch's lock"]
+    return ["steps without work: marks of the clock, losses, progress and the watchdog's lock"]

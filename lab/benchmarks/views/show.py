@@ -16,7 +16,7 @@ from lab.record.files import write_json
 
 
 def present(request: Request, measured: dict[str, Any]) -> bool:
-    """Print a result, and write it and its figure to `out=`; whether the values are right."""
+    """Print a result, write it and its figure to `out=`, and tell whether the values are right."""
     command = shlex.join(["python", "-m", "lab.bench", *request.arguments])
     result = {"bench": request.bench, "command": command, **measured}
     print(table(result))
@@ -39,7 +39,7 @@ def write(path: Path, result: dict[str, Any]) -> list[Path]:
 
 
 def draw(path: Path) -> Path:
-    """Draw the result in the JSON file at `path` into a PNG of the same name; the PNG's path."""
+    """Draw the result in the JSON file at `path`; return the path of the PNG next to it."""
     result = json.loads(path.read_text())
     target = path.with_suffix(".png")
     save(lambda: _module_of(result).figure(result), target)

@@ -1,4 +1,4 @@
-"""Show step times: ratios to the last, and exposed exchange where `none` is among them."""
+"""Show step times: ratios to the last, and exposed communication if `none` was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lab.measure.intervals import Interval
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each setting; exposed exchange only where it is known."""
+    """List a header, and a line per setting; exposed communication only if it is known."""
     last = result["rows"][-1]["name"]
     header = ["", "step (ms)", "mad", f"ratio to {last}", "exposed exchange (ms)", "of ddp's"]
     lines = [header, *(_line(row) for row in result["rows"])]
@@ -36,7 +36,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def figure(result: dict[str, Any]) -> Figure:
-    """Draw a panel for step time, one for ratios, and two for exposed exchange if it is known."""
+    """Draw panels for step time and ratios, and two for exposed communication if it is known."""
     rows = result["rows"]
     last = rows[-1]["name"]
     steps = [_around(row["step_s"]) for row in rows]

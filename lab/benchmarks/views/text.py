@@ -31,7 +31,7 @@ def in_cache(result: dict[str, Any], smallest_bytes: int) -> list[str]:
 
 
 def ranged(value: IntervalJson | None, scale: float = 1.0) -> str:
-    """Format an interval as 1.02 [0.99, 1.05]: without unknown ends, and as - if all is unknown."""
+    """Format an interval as 1.02 [0.99, 1.05]; omit unknown ends; - if all is unknown."""
     known = as_interval(value).scaled(scale)
     if math.isnan(known.mid):
         return "-"
@@ -40,14 +40,14 @@ def ranged(value: IntervalJson | None, scale: float = 1.0) -> str:
 
 
 def as_interval(value: IntervalJson | None) -> Interval:
-    """Read an interval from JSON; whatever is missing or null becomes NaN."""
+    """Read an interval from JSON; missing or null values become NaN."""
     known = value or {}
     low, middle, high = (known.get(key) for key in ("low", "median", "high"))
     return Interval(*(math.nan if x is None else x for x in (low, middle, high)))
 
 
 def machine(result: dict[str, Any]) -> str:
-    """Name the ranks, the device and the torch version of a result in a line."""
+    """Write the ranks, the device and the torch version of a result in a line."""
     where = result["environment"]
     device = ", ".join(sorted(set(where["gpus"]))) or f"{where['cpu']}, {where['num_cores']} cores"
     ranks = (

@@ -23,7 +23,7 @@ from tests.support.records import leave, make_record
 
 
 def write_cell(study: Path, strategy: str, ranks: int, seconds: float | None, **more: Any) -> Path:
-    """One run with a batch of 64, global or per rank as `scaling` says; its folder."""
+    """Write a run with a batch of 64, global or per rank by `scaling`; return its folder."""
     defaults: dict[str, Any] = {"num_parameters": 1000}
     if seconds is not None:
         defaults["payload_bytes_per_step"] = [100 * ranks] + [100] * (ranks - 1)

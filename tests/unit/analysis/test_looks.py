@@ -1,4 +1,4 @@
-"""Figures draw every strategy of conf/strategy as its row of lab/draw/looks.py says."""
+"""Figures draw every strategy of conf/strategy in the style of lab/draw/looks.py."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_figures_draw_a_strategy_as_its_look_says(strategy: str, tmp_path: Path)
 
 
 def lines_of(axes: list[Axes]) -> set[tuple[object, object]]:
-    """Colours and styles of all lines that are drawn."""
+    """List colours and styles of all drawn lines."""
     return {(line.get_color(), line.get_linestyle()) for panel in axes for line in panel.lines}

@@ -1,4 +1,4 @@
-"""The command: which files it writes, what it skips, how it refuses."""
+"""lab.plot: files that it writes, figures that it skips, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHASES_S = {"data": 0.01, "forward": 0.1, "backward": 0.2, "exchange": 0.05, "up
 
 
 def write_run(study: Path, strategy: str, ranks: int, repeat: int = 0, **more: Any) -> None:
-    """A finished run of 20 steps with a loss curve and two evaluations."""
+    """Write a finished run of 20 steps with a loss curve and two evaluations."""
     seconds = 1.0 / ranks + 0.1 * (ranks - 1)
     shared = [Emulation("shared_cores", f"{ranks} threads of {ranks} ranks share 2 CPU cores")]
     defaults: dict[str, Any] = {

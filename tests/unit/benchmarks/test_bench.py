@@ -1,4 +1,4 @@
-"""Benchmarks: what they take, what they count as wrong, what they make of times."""
+"""Benchmarks: their settings, wrong values, and statistics of times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_list_or_sets_of_settings_are_compared() -> None:
     sets = labels("step", "a=strategy=overlap exchange=none", "b=strategy=ddp", "model=mlp")
     assert sets == ["overlap exchange=none", "ddp"]
     assert labels("collective", "exchange=star") == ["star"]
-    assert labels("memory", "strategy=tree") == ["none", "tree"]  # what it is compared with
+    assert labels("memory", "strategy=tree") == ["none", "tree"]  # the baseline
 
 
 def test_settings_of_a_set_reach_its_run_alone() -> None:
@@ -77,8 +77,8 @@ def test_sizes_are_read_in_units_of_1024() -> None:
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: what is compared takes turns in one"),
         (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: what is compared"),
         (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: what is"),
-        (["collective", "sizes=[4kb,6b]"], "'6b' is no size; allowed are whole float32 values"),
-        (["collective", "batch_size=8"], "batch_size=8: means nothing to collective; allowed are"),
+        (["collective", "sizes=[4kb,6b]"], "'6b' is not a size; allowed are whole float32 values"),
+        (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed are"),
         (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
         (["codec", "num_values=1e6"], "num_values=1e6: must be an integer of at least 1"),
         (["codec", "num_values=100"], "num_values=100: must be at least columns=4096"),
@@ -105,7 +105,7 @@ def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
 
 
 class Forgetful(Exchange):
-    """Broken: the last value of the last rank is left out."""
+    """A broken all-reduce: it omits the last value of the last rank."""
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank == comm.size - 1:
@@ -120,7 +120,7 @@ def wrong_by_rank(size: int, make: dict[str, Callable[[], Exchange]]) -> list[di
         flat = torch.empty(1000)
         return {
             each.name: collective.count_wrong(each, flat, comm.rank, comm)
-            for each in collective.make_contestants(exchanges, comm)
+            for each in collective.make_candidates(exchanges, comm)
         }
 
     return run_ranks(size, rank_main)
@@ -142,8 +142,8 @@ def test_one_wrong_value_is_counted_on_every_rank() -> None:
 @pytest.mark.parametrize("name", ["none", "onebit"])
 def test_what_is_no_all_reduce_is_refused(name: str) -> None:
     exchanges = {name: build(load([f"exchange={name}"]).exchange)}
-    with pytest.raises(ConfigError, match=f"exchange={name}: is no all-reduce"):
-        run_ranks(2, lambda comm: collective.make_contestants(exchanges, comm))
+    with pytest.raises(ConfigError, match=f"exchange={name}: is not an all-reduce"):
+        run_ranks(2, lambda comm: collective.make_candidates(exchanges, comm))
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
@@ -153,7 +153,7 @@ def test_codecs_lose_nothing_beside_the_residual(name: str) -> None:
     made = codec.CODECS[name](7, 101, CPU)
     before = residual.clone()
     assert codec.count_wrong(made, gradient, residual) == 0
-    assert torch.equal(residual, before)  # the check leaves the tensors as they were
+    assert torch.equal(residual, before)  # the check does not change the tensors
 
 
 def test_eager_baselines_quantise_as_their_formulas_say() -> None:
@@ -168,7 +168,7 @@ def test_eager_baselines_quantise_as_their_formulas_say() -> None:
 
 
 class Broken(codec.OneBitCodec):
-    """The first bit is flipped, and one residual is off."""
+    """A broken codec: the first bit is flipped, and one residual is wrong."""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         super().__init__(codec.reference, "zero", rows, columns, device)
@@ -180,7 +180,7 @@ class Broken(codec.OneBitCodec):
 
 
 def test_a_flipped_bit_and_a_lost_residual_are_counted() -> None:
-    # What is decoded of the first value, its bit, and the second residual, found twice.
+    # The first decoded value, its bit, and the second residual, which counts twice.
     assert codec.count_wrong(Broken(2, 64, CPU), torch.randn(2, 64), torch.zeros(2, 64)) == 4
 
 
@@ -192,7 +192,7 @@ def test_a_wrong_result_is_shown_and_fails(
     assert bench.main(["codec", *settings, "rounds=1"]) == 1
     shown = capsys.readouterr()
     assert "#wrong" in shown.out
-    assert "lab.bench: error: what was timed gives wrong values" in shown.err
+    assert "lab.bench: error: the benchmark gave wrong values" in shown.err
 
 
 def test_ratios_are_to_the_last_and_exposed_exchange_is_beyond_none() -> None:
@@ -252,7 +252,7 @@ SURROUNDINGS = {
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """A small result of each benchmark that has a figure, as its JSON would hold it."""
+    """Make a small result of each benchmark that has a figure, as in its JSON."""
     answers = [memory_answer("none", 3e8, 1e7), memory_answer("gossip", 4e8, None)]
     combined = memory.combine([*answers, memory_answer("tree", 3.5e8, 4e7)])
     rng = np.random.default_rng(0)
@@ -278,7 +278,7 @@ def results() -> dict[str, dict[str, Any]]:
     }
 
 
-# By benchmark: labels of its axis, entries of its legend, and how many panels it has.
+# By benchmark: labels of its axis, entries of its legend, and number of panels.
 DRAWN = {
     "memory": (["none", "gossip", "tree"], ["measured", "theory"], 1),
     "step": (["none", "tree", "ddp"], ["95 % interval;\nof the step time: mad"], 4),
@@ -356,7 +356,7 @@ def test_collective_has_a_line_for_each_algorithm_over_sizes() -> None:
     for line, name in zip(bandwidth.lines, ("allreduce", "ring", "sendrecv"), strict=True):
         values = [row["busbw_gb_per_s"] for row in rows if row["algorithm"] == name]
         assert (xs(line), ys(line)) == ([4096, 2**20], pytest.approx(values))
-    # What ratios are of is left out: the library in one panel, plain send and recv in the other.
+    # The reference of ratios is left out: the library in one panel, send and recv in the other.
     assert (len(ratio.containers), len(bound.containers)) == (2, 2)
 
 

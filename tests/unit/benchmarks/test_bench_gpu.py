@@ -39,7 +39,7 @@ def test_two_ranks_are_started_unless_there_is_one_gpu(monkeypatch: pytest.Monke
     has_gpus(monkeypatch, 1)
     assert num_ranks("device=cpu") == 2
     assert num_ranks("share_gpus=true") == 2
-    assert num_ranks("world_size=4", "batch_size=8") == 4  # what is asked for; ranks may refuse it
+    assert num_ranks("world_size=4", "batch_size=8") == 4  # as requested; ranks may refuse it
 
 
 def test_one_gpu_has_nothing_to_exchange_and_one_line_says_what_to_do(
@@ -98,10 +98,10 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rank_main(comm: Any) -> list[dict[str, Any]]:
-        contestants = collective.make_contestants({}, comm)[:1]
+        candidates = collective.make_candidates({}, comm)[:1]
         here = SimpleNamespace(device=CUDA, comm=comm, rank=comm.rank, size=comm.size)
         here.gather = lambda values: values[None]
-        return collective.measure_size(4096, contestants, here, 3)  # type: ignore[arg-type]
+        return collective.measure_size(4096, candidates, here, 3)  # type: ignore[arg-type]
 
     gpu = FakeGpu()
     gpu.install(monkeypatch, timing)

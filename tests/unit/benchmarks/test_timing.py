@@ -1,4 +1,4 @@
-"""How calls are timed: together, between two events, and behind what holds the stream."""
+"""Calls are timed together, between two events, while the stream is held."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_every_command_is_one_that_the_lab_accepts(command: Command) -> None:
         config = load(given)
         check_batch(config, max(command.num_ranks, 1))
         assert command.num_ranks < 3 or config.scaling == "weak"  # batches fit any number of GPUs
-        assert f"cell={command.name}" in given  # where its record is looked for
+        assert f"cell={command.name}" in given  # the path of its record
     elif module == "lab.bench":
         request.read(others)
     elif module == "lab.sweep":
@@ -69,7 +69,7 @@ def test_numbers_and_needs_are_those_of_the_checklist() -> None:
     }
     assert needs == {n: 1 if n < 10 else 2 for n in range(1, 16)}
     names = [command.name for command in COMMANDS]
-    assert len(set(names)) == len(names)  # each leaves files of its own
+    assert len(set(names)) == len(names)  # each writes separate files
 
 
 def test_items_are_chosen_by_number_or_part() -> None:
@@ -85,7 +85,7 @@ Answer = Callable[[Command, Results], None]
 
 
 def running(answer: Answer, code: int | None = 0) -> check.Run:
-    """Runs nothing: `answer` leaves what the command would."""
+    """Run nothing: `answer` writes the files that the command would."""
 
     def run(command: Command, results: Results, _limit_s: float) -> dict[str, Any]:
         answer(command, results)
@@ -97,7 +97,7 @@ def running(answer: Answer, code: int | None = 0) -> check.Run:
 
 
 def leaves(**files: object) -> Answer:
-    """For any command, these: `json` and `out` by its name, `record` of a run."""
+    """Return an `answer` for any command: `json` and `out` by its name, `record` of a run."""
 
     def answer(command: Command, results: Results) -> None:
         for ending, content in files.items():
@@ -113,7 +113,7 @@ def leaves(**files: object) -> Answer:
 
 @pytest.fixture
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """The verdict and figures of one item, on as many H200 as are said."""
+    """Check one item on the given number of H200; return its verdict and figures."""
     monkeypatch.chdir(tmp_path)
 
     def run(key: str, answer: Answer, num_gpus: int = 1, code: int | None = 0) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_what_needs_more_gpus_is_not_run(checked: Callable[..., dict[str, Any]])
 
 
 def test_figures_are_read_as_the_lab_writes_them(checked: Callable[..., dict[str, Any]]) -> None:
-    """From results that the benchmarks' own code has made, and records with their keys."""
+    """The results come from the benchmarks' own code, and the records have the real keys."""
     made = bench_results()
     coded = checked("4a", leaves(json={**made["codec"], "rows": made["codec"]["rows"] * 2}))
     assert coded["values"]["wrong values"] == 0 and coded["values"]["copy"] > 0

@@ -1,4 +1,4 @@
-"""The command that runs the checklist: its page, its exit codes, its processes."""
+"""lab.first_hour: its page, exit codes and processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_parts_add_up_on_one_page(
     written = json.loads((here / "docs/results/gpu-h200.json").read_text())
     assert [item["key"] for item in written["items"]] == ["1", "3a", "10"]
     assert written["hardware"]["driver"] == 580
-    assert "**" not in text  # nothing differs, and what needs more GPUs is no failure
+    assert (
+        "**" not in text
+    )  # nothing differs, and an item that needs more GPUs does not count as failed
 
 
 def test_what_differs_or_fails_is_the_exit_code(

@@ -1,4 +1,4 @@
-"""Facts made up for tests of claims."""
+"""Invented facts for tests of claims."""
 
 from __future__ import annotations
 

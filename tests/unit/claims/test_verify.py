@@ -30,7 +30,7 @@ from tests.support.records import leave, make_record
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study simulated on links a little slower than those of the preset: no measurement."""
+    """Simulate a study on links a little slower than the preset's; nothing is measured."""
     folder = tmp_path_factory.mktemp("runs") / "kim2017"
     preset = Hardware.parse(read_file("hardware", "emulated_1gbit"))
     hardware = replace(preset, inter=Link(5e-4, 1.18e8), overhead_s=2e-3)
@@ -118,7 +118,7 @@ def test_findings_hold_what_the_page_says(runs: Path) -> None:
     paper, study = findings.reproduced.crossovers
     assert paper.pair == study.pair == ("onebit", "overlap")
     assert paper.batch["none"] == 4 and (paper.batch["tree"] or 0) > 128  # 4 ranks, one image each
-    # Where the rate is below its crossover, the first of the pair is ahead in the rates as well.
+    # Below the crossover rate, the first of the pair is faster in the rates as well.
     rates = findings.reproduced.rates
     for batch, crossover in paper.rate.items():
         onebit, overlap = (rates.values[batch][name] for name in ("onebit", "overlap"))
@@ -140,7 +140,7 @@ def test_a_paper_without_a_pair_has_no_crossover_of_rates() -> None:
 def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main(["horovod"]) == 0
     assert "weak efficiency 0.68 ± 10 % | 0.68 | 0.6" in capsys.readouterr().out
-    assert verify.main(["tf_benchmarks"]) == 1  # links at their peak do not explain 4 and 8 GPUs
+    assert verify.main(["tf_benchmarks"]) == 1  # the links' peak rates do not explain 4 and 8 GPUs
     table = rows(capsys.readouterr().out)
     assert ["holds" in row for row in table] == [True, True, False, False, True]
     assert verify.main(["horovod", "runs=runs/horovod"]) == 2

@@ -1,4 +1,4 @@
-"""Emulated clusters: what their settings mean, and the command lines that make them."""
+"""Emulated clusters: their settings, and the command lines that make them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_other_ways_to_start_are_refused() -> None:
 
 
 def test_a_cluster_survives_its_journey_inside() -> None:
-    """As JSON to the supervisor, and as settings to the command that starts a cell."""
+    """It goes as JSON to the supervisor, and as settings to the command that starts a cell."""
     made = cluster(
         "hosts=2",
         "rates=[1gbit,null]",

@@ -36,11 +36,11 @@ def write(
     phases: dict[str, list[float]] | None = None,
     **more: Any,
 ) -> Path:
-    """A run of 32 images on each of 4 ranks.
+    """Write a run of 32 images on each of 4 ranks.
 
     Args:
-        phases: of a breakdown, seconds by rank.
-        more: of the record; and of the settings, as `settings`.
+        phases: a breakdown's phases, seconds by rank.
+        more: further keys of the record; `settings`: of the run's settings.
     """
     settings = more.pop("settings", {})
     weak = more.get("scaling") == "weak"
@@ -93,7 +93,7 @@ def first_remedy(evidence: Evidence) -> str:
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    """`none` scales perfectly here: 0.4 s on one rank, 0.1 s on four."""
+    """Write a study in which `none` scales perfectly: 0.4 s on one rank, 0.1 s on four."""
     folder = tmp_path / "runs" / "demo"
     write(folder, "none", 1, 0.4)
     write(folder, "none", 4, 0.1)
@@ -123,7 +123,7 @@ def test_small_messages_are_bound_by_latency(study: Path) -> None:
 
 
 def test_overlap_is_preferred_where_backward_can_hide_the_exchange(study: Path) -> None:
-    """It keeps gradients exact; where backward is too short, fewer bytes save more."""
+    """Overlap keeps gradients exact; if backward is too short, fewer bytes save more."""
     _, short = explain(write(study, "allreduce", 4, 0.14))
     _, long = explain(write(study, "allreduce", 4, 0.5, variant={"model": "mlp", "a": "b"}))
     assert first_remedy(short) == "overlap=true bucket_mb=25"
@@ -246,7 +246,7 @@ def test_another_model_is_no_reference(study: Path) -> None:
 
 
 def test_a_round_of_several_steps_counts_as_a_whole(tmp_path: Path) -> None:
-    """Only the last step of a round exchanges; its share of the others must count."""
+    """Only the last step of a round exchanges; its time is shared by all steps of the round."""
     run = write(
         tmp_path / "demo",
         *("local_sgd", 4, 0.15, phases(0.0, [0.1] * 4, [0.0] * 4)),
@@ -262,7 +262,7 @@ def test_a_round_of_several_steps_counts_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_switches_and_commands_are_accepted(tmp_path: Path) -> None:
-    """The lab accepts what it tells users to type."""
+    """The lab accepts the settings that it recommends."""
     folder = tmp_path / "runs" / "demo"
     variant = {"model": "alexnet_small", "steps": "20", "exchange.threshold": "mean"}
     run = write(folder, "onebit", 4, 0.3, variant=variant, scaling="weak")

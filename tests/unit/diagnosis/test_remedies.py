@@ -40,17 +40,17 @@ RUNS = [
     ("strategy=overlap", "bucket_mb=0", "accumulate=3", *RUN),
     ("strategy=diloco", "sync.every=5", "scaling=weak", *RUN),
 ]
-# A choice replaces what was set of its group; a strategy chooses these.
+# A choice replaces earlier settings of its group; a strategy replaces these.
 REPLACED = {"strategy": ("exchange", "sync", "overlap", "bucket_mb")}
 
 
-# Of these no sync or exchange knows: they are composed for all strategies, and train with two.
+# Syncs and exchanges ignore these: they are composed for all strategies, and train with two.
 FOR_ANY_SYNC = {"batch_size", "compile", "data", "data.shape"}
 TWO = {"strategy=overlap", "strategy=ddp"}
 
 
 def evidence_of(study: Path, run: tuple[str, ...], payload_bytes: int) -> Evidence:
-    """Evidence of a run of 8 ranks with the settings that such a run records."""
+    """Make evidence of a run of 8 ranks with the settings that it would record."""
     config = load(list(run))
     transform = config.transform.get("_target_", "").rpartition(".")[2]
     folder = write(
@@ -72,7 +72,7 @@ def evidence_of(study: Path, run: tuple[str, ...], payload_bytes: int) -> Eviden
 
 
 def remedies_of(study: Path, run: tuple[str, ...]) -> set[Remedy]:
-    """Remedies against every loss there is, of large and small payloads."""
+    """List remedies against every loss, for large and small payloads."""
     found = set()
     for number, payload_bytes in enumerate((10**9, 10**3)):
         evidence = evidence_of(study / str(number), run, payload_bytes)
@@ -83,7 +83,7 @@ def remedies_of(study: Path, run: tuple[str, ...]) -> set[Remedy]:
 
 
 def switched(run: tuple[str, ...], remedy: Remedy) -> tuple[str, ...]:
-    """The settings of the run with the remedy's in the place of those that it replaces."""
+    """Apply a remedy's settings to the run's, without those that it replaces."""
     switch = tuple(remedy.switch.split())
     keys = [setting.partition("=")[0] for setting in switch]
     gone = {group for key in keys for group in (key, *REPLACED.get(key, ()))}
@@ -97,8 +97,8 @@ def switched(run: tuple[str, ...], remedy: Remedy) -> tuple[str, ...]:
 
 
 def train(runs: list[tuple[str, ...]]) -> list[str]:
-    """One rank: two steps of each of `runs`; those that are refused or fail, with the reason."""
-    compiled.BACKEND = "eager"  # whether a compiler is at hand is not asked here
+    """Train one rank for two steps of each of `runs`; return refusals and failures."""
+    compiled.BACKEND = "eager"  # does not depend on a compiler
     world, refused = join(*runs[0]), []
     for run in runs:
         try:
@@ -122,7 +122,7 @@ def test_every_remedy_is_accepted_and_trains(tmp_path: Path) -> None:
             if not changed <= FOR_ANY_SYNC or run[0] in TWO:
                 results.add(settings)
     assert len(results) > 3 * len(choices_of("strategy"))
-    # Horovod need not be installed: no remedy that keeps it changes what it could refuse.
+    # Horovod need not be installed: remedies that keep it change no setting that it checks.
     assert not any("strategy=horovod" in settings for settings in results)
     assert spawn(2, train, sorted(results), timeout_s=250) == [[], []]
 

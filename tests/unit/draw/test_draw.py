@@ -18,7 +18,7 @@ LAB = Path(__file__).resolve().parents[3] / "lab"
 
 
 def savers(folder: Path) -> set[str]:
-    """Files under `folder` whose code calls savefig of anything."""
+    """List the files under `folder` whose code calls a method savefig."""
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*.py")

@@ -31,7 +31,7 @@ OF_FOLDERS = {
 
 
 def blocks(path: Path) -> list[str]:
-    """Commands that a document shows: fenced without a language, or indented."""
+    """List the commands of a document: fenced without a language, or indented."""
     text = re.sub(r"^```\w+\n.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     fenced = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     indented = re.findall(r"(?<=\n\n)((?:    \S.*\n)+)", re.sub(r"```.*?```", "", text, flags=re.S))
@@ -40,7 +40,7 @@ def blocks(path: Path) -> list[str]:
 
 def commands() -> list[str]:
     lines = [
-        re.sub(r"\s+#.*", "", line.replace("…", "")).strip()  # the same command is tried once
+        re.sub(r"\s+#.*", "", line.replace("…", "")).strip()  # try each command once
         for path in DOCUMENTS
         for block in blocks(path)
         for line in block.splitlines()

@@ -31,7 +31,7 @@ CODECS = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| [^|]* \| [^|]* \|$
 
 
 def lacking() -> list[str]:
-    """A line for everything that a strategy or an exchange lacks, or that nothing has."""
+    """List missing parts of strategies and exchanges, and rows without an owner."""
     classes = {exchange: class_of(exchange_settings(exchange)) for exchange in EXCHANGES}
     lines = [
         f"exchange={exchange}: lab/simulate/costs.py has no card {name} in CARDS"
@@ -59,7 +59,7 @@ def test_no_two_looks_share_colour_and_line() -> None:
 
 
 def value_of(formula: str, **names: float) -> float:
-    """The value of a formula as documents print it; what stands in words is left out."""
+    """Evaluate a formula of the documents, without its remarks in words."""
     text = re.sub(r" \([a-z][^)]*[a-z0-9 :]\)$", "", formula)  # (a leaf 4n)
     text = text.replace("−", "-").replace("·", "*").replace("⌈log₂N⌉", "hops")
     text = re.sub(r"(?<=[\d)N])\s*(?=[a-zA-Z(])", "*", text)
@@ -70,7 +70,7 @@ def value_of(formula: str, **names: float) -> float:
 
 
 def formula_of(strategy: str) -> str:
-    """Its cell of the table, or that of the strategy that it refers to."""
+    """Return a strategy's cell of the table, or that of the strategy that it refers to."""
     cell = TABLE[strategy]
     reference = re.match(r"as `(\w+)`", cell)
     return formula_of(reference[1]) if reference else cell
@@ -85,7 +85,7 @@ def test_formulas_are_read_as_they_are_meant() -> None:
         value_of("as the one chosen", n=1, N=2)
 
 
-# auto's bytes are those of the one chosen; a library's are its own.
+# auto sends the bytes of the chosen exchange; a library chooses its own.
 EVALUATED = [s for s in ALL_STRATEGIES if s not in (*LIBRARIES, *cases.BY_THE_CLOCK)]
 
 

@@ -1,4 +1,4 @@
-"""The guard against host waits sees what it must, wherever it happens in a step."""
+"""The guard against host waits detects them anywhere in a step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PASSES: dict[str, Deed] = {
 
 
 class Doing(AllReduce):
-    """An all-reduce that does something to its bucket between its stages."""
+    """An all-reduce that applies a function to its bucket between its stages."""
 
     def __init__(self, deed: Deed) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def nothing(_tensor: Tensor) -> None: ...
 
 
 def calls(in_hook: Deed, in_stage: Deed) -> list[str]:
-    """List the waiting calls in a step of two ranks, as the first one saw them."""
+    """List the waiting calls in a step of two ranks, as recorded on the first."""
 
     def rank_main(comm: Comm) -> list[str]:
         net = nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""Imports point one way, and what not everyone has is imported in one place."""
+"""Imports point downwards, and optional libraries are imported in one place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST_DOOR = 80  # lines
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that the file at `path` imports, at any depth of its code."""
+    """Collect the modules that a file imports, at any depth of its code."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -58,7 +58,7 @@ def test_rooms_import_what_the_documented_house_says_and_only_downwards(room: st
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_file_directly_in_lab_is_a_door(door: str) -> None:
-    """A command that is short, and that nothing imports."""
+    """It is a short command that nothing imports."""
     text = (LAB / f"{door}.py").read_text()
     assert text.count("\n") <= LONGEST_DOOR
     assert "def main(" in text and 'if __name__ == "__main__":' in text

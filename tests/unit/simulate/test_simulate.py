@@ -433,7 +433,7 @@ def test_the_root_updates_after_the_way_up_and_before_the_way_down(profile: Prof
     tree, caffe = (simulate(profile, FLAT, strategy(name), 4, 64) for name in ("tree", "caffe"))
     assert caffe.step_s == pytest.approx(tree.step_s)
     assert caffe.payload_bytes == pytest.approx(tree.payload_bytes)
-    # Overlap hides the way up at best; weights go down when all is done.
+    # Overlap hides at most the way up; weights go down after the update.
     star, tensorflow = (
         simulate(profile, FLAT, strategy(n), 4, 64) for n in ("torch7", "tensorflow")
     )
