@@ -67,7 +67,7 @@ class Record:
         scaling: the batch size that a study fixes as it adds ranks: "strong" batch_size, "weak"
             per_rank_batch_size.
         unit: name of one sample, in the singular: "image".
-        model, data: names of their configurations' targets.
+        model, data, task: names of their configurations' targets.
         precision: "fp32", "bf16" or "fp16".
         compile: how torch.compile is used: "whole", "regions", or null for not at all.
         measure: "throughput" or "breakdown".
@@ -122,6 +122,7 @@ class Record:
     unit: str = "sample"
     model: str | None = None
     data: str | None = None
+    task: str | None = None
     precision: str | None = None
     compile: str | None = None
     measure: str = "throughput"

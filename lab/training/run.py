@@ -240,6 +240,7 @@ class Run:
             variant=variant(arguments),
             model=config.model["_target_"].rpartition(".")[2],
             data=config.data["_target_"].rpartition(".")[2],
+            task=config.task["_target_"].rpartition(".")[2],
             world_size=world.size,
             batch_size=batch_size,
             per_rank_batch_size=batch_size // world.size,
