@@ -24,7 +24,7 @@ class Cell:
     Attributes:
         series: the strategy, and the settings in which runs of the study differ.
         settings: the variant, and the context that runs must share to be compared.
-        accuracy: of the last evaluation, a share of 1.
+        final: metrics of the last evaluation by name.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class Cell:
     messages_per_step: tuple[float, ...]
     gradient_bytes: float
     num_parameters: float
-    accuracy: float
+    final: Mapping[str, float]
     evaluations: tuple[Mapping[str, float | None], ...]
 
     @property
@@ -166,7 +166,7 @@ def _cell(folder: Path, record: Record, settings: Mapping[str, str], series: str
         messages_per_step=tuple(record.messages_per_step or ()),
         gradient_bytes=number(record.gradient_bytes),
         num_parameters=number(record.num_parameters),
-        accuracy=number(record.final.get("accuracy")),
+        final={name: number(value) for name, value in record.final.items()},
         evaluations=tuple(record.evaluations),
     )
 

@@ -79,7 +79,7 @@ class Row:
     payload_max_bytes: float
     payload_min_bytes: float
     num_parameters: float
-    accuracy: float
+    final: Mapping[str, float]
     transform: str
     emulation: str
     phases_s: Mapping[str, float]
@@ -215,7 +215,7 @@ def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
         payload_max_bytes=max(payload, default=math.nan),
         payload_min_bytes=min(payload, default=math.nan),
         num_parameters=_median(cell.num_parameters for cell in every),
-        accuracy=_mean(cell.accuracy for cell in every),
+        final=_final(every),
         transform=one.transform,
         emulation="; ".join(sorted({worded(cell.emulation) for cell in every} - {""})),
         phases_s=_phases(point),
@@ -230,6 +230,11 @@ def _paired(statistic: Callable[..., Any], first: Point | None, second: Point | 
     a, b = first.step_s(), second.step_s()
     shared = sorted(a.keys() & b.keys())
     return of_medians(statistic, [a[r] for r in shared], [b[r] for r in shared])
+
+
+def _final(cells: Sequence[Cell]) -> dict[str, float]:
+    names = dict.fromkeys(name for cell in cells for name in cell.final)
+    return {name: _mean(cell.final.get(name, math.nan) for cell in cells) for name in names}
 
 
 def _phases(point: Point) -> dict[str, float]:

@@ -13,6 +13,7 @@ import pandas as pd
 from lab.analysis.records import CONTEXT, Study
 from lab.analysis.speedup import CEILING, Row, leaders, unit_of
 from lab.measure.intervals import ENOUGH_REPEATS, Interval
+from lab.task.metrics import heading, main_metric
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
@@ -45,6 +46,8 @@ def _flat(row: Row) -> dict[str, Any]:
             flat |= {f"{name}_s": seconds for name, seconds in value.items()}
         elif field.name == "statuses":
             flat |= {f"num_{status}": count for status, count in value.items()}
+        elif field.name == "final":
+            flat |= value
         elif field.name == "settings":
             flat |= {key: value.get(key) for key in CONTEXT}
         else:
@@ -55,14 +58,16 @@ def _flat(row: Row) -> dict[str, Any]:
 def _table(rows: Sequence[Row]) -> tuple[str, str]:
     """Write values that all rows share as one line, and the other columns as a table."""
     unit = unit_of(rows)
-    shown = [_shown(row, unit) for row in rows]
+    metric = main_metric(name for row in rows for name in row.final)
+    shown = [_shown(row, unit, metric) for row in rows]
     common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
     columns = pd.DataFrame([{k: v for k, v in one.items() if k not in common} for one in shown])
     line = "all: " + ", ".join(f"{key} {value}" for key, value in common.items())
     return line, columns.to_string(index=False)
 
 
-def _shown(row: Row, unit: str) -> dict[str, str]:
+def _shown(row: Row, unit: str, metric: str) -> dict[str, str]:
+    title, factor = heading(metric)
     bad = [f"{count} {name}" for name, count in row.statuses.items() if count and name != "done"]
     return {
         "series": row.series,
@@ -77,7 +82,7 @@ def _shown(row: Row, unit: str) -> dict[str, str]:
         "efficiency": _interval(row.efficiency),
         "exposed ms": _interval(row.exposed_exchange_s, 1e3),
         "payload MB": _value(row.payload_max_bytes, 1e-6),
-        "accuracy %": _value(row.accuracy, 100),
+        title: _value(row.final.get(metric, math.nan), factor),
         "baseline": row.baseline or "-",
         "runs": ", ".join([f"{row.statuses['done']} done", *bad]),
         "emulation": row.emulation or "none",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 WHEN = ("step", "seconds")  # the keys of an evaluation that are not metrics
@@ -14,6 +14,16 @@ Value = TypeVar("Value")
 def metrics_of(evaluation: Mapping[str, Value]) -> dict[str, Value]:
     """Return the metrics of an evaluation by name, without its time."""
     return {name: value for name, value in evaluation.items() if name not in WHEN}
+
+
+def main_metric(names: Iterable[str]) -> str:
+    """Name the metric to show where there is room for one: the first that is not the loss."""
+    return next((name for name in names if name != "loss"), "loss")
+
+
+def heading(name: str) -> tuple[str, float]:
+    """Return a metric's table heading, and the factor on its values in tables."""
+    return (f"{name} %", 100.0) if name in PERCENT else (name, 1.0)
 
 
 def axis(name: str) -> tuple[str, float]:

@@ -15,7 +15,7 @@ from lab.analysis.records import Cell
 from lab.analysis.speedup import CEILING
 from lab.draw import style
 from lab.draw.looks import Look
-from lab.task.metrics import axis, metrics_of
+from lab.task.metrics import axis, main_metric, metrics_of
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50
 AXES = {"step": "step", "seconds": "training time (s)"}
@@ -103,8 +103,7 @@ def _losses(cell: Cell) -> pd.DataFrame:
 
 def _metric(runs: list[Cell]) -> str:
     """Name the first metric other than the loss in the runs' evaluations; else the loss."""
-    names = [name for run in runs for e in run.evaluations for name in metrics_of(e)]
-    return next((name for name in names if name != "loss"), "loss")
+    return main_metric(name for run in runs for e in run.evaluations for name in metrics_of(e))
 
 
 def _evaluated(cell: Cell, metric: str, factor: float) -> pd.DataFrame:

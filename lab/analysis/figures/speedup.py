@@ -25,6 +25,7 @@ from lab.analysis.figures.sheet import (
 from lab.analysis.speedup import Row, unit_of
 from lab.draw import style
 from lab.measure.intervals import Interval
+from lab.task.metrics import heading, main_metric
 
 MOST_COLUMNS, TITLE_LETTERS = 4, 32
 
@@ -148,22 +149,25 @@ def _panel(
 
 
 def _panel_title(sheet: Sheet, rows: list[Row]) -> str:
-    """Name the series, with its accuracy where a transform made it another model."""
+    """Name the series, with its metric where a transform made it another model."""
     name = rows[0].series
     title = textwrap.fill(sheet.label(name), TITLE_LETTERS)
     if not rows[0].transform:
         return title
     base = [r for r in sheet.rows if r.series in {row.baseline for row in rows} - {name}]
-    against = f"\n({base[0].strategy}: {_accuracies(base)})" if base else ""
-    return f"{title}\naccuracy {_accuracies(rows)}{against}"
+    metric = main_metric(name for row in sheet.rows for name in row.final)
+    against = f"\n({base[0].strategy}: {_range(base, metric)})" if base else ""
+    return f"{title}\n{metric} {_range(rows, metric)}{against}"
 
 
-def _accuracies(rows: list[Row]) -> str:
-    known = [100 * row.accuracy for row in rows if not math.isnan(row.accuracy)]
+def _range(rows: list[Row], metric: str) -> str:
+    """Write the lowest and the highest value of a metric, or one if they look the same."""
+    known = [value for row in rows if not math.isnan(value := row.final.get(metric, math.nan))]
     if not known:
         return "unknown"
-    low, high = f"{min(known):.1f}", f"{max(known):.1f}"
-    return f"{low} %" if low == high else f"{low}–{high} %"
+    title, factor = heading(metric)
+    low, high = f"{factor * min(known):.3g}", f"{factor * max(known):.3g}"
+    return (low if low == high else f"{low}–{high}") + title.removeprefix(metric)
 
 
 def _shade(colour: str, sizes: list[int], size: int) -> tuple[float, float, float]:

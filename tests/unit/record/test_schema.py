@@ -133,6 +133,7 @@ def test_a_study_of_schema_1_gives_the_rows_it_gave_then() -> None:
     then: dict[str, Any]
     for row, then in zip(rows, expected, strict=True):
         assert row.fixed_batch_size == then.pop("batch")
+        assert plain(row.final.get("accuracy", math.nan)) == then.pop("accuracy")
         for key, value in then.items():
             assert plain(getattr(row, RENAMED.get(key, key))) == value, (row.series, key)
 
