@@ -22,7 +22,7 @@ recording: what the lab's own book-keeping adds to a step.
 
 Compared are the values of the one setting with a list, or sets of settings: a='...' b='...'.""",
     (
-        "python -m lab.bench collective 'sizes=[4kb,1mb,64mb]' exchange=ring,tree world_size=4",
+        "python -m lab.bench collective 'sizes=[4KiB,1MiB,64MiB]' exchange=ring,tree world_size=4",
         "python -m lab.bench codec num_values=25_000_000 threads=2 out=codec.json",
         "python -m lab.bench step strategy=none,onebit,ddp model=mlp 'model.hidden=[4096,4096]' "
         "steps=60",

@@ -55,15 +55,20 @@ def _flat(row: Row) -> dict[str, Any]:
     return flat | {"emulation": row.emulation or "none", "transform": row.transform or "none"}
 
 
-def _table(rows: Sequence[Row]) -> tuple[str, str]:
-    """Write values that all rows share as one line, and the other columns as a table."""
+def _table(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Write values that all rows share as one line, and the other columns as a table.
+
+    No two rows share all columns; a single row is one line.
+    """
     unit = unit_of(rows)
     metric = main_metric(name for row in rows for name in row.final)
     shown = [_shown(row, unit, metric) for row in rows]
     common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
+    line = ", ".join(f"{key} {value}" for key, value in common.items())
+    if len(rows) == 1:
+        return (line,)
     columns = pd.DataFrame([{k: v for k, v in one.items() if k not in common} for one in shown])
-    line = "all: " + ", ".join(f"{key} {value}" for key, value in common.items())
-    return line, columns.to_string(index=False)
+    return f"all: {line}", columns.to_string(index=False)
 
 
 def _shown(row: Row, unit: str, metric: str) -> dict[str, str]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lab.benchmarks import interleave
-from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.benchmarks.request import Request
+from lab.benchmarks.sizes import VALUE_BYTES
 from lab.benchmarks.timing import NUM_CALLS, aligner, cache_bytes, per_call
 from lab.distributed import world as worlds
 from lab.distributed.comm import Comm

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lab.benchmarks.sizes import sizes_in_bytes
 from lab.cluster.settings import Cluster, cluster_of
 from lab.distributed.launcher import was_launched, world_size
 from lab.settings.config import check_batch, load
@@ -18,8 +19,6 @@ from lab.settings.errors import ConfigError
 from lab.settings.overrides import Override, file_to_write, parse_overrides, split
 from lab.sync.pattern import Begin, pattern_of
 
-UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
-VALUE_BYTES = 4  # everything here is float32
 NUM_RANKS = 2  # the default
 NUM_VALUES = {
     "cpu": 25_000_000,
@@ -32,7 +31,10 @@ OWN = {
         "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
     ),
     "rounds": ("20", "collective, codec: number of rounds"),
-    "sizes": ("[4kb,64kb,1mb,16mb,64mb]", "collective: sizes of the tensor"),
+    "sizes": (
+        "[4KiB,64KiB,1MiB,16MiB,64MiB]",
+        "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
+    ),
     "codec": ("null", "codec: a list of codecs; null: all"),
     "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
     "columns": ("4096", "codec: values that share two reconstruction values"),
@@ -172,25 +174,6 @@ def whole_number(key: str, text: str) -> int:
 
 def _number_or_null(key: str, text: str) -> int | None:
     return None if text == "null" else whole_number(key, text)
-
-
-def sizes_in_bytes(key: str, text: str) -> list[int]:
-    """Parse `[4kb,1mb]` into bytes, in the given order; units are powers of 1024.
-
-    Raises:
-        ConfigError: a size is not a whole number of float32 values.
-    """
-    sizes = []
-    for word in text.strip("[]").split(","):
-        match = re.fullmatch(r"(\d+)(b|kb|mb|gb)", word.strip().lower())
-        size = int(match[1]) * UNITS[match[2]] if match else 0
-        if size == 0 or size % VALUE_BYTES:
-            raise ConfigError(
-                f"{key}={text}: {word.strip()!r} is not a size; allowed are whole float32 values "
-                "in b, kb, mb or gb, as in [4kb,64kb,1mb]"
-            )
-        sizes.append(size)
-    return sizes
 
 
 def _names(_key: str, text: str) -> list[str] | None:

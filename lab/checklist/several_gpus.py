@@ -76,7 +76,7 @@ def _main_job(machine: Machine) -> Item:
 
 def _collective(machine: Machine, part: str) -> Item:
     name, without = f"collective_{part}", part == "b"
-    settings = ("exchange=ring,tree,tree_double,bf16", "sizes=[256mb,1gb]", "rounds=20")
+    settings = ("exchange=ring,tree,tree_double,bf16", "sizes=[256MiB,1GiB]", "rounds=20")
     words = bench(machine, name, "collective", *settings, f"world_size={machine.num_gpus}")
     command = Command(name, words, environment={"NCCL_NVLS_ENABLE": "0"} if without else {})
 
@@ -88,7 +88,7 @@ def _collective(machine: Machine, part: str) -> Item:
     own = "each chunk is queued by the host"
     figures = (
         Figure("wrong values", "", total(name, "wrong"), 0, 0, "means of whole numbers are exact"),
-        Figure("all-reduce of 1 GB", "GB/s", busbw("allreduce"), low, high, link, known),
+        Figure("all-reduce of 1 GiB", "GB/s", busbw("allreduce"), low, high, link, known),
         *(
             Figure(f"{each} / all-reduce", "", ratio(busbw(each), busbw("allreduce")), 0.05, 1, own)
             for each in ("ring", "tree", "tree_double")

@@ -70,7 +70,7 @@ def govern_tcp(host: int) -> Iterator[list[str]]:
 def limit(host: int, rate: str) -> Iterator[list[str]]:
     """Limit a host's link in both directions: at the host's end and at the switch's.
 
-    tbf counts bytes of Ethernet frames. TCP passes it up to 64 KB at a time, which tbf splits
+    tbf counts bytes of Ethernet frames. TCP passes it up to 64 KiB at a time, which tbf splits
     into frames if the burst is smaller.
     """
     burst = max(LEAST_BURST_BYTES, round(bits_per_s(rate) / 8 * BURST_S))

@@ -25,7 +25,8 @@ def load(source: Path, level: str) -> ctypes.CDLL | None:
     """Compile and load a C++ source; return None, after one warning, if it cannot be built.
 
     Args:
-        source: must be self-contained: the cache does not notice changes of headers next to it.
+        source: may include headers (*.h) of its own folder. A change of any of them, or of the
+            source, compiles it again.
         level: from torch.backends.cpu.get_cpu_capability, which respects ATEN_CPU_CAPABILITY. A
         level outside LEVELS gets instructions that every processor has.
     """
@@ -51,7 +52,8 @@ def compiler() -> list[str]:
 
 def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     command, cache = compiler(), _cache()
-    recipe = repr((command, options)).encode() + source.read_bytes()
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    recipe = repr((command, options, texts)).encode()
     name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
     library = cache / name
     if not library.exists():

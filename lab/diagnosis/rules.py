@@ -29,7 +29,7 @@ LOSS_SHARE = 0.1
 # A second loss of this share of the largest is named with it.
 CLOSE = 0.8
 # Bytes below which a message's cost hardly depends on its size: all-reduces of 4 and of
-# 64 kB take equally long (docs/results/exchange/collective_2.json and collective_4.json).
+# 64 KiB take equally long (docs/results/exchange/collective_2.json and collective_4.json).
 SMALL_MESSAGE_BYTES = 2**16
 # Encoding that takes this share of the exposed communication is its cause.
 CODEC_SHARE = 0.5

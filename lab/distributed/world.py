@@ -26,7 +26,7 @@ _counted = False  # whether this process has registered in the store
 
 
 class Waits:
-    """A rank's current wait outside any exchange, and its begin."""
+    """The wait of a rank outside any exchange: its label, and since when."""
 
     def __init__(self) -> None:
         self._current: tuple[str, float] | None = None

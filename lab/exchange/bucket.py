@@ -109,7 +109,7 @@ def plan(
     Args:
         model: parameters shared between modules are taken once. A model with the attribute
             bytes_scale stands for one with larger parameters, and gets the buckets of that one.
-        bucket_mb: largest bucket in units of 2**20 bytes, the first at most 1. A parameter of this
+        bucket_mb: largest bucket in MiB (2**20 bytes), the first at most 1. A parameter of this
             size, or of grouping.LARGE_BYTES, has its own bucket; the others share one if they sum
             to less. None: one bucket for all. 0: one per module.
         order: names of the parameters as their gradients arrive. None: the reverse order of

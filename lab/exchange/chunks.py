@@ -11,7 +11,7 @@ from collections.abc import Mapping
 LIBRARIES = ("gloo", "nccl")
 LAG = 3  # ticks from a chunk's arrival until it may leave: see pipeline.run
 
-ChunkMB = float | Mapping[str, float | None] | None  # in units of 2**20 bytes; None: no chunks
+ChunkMB = float | Mapping[str, float | None] | None  # in MiB (2**20 bytes); None: no chunks
 
 
 def chunk_mb_over(chunk_mb: ChunkMB, backend: str) -> float | None:

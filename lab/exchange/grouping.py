@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MB = 2**20
-FIRST_BUCKET_BYTES = MB  # small, so that the first exchange starts early (as DDP does)
-LARGE_BYTES = 4 * MB  # from this size on, a copy into a bucket costs more than a message
+MIB = 2**20  # the unit of bucket_mb and chunk_mb, as of DDP's bucket_cap_mb; MB is 10**6
+FIRST_BUCKET_BYTES = MIB  # small, so that the first exchange starts early (as DDP does)
+LARGE_BYTES = 4 * MIB  # from this size on, a copy into a bucket costs more than a message
 
 Sized = tuple[str, float]  # a parameter's name and the bytes of its gradient
 
@@ -31,7 +31,7 @@ def group(
         return [[name for name, _ in parameters]]
     if bucket_mb == 0:
         return _by_module(parameters)
-    return _by_size([(name, size / bytes_scale) for name, size in parameters], bucket_mb * MB)
+    return _by_size([(name, size / bytes_scale) for name, size in parameters], bucket_mb * MIB)
 
 
 def _by_module(parameters: Sequence[Sized]) -> list[list[str]]:

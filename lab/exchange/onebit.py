@@ -13,8 +13,8 @@ from lab.codec.onebit.message import Matrix, Message
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressible import quantised
 from lab.exchange.error_feedback import ErrorFeedback, record_stream
-from lab.exchange.split import quantised
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 GRANULARITIES = ("column", "block")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm, Handle, Transfer
 from lab.exchange.chunks import LAG
-from lab.exchange.grouping import MB
+from lab.exchange.grouping import MIB
 
 Tick = tuple[list[Transfer], list[Transfer]]  # one rank's simultaneous sends and receives
 
@@ -37,5 +37,5 @@ def run(comm: Comm, *schedules: Iterator[Tick]) -> None:
 
 
 def num_chunks(flat: Tensor, chunk_mb: float | None) -> int:
-    """Return how many chunks of at most `chunk_mb` times 2**20 bytes `flat` has; None: one."""
-    return 1 if chunk_mb is None else max(1, math.ceil(flat.nbytes / (chunk_mb * MB)))
+    """Return how many chunks of at most `chunk_mb` MiB `flat` has; None: one."""
+    return 1 if chunk_mb is None else max(1, math.ceil(flat.nbytes / (chunk_mb * MIB)))

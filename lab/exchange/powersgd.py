@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressible import low_rank
 from lab.exchange.error_feedback import ErrorFeedback
-from lab.exchange.split import low_rank
 from lab.exchange.uncompressed import average_exactly, gaps
 
 

@@ -21,7 +21,7 @@ class Ring(Exchange):
     by one value; ranks beyond the number of values own an empty one. Scratch: three pieces.
 
     Args:
-        chunk_mb: largest piece in units of 2**20 bytes, or one for each library. None: a part is
+        chunk_mb: largest piece in MiB, or one for each library. None: a part is
             one piece.
 
     Raises:

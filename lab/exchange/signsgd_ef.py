@@ -12,8 +12,8 @@ from lab.codec import signsgd
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressible import signed
 from lab.exchange.error_feedback import ErrorFeedback
-from lab.exchange.split import signed
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressible import num_sent
 from lab.exchange.error_feedback import ErrorFeedback
-from lab.exchange.split import num_sent
 
 
 class Sparse(Staged, ErrorFeedback):

@@ -27,7 +27,7 @@ class Tree(Rooted):
     Scratch: one bucket, or three chunks for each child.
 
     Args:
-        chunk_mb: largest chunk in units of 2**20 bytes, or one for each library: chunks go up and
+        chunk_mb: largest chunk in MiB, or one for each library: chunks go up and
             down while others arrive, and the critical path is the root's sends, one bucket for each
             child. None: whole buckets.
 

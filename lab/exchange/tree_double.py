@@ -23,7 +23,7 @@ class DoubleTree(Exchange):
     three chunks for each of at most two children.
 
     Args:
-        chunk_mb: largest chunk in units of 2**20 bytes, or one for each library. None: a half is
+        chunk_mb: largest chunk in MiB, or one for each library. None: a half is
             one chunk.
 
     Raises:

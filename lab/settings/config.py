@@ -72,7 +72,7 @@ class Settings:
 
     overlap: bool = setting(False, "exchange buckets while backward still runs")
     bucket_mb: float | None = setting(
-        None, "bucket size in MB; null: one bucket, 0: one per layer", at_least=0
+        None, "bucket size in MiB; null: one bucket, 0: one per layer", at_least=0
     )
     batch_size: int = setting(
         128, "samples per step: global (strong) or per rank (weak)", at_least=1

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lab.exchange import split
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage
@@ -97,7 +96,7 @@ def _onebit(load: Load) -> None:
     There are three calls per matrix, as in lab/exchange/onebit.py: encode, sum and decode.
     """
     rule = [load.exchange[key] for key in ("granularity", "block_size", "min_columns")]
-    matrices = [matrix for shape in load.shapes if (matrix := split.quantised(shape, *rule))]
+    matrices = [matrix for shape in load.shapes if (matrix := compressible.quantised(shape, *rule))]
     n = sum(rows * columns for rows, columns in matrices)
     message = sum(rows * (columns / 8 + 8) for rows, columns in matrices)  # and two scales a row
     exact = load.exact(load.n - n)
@@ -125,7 +124,7 @@ def _int8(load: Load) -> None:
 def _signsgd(load: Load) -> None:
     """Count the memory passes of lab/codec/signsgd.py and of its residual."""
     least = load.exchange["min_values"]
-    n = sum(math.prod(shape) for shape in load.shapes if split.signed(shape, least))
+    n = sum(math.prod(shape) for shape in load.shapes if compressible.signed(shape, least))
     load.codec(48 * n)
     load.wire(load.exact(load.n - n) + (load.network.all_gather(n / 8) if n else Cost()))
     load.codec(8 * n * load.N)
@@ -133,14 +132,14 @@ def _signsgd(load: Load) -> None:
 
 def _topk(load: Load) -> None:
     """Count the memory passes of the residual and of lab/codec/topk.py on a CPU."""
-    sent = sum(split.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
+    sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
     load.codec(40 * load.n)
     load.wire(load.network.all_gather(8 * sent))  # an int32 index and a value
     load.codec(16 * sent * load.N)
 
 
 def _randomk(load: Load) -> None:
-    sent = sum(split.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
+    sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
     load.codec(20 * load.n + 40 * sent)
     load.wire(load.exact(sent))
     load.codec(16 * sent)
@@ -148,7 +147,7 @@ def _randomk(load: Load) -> None:
 
 def _powersgd(load: Load) -> None:
     rank = load.exchange["rank"]
-    low = [matrix for shape in load.shapes if (matrix := split.low_rank(shape, rank))]
+    low = [matrix for shape in load.shapes if (matrix := compressible.low_rank(shape, rank))]
     n = sum(rows * columns for rows, columns in low)
     load.codec(16 * n)
     load.wire(load.exact(load.n - n) + load.exact(rank * sum(rows for rows, _ in low)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.exchange.chunks import LAG, chunk_mb_over
-from lab.exchange.grouping import MB
+from lab.exchange.grouping import MIB
 from lab.model.profile import VALUE_BYTES
 from lab.simulate.network import Cost, Network
 
@@ -63,7 +63,7 @@ class Load:
     def chunk_bytes(self) -> float:
         """Bytes of the largest chunk; infinite if the exchange sends whole buckets."""
         chunk_mb = chunk_mb_over(self.exchange["chunk_mb"], self.network.hardware.library)
-        return chunk_mb * MB if chunk_mb else math.inf
+        return chunk_mb * MIB if chunk_mb else math.inf
 
     def codec(self, num_bytes: float, calls: int = 1) -> None:
         """Add a stage that reads and writes `num_bytes` of memory in `calls` calls."""
@@ -103,5 +103,5 @@ class Sizes:
     def chunks(self, num_values: float, exchange: Settings, num_children: int = 1) -> float:
         """Count the bytes of the chunks that arrive from `num_children` ranks at the same time."""
         chunk_mb = chunk_mb_over(exchange["chunk_mb"], self.backend)
-        limit = chunk_mb * MB if chunk_mb else math.inf
+        limit = chunk_mb * MIB if chunk_mb else math.inf
         return LAG * num_children * min(VALUE_BYTES * num_values, limit)

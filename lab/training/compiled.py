@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from lab.exchange.grouping import FIRST_BUCKET_BYTES, MB
+from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.sync.pattern import pattern_of
 
 BACKEND = "inductor"
@@ -38,7 +38,7 @@ def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
         from torch._dynamo.backends.distributed import DDPOptimizer
         from torch._dynamo.backends.registry import lookup_backend
 
-        cap = max(1, int(config.bucket_mb * MB))
+        cap = max(1, int(config.bucket_mb * MIB))
         regions = DDPOptimizer(cap, lookup_backend(BACKEND), min(cap, FIRST_BUCKET_BYTES))
         backend = regions.compile_fn
     module: Any = torch.compile(model, backend=backend)

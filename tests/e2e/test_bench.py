@@ -25,7 +25,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_collective_starts_its_ranks_and_leaves_json_and_figure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["sizes=[4kb,64kb]", "exchange=tree", "world_size=2", "rounds=3", "device=cpu"]
+    settings = ["sizes=[4KiB,64KiB]", "exchange=tree", "world_size=2", "rounds=3", "device=cpu"]
     assert bench.main(["collective", *settings, "out=all.json"]) == 0
     result = json.loads((tmp_path / "all.json").read_text())
     rows = [(row["size_bytes"], row["algorithm"]) for row in result["rows"]]
@@ -40,7 +40,7 @@ def test_collective_starts_its_ranks_and_leaves_json_and_figure(
 
 
 def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["collective", "exchange=onebit", "sizes=[4kb]", "device=cpu"]) == 2
+    assert bench.main(["collective", "exchange=onebit", "sizes=[4KiB]", "device=cpu"]) == 2
     assert capfd.readouterr().err.startswith(
         "lab.bench: error: exchange=onebit: is not an all-reduce"
     )
@@ -65,7 +65,7 @@ def test_memory_is_measured_in_fresh_ranks(tmp_path: Path) -> None:
 
 
 def test_after_ctrl_c_no_rank_is_left() -> None:
-    line = [sys.executable, "-m", "lab.bench", "collective", "sizes=[1mb]", "rounds=100000"]
+    line = [sys.executable, "-m", "lab.bench", "collective", "sizes=[1MiB]", "rounds=100000"]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     parent = psutil.Process(process.pid)
 

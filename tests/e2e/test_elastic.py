@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +73,12 @@ def start(
 def wait(process: Any) -> None:
     output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output[-3000:]
+
+
+def ranks_of(process: Any) -> list[psutil.Process]:
+    """The ranks that a launcher runs now."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "RANK" in child.environ()]
 
 
 def kill_tree(process: Any) -> None:
@@ -145,8 +150,10 @@ def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
     settings = ("checkpoint_every=10", "steps=300")
     staying, lost = (start(host, hosts[0], "1:2", *settings) for host in hosts)
     wait_for(lambda: list(Path("runs").rglob("step_*/DONE")))
+    left = ranks_of(staying)
+    assert len(left) == 2
     kill_tree(lost)
-    time.sleep(2)  # the other two may have been writing one more
+    wait_for(lambda: not any(rank.is_running() for rank in left))  # they may write one more
     (run,) = Path("runs/default").iterdir()  # named after four ranks, though two continue in it
     newest = last_checkpoint(run)
     shutil.copytree(newest, "kept")

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,17 @@ def test_wheel_runs_without_root_home_compiler_and_git(
         closed = anybody(f"python -m {line}", home)
         assert (closed.code, len(closed.err.splitlines())) == (2, 1)
         assert f": cannot write {home}" in closed.err
+
+
+def test_the_wheel_holds_every_file_of_the_lab_and_of_conf(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    files = [name for name in checkout() if name.startswith(("lab/", "conf/"))]
+    wanted = {name if name.startswith("lab/") else f"lab/{name}" for name in files}
+    assert any(name.endswith(".h") for name in wanted) and wanted <= packed, wanted - packed
 
 
 def test_images_install_alike() -> None:

@@ -6,12 +6,16 @@ The tests find strategies and exchanges in conf/, and other facts in classes and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from lab.settings.config import build, choices_of, load
+from lab.simulate.costs import CARDS, class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link
+from lab.simulate.network import Network
 
 EXCHANGES = choices_of("exchange")
 ALL_STRATEGIES = choices_of("strategy")
@@ -31,6 +35,17 @@ RESUMED = {
 }
 # More settings where bytes are counted: at rank 2 it sends so little that TCP's headers show.
 COUNTED = {"powersgd": ("exchange.rank=32",)}
+# More settings of an exchange where tensors have a few thousand values, so that it compresses them.
+COMPRESSES_LITTLE = {
+    "int8": ("block_size=64",),
+    "randomk": ("ratio=0.05",),
+    "signsgd_ef": ("min_values=100",),
+    "topk": ("ratio=0.05",),
+}
+# Times the card's memory that an exchange may allocate where nothing else has been freed. The card
+# leaves out temporaries that fit into what backward has freed by then (a draw or a sort of indices,
+# a byte for each sign); and, while `auto` tries both ways, the second one's.
+TEMPORARIES = {"auto": 1.4, "randomk": 1.85, "signsgd_ef": 1.35, "topk": 1.45}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:
@@ -38,6 +53,17 @@ def exchange_settings(name: str, *settings: str) -> dict[str, Any]:
     node = OmegaConf.to_container(load([f"exchange={name}", *settings]).exchange, resolve=True)
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
+
+
+def maker(name: str, *settings: str, **arguments: Any) -> Callable[[], Any]:
+    """A function that makes an exchange, in any thread: Hydra composes in one alone.
+
+    Args:
+        settings: of the exchange, as `ratio=0.05`.
+        arguments: of its class, in the place of what is set.
+    """
+    node = load([f"exchange={name}", *(f"exchange.{setting}" for setting in settings)]).exchange
+    return partial(build, node, **arguments)
 
 
 def keeps_replicas_equal(strategy: str) -> bool:
@@ -59,12 +85,20 @@ def steps_of_a_round(strategy: str) -> int:
     return load([f"strategy={strategy}"]).sync.get("every", 1)
 
 
-def _repeatable(exchange: str) -> bool:
-    delivers_means = build(load([f"exchange={exchange}"]).exchange).keeps_replicas_equal
-    return delivers_means and exchange not in BY_THE_CLOCK
+def bytes_per_value(exchange: str) -> float:
+    """Bytes that the busier of two ranks sends for a value of a gradient, by the cost card.
+
+    No mean is exact for less than 4, and nothing that compresses sends as many.
+    """
+    sent = payload_bytes([(512, 2048)], exchange_settings(exchange), Network(LINKS, 2))
+    return sent / (512 * 2048)
 
 
-# Exchanges that deliver a mean, with the same bits in every run.
-REPEATABLE = [exchange for exchange in EXCHANGES if _repeatable(exchange)]
 # Payload bytes are the same over any links.
 LINKS = Hardware("any", "made up", "gloo", 1, None, Link(0.0, 1e9), math.inf)
+# tests/unit/house/test_exchanges.py names those without a card.
+WITH_CARD = [exchange for exchange in EXCHANGES if class_of(exchange_settings(exchange)) in CARDS]
+# Exchanges that move anything, and leave the same bits whenever they are run.
+REPEATABLE = [e for e in WITH_CARD if bytes_per_value(e) > 0 and e not in BY_THE_CLOCK]
+EXACT = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) >= 4]
+COMPRESSING = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) < 4]

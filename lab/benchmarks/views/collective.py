@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from lab.benchmarks.sizes import size_name
 from lab.benchmarks.views.text import about, as_interval, in_cache, machine, ranged, with_host_time
 from lab.draw import style
 from lab.draw.looks import Look, looks_of
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
-UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
 HEADER = [
     *("algorithm", "size (B)", "count", "type", "time (us)", "mad", "algbw", "busbw", "#wrong"),
     *("ratio to allreduce", "of bound"),
@@ -104,12 +104,6 @@ def _size_axis(panel: Axes, sizes: list[int]) -> None:
     panel.minorticks_off()
     panel.set_xlabel("tensor")
     panel.grid(linewidth=0.4)
-
-
-def size_name(size: int) -> str:
-    """Write a size in the largest unit, a power of 1024, that leaves no fraction: 64 KB."""
-    unit, name = next((unit, name) for unit, name in UNITS if size % unit == 0)
-    return f"{size // unit} {name}"
 
 
 def _handle(name: str, look: Look) -> Line2D:

@@ -111,6 +111,14 @@ def test_a_study_of_none_skips_what_it_cannot_show(
     assert "skipped payload: no finished run sent anything" in out
 
 
+def test_a_single_point_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "tree", 2)
+    assert main([str(tmp_path), "format=svg"]) == 0
+    first, empty, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("series tree, N 2, batch 64, scaling strong, n 1, step ms 600, ")
+    assert first.endswith("runs 1 done, emulation none") and empty == ""
+
+
 def test_failed_runs_alone_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, "tree", 2, status="failed", error="rank 1: broken", step_s=None)
     assert main([str(tmp_path), "format=svg"]) == 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from lab import bench
 from lab.benchmarks import codec, collective, memory, step
 from lab.benchmarks.request import read
+from lab.benchmarks.sizes import size_name
 from lab.benchmarks.views import show
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
@@ -55,8 +56,13 @@ def test_settings_of_a_set_reach_its_run_alone() -> None:
     }
 
 
-def test_sizes_are_read_in_units_of_1024() -> None:
-    assert read(["collective", "sizes=[4b,64kb,1MB]"]).own["sizes"] == [4, 65536, 2**20]
+def test_sizes_are_read_as_they_are_written_in_figures() -> None:
+    written = {4: "4 B", 64_000: "64 kB", 2**16: "64 KiB", 10**6: "1 MB", 2**20: "1 MiB"}
+    written |= {3 * 10**9: "3 GB", 2**30: "1 GiB", 1500 * 2**20: "1500 MiB"}
+    assert {size: size_name(size) for size in written} == written
+    text = ",".join(written.values()).replace(" ", "")
+    for words in (text, text.lower()):
+        assert read(["collective", f"sizes=[{words}]"]).own["sizes"] == list(written)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,11 @@ def test_sizes_are_read_in_units_of_1024() -> None:
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: what is compared takes turns in one"),
         (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: what is compared"),
         (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: what is"),
-        (["collective", "sizes=[4kb,6b]"], "'6b' is not a size; allowed are whole float32 values"),
+        (
+            ["collective", "sizes=[4KiB,6B]"],
+            "'6B' is not a size; allowed are whole float32 values in KiB",
+        ),
+        (["collective", "sizes=[16]"], "MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B"),
         (["collective", "batch_size=8"], "batch_size=8: is not used by collective; allowed are"),
         (["collective", "world_size=1"], "world_size=1: nothing is exchanged; must be at least 2"),
         (["codec", "num_values=1e6"], "num_values=1e6: must be an integer of at least 1"),
@@ -283,7 +293,7 @@ DRAWN = {
     "memory": (["none", "gossip", "tree"], ["measured", "theory"], 1),
     "step": (["none", "tree", "ddp"], ["95 % interval;\nof the step time: mad"], 4),
     "collective": (
-        ["4\nKB", "1\nMB"],
+        ["4\nKiB", "1\nMiB"],
         ["allreduce (the library's)", "ring", "plain send and recv"],
         3,
     ),

@@ -172,7 +172,7 @@ def test_figures_are_read_as_the_lab_writes_them(checked: Callable[..., dict[str
     assert checked("9", leaves(json=memory))["values"]["overlap / theory"] == 1
     rows = [{**row, "size_bytes": 2**30} for row in made["collective"]["rows"]]
     moved = checked("11a", leaves(json={"rows": rows}), num_gpus=8)
-    assert moved["values"]["all-reduce of 1 GB"] > 0 and moved["values"]["wrong values"] == 0
+    assert moved["values"]["all-reduce of 1 GiB"] > 0 and moved["values"]["wrong values"] == 0
     steps = {
         "rows": [
             {**row, "name": name}

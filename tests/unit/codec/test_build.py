@@ -80,6 +80,16 @@ def test_a_changed_source_is_compiled_again(source: Path, cache: Path) -> None:
     assert len([*cache.iterdir()]) == 2
 
 
+def test_a_changed_header_is_compiled_again(source: Path, cache: Path) -> None:
+    header = source.with_name("number.h")
+    source.write_text('#include "number.h"\nextern "C" int answer() { return NUMBER; }\n')
+    for number in (42, 43):
+        header.write_text(f"#define NUMBER {number}\n")
+        build.load.cache_clear()
+        assert answer(source) == number
+    assert len([*cache.iterdir()]) == 2
+
+
 def test_each_level_is_compiled_for_its_instructions(
     monkeypatch: pytest.MonkeyPatch, source: Path, cache: Path
 ) -> None:

@@ -293,6 +293,28 @@ def test_the_text_has_verdict_evidence_and_remedy(
     assert "strategy=overlap world_size=4 batch_size=128 model=mlp measure=breakdown" in text
 
 
+@pytest.mark.parametrize("ending", [".txt", ".md"])
+def test_out_holds_what_is_printed(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    run, out = write(study, "overlap", 4, 0.3), tmp_path / f"why{ending}"
+    assert main([str(run), f"out={out}"]) == 0
+    text = out.read_text()
+    assert text.startswith("overlap on 4 ranks, batch 128: bandwidth-bound: ")
+    assert capsys.readouterr().out == f"{text}wrote {out}\n"
+
+
+def test_out_is_refused_before_anything_is_read(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("why.pdf", "absent/why.txt"):
+        assert main([str(study), f"out={tmp_path / name}"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lab.explain: error: out=") and error.count("\n") == 1
+    assert main([str(tmp_path / "nothing"), f"out={tmp_path / 'why.txt'}"]) == 2
+    assert not (tmp_path / "why.txt").exists()
+
+
 def test_a_study_has_a_line_for_each_point(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(study, "overlap", 4, 0.3)
     assert main([str(study)]) == 0

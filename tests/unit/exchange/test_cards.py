@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from lab.distributed.comm import Comm
+from lab.codec.scratch import ScratchBuffer
+from lab.distributed.comm import Comm, Done, Transfer
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, load
 from lab.simulate.costs import extra_bytes, payload_bytes
 from lab.simulate.load import Sizes
 from lab.simulate.network import Network
-from tests.support.cases import EXCHANGES, LINKS, REPEATABLE, exchange_settings
+from tests.support.cases import (
+    EXCHANGES,
+    LINKS,
+    REPEATABLE,
+    TEMPORARIES,
+    exchange_settings,
+    maker,
+)
 
 SHAPE = torch.Size((384, 2048))  # 2, 3, 4 and 8 ranks share it equally, in whole lines of a message
 
@@ -41,6 +57,57 @@ def test_sends_what_its_card_says_and_leaves_all_ranks_the_same(exchange: str, s
     if build(load([f"exchange={exchange}"]).exchange).exact:
         truth = torch.stack(gradients).double().mean(dim=0)
         torch.testing.assert_close(means[0].double(), truth, rtol=1e-6, atol=1e-6)
+
+
+class EchoComm(Comm):
+    """One of `size` ranks, the others of which say what it says; allocates nothing."""
+
+    backend = "threads"
+
+    def _iall_reduce(self, tensor: torch.Tensor) -> Done:
+        tensor *= self.size
+        return Done()
+
+    def _iall_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Done:
+        output.view(self.size, *tensor.shape).copy_(tensor.expand(self.size, *tensor.shape))
+        return Done()
+
+    def _iall_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Done:
+        output.copy_(tensor)
+        return Done()
+
+    def _ibroadcast(self, tensor: torch.Tensor, source: int) -> Done:
+        return Done()
+
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Done:
+        for tensor, _ in receives:
+            tensor.zero_()
+        return Done()
+
+
+def allocated_bytes(make: Callable[[], Any], rank: int, size: int, trace: Path) -> int:
+    """The most that a rank has allocated for its exchange at once, in three steps of a bucket."""
+    flat, buffers = torch.randn(SHAPE.numel()), defaultdict(ScratchBuffer)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        exchange = make()
+        for step in range(3):
+            bucket = GradBucket({"w": SHAPE}, flat, step, buffers=buffers)
+            exchange.average(bucket, EchoComm(rank, size))
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    changes = [event for event in events if event["name"] == "[memory]"]
+    changes.sort(key=lambda event: event["ts"])
+    return max(accumulate((event["args"]["Bytes"] for event in changes), initial=0))
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 4)])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_allocates_what_its_card_says(exchange: str, rank: int, size: int, tmp_path: Path) -> None:
+    n = SHAPE.numel()
+    card = extra_bytes(Sizes(n, 0, n, rank, size), exchange_settings(exchange))
+    peak = allocated_bytes(maker(exchange), rank, size, tmp_path / "trace.json")
+    small = 4096  # scalars, and lines of messages that are filled up
+    assert 0.98 * card - small <= peak <= 1.02 * TEMPORARIES.get(exchange, 1) * card + small
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

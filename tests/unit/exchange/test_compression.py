@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.int8 import Int8
@@ -21,6 +19,7 @@ from lab.exchange.powersgd import PowerSGD
 from lab.exchange.randomk import RandomK
 from lab.exchange.signsgd_ef import SignSGD
 from lab.exchange.topk import TopK
+from tests.support.cases import COMPRESSES_LITTLE, COMPRESSING, maker
 
 SHAPES = {
     name: torch.Size(shape)
@@ -31,18 +30,18 @@ SHAPES = {
 }
 NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
 SIZES = [1, 2, 3, 4, 8]
-Make = Callable[..., Exchange]
-WITH_FEEDBACK: dict[str, Callable[..., ErrorFeedback]] = {
-    "signsgd_ef": lambda **settings: SignSGD(min_values=100, **settings),
-    "topk": lambda **settings: TopK(ratio=0.05, **settings),
-    "randomk": lambda **settings: RandomK(ratio=0.05, **settings),
-    "powersgd": lambda **settings: PowerSGD(rank=2, **settings),
-}
-ALL: dict[str, Make] = {
-    **WITH_FEEDBACK,
-    "int8": lambda: Int8(block_size=64),
-    "fp16": lambda: AllReduce(dtype="float16"),
-}
+Make = Callable[[], Any]
+# Those with one residual; onebit has two, see test_onebit.py.
+WITH_FEEDBACK = [
+    exchange
+    for exchange in COMPRESSING
+    if isinstance(maker(exchange)(), ErrorFeedback) and exchange != "onebit"
+]
+
+
+def compressor(exchange: str, **arguments: Any) -> Make:
+    """Makes an exchange that compresses SHAPES. Arguments are of its class."""
+    return maker(exchange, *COMPRESSES_LITTLE.get(exchange, ()), **arguments)
 
 
 @dataclass
@@ -82,7 +81,7 @@ def exchange_steps(gradients: Tensor, make: Make) -> list[Ledger]:
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_delivered_and_residuals_make_the_true_sum(name: str, size: int) -> None:
     gradients = torch.randn(30, size, NUM_VALUES)
-    ledgers = exchange_steps(gradients, WITH_FEEDBACK[name])
+    ledgers = exchange_steps(gradients, compressor(name))
     assert all(torch.equal(ledger.delivered, ledgers[0].delivered) for ledger in ledgers)
     truth = gradients.double().sum(dim=(0, 1))
     kept = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
@@ -93,7 +92,7 @@ def test_delivered_and_residuals_make_the_true_sum(name: str, size: int) -> None
 @pytest.mark.parametrize("size", SIZES)
 def test_int8_is_off_by_half_a_level_at_each_stage(size: int) -> None:
     gradients = torch.randn(1, size, NUM_VALUES) * torch.logspace(-3, 3, NUM_VALUES)
-    ledgers = exchange_steps(gradients, ALL["int8"])
+    ledgers = exchange_steps(gradients, compressor("int8"))
     assert all(torch.equal(ledger.mean, ledgers[0].mean) for ledger in ledgers)
     mean = gradients[0].mean(dim=0)
     first = torch.stack([half_a_level(of_rank) for of_rank in gradients[0]]).mean(dim=0)
@@ -112,7 +111,7 @@ def half_a_level(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_fp16_rounds_each_gradient_and_each_sum(size: int) -> None:
     gradients = torch.randn(1, size, NUM_VALUES)
-    ledgers = exchange_steps(gradients, ALL["fp16"])
+    ledgers = exchange_steps(gradients, compressor("fp16"))
     assert all(torch.equal(ledger.mean, ledgers[0].mean) for ledger in ledgers)
     # Half a unit in the last of 11 places, of each gradient's share and of each partial sum.
     bound = size * gradients[0].abs().sum(dim=0) / size * 2**-11 + 1e-6
@@ -123,36 +122,36 @@ def test_fp16_rounds_each_gradient_and_each_sum(size: int) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", COMPRESSING)
 def test_a_gradient_that_is_not_finite_reaches_all(name: str, size: int, bad: float) -> None:
     for place in (5, 705, 2000):  # in a matrix, in a bias, in kernels
         gradients = torch.randn(2, size, NUM_VALUES)
         gradients[1, -1, place] = bad
-        assert not any(ledger.finite for ledger in exchange_steps(gradients, ALL[name]))
-        assert all(ledger.finite for ledger in exchange_steps(gradients[:1], ALL[name]))
+        assert not any(ledger.finite for ledger in exchange_steps(gradients, compressor(name)))
+        assert all(ledger.finite for ledger in exchange_steps(gradients[:1], compressor(name)))
 
 
 def test_what_fp16_cannot_hold_is_not_finite() -> None:
     gradients = torch.full((1, 2, NUM_VALUES), 60000.0)
-    assert all(ledger.finite for ledger in exchange_steps(gradients, ALL["fp16"]))
+    assert all(ledger.finite for ledger in exchange_steps(gradients, compressor("fp16")))
     gradients *= 1.2
-    assert not any(ledger.finite for ledger in exchange_steps(gradients, ALL["fp16"]))
+    assert not any(ledger.finite for ledger in exchange_steps(gradients, compressor("fp16")))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", COMPRESSING)
 def test_zeros_stay_zeros_and_do_no_harm(name: str) -> None:
     gradients = torch.zeros(3, 2, NUM_VALUES)
-    assert not any(ledger.delivered.any() for ledger in exchange_steps(gradients, ALL[name]))
+    assert not any(ledger.delivered.any() for ledger in exchange_steps(gradients, compressor(name)))
     later = torch.cat([gradients, torch.randn(1, 2, NUM_VALUES)])
-    assert all(ledger.mean[:700].any() for ledger in exchange_steps(later, ALL[name]))
+    assert all(ledger.mean[:700].any() for ledger in exchange_steps(later, compressor(name)))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", COMPRESSING)
 @pytest.mark.parametrize("num_values", [0, 1])
 def test_a_bucket_of_one_value_or_none(name: str, num_values: int) -> None:
     def rank_main(comm: Comm) -> Tensor:
         flat = torch.full((num_values,), 1.5 + comm.rank)
-        ALL[name]().average(GradBucket({"w": flat.shape}, flat), comm)
+        compressor(name)().average(GradBucket({"w": flat.shape}, flat), comm)
         return flat
 
     expected = torch.full((num_values,), 2.5)
@@ -162,17 +161,17 @@ def test_a_bucket_of_one_value_or_none(name: str, num_values: int) -> None:
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_without_error_feedback_nothing_is_kept(name: str) -> None:
     gradients = torch.randn(2, 2, NUM_VALUES)
-    (first, _) = exchange_steps(gradients[:1], WITH_FEEDBACK[name])
-    without = exchange_steps(gradients, lambda: WITH_FEEDBACK[name](error_feedback=False))
+    (first, _) = exchange_steps(gradients[:1], compressor(name))
+    without = exchange_steps(gradients, compressor(name, error_feedback=False))
     assert not any(ledger.exchange.residual for ledger in without)
-    at_first = exchange_steps(gradients[:1], lambda: WITH_FEEDBACK[name](error_feedback=False))
+    at_first = exchange_steps(gradients[:1], compressor(name, error_feedback=False))
     torch.testing.assert_close(at_first[0].mean, first.mean)  # there is no residual yet
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_a_residual_is_flushed_once(name: str) -> None:
     def rank_main(comm: Comm) -> None:
-        exchange = WITH_FEEDBACK[name]()
+        exchange = compressor(name)()
         exchange.average(GradBucket(SHAPES, torch.randn(NUM_VALUES)), comm)
         residual = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
         bucket = GradBucket(SHAPES, torch.ones(NUM_VALUES), 1)
@@ -252,10 +251,10 @@ def test_powersgd_finds_the_largest_directions_from_its_warm_start() -> None:
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 @pytest.mark.parametrize("new_size", [1, 3, 8])
 def test_redistribution_keeps_the_sum_of_residuals(name: str, new_size: int) -> None:
-    ledgers = exchange_steps(torch.randn(3, 4, NUM_VALUES), WITH_FEEDBACK[name])
+    ledgers = exchange_steps(torch.randn(3, 4, NUM_VALUES), compressor(name))
     states = [ledger.exchange.state_dict() for ledger in ledgers]
     total = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
-    news = [WITH_FEEDBACK[name]() for _ in range(new_size)]
+    news = [compressor(name)() for _ in range(new_size)]
     for rank, new in enumerate(news):
         new.load_state_dict(new.redistribute(states, rank, new_size))
         for kind in states[0].keys() - {"residual"}:  # equal on all ranks
@@ -271,7 +270,7 @@ def test_a_loaded_state_goes_on_in_the_same_bits(name: str) -> None:
     gradients = torch.randn(4, NUM_VALUES)
 
     def rank_main(comm: Comm) -> list[Tensor]:
-        whole, resumed = WITH_FEEDBACK[name](), WITH_FEEDBACK[name]()
+        whole, resumed = compressor(name)(), compressor(name)()
         results = []
         for step, gradient in enumerate(gradients * (1 + comm.rank)):
             if step == 2:

@@ -16,7 +16,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.exchange.grouping import MB
+from lab.exchange.grouping import MIB
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 from lab.exchange.ring import Ring
@@ -25,11 +25,11 @@ from lab.exchange.topology import Node, binomial_node, in_order_node
 from lab.exchange.tree import Tree
 from lab.exchange.tree_double import DoubleTree
 from lab.settings.config import build, load
+from tests.support.cases import EXACT, exchange_settings, maker
 
-IN_CHUNKS = [Tree, DoubleTree, Ring]
-SMALL = 4 * 64 / MB  # chunks of at most 64 values
-EXACT = [AllReduce, Tree, DoubleTree, Ring, Star]
-EXACT += [partial(exchange, chunk_mb=SMALL) for exchange in IN_CHUNKS]
+CHUNKED = [exchange for exchange in EXACT if "chunk_mb" in exchange_settings(exchange)]
+IN_CHUNKS = list({type(maker(exchange)()): None for exchange in CHUNKED})
+SMALL = 4 * 64 / MIB  # chunks of at most 64 values
 
 
 def average(
@@ -48,13 +48,19 @@ def average(
 
 @pytest.mark.parametrize("num_values", [1, 7, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("exchange", EXACT)
+@pytest.mark.parametrize(
+    ("exchange", "chunks"),
+    [
+        *(pytest.param(exchange, {}, id=exchange) for exchange in EXACT),
+        *(pytest.param(e, {"chunk_mb": SMALL}, id=f"{e} in chunks") for e in CHUNKED),
+    ],
+)
 def test_exact_exchanges_give_every_rank_the_mean(
-    exchange: Callable[[], Exchange], size: int, num_values: int
+    exchange: str, chunks: dict[str, float], size: int, num_values: int
 ) -> None:
     gradients = [torch.randn(num_values) for _ in range(size)]
     mean = torch.stack(gradients).double().mean(dim=0)
-    results = [flat for flat, *_ in average(exchange(), gradients)]
+    results = [flat for flat, *_ in average(maker(exchange, **chunks)(), gradients)]
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0].double(), mean, rtol=1e-6, atol=1e-6)
 
@@ -112,7 +118,7 @@ def test_chunks_change_no_bit(exchange: type[Tree | DoubleTree | Ring], size: in
         assert torch.equal(result, whole)
 
 
-@pytest.mark.parametrize("name", ["ring", "tree_double", "tree_pipelined"])
+@pytest.mark.parametrize("name", [e for e in CHUNKED if exchange_settings(e)["chunk_mb"]])
 def test_chunks_are_as_large_as_the_library_likes_them(name: str) -> None:
     gradients = [torch.zeros(1000)] * 4
 

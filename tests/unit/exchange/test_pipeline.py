@@ -15,18 +15,17 @@ from lab.distributed.comm import Comm, Handle, Transfer
 from lab.distributed.thread_comm import ThreadComm, run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.exchange.grouping import MB
-from lab.exchange.ring import Ring
-from lab.exchange.star import Star
-from lab.exchange.tree import Tree
-from lab.exchange.tree_double import DoubleTree
+from lab.exchange.grouping import MIB
+from tests.support.cases import EXACT, exchange_settings, maker
 
 Batch = tuple[Counter[int], Counter[int]]  # how many messages to, and from, which rank
 
-EXCHANGES = [Tree, Star]
+SEND_RECV = [exchange for exchange in EXACT if maker(exchange)().needs_send_recv]
+EXCHANGES = [maker(exchange) for exchange in SEND_RECV]
 EXCHANGES += [
-    partial(exchange, chunk_mb=4 * num_values / MB)
-    for exchange in (Tree, DoubleTree, Ring)
+    maker(exchange, chunk_mb=4 * num_values / MIB)
+    for exchange in SEND_RECV
+    if "chunk_mb" in exchange_settings(exchange)
     for num_values in (16, 1000)
 ]
 

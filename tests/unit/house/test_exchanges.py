@@ -44,6 +44,7 @@ def lacking() -> list[str]:
         lines += [f"{name}: {place} has a row for no strategy" for name in set(table) - wanted]
     lines += [f"{name}: a card of no exchange" for name in set(CARDS) - set(classes.values())]
     named = {*cases.RESUMED, *cases.COUNTED, *cases.BY_THE_CLOCK, *LIBRARIES}
+    named |= {*cases.COMPRESSES_LITTLE, *cases.TEMPORARIES}
     known = {*ALL_STRATEGIES, *EXCHANGES}
     lines += [f"{name}: a case of tests/support/cases.py for nothing" for name in named - known]
     return sorted(lines)
@@ -52,6 +53,13 @@ def lacking() -> list[str]:
 def test_none_lacks_a_card_a_look_or_a_row() -> None:
     if lines := lacking():
         pytest.fail("\n".join(lines), pytrace=False)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_an_exchange_claims_what_its_bytes_allow(exchange: str) -> None:
+    """Or else the tests that hold it to its claims would pass it over."""
+    made, sent = cases.maker(exchange)(), cases.bytes_per_value(exchange)
+    assert (made.exact, made.keeps_replicas_equal) == (sent >= 4, sent > 0)
 
 
 def test_no_two_looks_share_colour_and_line() -> None:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
+from lab.distributed.comm import Comm, Handle
+from lab.distributed.thread_comm import ThreadComm, run_ranks
+from lab.exchange.bucket import GradBucket
+from lab.settings.config import build, load
 from tests.gpu import conftest, runs
-from tests.support.cases import STRATEGIES
+from tests.support.cases import LIBRARIES, STRATEGIES
 
 
-def test_who_needs_send_and_recv_is_read_off_the_exchanges() -> None:
-    found = {strategy for strategy in STRATEGIES if runs.needs_send_recv(strategy)}
-    trees = {"tree", "tree_pipelined", "tree_double", "tree_overlap", "caffe"}
-    assert found == trees | {"ring", "star", "torch7", "tensorflow"}
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in LIBRARIES])
+def test_an_exchange_says_whether_it_sends_from_rank_to_rank(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, begin, used = load([f"strategy={strategy}"]).exchange, ThreadComm._isend_irecv, set()
+
+    def isend_irecv(comm: ThreadComm, sends: Any, receives: Any) -> Handle:
+        used.add(comm.rank)
+        return begin(comm, sends, receives)
+
+    def rank_main(comm: Comm) -> None:
+        exchange = build(node)
+        for step in range(3):  # `auto` takes turns from the second one on
+            bucket = GradBucket({"w": torch.Size((8, 100))}, torch.randn(800), step)
+            exchange.average(bucket, comm)
+
+    monkeypatch.setattr(ThreadComm, "_isend_irecv", isend_irecv)
+    run_ranks(3, rank_main)
+    assert used == ({0, 1, 2} if runs.needs_send_recv(strategy) else set())
 
 
 def test_without_a_gpu_what_wants_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,17 +296,17 @@ def test_plan_by_bucket_size() -> None:
     assert sizes_of(plan(model, 0)) == [
         ["2.bias", "2.weight"], ["1.bias", "1.weight"], ["0.bias", "0.weight"],
     ]  # fmt: skip
-    # 600 x 600 floats are 1.37 MB: above 1 MB a parameter travels alone, small ones together, and
+    # 600 x 600 floats are 1.37 MiB: above 1 MiB a parameter travels alone, small ones together, and
     # each bucket takes its turn when its last gradient is due.
     small = ["2.bias", "2.weight", "1.bias", "0.bias"]
     assert sizes_of(plan(model, 1)) == [["1.weight"], small, ["0.weight"]]
 
 
 def test_little_stays_together_and_large_parameters_travel_alone() -> None:
-    layers = [nn.Linear(600, 600) for _ in range(4)]  # of 1.37 MB
+    layers = [nn.Linear(600, 600) for _ in range(4)]  # of 1.37 MiB
     assert [len(group) for group in sizes_of(plan(nn.Sequential(*layers[:2]), 25))] == [4]
-    model = nn.Sequential(nn.Linear(1100, 1100), *layers, nn.Linear(10, 10))  # the first: 4.6 MB
-    last = ["5.bias", "5.weight", "4.bias"]  # and what does not fit into the first megabyte:
+    model = nn.Sequential(nn.Linear(1100, 1100), *layers, nn.Linear(10, 10))  # the first: 4.6 MiB
+    last = ["5.bias", "5.weight", "4.bias"]  # and what does not fit into the first MiB:
     between = [n for i in (4, 3, 2, 1, 0) for n in (f"{i}.bias", f"{i}.weight")][1:-1]
     assert sizes_of(plan(model, 25)) == [last, between, ["0.weight"]]
 

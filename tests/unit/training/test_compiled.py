@@ -21,7 +21,7 @@ from lab.sync.gradsync import GradSync
 from lab.training import compiled as compiling
 from lab.training.compiled import compiled, compiled_as
 
-WIDTH = 64  # a layer's weight has 16 kB
+WIDTH = 64  # a layer's weight has 16 KiB
 
 
 class Noting(InlineWorker):

@@ -1,0 +1,116 @@
+"""MB is 10**6 bytes and MiB 2**20, wherever the lab prints or draws a number of bytes."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from lab.analysis import summary
+from lab.analysis.figures.payload import payload
+from lab.analysis.figures.sheet import Sheet
+from lab.analysis.records import Study, load_study
+from lab.analysis.speedup import table
+from lab.benchmarks import codec, collective, sizes
+from lab.benchmarks.views import memory, text
+from lab.diagnosis import view as diagnosis
+from lab.diagnosis.evidence import gather
+from lab.diagnosis.remedies import remedies
+from lab.diagnosis.rules import judge
+from lab.draw.looks import looks_of
+from lab.record.schema import read_record
+from lab.settings.config import load
+from lab.simulate import view as prediction
+from lab.training import outcome
+from tests.conftest import ROOT
+from tests.support.figures import ys
+from tests.support.records import leave, make_record
+
+NUM_BYTES = 10**8  # 95.4 MiB
+# Say how much something is, which nothing computes.
+FIXED = {"lab/benchmarks/request.py", "lab/checklist/several_gpus.py"}
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    """Two ranks whose root sends twice what a ring would; and `none`, which shows what it costs."""
+    sent: dict[str, Any] = {
+        "payload_bytes_per_step": [2 * NUM_BYTES, NUM_BYTES],
+        "messages_per_step": [4.0, 2.0],
+        "gradient_bytes": NUM_BYTES,
+        "num_parameters": NUM_BYTES // 4,
+    }
+    for strategy, num_ranks, step_s in (("none", 1, 0.4), ("none", 2, 0.2), ("star", 2, 0.7)):
+        folder = tmp_path / f"{strategy}-{num_ranks}"
+        leave(folder, make_record(strategy, num_ranks, step_s, **sent))
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(load([f"strategy={strategy}"])))
+    return load_study(tmp_path)
+
+
+def written_by(study: Study) -> dict[str, tuple[str, str]]:
+    """By file: a text that it makes of NUM_BYTES or twice as many, and how they stand in it."""
+    (cell,) = (cell for cell in study.cells if cell.strategy == "star")
+    (row,) = (row for row in table(study) if row.series == "star")
+    record, evidence = read_record(cell.folder / "record.json"), gather(study, cell)
+    sheet = Sheet(study, "strong", (row,), looks_of(["star"]))
+    (panel,) = payload(sheet).axes
+    used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
+    peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
+    profile = {"profiles": {"p": NUM_BYTES}, "hardware": {"name": "h"}, "fit": None}
+    rows = {"rows": [{"scaling": "strong", "evidence": ""}]}
+    return {
+        "lab/analysis/summary.py": (summary.text([row], study), "payload MB 200,"),
+        "lab/analysis/figures/payload.py": (
+            f"{panel.get_ylabel()}: {max(map(max, map(ys, panel.lines)))}",
+            "payload per step, busiest rank (MB): 200.0",
+        ),
+        "lab/benchmarks/sizes.py": (sizes.size_name(NUM_BYTES), "100 MB"),
+        "lab/benchmarks/views/memory.py": (
+            " ".join(memory._line({"name": "a", "of_theory": 1.0, "rank": 0, **used, **peaks})),
+            "a 100.0 100.0 100.0 1.000 100.0 100.0 0",
+        ),
+        "lab/benchmarks/views/text.py": (
+            " ".join(text.in_cache({"cache_bytes": NUM_BYTES}, 0)),
+            "up to 100 MB stay",
+        ),
+        "lab/diagnosis/view.py": (
+            diagnosis.full(evidence, judge(evidence), []),
+            "200 MB in 4 messages by the busiest rank: 400 MB/s of",
+        ),
+        "lab/diagnosis/remedies.py": (
+            " ".join(remedy.why for remedy in remedies(evidence, judge(evidence))),
+            "no rank would send more than 100 MB",
+        ),
+        "lab/simulate/view.py": (prediction.notes({**rows, **profile})[0], "(100.0 MB of"),
+        "lab/training/outcome.py": (outcome.summary(record, cell.folder), "200.000 MB per"),
+    }
+
+
+def test_mb_is_a_million_bytes_in_every_file_that_writes_it(study: Study) -> None:
+    written = written_by(study)
+    assert {path for path in python_files() if writes_mb(ROOT / path)} == {*written, *FIXED}
+    wrong = {path: whole for path, (whole, expected) in written.items() if expected not in whole}
+    assert wrong == {}
+
+
+def python_files() -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in (ROOT / "lab").rglob("*.py")]
+
+
+def writes_mb(path: Path) -> bool:
+    """Whether a string of the file at `path`, but for its docstrings, has MB in it."""
+    tree = ast.parse(path.read_text())
+    alone = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return any(isinstance(s.value, str) and "MB" in s.value for s in strings if s not in alone)
+
+
+def test_rates_are_in_billions_of_bytes() -> None:
+    times = {"allreduce": np.full(3, 0.5)}
+    row = collective._row("allreduce", NUM_BYTES, times, 0, NUM_BYTES, 2)
+    assert row["algbw_gb_per_s"] == row["busbw_gb_per_s"] == pytest.approx(0.2)
+    assert codec._rate([0.5], NUM_BYTES)["gb_per_s"] == pytest.approx(0.2)
