@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage
