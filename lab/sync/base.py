@@ -138,6 +138,10 @@ class Sync(ABC):
         """
         return None
 
+    def sent(self) -> tuple[int, int]:
+        """Return the payload bytes and messages of the exchanges that have ended."""
+        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that another collective may begin."""
 

@@ -38,10 +38,12 @@ class DoubleBuffer(GradSync):
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
         self._resting = self._plan() if double_buffer else []
+        self._sent = 0, 0
 
     def __enter__(self) -> Self:
         if not self.double_buffer:
             return super().__enter__()
+        self._sent = super().sent()
         for parameter in self.parameters.values():
             self._on_gradient(parameter, lambda _: self.worker.advance())
         return self
@@ -50,7 +52,7 @@ class DoubleBuffer(GradSync):
         """Begin to exchange this step's gradients; leave the previous step's means in `grad`."""
         if not self.double_buffer:
             return super().finish()
-        self.worker.wait()
+        self.settle()
         finite = self._all_finite()
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()
@@ -64,8 +66,12 @@ class DoubleBuffer(GradSync):
         self.step += 1
         return finite
 
+    def sent(self) -> tuple[int, int]:
+        return self._sent if self.double_buffer else super().sent()
+
     def settle(self) -> None:
         self.worker.wait()
+        self._sent = super().sent()  # later, an exchange under way may have sent a part
 
     def state_dict(self) -> SyncState:
         """Return GradSync's state and the means that the next step will use. Settle first."""

@@ -74,13 +74,13 @@ class Trainer:
         self.sync.step = self.progress.step
         with self.sync:
             self.model.train()
-            before = self._sent()
+            before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
                 if self.progress.step >= self.first_step + self.config.warmup_steps:
                     self.memory.resume()
                 with self.clock.step():
                     self._step(batches)
-                now = self._sent()  # since the last step: exchanges may outlast their steps
+                now = self.sync.sent()  # since the last step: exchanges may outlast their steps
                 self.traffic.extend((now[0] - before[0], now[1] - before[1]))
                 before = now
                 self.progress.step += 1
@@ -172,10 +172,6 @@ class Trainer:
             return {}
         state = self.sync.exchange.state_dict()
         return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
-
-    def _sent(self) -> tuple[int, int]:
-        traffic = self.sync.comm.traffic
-        return traffic.payload_bytes, traffic.num_messages
 
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.
