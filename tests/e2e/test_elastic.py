@@ -45,20 +45,18 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(
-    host: Host, first: Host, nodes: str, *settings: str, restarts: int = 3, **variables: str
+    host: Host,
+    first: Host,
+    nodes: str,
+    *settings: str,
+    ranks: int = 1,
+    restarts: int = 3,
+    **variables: str,
 ) -> Any:
-    """Start `launch/node.sh` on one host, with two ranks."""
+    """Start `launch/node.sh` on one host."""
     options = ["--rendezvous", f"{first.address}:{PORT}", "--job", "a", "--nodes", nodes]
-    options += [
-        "--ranks",
-        "2",
-        "--restarts",
-        str(restarts),
-        "--wait",
-        "3",
-        "--address",
-        host.address,
-    ]
+    options += ["--ranks", str(ranks), "--restarts", str(restarts), "--wait", "3"]
+    options += ["--address", host.address]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     names = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PATH": path}
     return subprocess.Popen(
@@ -91,10 +89,10 @@ def kill_tree(process: Any) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train an undisturbed run on four ranks."""
+    """Train an undisturbed run on two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     place = (f"runs_dir={folder}", "cell=a", "checkpoint_every=10", f"steps={STEPS}")
-    train(4, *RUN, *place)
+    train(2, *RUN, *place)
     return folder / "default" / "a"
 
 
@@ -109,7 +107,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
     hosts: list[Host], undisturbed: Path, seed: int
 ) -> None:
     draw = random.Random(seed)
-    kill = f"{draw.randrange(4)}:{draw.randrange(1, STEPS)}"
+    kill = f"{draw.randrange(2)}:{draw.randrange(1, STEPS)}"
     settings = ("cell=a", "checkpoint_every=10", f"steps={STEPS}")
     fault = "exchange._target_=tests.support.faults.OneBitKilled"
     nodes = [start(host, hosts[0], "2", fault, *settings, LAB_TEST_KILL=kill) for host in hosts]
@@ -118,7 +116,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
     ours, theirs = record(Path("runs/default/a")), record(undisturbed)
     assert ours["status"] == "done"
     assert ours["environment"]["num_hosts"] == 2
-    assert [attempt["world_size"] for attempt in ours["attempts"]] == [4, 4]
+    assert [attempt["world_size"] for attempt in ours["attempts"]] == [2, 2]
     step = int(kill.split(":")[1])
     assert ours["attempts"][1]["first_step"] == step // 10 * 10
     assert ours["replica_hash"] == theirs["replica_hash"]
@@ -148,7 +146,7 @@ def test_first_rank_lost_for_good_leaves_a_record(hosts: list[Host]) -> None:
 
 def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
     settings = ("checkpoint_every=10", "steps=300")
-    staying, lost = (start(host, hosts[0], "1:2", *settings) for host in hosts)
+    staying, lost = (start(host, hosts[0], "1:2", *settings, ranks=2) for host in hosts)
     wait_for(lambda: list(Path("runs").rglob("step_*/DONE")))
     left = ranks_of(staying)
     assert len(left) == 2

@@ -166,7 +166,7 @@ def test_out_of_memory_is_recorded_as_such(
     assert len(done.error_lines) == 1
 
 
-def test_corrupt_image_is_named(train: Train, tmp_path: Path) -> None:
+def test_corrupt_image_is_named(command: Callable[..., Finished], tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(20):
@@ -176,12 +176,12 @@ def test_corrupt_image_is_named(train: Train, tmp_path: Path) -> None:
     bad = tmp_path / "photos/dog/7.png"
     bad.write_bytes(bad.read_bytes()[:60])
     images = ("data=imagefolder", "data.path=photos", "data.size=16", "data.workers=1")
-    done = train(2, "batch_size=24", "steps=6", *images, "cell=bad")
-    assert done.code != 0
+    done = command("lab.train", "batch_size=24", "steps=6", *images, "cell=bad", "device=cpu")
+    assert done.code == 1
     result = record(tmp_path / "runs/default/bad")
     assert result["status"] == "failed"
     assert str(Path("photos/dog/7.png")) in result["error"]
-    assert len(done.error_lines) == 1
+    assert done.error_lines == [f"lab.train: error: {result['error']}"]
 
 
 def test_corrupt_checkpoint_is_refused(command: Callable[..., Finished], tmp_path: Path) -> None:

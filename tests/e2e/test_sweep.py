@@ -60,12 +60,12 @@ def test_killed_sweep_leaves_nothing_running_and_goes_on(
     command: Command, environment: dict[str, str], tmp_path: Path
 ) -> None:
     cells_of_seconds = (*QUICK[:-1], "steps=300")
-    grid = ("study=s", "strategy=none,overlap", "world_size=2", *cells_of_seconds)
+    grid = ("study=s", "strategy=overlap", "world_size=1,2", *cells_of_seconds)
     sweep = subprocess.Popen(
         [sys.executable, "-m", "lab.sweep", *grid],
         cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_for(lambda: list((tmp_path / "runs/s").glob("overlap*/config.yaml")))  # it trains
+    wait_for(lambda: list((tmp_path / "runs/s").glob("overlap-n2*/config.yaml")))  # it trains
     children = psutil.Process(sweep.pid).children(recursive=True)
     sweep.send_signal(signal.SIGKILL)
     sweep.wait()
