@@ -8,7 +8,8 @@ from lab.benchmarks.measure import measure
 from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, was_asked
 from lab.benchmarks.request import BENCHES, OWN, read
 from lab.distributed.launcher import is_first_rank
-from lab.settings.command_line import Command, CommandLine, answer, report_error, show
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer, report_error, show
 from lab.settings.errors import ConfigError
 
 COMMAND = Command(
@@ -24,8 +25,7 @@ Compared are the values of the one setting with a list, or sets of settings: a='
     (
         "python -m lab.bench collective 'sizes=[4KiB,1MiB,64MiB]' exchange=ring,tree world_size=4",
         "python -m lab.bench codec num_values=25_000_000 threads=2 out=codec.json",
-        "python -m lab.bench step strategy=none,onebit,ddp model=mlp 'model.hidden=[4096,4096]' "
-        "steps=60",
+        "python -m lab.bench step strategy=none,onebit,ddp model=mlp 'model.hidden=[4096]' steps=9",
         "python -m lab.bench step a='strategy=overlap bucket_mb=4' b='strategy=ddp' steps=60",
         "python -m lab.bench memory strategy=overlap,onebit model=mlp 'model.hidden=[4096,4096]'",
         "torchrun --nproc-per-node 2 -m lab.bench step strategy=onebit,bf16 model=alexnet_small",

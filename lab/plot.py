@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lab.settings.command_line import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer
 from lab.settings.errors import ConfigError
 
 FORMATS = ("png", "svg", "pdf")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 
-from lab.settings.command_line import Command, CommandLine, answer, show
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer, show
 from lab.simulate.grid import predicted
 from lab.simulate.request import SETTINGS, read
 from lab.study.grid import SWEEP_SETTINGS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from lab.benchmarks.layers_request import profile_file, read
-from lab.settings.command_line import Command, CommandLine, answer, show
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer, show
 from lab.settings.errors import ConfigError
 from lab.settings.overrides import split
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from lab.settings.command_line import Command, answer
+from lab.settings.command import Command
+from lab.settings.command_line import answer
 from lab.study.grid import SWEEP_SETTINGS
 from lab.study.run import sweep
 

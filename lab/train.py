@@ -11,7 +11,8 @@ import time
 from lab.cluster import sandbox
 from lab.cluster.settings import cluster_of
 from lab.distributed.launcher import end_on_signals, is_first_rank, was_launched, world_size
-from lab.settings.command_line import Command, CommandLine, answer, report_error, show
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
 from lab.study.run import sweep
 

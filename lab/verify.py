@@ -6,7 +6,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from lab.settings.command_line import Command, CommandLine, answer
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of
 from lab.settings.overrides import file_to_write

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lab.settings.command_line import Command
+from lab.settings.command import Command
 from lab.settings.errors import ConfigError
 
 COMMAND = Command(

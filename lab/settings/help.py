@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lab.settings.command_line import Command
+from lab.settings.command import Command
 from lab.settings.config import FIELDS, GROUPS, ConfigError, load
 from lab.settings.files import choices_of
 from lab.settings.overrides import config_dir_of

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from lab.cluster import sandbox
 from lab.record.schema import Record, read_record
-from lab.settings.command_line import CommandLine, show
+from lab.settings.command import CommandLine
+from lab.settings.command_line import show
 from lab.settings.errors import ConfigError
 from lab.study.grid import Cell, Study, read
 

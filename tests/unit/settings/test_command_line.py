@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lab import explain, plot, sweep, train, verify
-from lab.settings.command_line import Command, read
+from lab.settings.command import Command
+from lab.settings.command_line import read
 from lab.settings.config import ConfigError, load
 from lab.settings.files import choices_of, conf_dir
 from lab.settings.names import run_name, variant
