@@ -69,7 +69,7 @@ def _refuse(error: ConfigError) -> int:
     if is_first_rank():
         report_error(COMMAND.name, error)
     else:
-        time.sleep(1)  # a launcher ends all ranks with the first; let rank 0 report the reason
+        time.sleep(10)  # a launcher ends all ranks with the first; let rank 0 report the reason
     return 2
 
 

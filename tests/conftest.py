@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lab.distributed.gpus import is_available
 from tests.support import HANG_S
@@ -24,6 +25,12 @@ if not is_available():
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Give a test the same random numbers in every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -122,12 +122,12 @@ def test_a_page_is_named_after_its_gpus() -> None:
     assert path(*["NVIDIA GeForce RTX 4090"] * 2) == "docs/results/gpu-2-rtx-4090.md"
 
 
-TICKS = "import time\nfor i in range(100):\n    print(i, flush=True)\n    time.sleep(0.05)"
+TICKS = "import time\nfor i in range(1000):\n    print(i, flush=True)\n    time.sleep(0.05)"
 
 
 def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TICKS!r}])"
-    found = process.run(Command("late", ("-c", child)), Results(tmp_path), 1.0)
+    found = process.run(Command("late", ("-c", child)), Results(tmp_path), 5.0)
     assert found["code"] is None and found["num_left"] == 1
     assert Results(tmp_path).ended("late") == found
     again = process.run(Command("late", ("-c", "print('once')")), Results(tmp_path), 20.0)
