@@ -8,8 +8,13 @@ from lab.settings.errors import ConfigError
 
 # Larger units first; of a pair, the one that has powers of two. IEC 80000-13.
 UNITS = {
-    **{"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6},
-    **{"KiB": 2**10, "kB": 10**3, "B": 1},
+    "GiB": 2**30,
+    "GB": 10**9,
+    "MiB": 2**20,
+    "MB": 10**6,
+    "KiB": 2**10,
+    "kB": 10**3,
+    "B": 1,
 }
 BYTES = {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
 VALUE_BYTES = 4  # everything that is measured is float32

@@ -86,12 +86,12 @@ def impair(cluster: Cluster, host: int) -> list[str]:
     return ["tc", "-n", f"h{host}", "qdisc", "add", "dev", "eth0", *where, *netem]
 
 
-def change(change: Change) -> Iterator[list[str]]:
+def change_link(event: Change) -> Iterator[list[str]]:
     """List the commands that change a host's link while it is in use."""
-    if change.sets_rate:
-        yield from limit(change.host, change.to)
+    if event.sets_rate:
+        yield from limit(event.host, event.to)
     else:
-        yield ["ip", "link", "set", f"link{change.host}", change.to]
+        yield ["ip", "link", "set", f"link{event.host}", event.to]
 
 
 def name_hosts(cluster: Cluster) -> None:

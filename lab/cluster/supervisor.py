@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from lab.cluster.check import check
-from lab.cluster.network import address, build, change, execute, name_hosts, on_host
+from lab.cluster.network import address, build, change_link, execute, name_hosts, on_host
 from lab.cluster.sandbox import AWAITED, FORWARDED, exit_code
 from lab.cluster.settings import EMULATION, Change, Cluster
 from lab.cluster.straggler import slow_down
@@ -85,7 +85,7 @@ def wait(hosts: list[subprocess.Popen[str]], changes: list[Change]) -> None:
         if now >= deadline:
             return
         if changes and changes[0].after_s <= now:
-            execute(change(changes.pop(0)))
+            execute(change_link(changes.pop(0)))
             continue
         until = min([deadline, *(one.after_s for one in changes[:1]), now + 3600])
         caught = signal.sigtimedwait(AWAITED, until - now)

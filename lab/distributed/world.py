@@ -35,8 +35,10 @@ class Waits:
     def of(self, label: str) -> Iterator[None]:
         """Record `label` as the current wait while the context lasts."""
         self._current = label, time.monotonic()
-        yield
-        self._current = None
+        try:
+            yield
+        finally:
+            self._current = None
 
     def current(self) -> tuple[str, float] | None:
         """Return the label and its seconds so far. Any thread may call this."""

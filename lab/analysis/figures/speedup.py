@@ -204,7 +204,7 @@ def _baselines(rows: list[Row]) -> str:
     """Name the baselines of the speedup, for a title."""
     by_series = all(row.baseline == row.series for row in rows)
     names = {row.strategy if by_series else row.baseline.split(" ")[0] for row in rows}
-    return "each series' by_series 1-rank run" if len(names) > 1 else f"{names.pop()} at 1 rank"
+    return "each series' own 1-rank run" if len(names) > 1 else f"{names.pop()} at 1 rank"
 
 
 def _ranks(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_svg_depends_on_the_records_alone(study: Path, tmp_path: Path) -> None:
     for figure in FIGURES:
         first, second = (tmp_path / name / f"{figure}.svg" for name in ("a", "b"))
         assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_title_names_the_baseline(study: Path) -> None:
+    assert main([str(study), "format=svg"]) == 0
+    assert (
+        "Speedup over none at 1 rank, strong scaling"
+        in (study / "figures/speedup_bars.svg").read_text()
+    )
+    shutil.rmtree(study)
+    for strategy in ("tree", "ring"):
+        for ranks in (1, 2):
+            write_run(study, strategy, ranks)
+    assert main([str(study), "format=svg"]) == 0
+    drawn = (study / "figures" / "speedup_bars.svg").read_text()
+    assert "Speedup over each series' own 1-rank run, strong scaling" in drawn
 
 
 def test_weak_and_strong_are_drawn_apart(study: Path) -> None:

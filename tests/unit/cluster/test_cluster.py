@@ -157,8 +157,10 @@ def test_delay_and_loss_are_what_a_host_sends() -> None:
 
 
 def test_changes_of_a_link() -> None:
-    assert list(network.change(Change(1, 2, "down"))) == [["ip", "link", "set", "link2", "down"]]
-    assert list(network.change(Change(1, 2, "1mbit"))) == list(network.limit(2, "1mbit"))
+    assert list(network.change_link(Change(1, 2, "down"))) == [
+        ["ip", "link", "set", "link2", "down"]
+    ]
+    assert list(network.change_link(Change(1, 2, "1mbit"))) == list(network.limit(2, "1mbit"))
 
 
 @pytest.mark.parametrize(
