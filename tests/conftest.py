@@ -65,9 +65,9 @@ def record(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "record.json").read_text())
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = HANG_S) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + timeout_s
+def wait_for(condition: Callable[[], Any], every_s: float = 0.05) -> None:
+    """Wait until `condition` holds; ask every `every_s` seconds."""
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+        time.sleep(every_s)

@@ -125,7 +125,7 @@ def test_faults_are_recorded(
     monkeypatch.chdir(tmp_path)
     settings = (f"exchange._target_=tests.support.faults.{fault}", "cell=bad")
     with pytest.raises(AssertionError, match="ended without an answer"):
-        ranks.spawn(2, ranks.execute, (*QUICK, *settings))
+        ranks.spawn(2, ranks.execute, *ranks.composed(*QUICK, *settings))
     result = record(tmp_path / "runs/default/bad")
     assert (result["schema"], result["status"]) == (SCHEMA, "failed")
     assert result.keys() == {"schema", *(field.name for field in fields(Record))}

@@ -57,7 +57,7 @@ def cluster(
 
     yield run
     run("scancel", f"--user={getpass.getuser()}")
-    wait_for(lambda: not run(*QUEUE))
+    wait_for(lambda: not run(*QUEUE), every_s=0.5)
     for output in tmp_path.glob("slurm-*.out"):
         print(output.read_text())  # pytest shows it if the test failed
 
@@ -91,7 +91,7 @@ def test_a_job_preempted_by_a_signal_ends_as_an_undisturbed_one(
     run = tmp_path / f"runs/default/slurm-{job}"
     wait_for(lambda: list(run.glob("checkpoints/step_*/DONE")))
     cluster("scancel", "--signal=USR1", job)
-    wait_for(lambda: not cluster(*QUEUE))
+    wait_for(lambda: not cluster(*QUEUE), every_s=0.5)
 
     output = (tmp_path / f"slurm-{job}.out").read_text()
     assert output.index("interrupted: strategy=onebit") < output.index("done: strategy=onebit")
@@ -168,7 +168,7 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
 ) -> None:
     grid = ("strategy=none", *ENDLESS)
     killed = start_sweep(environment, tmp_path, *grid)
-    wait_for(lambda: cluster(*QUEUE))
+    wait_for(lambda: cluster(*QUEUE), every_s=0.5)
     killed.kill()
     killed.communicate()
     refused = command("lab.sweep", "launcher=slurm", "study=s", *grid)
@@ -177,10 +177,10 @@ def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupt
     job = cluster(*QUEUE).partition("_")[0]
     assert line.endswith(f"still queued or running; wait for their end, or: scancel {job}")
     cluster("scancel", job)
-    wait_for(lambda: not cluster(*QUEUE))
+    wait_for(lambda: not cluster(*QUEUE), every_s=0.5)
 
     interrupted = start_sweep(environment, tmp_path, *grid)
-    wait_for(lambda: cluster(*QUEUE))
+    wait_for(lambda: cluster(*QUEUE), every_s=0.5)
     interrupted.send_signal(signal.SIGINT)
     _, err = interrupted.communicate(timeout=HANG_S)
     assert interrupted.returncode == 130

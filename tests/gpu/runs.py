@@ -17,7 +17,7 @@ from lab.settings.config import build, load
 from tests.distributed.test_strategies import distance
 from tests.gpu.conftest import DEVICE
 from tests.support.cases import is_exact
-from tests.support.ranks import Outcome, execute, join, spawn
+from tests.support.ranks import Outcome, composed, execute, join, spawn
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
 APART = "apart"  # each rank has a GPU of its own
@@ -35,7 +35,7 @@ def train(size: int, *settings: str, sharing: str = "gloo") -> list[Outcome]:
 
 
 def train_on_cpu(*settings: str) -> Outcome:
-    return spawn(1, execute, settings)[0]
+    return spawn(1, execute, *composed(*settings))[0]
 
 
 def first_way_to_share() -> str:
@@ -65,7 +65,8 @@ def _be_rank(settings: tuple[str, ...], sharing: str) -> Outcome:
     by_nccl = DEVICE == "cuda" and (sharing in (APART, *BY_NCCL) or os.environ["WORLD_SIZE"] == "1")
     shared = sharing != APART or DEVICE != "cuda"
     backend = f"backend={'nccl' if by_nccl else 'gloo'}"
-    return execute((f"device={DEVICE}", f"share_gpus={str(shared).lower()}", backend, *settings))
+    device = (f"device={DEVICE}", f"share_gpus={str(shared).lower()}")
+    return execute(*composed(*device, backend, *settings))
 
 
 def _prepare(sharing: str) -> None:

@@ -6,15 +6,14 @@ then take two steps each on two ranks, all of them in one pair of processes.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from lab.analysis.records import load_study
@@ -25,6 +24,7 @@ from lab.diagnosis.rules import Loss, Verdict
 from lab.distributed import world as worlds
 from lab.settings.config import ConfigError, check_batch, choices_of, load
 from lab.training import compiled
+from tests.conftest import Finished
 from tests.support.ranks import join, spawn
 from tests.unit.diagnosis.test_explain import write
 
@@ -96,39 +96,39 @@ def switched(run: tuple[str, ...], remedy: Remedy) -> tuple[str, ...]:
     return *kept, *switch
 
 
-def train(runs: list[tuple[str, ...]]) -> list[str]:
-    """Train one rank for two steps of each of `runs`; return refusals and failures."""
+def train(configs: dict[str, DictConfig]) -> list[str]:
+    """Train one rank for two steps of each of `configs`; return refusals."""
     compiled.BACKEND = "eager"  # does not depend on a compiler
-    world, refused = join(*runs[0]), []
-    for run in runs:
+    world, refused = join(), []
+    for settings, config in configs.items():
         try:
-            config = load([*run, "device=cpu", "steps=2", "warmup_steps=0"])
             with assembled(config, world) as part:
                 assert list(islice(part.trainer.steps(), 3)) == [1, 2]
         except ConfigError as error:
-            refused.append(f"{' '.join(run)}: {error}")
+            refused.append(f"{settings}: {error}")
     worlds.stop()
     return refused
 
 
 @pytest.mark.timeout(280)
 def test_every_remedy_is_accepted_and_trains(tmp_path: Path) -> None:
-    results: set[tuple[str, ...]] = set()
+    results: dict[str, DictConfig] = {}
     for number, run in enumerate(RUNS):
         for remedy in remedies_of(tmp_path / str(number), run):
             settings = switched(run, remedy)
             check_batch(load(list(settings)), remedy.num_ranks or RANKS)
             changed = {setting.partition("=")[0] for setting in remedy.switch.split()}
             if not changed <= FOR_ANY_SYNC or run[0] in TWO:
-                results.add(settings)
+                two_steps = (*settings, "device=cpu", "steps=2", "warmup_steps=0")
+                results[" ".join(settings)] = load(two_steps)
     assert len(results) > 3 * len(choices_of("strategy"))
     # Horovod need not be installed: remedies that keep it change no setting that it checks.
     assert not any("strategy=horovod" in settings for settings in results)
-    assert spawn(2, train, sorted(results), timeout_s=250) == [[], []]
+    assert spawn(2, train, results, timeout_s=250) == [[], []]
 
 
 @pytest.mark.timeout(180)
-def test_remedies_for_slow_input_train(tmp_path: Path) -> None:
+def test_remedies_for_slow_input_train(command: Callable[..., Finished], tmp_path: Path) -> None:
     for name in ("train/a", "train/b", "test/a", "test/b"):
         (tmp_path / name).mkdir(parents=True)
         for number in range(12):
@@ -138,12 +138,11 @@ def test_remedies_for_slow_input_train(tmp_path: Path) -> None:
     run = ("strategy=allreduce", *RUN, *data)
     evidence = evidence_of(tmp_path / "runs", run, 10**6)
     verdict = Verdict((Loss("input", "input-bound", 0.2, "waits"),), True)
-    switches = [remedy.switch for remedy in remedies(evidence, verdict)]
-    assert sorted(switches) == ["data.workers=2", "data=synthetic data.shape=[3,32,32]"]
-    for remedy in remedies(evidence, verdict):
-        settings = [*switched(run, remedy), "steps=2", "device=cpu", f"runs_dir={tmp_path}/new"]
-        done = subprocess.run([sys.executable, "-m", "lab.train", *settings], capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
+    found = {remedy.switch: switched(run, remedy) for remedy in remedies(evidence, verdict)}
+    assert sorted(found) == ["data.workers=2", "data=synthetic data.shape=[3,32,32]"]
+    for settings in found.values():
+        done = command("lab.train", *settings, "steps=2", "device=cpu")
+        assert done.code == 0, done.err
 
 
 def switches(study: Path, run: tuple[str, ...]) -> set[str]:
