@@ -18,8 +18,6 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from lab.data import Data
@@ -114,6 +112,10 @@ def test_data_leaves_the_global_generator_alone(data: Data) -> None:
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
+    # Slow to import, so not for every process that only collects tests.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     pixels, classes = load_digits(return_X_y=True)
     split = {"test_size": 360, "stratify": classes, "random_state": 0}
     indices = np.concatenate(train_test_split(np.arange(len(classes)), **split))

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
@@ -38,6 +36,9 @@ class Noting(InlineWorker):
 
 def noting(events: list[str]) -> Callable[..., Any]:
     """A backend that compiles nothing, and records when the backward of a graph runs."""
+    # Slow to import, so not for every process that only collects tests.
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
     def backward(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
