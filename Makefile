@@ -11,8 +11,7 @@ RANKS  ?= $(shell $(BIN)/python -c 'import torch; print(1 if torch.cuda.device_c
 # The choice stays until it is changed, and is renewed with the lock; https://pypi.org/simple resets it.
 TORCH_INDEX ?= $(shell cat $(VENV)/.torch-* 2>/dev/null)
 TORCH  := $(if $(TORCH_INDEX),$(VENV)/.torch-$(notdir $(TORCH_INDEX:/=)))
-# Python compiles modules when they are first imported; all at once would take half a minute more.
-PIP_INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod

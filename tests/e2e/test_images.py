@@ -79,7 +79,6 @@ class Image:
         subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
         self.environment = {**os.environ, "PATH": f"{root}/venv/bin:/usr/bin:/bin"}
         self.environment.pop("PYTHONPATH", None)
-        self.environment["PIP_NO_COMPILE"] = "1"  # Python compiles what the tests import
         for word, rest in instructions(dockerfile):
             self._take(word, rest)
 
