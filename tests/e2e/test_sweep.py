@@ -28,7 +28,7 @@ def cells(root: Path) -> list[Path]:
 def test_a_killed_sweep_leaves_nothing_running_and_goes_on(
     command: Command, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    grid = ("study=s", "strategy=overlap", "world_size=1,2", "repeats=1", *QUICK[:-1], "steps=300")
+    grid = ("study=s", "strategy=overlap", "world_size=1,2", "repeats=1", *QUICK[:-1], "steps=60")
     log = tmp_path / "sweep.log"
     with log.open("w") as output:
         sweep = subprocess.Popen(
