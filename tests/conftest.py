@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lab.distributed.gpus import is_available
-from tests.support import HANG_S
+from tests.support import HANG_S, rank_server
 from tests.support.commands import Finished, run_module
 
 __all__ = ["Finished"]
@@ -33,10 +33,21 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def _forked_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return rank_server.start(tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.fixture
-def environment() -> dict[str, str]:
+def real_environment() -> dict[str, str]:
     """Environment of commands under test: one thread per rank, tests importable."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def environment(real_environment: dict[str, str], _forked_ranks: dict[str, str]) -> dict[str, str]:
+    """The same, in which torchrun's ranks are forks of a process that has imported torch."""
+    return real_environment | _forked_ranks
 
 
 @pytest.fixture

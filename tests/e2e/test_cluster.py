@@ -107,6 +107,12 @@ def test_killed_before_there_is_a_sandbox_it_leaves_nothing(
     wait_for(lambda: not processes_in(tmp_path))
 
 
+@pytest.fixture
+def environment(real_environment: dict[str, str]) -> dict[str, str]:
+    """Ranks that are forked elsewhere would not be in the cluster's network."""
+    return real_environment
+
+
 def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     """Start a training that would take long."""
     settings = (*TWO_HOSTS, *QUICK, "steps=100000", "checkpoint_every=5")

@@ -48,7 +48,7 @@ def cluster(
     environment: dict[str, str], slurm_variables: dict[str, str], tmp_path: Path
 ) -> Iterator[Callable[..., str]]:
     """Return a runner of SLURM's commands; commands of the lab find the same SLURM."""
-    environment |= {**slurm_variables, "PYTHON": sys.executable}
+    environment |= {**slurm_variables, "PYTHON": environment["PYTHON_EXEC"]}
 
     def run(*line: str) -> str:
         done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)

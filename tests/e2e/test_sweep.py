@@ -26,14 +26,14 @@ def cells(root: Path) -> list[Path]:
 
 
 def test_a_killed_sweep_leaves_nothing_running_and_goes_on(
-    command: Command, environment: dict[str, str], tmp_path: Path
+    command: Command, real_environment: dict[str, str], tmp_path: Path
 ) -> None:
     grid = ("study=s", "strategy=overlap", "world_size=1,2", "repeats=1", *QUICK[:-1], "steps=60")
     log = tmp_path / "sweep.log"
     with log.open("w") as output:
         sweep = subprocess.Popen(
             [sys.executable, "-m", "lab.sweep", *grid],
-            cwd=tmp_path, env=environment, stdout=output, stderr=output,
+            cwd=tmp_path, env=real_environment, stdout=output, stderr=output,
         )  # fmt: skip
     try:
         wait_for(lambda: ended(sweep, log) or trains(tmp_path / "runs/s", "overlap-n2*"))

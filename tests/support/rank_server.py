@@ -1,0 +1,99 @@
+"""Fork ranks for torchrun from a process that has imported torch: each starts three seconds sooner.
+
+torchrun starts what PYTHON_EXEC names: tests/support/forked_python.py, which asks the server here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.ranks import FORKS
+
+CLIENT = Path(__file__).with_name("forked_python.py")
+
+
+def start(folder: Path) -> dict[str, str]:
+    """Start a server in `folder`, which ends with this process.
+
+    Returns:
+        What the environment of torchrun must hold.
+    """
+    client = folder / "python"
+    client.write_text(f"#!{sys.executable} -SE\n{CLIENT.read_text()}")
+    client.chmod(0o755)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        server = FORKS.Process(target=_serve, args=(listener,), daemon=True)
+        server.start()
+    atexit.register(server.kill)
+    return {"PYTHON_EXEC": str(client), "LAB_TEST_RANK_SERVER": str(folder / "socket")}
+
+
+def _serve(listener: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _supervise(connection)
+            os._exit(0)
+        connection.close()
+
+
+def _supervise(connection: socket.socket) -> None:
+    """Fork a rank; forward signals to it, and its exit code to the client. It ends with both."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _be_rank(json.loads(text), descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    ended = os.pidfd_open(pid)
+    while ended not in (ready := select.select([connection, ended], [], [])[0]):
+        assert ready
+        numbers = connection.recv(16)
+        os.kill(pid, numbers[0] if numbers else signal.SIGKILL)
+        if not numbers:
+            return
+    with suppress(BrokenPipeError):
+        connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+
+
+def _be_rank(job: dict[str, Any], descriptors: list[int]) -> None:
+    code: Any = 0
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for standard, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, standard)
+        os.chdir(job["directory"])
+        os.environ.clear()
+        os.environ.update(job["environment"])
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch reads it when imported
+        sys.argv = job["line"]
+        runpy.run_module(job["line"][0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
