@@ -63,9 +63,14 @@ def _be_command(
 ) -> None:
     for descriptor, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    run_as_main([module, *arguments], directory, environment)
+
+
+def run_as_main(line: list[str], directory: str, environment: dict[str, str]) -> None:
+    """Be `python -m MODULE ARGUMENTS` from here on, in `directory` and `environment`."""
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch reads when imported
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = line
+    runpy.run_module(line[0], run_name="__main__", alter_sys=True)

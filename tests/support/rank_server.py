@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -18,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from tests.support.commands import run_as_main
 from tests.support.ranks import FORKS
 
 CLIENT = Path(__file__).with_name("forked_python.py")
@@ -55,7 +53,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _supervise(connection: socket.socket) -> None:
-    """Fork a rank; forward signals to it, and its exit code to the client. It ends with both."""
+    """Fork a rank; forward signals to it, and its exit code to the client. It ends with either."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     pid = os.fork()
@@ -65,8 +63,7 @@ def _supervise(connection: socket.socket) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     ended = os.pidfd_open(pid)
-    while ended not in (ready := select.select([connection, ended], [], [])[0]):
-        assert ready
+    while ended not in select.select([connection, ended], [], [])[0]:
         numbers = connection.recv(16)
         os.kill(pid, numbers[0] if numbers else signal.SIGKILL)
         if not numbers:
@@ -81,12 +78,7 @@ def _be_rank(job: dict[str, Any], descriptors: list[int]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for standard, descriptor in enumerate(descriptors):
             os.dup2(descriptor, standard)
-        os.chdir(job["directory"])
-        os.environ.clear()
-        os.environ.update(job["environment"])
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch reads it when imported
-        sys.argv = job["line"]
-        runpy.run_module(job["line"][0], run_name="__main__", alter_sys=True)
+        run_as_main(job["line"], job["directory"], job["environment"])
     except SystemExit as end:
         code = end.code
     except BaseException:

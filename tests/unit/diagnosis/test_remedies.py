@@ -124,7 +124,7 @@ def test_every_remedy_is_accepted_and_trains(tmp_path: Path) -> None:
     assert len(results) > 3 * len(choices_of("strategy"))
     # Horovod need not be installed: remedies that keep it change no setting that it checks.
     assert not any("strategy=horovod" in settings for settings in results)
-    assert spawn(2, train, results, timeout_s=250) == [[], []]
+    assert spawn(2, train, dict(sorted(results.items())), timeout_s=250) == [[], []]
 
 
 @pytest.mark.timeout(180)
