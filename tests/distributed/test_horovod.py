@@ -27,24 +27,29 @@ RUN = (*SMALL, "steps=20", "checkpoint_every=20")
 ENDLESS = ("steps=100000", "checkpoint_every=5", "exchange_timeout_s=3")
 
 
-def start(*settings: str, ranks: int = 2) -> subprocess.Popen[str]:
+def start(environment: dict[str, str], *settings: str, ranks: int = 2) -> subprocess.Popen[str]:
     """Start `launch/horovod.sh` and return without waiting."""
-    binaries = Path(sys.executable).parent
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{binaries}:{environment['PATH']}"
+    python = environment.get("PYTHON_EXEC", sys.executable)  # the same that torchrun would start
+    path = f"{Path(python).parent}:{Path(sys.executable).parent}:{environment['PATH']}"
     return subprocess.Popen(
         [str(ROOT / "launch" / "horovod.sh"), "--ranks", str(ranks), "device=cpu", *settings],
-        env=environment,
+        env={**environment, "PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def horovodrun(*settings: str, ranks: int = 2) -> Finished:
-    process = start(*settings, ranks=ranks)
-    out, err = process.communicate(timeout=HANG_S)
-    return Finished(process.returncode, out, err)
+@pytest.fixture
+def horovodrun(environment: dict[str, str]) -> Callable[..., Finished]:
+    """Run `launch/horovod.sh`; its ranks are forks of a process that has imported torch."""
+
+    def run(*settings: str, ranks: int = 2) -> Finished:
+        process = start(environment, *settings, ranks=ranks)
+        out, err = process.communicate(timeout=HANG_S)
+        return Finished(process.returncode, out, err)
+
+    return run
 
 
 def weights(cell: Path) -> dict[str, Tensor]:
@@ -52,7 +57,9 @@ def weights(cell: Path) -> dict[str, Tensor]:
     return shared["model"]
 
 
-def test_overlap_gives_the_weights_that_it_gives_over_gloo() -> None:
+def test_overlap_gives_the_weights_that_it_gives_over_gloo(
+    horovodrun: Callable[..., Finished],
+) -> None:
     done = horovodrun("strategy=overlap", *RUN, "cell=horovod")
     assert done.code == 0, done.err[-2000:]
     compare_with_gloo(Path("runs/default/horovod"))
@@ -69,7 +76,7 @@ def compare_with_gloo(cell: Path) -> None:
     assert ours.keys() == theirs.keys()
 
 
-def test_onebit_is_the_same_over_horovod_bit_for_bit() -> None:
+def test_onebit_is_the_same_over_horovod_bit_for_bit(horovodrun: Callable[..., Finished]) -> None:
     """Bits travel by all_to_all and all_gather and are summed here, so nothing depends on the
     library, except two small tensors in full precision, whose sum of two has one order."""
     done = horovodrun("strategy=onebit", *RUN, "cell=horovod")
@@ -80,7 +87,7 @@ def test_onebit_is_the_same_over_horovod_bit_for_bit() -> None:
     )
 
 
-def test_three_ranks_and_compression_and_accumulation() -> None:
+def test_three_ranks_and_compression_and_accumulation(horovodrun: Callable[..., Finished]) -> None:
     fp16 = ("strategy=horovod", "sync.compression=fp16", "accumulate=2")
     done = horovodrun(*fp16, *RUN, "cell=horovod", ranks=3)
     assert done.code == 0, done.err[-2000:]
@@ -90,7 +97,7 @@ def test_three_ranks_and_compression_and_accumulation() -> None:
     assert record(Path("runs/default/horovod"))["payload_bytes_per_step"] == [theirs // 2] * 3
 
 
-def test_what_needs_send_and_recv_is_refused() -> None:
+def test_what_needs_send_and_recv_is_refused(horovodrun: Callable[..., Finished]) -> None:
     done = horovodrun("strategy=tree", *RUN)
     assert done.code != 0
     (line,) = done.error_lines
@@ -98,8 +105,8 @@ def test_what_needs_send_and_recv_is_refused() -> None:
     assert not Path("runs/default").exists() or not list(Path("runs").rglob("record.json"))
 
 
-def test_a_rank_that_hangs_is_named() -> None:
-    process = start("strategy=horovod", *SMALL, *ENDLESS)
+def test_a_rank_that_hangs_is_named(real_environment: dict[str, str]) -> None:
+    process = start(real_environment, "strategy=horovod", *SMALL, *ENDLESS)
     wait_for(lambda: list(Path("runs").rglob("step_*/DONE")))
     (second,) = [rank for rank in ranks_of(process) if rank.environ()["HOROVOD_RANK"] == "1"]
     second.suspend()

@@ -40,8 +40,12 @@ def hosts() -> Iterator[list[Host]]:
 
 
 @pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
 
 
 def start(
@@ -58,10 +62,10 @@ def start(
     options += ["--ranks", str(ranks), "--restarts", str(restarts), "--wait", "3"]
     options += ["--address", host.address]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    names = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PATH": path}
+    names = {"GLOO_SOCKET_IFNAME": host.interface, "PATH": path}
     return subprocess.Popen(
         [*host.prefix, str(ROOT / "launch" / "node.sh"), *options, "device=cpu", *RUN, *settings],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **names, **variables},
+        env={**os.environ, **names, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

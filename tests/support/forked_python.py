@@ -1,7 +1,8 @@
 """Stand in for `python -m MODULE ARGUMENTS`, as torchrun and SLURM start a rank.
 
 It imports nothing of weight: a process of tests/support/rank_server.py, which has imported torch,
-forks the rank. Signals to this process go on to the rank; the rank does not outlive it.
+forks the rank, within the network of this process. Signals to this process go on to the rank; the
+rank does not outlive it.
 """
 
 import json
@@ -15,7 +16,7 @@ server.connect(os.environ["LAB_TEST_RANK_SERVER"])
 line = [word for word in sys.argv[1:] if word != "-u"]
 assert line.pop(0) == "-m", sys.argv
 directory = os.getcwd()  # noqa: PTH109 - pathlib takes longer to import than all else here
-job = {"line": line, "directory": directory, "environment": dict(os.environ)}
+job = {"line": line, "directory": directory, "environment": dict(os.environ), "pid": os.getpid()}
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, _frame: server.send(bytes([number])))
 socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2])

@@ -1,6 +1,7 @@
-"""Fork ranks for torchrun from a process that has imported torch: each starts three seconds sooner.
+"""Fork ranks for launchers from a process that has imported torch: each starts 3 s sooner.
 
-torchrun starts what PYTHON_EXEC names: tests/support/forked_python.py, which asks the server here.
+torchrun starts what PYTHON_EXEC names, horovodrun what it finds as `python` on the PATH:
+tests/support/forked_python.py, which asks the server here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import run_as_main
+from tests.support.hosts import enter_network
 from tests.support.ranks import FORKS
 
 CLIENT = Path(__file__).with_name("forked_python.py")
@@ -56,10 +58,12 @@ def _supervise(connection: socket.socket) -> None:
     """Fork a rank; forward signals to it, and its exit code to the client. It ends with either."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    job = json.loads(text)
+    enter_network(job["pid"])
     pid = os.fork()
     if pid == 0:
         connection.close()
-        _be_rank(json.loads(text), descriptors)
+        _be_rank(job, descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
     ended = os.pidfd_open(pid)
