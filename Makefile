@@ -11,7 +11,9 @@ RANKS  ?= $(shell $(BIN)/python -c 'import torch; print(1 if torch.cuda.device_c
 # The choice stays until it is changed, and is renewed with the lock; https://pypi.org/simple resets it.
 TORCH_INDEX ?= $(shell cat $(VENV)/.torch-* 2>/dev/null)
 TORCH  := $(if $(TORCH_INDEX),$(VENV)/.torch-$(notdir $(TORCH_INDEX:/=)))
-PIP_INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+# pip would compile on one core; a few files of packages are for other versions of Python.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log || true
 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
@@ -72,15 +74,18 @@ $(VENV)/.torch-%: $(VENV)/bin/pip constraints.txt
 
 $(VENV)/.run: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable .
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(PIP_INSTALL) --editable '.[dev,wandb]'
+	$(COMPILE)
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.horovod: $(VENV)/.dev docker/horovod/build.sh docker/horovod/cxx17.patch
 	$(PIP_INSTALL) --editable '.[horovod]'
 	$(PIP_INSTALL) --force-reinstall --no-deps \
 	  "$$(docker/horovod/build.sh $(abspath $(BIN))/python $(HOROVOD_WHEELS))"
+	$(COMPILE)
 	$(BIN)/horovodrun --check-build
 	@touch $@
