@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ __all__ = ["Finished"]
 # Kernels for GPUs run in Triton's interpreter where there is none; it asks when it is imported.
 if not is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell's background job ignores Ctrl-C, and so would the commands that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -141,8 +141,6 @@ def test_interrupted_sweep_runs_the_cell_anew_and_ends_one_that_takes_too_long(
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job ignores SIGINT, and so would commands that tests start in one.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     wait_for(lambda: list((tmp_path / "runs/s").glob("*/config.yaml")))
     os.kill(sweep.pid, signal.SIGINT)
