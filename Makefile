@@ -21,6 +21,8 @@ HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 .PHONY: run test curves lint format lock horovod gpu gpu-first-hour
 
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes, each of which would compile the lab anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 run: $(VENV)/.run
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m lab.train strategy=onebit
@@ -30,8 +32,7 @@ curves: $(VENV)/.run
 	$(BIN)/python -m lab.plot runs/demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
