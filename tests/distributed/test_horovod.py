@@ -130,7 +130,7 @@ def test_a_sweep_starts_cells_by_horovodrun_with_the_weights_of_gloo(
     command: Callable[..., Finished],
 ) -> None:
     settings = ("study=s", "strategy=horovod", "world_size=2", "device=cpu", *RUN)
-    done = command("lab.sweep", *settings, f"cell_timeout_s={HANG_S}")
+    done = command("lab.sweep", *settings, f"cell_timeout_s={HANG_S:.0f}")
     assert done.code == 0, done.out + done.err
     (path,) = Path("runs/s").glob("*/record.json")
     compare_with_gloo(path.parent)
