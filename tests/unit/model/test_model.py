@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lab.model.alexnet import alexnet, alexnet_small
+from lab.model.alexnet import alexnet, alexnet_paper, alexnet_small
 from lab.model.convnet import ConvNet
 from lab.model.lenet import lenet
 from lab.model.mlp import mlp
@@ -38,6 +38,16 @@ def test_alexnet_has_its_parameters_and_its_share_of_fc() -> None:
     assert size(model) == 61_838_248
     assert size(model.classifier) == 58_631_144
     assert size(model.classifier) / size(model) == pytest.approx(0.948, abs=5e-4)
+
+
+@pytest.mark.parametrize("pixels", [224, 227])
+def test_alexnet_of_the_paper_has_the_parameters_of_slide_8(pixels: int) -> None:
+    with torch.device("meta"):
+        model = alexnet_paper(input_shape=(3, pixels, pixels), output_size=1000)
+        second = model.features[3](model.features[:3](torch.zeros(1, 3, pixels, pixels)))
+    assert second.shape == (1, 256, 27, 27)
+    assert size(model) == 62_378_344
+    assert size(model.classifier) / size(model) == pytest.approx(0.94, abs=5e-4)
 
 
 def test_alexnet_small_has_the_share_of_fc_of_alexnet() -> None:
