@@ -14,7 +14,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.overrides import file_to_write
 
 FEWER = 4  # the second batch is smaller by this factor
-DEFAULTS = ("strategy=none", "steps=30")
+DEFAULTS = ("strategy=none", "steps=30", "warmup_steps=5")
 
 
 def read(settings: Sequence[str]) -> list[DictConfig]:

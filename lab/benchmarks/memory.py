@@ -21,6 +21,7 @@ from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING
 from lab.distributed import world as worlds
 from lab.distributed.world import World
+from lab.measure.steady import least_warmup
 from lab.settings.config import ConfigError
 from lab.simulate.costs import extra_bytes
 from lab.simulate.load import Settings, Sizes
@@ -68,7 +69,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         world = join(config)
         _check_readable(world.device)
         with assembled(config, world) as part:
-            peaks = _peaks(part, config.warmup_steps, world)
+            peaks = _peaks(part, least_warmup(config.warmup_steps), world)
             theory = theory_bytes(part.trainer.sync, config, world)
         everyones = world.gather(torch.tensor([theory], dtype=torch.float64))[:, 0].tolist()
         row = {

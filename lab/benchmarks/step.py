@@ -15,6 +15,7 @@ from lab.benchmarks.timing import aligner
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.statistics import round_means
+from lab.measure.steady import least_warmup
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 from lab.training.outcome import surroundings
@@ -37,7 +38,7 @@ def measure(request: Request) -> dict[str, Any] | None:
                 stack.enter_context(assembled(*each)) for each in zip(configs, joined, strict=True)
             ]
             step_s = _in_turns(parts, world)
-        warmup = max(config.warmup_steps for config in configs)
+        warmup = max(least_warmup(config.warmup_steps) for config in configs)
         every = math.lcm(*(part.trainer.sync.every for part in parts))
         times = {
             variant.label: round_means(seconds[:, warmup:], warmup, every).max(axis=0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+
+STALL = 2.0  # times the median
 
 
 def whole_rounds(values: np.ndarray, first: int, every: int) -> np.ndarray:
@@ -34,14 +38,15 @@ def round_means(values: np.ndarray, first: int, every: int) -> np.ndarray:
     return whole.reshape(len(values), -1, every, *values.shape[2:]).mean(axis=2)
 
 
-def step_statistics(step_s: np.ndarray) -> dict[str, float] | None:
+def step_statistics(step_s: np.ndarray) -> dict[str, Any] | None:
     """Compute step-time statistics; a step lasts until the slowest rank has finished it.
 
     Args:
         step_s: seconds, [ranks, timed steps].
 
     Returns:
-        median, p95 and mad (median absolute deviation, unscaled) in seconds; None without steps.
+        median, p95, mad (median absolute deviation, unscaled) and mean in seconds, and num_stalls,
+        the number of steps that took more than STALL times the median; None without steps.
     """
     if step_s.size == 0:
         return None
@@ -51,6 +56,8 @@ def step_statistics(step_s: np.ndarray) -> dict[str, float] | None:
         "median": median,
         "p95": float(np.percentile(slowest, 95)),
         "mad": float(np.median(np.abs(slowest - median))),
+        "mean": float(slowest.mean()),
+        "num_stalls": int((slowest > STALL * median).sum()),
     }
 
 

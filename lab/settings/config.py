@@ -95,7 +95,9 @@ class Settings:
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown"))
-    warmup_steps: int = setting(5, "first steps, which statistics leave out", at_least=0)
+    warmup_steps: int | None = setting(
+        None, "first steps, which statistics leave out; null: until step time is steady", at_least=0
+    )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     checkpoint_every: int = setting(0, "steps between checkpoints; 0: only on a signal", at_least=0)
     resume: str | None = setting(None, "auto: this cell's newest checkpoint, or a path")

@@ -1,0 +1,52 @@
+"""Warm-up ends when step time is steady."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lab.measure.steady import FIRST, warmup_of
+
+
+def steps(slow: int, count: int = 200, seed: int = 0) -> np.ndarray:
+    """Step times of two ranks, of which the first ones are slower, and fall; [2, count]."""
+    rng = np.random.default_rng(seed)
+    times = 0.01 * np.exp(0.05 * rng.standard_normal((2, count)))
+    times[:, :slow] *= 1 + np.linspace(2.0, 0.3, slow)
+    return times
+
+
+@pytest.mark.parametrize("slow", [0, 5, 20, 60])
+def test_it_cuts_what_is_slow_and_seldom_much_more(slow: int) -> None:
+    cuts = [warmup_of(steps(slow, seed=seed), None).num_steps for seed in range(40)]
+    assert min(cuts) >= max(slow, FIRST) and max(cuts) <= 105
+    assert np.median(cuts) <= max(slow, FIRST) + 15
+
+
+def test_a_stall_is_no_warm_up() -> None:
+    cuts = []
+    for seed in range(20):
+        times = steps(0, seed=seed)
+        times[1, 30] *= 20
+        cuts.append(warmup_of(times, None).num_steps)
+    assert np.median(cuts) <= 35  # the stall may be cut, but not more
+
+
+def test_a_run_that_never_settles_says_so() -> None:
+    times = steps(0) * np.linspace(3, 1, 200)
+    found = warmup_of(times, None)
+    assert found.num_steps == pytest.approx(105, abs=5)
+    assert "may not be steady yet" in found.reason
+
+
+def test_a_short_run_and_a_number_that_was_asked_for() -> None:
+    assert warmup_of(steps(3, count=20), None).num_steps == FIRST
+    assert warmup_of(steps(3, count=4), None).num_steps == FIRST
+    found = warmup_of(steps(3), 2)
+    assert (found.num_steps, found.reason) == (2, "warmup_steps=2")
+
+
+def test_a_batch_holds_whole_rounds() -> None:
+    rounds = np.tile([1.0, 1.0, 1.0, 5.0], 50)[None]  # an exchange in every fourth step
+    found = warmup_of(rounds, None, every=4)
+    assert found.num_steps % 4 == 0 and found.num_steps <= 16
