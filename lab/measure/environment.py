@@ -48,6 +48,7 @@ def environment(num_hosts: int, asks_tools: bool = True) -> dict[str, Any]:
         "host_gpus": nvidia.gpus() if has_gpus and asks_tools else None,
         "cpu": cpu_model(),
         "num_cores": num_cores(),
+        "memory_gib": memory_gib(),
         "num_threads": torch.get_num_threads(),
         "numa_nodes": _numa_nodes(),
         "num_hosts": num_hosts,
@@ -89,6 +90,11 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_gib() -> int:
+    """Return the size of the host's memory in GiB."""
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
 
 
 def _shapes_speed(variable: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lab.measure.steady import Warmup
 from lab.record import schema_1
 from lab.record.decode import decode
 from lab.record.files import write_json
@@ -38,13 +39,18 @@ class Emulation:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Statistics over timed steps of the slowest rank: median, 95th percentile, and median
-    absolute deviation, in seconds.
+    """Statistics over timed steps of the slowest rank, in seconds; null is unknown.
+
+    Attributes:
+        mad: median absolute deviation.
+        num_stalls: number of steps that took more than twice the median.
     """
 
     median: float
     p95: float
     mad: float
+    mean: float | None = None
+    num_stalls: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -61,6 +67,7 @@ class Record:
         repeat: number of the repeat, which also moves the seed (`seed + repeat`).
         strategy: name of its configuration.
         variant: settings besides a study's axes, as typed.
+        settings: the same, resolved, and those that were not typed, by dotted key; {}: unknown.
         world_size: number of ranks.
         batch_size: global, in samples.
         per_rank_batch_size: of each rank, in samples.
@@ -68,6 +75,7 @@ class Record:
             per_rank_batch_size.
         unit: name of one sample, in the singular: "image".
         model, data, task: names of their configurations' targets.
+        model_source: hash of the source code of the model's classes.
         precision: "fp32", "bf16" or "fp16".
         compile: how torch.compile is used: "whole", "regions", or null for not at all.
         measure: "throughput" or "breakdown".
@@ -77,15 +85,16 @@ class Record:
         started_at: ISO 8601, UTC.
         num_steps: optimizer steps made, including those before a resume.
         num_timed_steps: steps that statistics count.
+        warmup: the steps before them, and why so many.
         num_skipped_steps: steps whose gradients overflowed (fp16).
         num_parameters: of the model that trains.
         gradient_bytes: bytes of its gradients.
         transform: name of the transform of the model; null for none.
         untransformed: num_parameters and gradient_bytes before the transform.
         step_s: seconds of a step.
-        samples_per_s: batch_size over the median step.
-        wall_samples_per_s: samples from the first timed step's begin to the last one's end, over
-            the time that passed, evaluations and checkpoints left out.
+        samples_per_s: batch_size over the median step; stalls do not count.
+        wall_samples_per_s: throughput: samples from the first timed step's begin to the last one's
+            end, over the time that passed, evaluations and checkpoints left out.
         phases_s: seconds of a step by phase, the median over steps of the mean over ranks; only
             of breakdowns.
         payload_bytes_per_step: by rank, bytes handed to the network in a step.
@@ -120,7 +129,9 @@ class Record:
     per_rank_batch_size: int
     scaling: Scaling
     unit: str = "sample"
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
     model: str | None = None
+    model_source: str | None = None
     data: str | None = None
     task: str | None = None
     precision: str | None = None
@@ -132,6 +143,7 @@ class Record:
     started_at: str | None = None
     num_steps: int = 0
     num_timed_steps: int = 0
+    warmup: Warmup | None = None
     num_skipped_steps: int = 0
     num_parameters: int | None = None
     gradient_bytes: int | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 AXES = ("strategy", "world_size", "batch_size", "scaling", "repeat", "measure")
 AXIS_LETTERS = {"batch_size": "b", "repeat": "r"}
@@ -17,6 +18,8 @@ BOOKKEEPING = (
     "recorder",
     "exchange_timeout_s",
 )
+# Groups that a strategy may choose, and its own settings: another strategy differs in them anyway.
+OF_STRATEGY = ("exchange", "transform", "sync", "comm", "overlap", "bucket_mb")
 LONGEST = 120  # characters of a name; file systems take 255 bytes
 
 
@@ -25,11 +28,40 @@ def variant(arguments: Sequence[str]) -> dict[str, str]:
 
     `+key=value` is kept under its key, `~key` under that with the tilde and without a value.
     """
-    return {
-        key: value
-        for key, value in _by_key(arguments).items()
-        if key not in AXES and key.split(".")[0] not in BOOKKEEPING
-    }
+    return {key: value for key, value in _by_key(arguments).items() if not _is_apart(key)}
+
+
+def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings of a run other than a study's axes and its bookkeeping, by dotted key.
+
+    Args:
+        settings: composed and resolved, groups as mappings.
+    """
+    return {key: value for key, value in _flat(settings).items() if not _is_apart(key)}
+
+
+def root_of(key: str) -> str:
+    """Return the group, or the setting itself, that a dotted key begins with."""
+    return key.lstrip("~").partition(".")[0]
+
+
+def is_of_strategy(key: str) -> bool:
+    """Return whether a dotted key is one of those that a strategy sets."""
+    return root_of(key) in OF_STRATEGY
+
+
+def _is_apart(key: str) -> bool:
+    return key in AXES or root_of(key) in BOOKKEEPING
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            values |= _flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
 
 
 def _by_key(arguments: Sequence[str]) -> dict[str, str]:

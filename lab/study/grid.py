@@ -6,14 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
-from lab.settings.names import run_name, variant
+from lab.settings.names import resolved, run_name, variant
 from lab.settings.overrides import config_dir_of, parse_overrides, split
 
 SWEEP_SETTINGS = {
@@ -61,6 +62,12 @@ class Cell:
     @property
     def variant(self) -> dict[str, str]:
         return variant(list(self.arguments))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings besides a study's axes, as a record holds them."""
+        composed: Any = OmegaConf.to_container(self.config, resolve=True)
+        return resolved(composed)
 
     @property
     def name(self) -> str:

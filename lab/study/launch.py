@@ -120,6 +120,7 @@ def _identity(directory: Path, cell: Cell) -> Record:
         repeat=cell.repeat,
         strategy=cell.strategy,
         variant=cell.variant,
+        settings=cell.settings,
         world_size=cell.world_size,
         batch_size=cell.batch_size,
         per_rank_batch_size=cell.batch_size // cell.world_size,

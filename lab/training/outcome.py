@@ -26,6 +26,7 @@ from lab.measure.statistics import (
     wall_seconds,
     whole_rounds,
 )
+from lab.measure.steady import Warmup, warmup_of
 from lab.record import steps
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, StepSeconds, worded
@@ -95,7 +96,9 @@ def measured(
     """
     record, progress, sync = copy(record), trainer.progress, trainer.sync
     step_s, phase_s = write_steps(trainer, directory)
-    timed = _timed(trainer, step_s)
+    record.warmup = _warmup(trainer, step_s)
+    warmup = record.warmup.num_steps
+    timed = _timed(trainer, step_s, warmup)
     statistics = step_statistics(timed)
     _note_end(trainer, record, stop_signal)
     record.num_steps = progress.step
@@ -104,9 +107,9 @@ def measured(
     if statistics:
         record.step_s = StepSeconds(**statistics)
         record.samples_per_s = trainer.batch_size / record.step_s.median
-    record.wall_samples_per_s = _wall_samples_per_s(trainer, step_s)
-    record.phases_s = {**phase_statistics(_timed(trainer, phase_s), PHASES)}
-    _note_ranks(trainer, record)
+    record.wall_samples_per_s = _wall_samples_per_s(trainer, step_s, warmup)
+    record.phases_s = {**phase_statistics(_timed(trainer, phase_s, warmup), PHASES)}
+    _note_ranks(trainer, record, warmup)
     record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
     if sync.keeps_replicas_equal:
         record.replica_hash = replica_hash(trainer.model, trainer.world)
@@ -125,7 +128,7 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
     phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
     loss = world.gather(torch.from_numpy(np.array(trainer.losses.read))).numpy()
     if world.rank == 0:
-        warmup = trainer.config.warmup_steps
+        warmup = _warmup(trainer, step_s).num_steps
         before_s = trainer.progress.seconds
         first = trainer.first_step
         steps.write_steps(directory.path / STEPS, first, before_s, warmup, step_s, phase_s, loss)
@@ -137,8 +140,8 @@ def write_timeline(trainer: Trainer, record: Record, directory: RunDirectory) ->
 
     Args: record: the run's record; the timeline repeats the facts needed to read it.
     """
-    world, warmup = trainer.world, trainer.config.warmup_steps
-    spans = trainer.clock.spans(world.rank, trainer.first_step, warmup)
+    world, warmup = trainer.world, record.warmup
+    spans = trainer.clock.spans(world.rank, trainer.first_step, warmup.num_steps if warmup else 0)
     if not spans:
         return
     ahead_s = world.clock_ahead_s()
@@ -164,23 +167,26 @@ def _note_end(trainer: Trainer, record: Record, stop_signal: str | None) -> None
     record.final = metrics_of(trainer.progress.evaluations[-1])
 
 
-def _timed(trainer: Trainer, values: np.ndarray) -> np.ndarray:
+def _warmup(trainer: Trainer, step_s: np.ndarray) -> Warmup:
+    return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every)
+
+
+def _timed(trainer: Trainer, values: np.ndarray, warmup: int) -> np.ndarray:
     """Keep the `values` [ranks, steps, ...] that statistics count, by step or by round."""
-    return round_means(*_after_warmup(trainer, values))
+    return round_means(*_after_warmup(trainer, values, warmup))
 
 
-def _after_warmup(trainer: Trainer, values: np.ndarray) -> tuple[np.ndarray, int, int]:
+def _after_warmup(trainer: Trainer, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
     """Return values [ranks, steps, ...], the number of the first step, and steps per round."""
-    warmup = trainer.config.warmup_steps
     return values[:, warmup:], trainer.first_step + warmup, trainer.sync.every
 
 
-def _note_ranks(trainer: Trainer, record: Record) -> None:
+def _note_ranks(trainer: Trainer, record: Record, warmup: int) -> None:
     """Record each rank's memory and its payload of a step: the median of timed steps or, if none,
     the mean of all.
     """
     traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 2)
-    timed = _timed(trainer, traffic)
+    timed = _timed(trainer, traffic, warmup)
     sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
     row = torch.tensor([*sent[0], *trainer.memory.sizes()], dtype=torch.float64)
     payloads, messages, *sizes = trainer.world.gather(row).T.tolist()
@@ -193,10 +199,11 @@ def _note_ranks(trainer: Trainer, record: Record) -> None:
     record.device_memory_bytes = in_use
 
 
-def _wall_samples_per_s(trainer: Trainer, step_s: np.ndarray) -> float | None:
+def _wall_samples_per_s(trainer: Trainer, step_s: np.ndarray, warmup: int) -> float | None:
     """Return samples per second from the first to the last timed step, without pauses."""
     gap_s = trainer.world.gather(torch.from_numpy(trainer.clock.gap_seconds())).numpy()
-    timed_s, gap_s = (whole_rounds(*_after_warmup(trainer, s)) for s in (step_s, gap_s))
+    after = (_after_warmup(trainer, seconds, warmup) for seconds in (step_s, gap_s))
+    timed_s, gap_s = (whole_rounds(*each) for each in after)
     num_samples = trainer.batch_size * timed_s.shape[1]
     return num_samples / wall_seconds(timed_s, gap_s) if num_samples else None
 
@@ -225,13 +232,15 @@ def _metric_lines(record: Record) -> Iterator[str]:
 
 
 def _step_lines(record: Record) -> Iterator[str]:
-    if record.step_s:
-        median, mad = 1000 * record.step_s.median, 1000 * record.step_s.mad
+    if record.step_s and record.warmup:
+        step = record.step_s
+        stalls = f"{step.num_stalls} stall{'' if step.num_stalls == 1 else 's'}"
         yield (
-            f"step time       {median:.2f} ms median (mad {mad:.2f}), "
-            f"{record.samples_per_s:.0f} {record.unit}s/s, "
-            f"{record.wall_samples_per_s:.0f} by wall clock"
+            f"step time       {1e3 * step.median:.2f} ms median (mad {1e3 * step.mad:.2f}), "
+            f"{1e3 * (step.mean or 0):.2f} mean, {1e3 * step.p95:.2f} p95; {stalls}"
         )
+        yield f"throughput      {record.wall_samples_per_s:.0f} {record.unit}s/s by wall clock"
+        yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
     elif record.num_steps:
         yield "step time       – none was timed, see warmup_steps"
 

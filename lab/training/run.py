@@ -16,11 +16,12 @@ from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World, end_process
 from lab.measure.environment import git_commit
+from lab.measure.source import source_hash
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
-from lab.settings.names import run_name, variant
+from lab.settings.names import resolved, run_name, variant
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
@@ -94,6 +95,7 @@ class Run:
         """
         self.parts = assemble(self.config, self.world, self.watch)
         self.record.unit = self.parts.trainer.data.unit
+        self.record.model_source = source_hash(self.parts.trainer.model)
         self._note_sizes(**self.parts.sizes)
         if "_target_" in self.config.recorder:
             self.recorder = build(self.config.recorder)
@@ -186,8 +188,11 @@ class Run:
         self.directory.begin_attempt(attempt)
         self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
         if self.recorder:
-            config: Any = OmegaConf.to_container(self.config, resolve=True)
-            self.recorder.start(self.directory.path, self.config.study, config)
+            self.recorder.start(self.directory.path, self.config.study, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        settings: Any = OmegaConf.to_container(self.config, resolve=True)
+        return settings
 
     def _write_record(self) -> None:
         self.record.attempts = self.directory.attempts()
@@ -238,6 +243,7 @@ class Run:
             repeat=config.repeat,
             strategy=config.strategy,
             variant=variant(arguments),
+            settings=resolved(self._settings()),
             model=config.model["_target_"].rpartition(".")[2],
             data=config.data["_target_"].rpartition(".")[2],
             task=config.task["_target_"].rpartition(".")[2],

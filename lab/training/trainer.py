@@ -18,6 +18,7 @@ from lab.distributed.watchdog import Watchdog
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
+from lab.measure.steady import least_warmup
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
@@ -76,7 +77,7 @@ class Trainer:
             self.model.train()
             before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
-                if self.progress.step >= self.first_step + self.config.warmup_steps:
+                if self.progress.step >= self.first_step + least_warmup(self.config.warmup_steps):
                     self.memory.resume()
                 with self.clock.step():
                     self._step(batches)
