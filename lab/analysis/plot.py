@@ -15,6 +15,8 @@ from lab.analysis.figures.sheet import NothingToDraw, Sheet
 from lab.analysis.figures.speedup import scaling, speedup_bars, throughput
 from lab.analysis.figures.step import step_time
 from lab.analysis.figures.timeline import timeline_of_step
+from lab.analysis.noise import noise_floor
+from lab.analysis.points import points_of
 from lab.analysis.records import load_study
 from lab.analysis.speedup import table
 from lab.draw.looks import looks_of
@@ -51,16 +53,16 @@ def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None
 
 def _report_study(folder: Path, out: Path, formats: Sequence[str], baseline: str | None) -> None:
     study = load_study(folder)
-    rows = table(study, baseline)
+    rows, floor = table(study, baseline), noise_floor(points_of(study.cells))
     out.mkdir(parents=True, exist_ok=True)
     summary.write_csv(rows, out / "summary.csv")
-    print(summary.text(rows, study), end="\n\n")
+    print(summary.text(rows, study, floor), end="\n\n")
     looks = looks_of(row.series for row in rows)
     present = [name for name in SCALINGS if any(row.scaling == name for row in rows)]
     for name in present:
         selected = tuple(row for row in rows if row.scaling == name)
         suffix = "_weak" if name == "weak" and len(present) > 1 else ""
-        _draw_all(Sheet(study, name, selected, looks), out, suffix, formats)
+        _draw_all(Sheet(study, name, selected, looks, floor), out, suffix, formats)
     for cell in study.cells:
         if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
             _draw_timeline(cell.folder, out / f"timeline_{cell.name}", formats)

@@ -10,20 +10,24 @@ from typing import Any
 
 import pandas as pd
 
+from lab.analysis.series import OF_WORK, Identity, differences, identity
 from lab.record.schema import Emulation, Record, Scaling, Status, read_record
-
-CONTEXT = ("model", "data", "precision", "device", "machine")
+from lab.settings.names import is_of_strategy, root_of
 
 
 @dataclass(frozen=True)
 class Cell:
     """One run: the parts of its record that figures and tables need, under the same names.
 
-    Values that a run did not measure are NaN or empty, and `step_s` is the median alone.
+    Values that a run did not measure are NaN or empty, `step_s` is the median alone, and
+    `samples_per_s` counts wall-clock time.
 
     Attributes:
+        exchange, sync: class names.
         series: the strategy, and the settings in which runs of the study differ.
-        settings: the variant, and the context that runs must share to be compared.
+        conditions: of these settings, those that no strategy brings with it.
+        settings: the settings typed or differing, and the context that runs must share to be
+            compared.
         final: metrics of the last evaluation by name.
     """
 
@@ -31,6 +35,8 @@ class Cell:
     status: Status
     error: str
     strategy: str
+    exchange: str
+    sync: str
     series: str
     world_size: int
     batch_size: int
@@ -40,6 +46,7 @@ class Cell:
     measure: str
     started_at: str
     variant: Mapping[str, str]
+    conditions: Mapping[str, str]
     settings: Mapping[str, str]
     transform: str
     emulation: tuple[Emulation, ...]
@@ -66,6 +73,17 @@ class Cell:
         """The batch size that stays as ranks are added: global if strong, per rank if weak."""
         return self.batch_size if self.scaling == "strong" else self.per_rank_batch_size
 
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The settings of the emulated cluster by which runs differ."""
+        return {k: v for k, v in self.conditions.items() if root_of(k) == "cluster"}
+
+    @property
+    def circumstances(self) -> str:
+        """The settings of machine, links and arithmetic by which runs differ; empty for none."""
+        apart = {k: v for k, v in self.conditions.items() if root_of(k) not in OF_WORK}
+        return " ".join(f"{key}={value}" for key, value in apart.items())
+
     def steps(self) -> pd.DataFrame | None:
         """Read steps.parquet, one row per rank and step; None if there is no such file."""
         path = self.folder / "steps.parquet"
@@ -89,7 +107,8 @@ def load_study(folder: Path) -> Study:
     was killed, and is named in `missing`.
 
     Raises:
-        ValueError: no such folder, no record in it, or a record that breaks the contract.
+        ValueError: no such folder, no record in it, a record that breaks the contract, or two
+            finished runs of the same cell and repeat.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a study folder such as runs/demo")
@@ -97,54 +116,38 @@ def load_study(folder: Path) -> Study:
     records = {p: read_record(p / "record.json") for p in below if (p / "record.json").is_file()}
     if not records:
         raise ValueError(f"{folder}: holds no <cell>/record.json; give a study folder of runs")
-    settings = {path: _settings(record) for path, record in records.items()}
-    varying = _varying(list(settings.values()))
-    cells = [
-        _cell(path, record, settings[path], _series(record, settings[path], varying))
-        for path, record in records.items()
-    ]
+    identities = [identity(record) for record in records.values()]
+    found = zip(records.items(), identities, differences(identities), strict=True)
+    cells = [_cell(path, record, who, differing) for (path, record), who, differing in found]
+    _refuse_copies(folder, cells)
     names = {record.study or folder.name for record in records.values()}
     missing = [p.name for p in below if p not in records and not (p / "summary.csv").is_file()]
     return Study(folder, ", ".join(sorted(names)), tuple(cells), tuple(missing))
 
 
-def _settings(record: Record) -> dict[str, str]:
-    """Collect overrides, and the settings that comparable runs must share."""
-    context = {
-        "model": record.model,
-        "data": record.data,
-        "precision": record.precision,
-        "device": record.device,
-        "machine": _machine(record),
-    }
-    return record.variant | {key: value for key, value in context.items() if value is not None}
+def _refuse_copies(folder: Path, cells: list[Cell]) -> None:
+    """Refuse runs that cannot be told apart: which of them counts would be chance."""
+    seen: dict[tuple[Any, ...], Cell] = {}
+    for cell in cells:
+        point = cell.series, cell.scaling, cell.batch_size, cell.world_size
+        other = seen.setdefault((*point, cell.measure, cell.repeat), cell)
+        if cell.status == "done" and other.status == "done" and other is not cell:
+            raise ValueError(
+                f"{folder}: {other.name} and {cell.name} are the same cell, repeat={cell.repeat}; "
+                "remove one, or measure it anew with another repeat=..."
+            )
+        seen[*point, cell.measure, cell.repeat] = cell if cell.status == "done" else other
 
 
-def _machine(record: Record) -> str | None:
-    """Name the machine: runs on others of the same device type are not comparable."""
-    gpus = record.environment.get("gpus") if record.device == "cuda" else None
-    return gpus[0] if gpus else record.environment.get("cpu")
-
-
-def _varying(settings: list[dict[str, str]]) -> list[str]:
-    """List the settings that tell series apart. A missing context is unknown, not different."""
-    keys = sorted({key for one in settings for key in one})
-    values = {key: {one.get(key) for one in settings} for key in keys}
-    return [key for key in keys if len(values[key] - ({None} if key in CONTEXT else set())) > 1]
-
-
-def _series(record: Record, settings: Mapping[str, str], varying: list[str]) -> str:
-    parts = [f"{key}={settings[key]}" for key in varying if key in settings]
-    return " ".join([record.strategy, *parts])
-
-
-def _cell(folder: Path, record: Record, settings: Mapping[str, str], series: str) -> Cell:
+def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, str]) -> Cell:
     return Cell(
         folder=folder,
         status=record.status,
         error=record.error or "",
         strategy=record.strategy,
-        series=series,
+        exchange=who.class_of("exchange"),
+        sync=who.class_of("sync"),
+        series=" ".join([record.strategy, *(f"{k}={v}" for k, v in differing.items())]),
         world_size=record.world_size,
         batch_size=record.batch_size,
         per_rank_batch_size=record.per_rank_batch_size,
@@ -153,13 +156,14 @@ def _cell(folder: Path, record: Record, settings: Mapping[str, str], series: str
         measure=record.measure,
         started_at=record.started_at or "",
         variant=record.variant,
-        settings=settings,
+        conditions={k: v for k, v in differing.items() if not is_of_strategy(k)},
+        settings={**differing, **who.typed},
         transform=record.transform or "",
         emulation=tuple(record.emulation),
         environment=record.environment,
         step_s=number(record.step_s and record.step_s.median),
         step_mad_s=number(record.step_s and record.step_s.mad),
-        samples_per_s=number(record.samples_per_s),
+        samples_per_s=number(record.wall_samples_per_s),
         unit=record.unit,
         phases_s={key: number(value) for key, value in record.phases_s.items()},
         payload_bytes_per_step=tuple(record.payload_bytes_per_step or ()),

@@ -10,9 +10,13 @@ from typing import Any
 
 import pandas as pd
 
-from lab.analysis.records import CONTEXT, Study
-from lab.analysis.speedup import CEILING, Row, leaders, unit_of
-from lab.measure.intervals import ENOUGH_REPEATS, Interval
+from lab.analysis.leaders import leaders
+from lab.analysis.noise import floor_text
+from lab.analysis.records import Study
+from lab.analysis.scalability import scalability
+from lab.analysis.series import CONTEXT
+from lab.analysis.speedup import CEILING, Row, unit_of
+from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval
 from lab.task.metrics import heading, main_metric
 
 
@@ -25,12 +29,17 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
     pd.DataFrame([_flat(row) for row in rows]).to_csv(path, index=False)
 
 
-def text(rows: Sequence[Row], study: Study) -> str:
-    """Write the table, the leaders at each point, and the failures."""
+def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:
+    """Write the table, the leaders at each point, and the failures.
+
+    Args:
+        floor: the study's noise floor (lab.analysis.noise); NaN if unknown.
+    """
     parts = [
         *(_table(rows) if rows else ()),
         *_advice(rows),
-        "\n".join(_leader_lines(rows)),
+        "\n".join(_scalability_lines(rows)),
+        "\n".join([*_floor_lines(floor), *_leader_lines(rows, floor)]),
         "\n".join(_trouble(study)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -48,6 +57,10 @@ def _flat(row: Row) -> dict[str, Any]:
             flat |= {f"num_{status}": count for status, count in value.items()}
         elif field.name == "final":
             flat |= value
+        elif field.name == "steps_s":
+            flat["step_s"] = row.step_s
+        elif field.name in ("speedups", "context", "hosts"):
+            pass  # columns hold the settings themselves
         elif field.name == "settings":
             flat |= {key: value.get(key) for key in CONTEXT}
         else:
@@ -109,32 +122,53 @@ def _advice(rows: Iterable[Row]) -> list[str]:
     counts = {row.num_repeats for row in rows if row.num_repeats}
     if not counts or min(counts) >= ENOUGH_REPEATS:
         return []
-    return [
-        f"Some points have fewer than {ENOUGH_REPEATS} repeats (n): their intervals are narrower "
-        "than the 95 % they are named after, and one repeat gives none."
+    return [f"Points of fewer than {ENOUGH_REPEATS} repeats (n) have no interval and no rank."]
+
+
+def _scalability_lines(rows: Sequence[Row]) -> list[str]:
+    """Write a table of the serial fraction by ranks, and of the Universal Scalability Law."""
+    found = scalability(rows)
+    if not found:
+        return []
+    sizes = sorted({size for one in found for size in one.serial_fraction})
+    lines = [
+        {
+            "series": one.series,
+            "batch": str(one.batch_size),
+            **{f"e({n})": _interval(one.serial_fraction.get(n, UNKNOWN)) for n in sizes},
+            "sigma": _interval(one.contention),
+            "kappa": _interval(one.coherency),
+            "best N": f"{one.best_size:.0f}" if math.isfinite(one.best_size) else "-",
+        }
+        for one in found
     ]
+    title = "serial fraction e(N) (Karp-Flatt), and S = N / (1 + sigma (N-1) + kappa N (N-1)):"
+    return [title, pd.DataFrame(lines).to_string(index=False)]
 
 
-def _leader_lines(rows: Iterable[Row]) -> list[str]:
-    """Write a line per scaling, batch, world size, model and machine; only such runs compete."""
+def _floor_lines(floor: float) -> list[str]:
+    text = floor_text(floor)
+    return [text] if text else []
+
+
+def _leader_lines(rows: Iterable[Row], floor: float) -> list[str]:
+    """Write a line for each context and world size; only runs that share them compete."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        context = (row.transform, *(row.settings.get(key) for key in CONTEXT))
-        groups.setdefault((row.scaling, row.fixed_batch_size, row.world_size, context), []).append(
-            row
-        )
-    lines = [_leader_line(group) for group in groups.values()]
+        groups.setdefault((row.world_size, *row.context), []).append(row)
+    lines = [_leader_line(group, floor) for group in groups.values()]
     return [line for line in lines if line]
 
 
-def _leader_line(rows: list[Row]) -> str:
+def _leader_line(rows: list[Row], floor: float) -> str:
     competing = {row.series for row in rows if row.num_repeats and row.strategy != CEILING}
-    if len(competing) < 2 or max(row.num_repeats for row in rows) < 2:
-        return ""  # one repeat has no interval, so nothing can be told apart
-    one, names = rows[0], leaders(rows)
+    if len(competing) < 2 or max(row.num_repeats for row in rows) < ENOUGH_REPEATS:
+        return ""  # without intervals nothing can be told apart
+    one, names = rows[0], leaders(rows, floor)
     role = "leader" if len(names) == 1 else "leaders, not told apart"
     model = f" with {one.transform}" if one.transform else ""
-    place = f"N={one.world_size} {one.scaling} batch {one.fixed_batch_size}{model}"
+    where = "".join(f" {key}={value}" for key, value in one.hosts.items())
+    place = f"N={one.world_size} {one.scaling} batch {one.fixed_batch_size}{model}{where}"
     return f"{place}: {role}: {', '.join(names)}"
 
 

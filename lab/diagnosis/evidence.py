@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from lab.analysis.noise import noise_floor
+from lab.analysis.points import Point, points_of, same_work
 from lab.analysis.records import Cell, Study
-from lab.analysis.speedup import CEILING, Point, points_of, same_work
+from lab.analysis.speedup import CEILING
 from lab.record.trace import TIMELINE, read_trace
 from lab.sync.pattern import Pattern, pattern_of
 
@@ -37,6 +39,7 @@ class Evidence:
         straggler_s: the slowest rank's own work less the median of the other ranks'.
         slowest_rank: that rank; -1 is unknown.
         backward_s: mean over ranks.
+        floor: the study's noise floor (lab.analysis.noise).
         codec_s: encoding and decoding in exchanges, mean over ranks.
         payload_bytes, messages: sent in a step by the rank that sent most.
         settings: the run's resolved settings; {} if unknown.
@@ -53,6 +56,7 @@ class Evidence:
     slowest_rank: int = -1
     backward_s: float = math.nan
     codec_s: float = math.nan
+    floor: float = math.nan
     payload_bytes: float = math.nan
     messages: float = math.nan
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -104,17 +108,20 @@ def gather(study: Study, cell: Cell) -> Evidence:
     # Backward's waits for the exchange are not the rank's own work.
     telling = [] if pattern.waits_in_backward else breakdowns
     ranks = _own_work(telling, ceiling, pattern.every)
+    # Marks slow a run down, so its times count as shares of its own step.
+    scale = step_s / (_median(run.step_s for run in breakdowns) or step_s)
     return Evidence(
         point=point,
         step_s=step_s,
         one_s=_step_s(base),
         ceiling_s=_step_s(ceiling),
-        exposed_s=_exposed_s(point, ceiling, telling, pattern.every),
-        input_s=_phase_s(breakdowns, "data"),
+        exposed_s=_exposed_s(point, ceiling, telling, pattern.every, scale),
+        input_s=scale * _phase_s(breakdowns, "data"),
         straggler_s=_straggler_s(ranks),
         slowest_rank=int(np.argmax(ranks)) if len(ranks) else -1,
-        backward_s=_phase_s(telling, "backward"),
-        codec_s=_codec_s(breakdowns),
+        backward_s=scale * _phase_s(telling, "backward"),
+        codec_s=scale * _codec_s(breakdowns),
+        floor=noise_floor(points),
         payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
         messages=max(cell.messages_per_step, default=math.nan),
         settings=settings,
@@ -144,13 +151,15 @@ def _step_s(point: Point | None) -> float:
     return _median(point.step_s().values()) if point else math.nan
 
 
-def _exposed_s(point: Point, ceiling: Point | None, runs: Sequence[Cell], every: int) -> float:
+def _exposed_s(
+    point: Point, ceiling: Point | None, runs: Sequence[Cell], every: int, scale: float
+) -> float:
     if point.one.strategy == CEILING:
         return 0.0
     if ceiling and point.step_s():
         return max(0.0, _step_s(point) - _step_s(ceiling))
     waits = _by_rank(runs, ("exchange_s",), every)
-    return float(waits.min()) if len(waits) else math.nan
+    return scale * float(waits.min()) if len(waits) else math.nan
 
 
 def _phase_s(breakdowns: Sequence[Cell], name: str) -> float:

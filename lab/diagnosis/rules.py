@@ -24,7 +24,7 @@ from lab.diagnosis.evidence import Evidence
 from lab.record.schema import SHARED, worded
 
 # A loss below this share of the step does not count: without it, speedup would be at most a
-# ninth higher.
+# ninth higher. Nor does one below the study's noise floor.
 LOSS_SHARE = 0.1
 # A second loss of this share of the largest is named with it.
 CLOSE = 0.8
@@ -81,7 +81,8 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Apply the rules."""
     known = [loss for loss in _losses(evidence) if not math.isnan(loss.seconds)]
-    counting = [loss for loss in known if loss.seconds >= LOSS_SHARE * evidence.step_s]
+    least = evidence.step_s * max(LOSS_SHARE, 0 if math.isnan(evidence.floor) else evidence.floor)
+    counting = [loss for loss in known if loss.seconds >= least]
     decided = not math.isnan(evidence.exposed_s)
     ordered = sorted(counting, key=lambda loss: -loss.seconds) if decided else []
     return Verdict(tuple(ordered), decided)

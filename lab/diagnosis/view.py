@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from lab.analysis.noise import floor_text
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.remedies import Remedy
 from lab.diagnosis.rules import Verdict
@@ -58,6 +59,8 @@ def _evidence_lines(e: Evidence) -> Lines:
         yield "input", f"{_ms(e.input_s)} ({_share(e.input_s, e)}) waiting for data"
     if not math.isnan(e.fixed_s):
         yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute beyond that"
+    if floor := floor_text(e.floor):
+        yield "noise", floor
     if e.one.emulation:
         yield "emulated", worded(e.one.emulation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from lab.analysis.noise import floor_text
 from lab.analysis.records import Study
 from lab.analysis.speedup import CEILING, Row
 from lab.draw.looks import Look, order
@@ -23,12 +25,17 @@ class NothingToDraw(Exception):
 
 @dataclass(frozen=True)
 class Sheet:
-    """The data of one set of figures: the rows of one scaling of a study."""
+    """The data of one set of figures: the rows of one scaling of a study.
+
+    Attributes:
+        floor: the study's noise floor (lab.analysis.noise); NaN if unknown.
+    """
 
     study: Study
     scaling: str
     rows: tuple[Row, ...]
     looks: dict[str, Look]
+    floor: float = math.nan
 
     def measured(self) -> list[Row]:
         """Select the rows with throughput runs.
@@ -93,7 +100,8 @@ def finish(
         notes: further remarks for the reader.
     """
     how = "; ".join(sheet.emulated())
-    footer = [f"{_context(sheet)} · {sample}", notes, f"emulated: {how}" if how else ""]
+    floor = floor_text(sheet.floor)
+    footer = [f"{_context(sheet)} · {sample}", floor, notes, f"emulated: {how}" if how else ""]
     return frame(figure, title, handles, footer)
 
 
@@ -101,10 +109,10 @@ def repeats(rows: Iterable[Row]) -> str:
     """Describe the number of repeats behind the throughput of `rows`, and their intervals."""
     counts = unique(row.num_repeats for row in rows)
     text = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-    if counts[-1] == 1:
-        return f"{text} repeat: no intervals"
-    small = f" (nominal: n<{ENOUGH_REPEATS})" if counts[0] < ENOUGH_REPEATS else ""
-    return f"{text} repeats, 95 % bootstrap intervals{small}"
+    if counts[-1] < ENOUGH_REPEATS:
+        return f"{text} repeat{'s' if counts[-1] > 1 else ''}: no intervals"
+    some = f" where n ≥ {ENOUGH_REPEATS}" if counts[0] < ENOUGH_REPEATS else ""
+    return f"{text} repeats, 95 % t intervals{some}"
 
 
 def _context(sheet: Sheet) -> str:

@@ -204,7 +204,11 @@ def _baselines(rows: list[Row]) -> str:
     """Name the baselines of the speedup, for a title."""
     by_series = all(row.baseline == row.series for row in rows)
     names = {row.strategy if by_series else row.baseline.split(" ")[0] for row in rows}
-    return "each series' own 1-rank run" if len(names) > 1 else f"{names.pop()} at 1 rank"
+    if by_series and len(names) > 1:
+        return "each series' own 1-rank run"
+    own = {row.strategy for row in rows if row.transform and row.baseline == row.series}
+    named = f"{' or '.join(sorted(names - own))} at 1 rank"
+    return f"{named} ({', '.join(sorted(own))}: its own)" if own and names - own else named
 
 
 def _ranks(size: int) -> str:

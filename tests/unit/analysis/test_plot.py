@@ -85,7 +85,7 @@ def test_svg_depends_on_the_records_alone(study: Path, tmp_path: Path) -> None:
 def test_a_title_names_the_baseline(study: Path) -> None:
     assert main([str(study), "format=svg"]) == 0
     assert (
-        "Speedup over none at 1 rank, strong scaling"
+        "Speedup over none at 1 rank (fc1x1: its own), strong scaling"
         in (study / "figures/speedup_bars.svg").read_text()
     )
     shutil.rmtree(study)

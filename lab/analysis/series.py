@@ -1,0 +1,119 @@
+"""Tell the cells of a study apart: by every setting and by the machine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lab.record.schema import Record
+from lab.settings.names import is_of_strategy
+
+# Keys of a record's environment: figures measured elsewhere are no repeats.
+MACHINE = ("num_cores", "memory_gib", "torch")
+# What a record of an earlier version, or of a run that did not begin, may not know.
+CONTEXT = ("model", "model_source", "data", "precision", "device", "machine", *MACHINE)
+
+# Settings that say what is computed and for how long. The profile knows the former; the latter
+# changes no step. Any other difference between cells is one of the machine or of how it computes.
+OF_WORK = (
+    *("profile", "model", "data", "task", "optim", "steps", "epochs", "seed"),
+    *("warmup_steps", "eval_every", "checkpoint_every", "clip_grad_norm"),
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One run's settings and machine, besides a study's axes.
+
+    Attributes:
+        typed: settings as typed, and the context that runs must share to be compared.
+        resolved: all settings by dotted key; {} if unknown.
+    """
+
+    strategy: str
+    typed: Mapping[str, str]
+    resolved: Mapping[str, str]
+
+    def class_of(self, group: str) -> str:
+        """Return the class that a group of settings names; empty if it is unknown."""
+        return self.resolved.get(f"{group}._target_", "").rpartition(".")[2]
+
+    def value(self, key: str) -> str | None:
+        """Return the value of a key that this or another run was given.
+
+        A strategy's own settings are known by its name, so they count only as typed.
+        """
+        if key in self.typed or is_of_strategy(key):
+            return self.typed.get(key)
+        return self.resolved.get(key)
+
+
+def identity(record: Record) -> Identity:
+    """Collect the settings and the machine that tell this run from others."""
+    context = {
+        "model": record.model,
+        "model_source": record.model_source,
+        "data": record.data,
+        "precision": record.precision,
+        "device": record.device,
+        "machine": _machine(record),
+        **{key: record.environment.get(key) for key in MACHINE},
+    }
+    known = {key: str(value) for key, value in context.items() if value is not None}
+    resolved = {key: str(value) for key, value in record.settings.items()}
+    typed = {key: resolved.get(key, value) for key, value in record.variant.items()}
+    return Identity(record.strategy, typed | known, resolved)
+
+
+def differences(identities: Sequence[Identity]) -> list[dict[str, str]]:
+    """Return for each run the values by which it differs from others; runs alike are repeats.
+
+    Settings that someone typed come first. Of the others, those by which runs still differ that
+    are alike in the former; what a strategy brings with it differs between strategies anyway.
+    """
+    typed = sorted({key for each in identities for key in each.typed})
+    first = [key for key in typed if _differs(key, identities)]
+    then = _hidden(first, typed, identities)
+    return [
+        _known({key: one.value(key) for key in first})
+        | _known({key: one.resolved.get(key) for key in then})
+        for one in identities
+    ]
+
+
+def _hidden(first: list[str], typed: list[str], identities: Sequence[Identity]) -> list[str]:
+    """List the keys nobody typed by which runs differ that are alike in `first`."""
+    groups: defaultdict[tuple[Any, ...], list[Identity]] = defaultdict(list)
+    of_strategy: defaultdict[tuple[Any, ...], list[Identity]] = defaultdict(list)
+    for each in identities:
+        values = tuple(each.value(key) for key in first)
+        groups[values].append(each)
+        of_strategy[each.strategy, *values].append(each)
+    keys = sorted({key for each in identities for key in each.resolved} - set(typed))
+    return [
+        key
+        for key in keys
+        for alike in [of_strategy if is_of_strategy(key) else groups]
+        if any(_several(key, each) for each in alike.values())
+    ]
+
+
+def _several(key: str, alike: list[Identity]) -> bool:
+    return len({each.resolved.get(key) for each in alike if each.resolved}) > 1
+
+
+def _known(values: Mapping[str, str | None]) -> dict[str, str]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _differs(key: str, identities: Sequence[Identity]) -> bool:
+    values = {each.value(key) for each in identities}
+    return len(values - ({None} if key in CONTEXT else set())) > 1
+
+
+def _machine(record: Record) -> str | None:
+    """Name the machine: runs on others of the same device type are not comparable."""
+    gpus = record.environment.get("gpus") if record.device == "cuda" else None
+    return gpus[0] if gpus else record.environment.get("cpu")

@@ -1,0 +1,86 @@
+"""How often intervals hold what they say, and how often equal strategies are told apart, simulated.
+
+python -m tests.support.coverage      prints the table of docs/measuring.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.analysis.leaders import leaders_of
+from lab.measure.intervals import of_ratio
+
+REPEATS = (3, 4, 6, 10)
+RATIO = 1.5  # of two strategies' true step times
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise of step times, as added to their logarithms.
+
+    Attributes:
+        drift: standard deviation of what all cells of a repeat share.
+        draw: the noise of single cells.
+    """
+
+    drift: float
+    draw: Draw
+
+
+NOISES = {
+    "normal, 2 %": Noise(0.0, lambda rng, shape: 0.02 * rng.standard_normal(shape)),
+    "the same, and a shared drift of 5 %": Noise(
+        0.05, lambda rng, shape: 0.02 * rng.standard_normal(shape)
+    ),
+    "Laplace, 2 %": Noise(0.0, lambda rng, shape: 0.02 * rng.laplace(size=shape)),
+    "t of 3 degrees of freedom, 2 %": Noise(
+        0.0, lambda rng, shape: 0.02 * rng.standard_t(3, size=shape)
+    ),
+    "normal, 1 %, and exponential stalls, 2 %": Noise(
+        0.0,
+        lambda rng, shape: 0.01 * rng.standard_normal(shape) + 0.02 * rng.exponential(size=shape),
+    ),
+}
+
+
+def step_times(noise: Noise, studies: int, strategies: int, repeats: int) -> np.ndarray:
+    """Draw step times of equal strategies, [studies, strategies, repeats]."""
+    rng = np.random.default_rng(repeats)
+    shared = noise.drift * rng.standard_normal((studies, 1, repeats))
+    return np.exp(shared + noise.draw(rng, (studies, strategies, repeats)))
+
+
+def coverage(noise: Noise, repeats: int, studies: int) -> float:
+    """Return the share of studies whose interval of a ratio holds the true one."""
+    times = step_times(noise, studies, 2, repeats)
+    intervals = (of_ratio(RATIO * first, second) for first, second in times)
+    return sum(one.lo <= RATIO <= one.hi for one in intervals) / studies
+
+
+def false_leads(noise: Noise, repeats: int, studies: int, strategies: int) -> float:
+    """Return the share of studies in which one of several equal strategies is left out."""
+    times = step_times(noise, studies, strategies, repeats)
+    names = [str(number) for number in range(strategies)]
+    led = (
+        leaders_of({n: dict(enumerate(t)) for n, t in zip(names, study, strict=True)})
+        for study in times
+    )
+    return sum(len(each) < strategies for each in led) / studies
+
+
+def main(studies: int = 20_000) -> None:
+    columns = [f"n = {n}" for n in REPEATS] + ["false leads of 2, of 6 at n = 3"]
+    print(f"| noise | {' | '.join(columns)} |")
+    print("|---" * (len(REPEATS) + 2) + "|")
+    for name, noise in NOISES.items():
+        covered = " | ".join(f"{100 * coverage(noise, n, studies):.1f}" for n in REPEATS)
+        led = ", ".join(f"{100 * false_leads(noise, 3, studies // 4, k):.1f}" for k in (2, 6))
+        print(f"| {name} | {covered} | {led} |")
+
+
+if __name__ == "__main__":
+    main()

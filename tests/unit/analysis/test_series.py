@@ -1,0 +1,85 @@
+"""Runs that differ in anything that matters are never merged; copies are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.analysis.records import load_study
+from lab.analysis.speedup import table
+from tests.support.records import leave, make_record
+
+TREE = {"exchange._target_": "lab.exchange.tree.Tree", "exchange.chunk_mb": None}
+ONEBIT = {"exchange._target_": "lab.exchange.onebit.OneBit", "exchange.block_size": 256}
+GIGABIT = {"cluster.rate": "1gbit"}
+
+
+def series(folder: Path, *runs: dict[str, Any], strategy: str = "tree") -> list[str]:
+    """Leave a run for each set of changes to its record, and return the names of their series."""
+    for number, changes in enumerate(runs):
+        leave(folder / str(number), make_record(**{"strategy": strategy, **changes}))
+    return [row.series for row in table(load_study(folder))]
+
+
+def make(settings: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"world_size": 2, "seconds": 1.0, "settings": settings, **changes}
+
+
+def test_runs_over_other_links_are_another_series_though_nobody_typed_the_rate(
+    tmp_path: Path,
+) -> None:
+    found = series(tmp_path, make(TREE | GIGABIT), make(TREE | {"cluster.rate": "100mbit"}))
+    assert found == ["tree cluster.rate=1gbit", "tree cluster.rate=100mbit"]
+
+
+def test_a_typed_default_is_no_difference(tmp_path: Path) -> None:
+    typed = make(TREE | GIGABIT, variant={"cluster.rate": "1gbit"}, repeat=1)
+    assert series(tmp_path, make(TREE | GIGABIT), typed) == ["tree"]
+
+
+def test_a_condition_of_one_strategy_alone_is_named_too(tmp_path: Path) -> None:
+    slow = make(ONEBIT | {"cluster.rate": "100mbit"}, strategy="onebit")
+    found = series(tmp_path, make(TREE | GIGABIT), slow)
+    assert found == ["tree cluster.rate=1gbit", "onebit cluster.rate=100mbit"]
+
+
+def test_what_a_strategy_brings_with_it_is_in_its_name(tmp_path: Path) -> None:
+    assert series(tmp_path, make(TREE), make(ONEBIT, strategy="onebit")) == ["tree", "onebit"]
+
+
+def test_an_exchange_of_other_settings_is_another_series(tmp_path: Path) -> None:
+    other = ONEBIT | {"exchange.block_size": 64}
+    found = series(tmp_path, make(ONEBIT), make(other), strategy="onebit")
+    assert found == ["onebit exchange.block_size=64", "onebit exchange.block_size=256"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"environment": {"num_cores": 2}}, {"environment": {"num_cores": 4}}),
+        ({"environment": {"memory_gib": 16}}, {"environment": {"memory_gib": 24}}),
+        ({"environment": {"torch": "2.9.0"}}, {"environment": {"torch": "2.13.0"}}),
+        ({"model_source": "0123abcd"}, {"model_source": "4567cdef"}),
+        ({"precision": "fp32"}, {"precision": "bf16"}),
+    ],
+)
+def test_another_machine_or_code_is_another_series(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    assert len(set(series(tmp_path, make(TREE, **first), make(TREE, **second)))) == 2
+
+
+def test_copies_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"0 and 1 are the same cell, repeat=0; remove one"):
+        series(tmp_path, make(TREE), make(TREE))
+
+
+def test_a_failed_run_and_its_successor_are_no_copies(tmp_path: Path) -> None:
+    assert series(tmp_path, make(TREE, seconds=None), make(TREE)) == ["tree"]
+
+
+def test_records_without_settings_are_told_apart_as_typed(tmp_path: Path) -> None:
+    found = series(tmp_path, make({}, variant={"bucket_mb": "1"}), make({}, repeat=1))
+    assert found == ["tree", "tree bucket_mb=1"]
