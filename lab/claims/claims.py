@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
+from lab.measure.intervals import Interval
 from lab.model.facts import Convolution
 
-VERDICTS = ("holds", "fails", "unknown")
+OUTCOMES = ("holds", "fails", "within noise", "unknown")
+# What a claim is worth as evidence, in the order of a page.
+KINDS = {
+    "emergent": "follows from nothing that was put in, so it can fail",
+    "count": "counted: of a model, or of the bytes that are sent",
+    "derived": "arithmetic on the source's own figures: tests this lab's code, not the source",
+    "calibrated": "an input of the model or of the study: no evidence",
+    "own": "the lab's own, which the source does not say",
+}
+EVIDENCE = ("emergent", "count")  # kinds that say something about the source
 
 
 @dataclass(frozen=True)
@@ -28,18 +38,24 @@ class Check:
         if not one_bound or (self.about is None) != (self.within is None):
             raise ValueError("must give about and within, or at_least, or at_most")
 
-    def verdict(self, value: float | None) -> str:
-        """Judge a value: one of VERDICTS."""
-        if value is None or math.isnan(value):
-            return "unknown"
-        return "holds" if self._allows(value) else "fails"
-
-    def _allows(self, value: float) -> bool:
+    @property
+    def allowed(self) -> tuple[float, float]:
+        """The smallest and the largest value that the condition allows."""
         if self.about is not None and self.within is not None:
-            return abs(value - self.about) <= self.within * abs(self.about)
-        if self.at_least is not None:
-            return value >= self.at_least
-        return self.at_most is not None and value <= self.at_most
+            margin = self.within * abs(self.about)
+            return self.about - margin, self.about + margin
+        low = -math.inf if self.at_least is None else self.at_least
+        return low, math.inf if self.at_most is None else self.at_most
+
+    def outcome(self, value: Interval) -> str:
+        """Judge a value by its interval, or by itself if it has none: one of OUTCOMES."""
+        if math.isnan(value.mid):
+            return "unknown"
+        lo, hi = (value.mid, value.mid) if math.isnan(value.lo) else (value.lo, value.hi)
+        least, most = self.allowed
+        if least <= lo and hi <= most:
+            return "holds"
+        return "fails" if hi < least or lo > most else "within noise"
 
     def __str__(self) -> str:
         if self.about is not None and self.within is not None:
@@ -53,6 +69,7 @@ class Claim:
 
     Attributes:
         says: the sentence itself.
+        kind: a key of KINDS.
         source: its page, slide or label.
         quantity: a key of lab.claims.metrics.QUANTITIES.
         at: the point where the quantity is taken.
@@ -60,6 +77,7 @@ class Claim:
     """
 
     says: str
+    kind: str
     source: str
     quantity: str
     check: Check
@@ -143,6 +161,8 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         claim = Claim(**{**entry, "check": check, "at": at})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
+    if claim.kind not in KINDS:
+        raise ValueError(f"claim {claim.says!r}: kind={claim.kind}: allowed are {', '.join(KINDS)}")
     if claim.quantity not in QUANTITIES:
         allowed = ", ".join(QUANTITIES)
         raise ValueError(f"claim {claim.says!r}: quantity={claim.quantity}: allowed are {allowed}")

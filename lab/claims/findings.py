@@ -127,11 +127,11 @@ def _reproduce(
 
 
 def _fit(runs: Path, paper: Paper, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:
-    from lab.simulate.score import Score
+    from lab.simulate.score import fitted_groups
 
-    score = Score(runs, profile_of(paper.profile), preset)
-    name = f"{score.hardware.name} (fitted to cells of 1 and 2 ranks)"
-    return replace(score.hardware, name=name), scored_cells(score)
+    (group,) = fitted_groups(runs, profile_of(paper.profile), preset)
+    name = f"{group.hardware.name} (fitted to cells of 1 and 2 ranks)"
+    return replace(group.hardware, name=name), scored_cells(group)
 
 
 def _measured(runs: Path, paper: Paper) -> MeasuredFacts:
@@ -143,6 +143,9 @@ def _measured(runs: Path, paper: Paper) -> MeasuredFacts:
         raise ValueError(f"runs={runs}: there is no study of {paper.title}")
     model = load([f"model={paper.reproduction.model}"]).model
     cells = load_study(runs).cells
+    kinds = sorted({cell.circumstances for cell in cells})
+    if len(kinds) > 1:
+        raise ValueError(f"runs={runs}: must be of one machine and its links: {'; '.join(kinds)}")
     return Measured(cells, paper.profile, parameters_of(partial(build, model)))
 
 

@@ -14,8 +14,8 @@ from lab.record.files import write_atomically
 
 def summary(findings: Findings) -> list[str]:
     """List the first lines of the page: the title, the table of claims, and its sources."""
-    table = tables.claims_table(findings.verdicts)
-    return [f"# {findings.paper.title}", "", *table, "", *_sources(findings)]
+    claims = tables.claims_tables(findings.verdicts)
+    return [f"# {findings.paper.title}", "", *claims, "", *_sources(findings)]
 
 
 def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
@@ -40,10 +40,12 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
 
 def _draw(findings: Findings, reproduced: Reproduced, folder: Path) -> None:
     # Imported here: the table of claims alone needs no matplotlib.
-    from lab.claims import figures
+    from lab.claims import figures, forest
     from lab.draw.save import save
 
     title, emulations = findings.paper.title, _emulations(findings.conditions)
+    claims = partial(forest.verdicts, findings.verdicts)
+    save(partial(claims, [_note(title, _basis(findings)), *emulations]), folder / "claims.png")
     bars = partial(figures.speedup_bars, reproduced, findings.conditions)
     save(partial(bars, [_note(title, reproduced.basis), *emulations]), folder / "speedup.png")
     rates = partial(figures.speedup_over_rate, reproduced.rates)
@@ -53,6 +55,7 @@ def _draw(findings: Findings, reproduced: Reproduced, folder: Path) -> None:
 
 
 def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
+    yield from ("", f"![claims]({folder}/claims.png)")
     yield from ("", "## Speedup", "", f"![speedup]({folder}/speedup.png)")
     if reproduced.scored is not None:
         yield from ("", "## Every cell", "")
@@ -71,7 +74,7 @@ def _sources(findings: Findings) -> list[str]:
     predicted = f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted."
     if findings.conditions:
         how = "; ".join([*findings.conditions.machines, *findings.conditions.emulations])
-        brackets = "In brackets the lowest and the highest of its repeats."
+        brackets = "In brackets the 95 % interval over repeats, which decides."
         counted = "Parameters are counted in the lab's own model; what is replayed is scaled."
         return [predicted, "", f"Measured: {how}. {brackets} {counted}"]
     if not paper.reproduction:
@@ -79,6 +82,10 @@ def _sources(findings: Findings) -> list[str]:
     study = paper.reproduction.study
     how = f"`python -m lab.sweep study={study}` (root) measures it, then `runs=runs/{study}`"
     return [predicted, f"Measured: nothing; {how}."]
+
+
+def _basis(findings: Findings) -> str:
+    return f"profile {findings.paper.profile} on {findings.paper.hardware}"
 
 
 def _note(title: str, basis: str) -> str:

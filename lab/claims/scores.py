@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
+from lab.simulate.fit import Group, evidence
 from lab.simulate.step import simulate
-
-if TYPE_CHECKING:  # imports pandas, which a table of claims alone does not need
-    from lab.simulate.score import Score
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class ScoredCell:
         return self.predicted_s / median(self.measured_s) - 1
 
 
-def scored_cells(score: Score) -> tuple[ScoredCell, ...]:
+def scored_cells(group: Group) -> tuple[ScoredCell, ...]:
     """Predict every observed cell by the fitted hardware."""
     return tuple(
         ScoredCell(
@@ -48,12 +45,12 @@ def scored_cells(score: Score) -> tuple[ScoredCell, ...]:
             measured_s=cell.steps_s,
             predicted_s=simulate(
                 cell.profile,
-                score.hardware,
+                group.hardware,
                 cell.strategy,
                 cell.world_size,
                 cell.per_rank_batch_size,
             ).step_s,
-            evidence=score.evidence(cell.world_size),
+            evidence=evidence(cell.world_size),
         )
-        for cell in score.observations
+        for cell in group.observations
     )

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
+from lab.claims.claims import EVIDENCE, KINDS
 from lab.claims.crossovers import Crossovers
 from lab.claims.scores import ScoredCell
-from lab.claims.verdicts import Verdict
+from lab.claims.verdicts import Verdict, tally
 from lab.draw.looks import order
 from lab.draw.text import markdown
 
 
-def claims_table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Write a line for each claim; where repeats differ, [lowest, highest] follows the median."""
+def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
+    """Write a table for each kind of claim, and what those that are evidence come to."""
     header = ["claim", "where", "holds if", "published", "predicted", "measured", "verdict"]
-    return markdown(header, [_claim(verdict) for verdict in verdicts])
+    lines: list[str] = []
+    for kind, meaning in KINDS.items():
+        rows = [_claim(verdict) for verdict in verdicts if verdict.claim.kind == kind]
+        if rows:
+            lines += [f"**{kind}** ({meaning}):", "", *markdown(header, rows), ""]
+    counts = ", ".join(f"{n} {outcome}" for outcome, n in tally(verdicts).items() if n)
+    return [*lines, f"Of the claims that are evidence ({' and '.join(EVIDENCE)}): {counts}."]
 
 
 def cells_table(cells: Sequence[ScoredCell]) -> list[str]:
@@ -63,14 +71,25 @@ def _rates_table(crossovers: Crossovers) -> list[str]:
 
 
 def _claim(verdict: Verdict) -> list[str]:
-    claim, repeats = verdict.claim, verdict.repeats
+    claim = verdict.claim
     condition = f"{claim.quantity.replace('_', ' ')} {claim.check}"
-    span = f" [{_text(min(repeats))}, {_text(max(repeats))}]" if len(set(repeats)) > 1 else ""
     return [
         *(claim.says, claim.source, condition),
-        *(_text(claim.published), _text(verdict.predicted), _text(verdict.measured) + span),
+        *(_text(claim.published), _text(verdict.predicted), _measured(verdict)),
         f"{verdict.outcome} ({verdict.evidence})",
     ]
+
+
+def _measured(verdict: Verdict) -> str:
+    """Write the value and its interval, or how few repeats gave none."""
+    value = verdict.measured
+    if math.isnan(value.mid):
+        return "–"
+    if math.isnan(value.lo):
+        few = "" if verdict.claim.kind == "count" else f" (n = {verdict.num_repeats})"
+        return f"{_text(value.mid)}{few}"
+    interval = "" if value.lo == value.hi else f" [{_text(value.lo)}, {_text(value.hi)}]"
+    return f"{_text(value.mid)}{interval}"
 
 
 def _place(cell: ScoredCell) -> tuple[object, ...]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lab.claims.claims import Claim, Paper
+from lab.claims.claims import EVIDENCE, OUTCOMES, Claim, Paper
 from lab.claims.metrics import Facts, MeasuredFacts
+from lab.measure.intervals import UNKNOWN, Interval, of_level
 
 
 @dataclass(frozen=True)
@@ -13,34 +17,53 @@ class Verdict:
     """A claim, and the values of its quantity.
 
     Attributes:
-        predicted, measured: None if unknown.
-        repeats: the values of those repeats that have one.
+        predicted: None if unknown.
+        measured: over repeats, with an interval where these suffice; all NaN if unknown.
+        num_repeats: how many repeats have a value.
     """
 
     claim: Claim
     predicted: float | None
-    measured: float | None = None
-    repeats: tuple[float, ...] = ()
+    measured: Interval = UNKNOWN
+    num_repeats: int = 0
 
     @property
     def evidence(self) -> str:
         """Return which value decides: "measured" if there is one, else "predicted"."""
-        return "predicted" if self.measured is None else "measured"
+        return "predicted" if math.isnan(self.measured.mid) else "measured"
 
     @property
     def outcome(self) -> str:
-        """Return one of lab.claims.claims.VERDICTS."""
-        value = self.predicted if self.measured is None else self.measured
-        return self.claim.check.verdict(value)
+        """Return one of OUTCOMES."""
+        if self.evidence == "measured":
+            return self.claim.check.outcome(self.measured)
+        return self.claim.check.outcome(_exact(self.predicted))
 
 
 def judge(paper: Paper, predicted: Facts, measured: MeasuredFacts | None) -> tuple[Verdict, ...]:
     """Compute each claim's values from the facts."""
-    repeats = measured.repeats() if measured else ()
-    verdicts = []
-    for claim in paper.claims:
-        values = (claim.value(repeat) for repeat in repeats)
-        known = tuple(value for value in values if value is not None)
-        value = claim.value(measured) if measured else None
-        verdicts.append(Verdict(claim, claim.value(predicted), value, known))
-    return tuple(verdicts)
+    return tuple(
+        Verdict(claim, claim.value(predicted), *_measured(claim, measured))
+        for claim in paper.claims
+    )
+
+
+def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """Count the outcomes of the claims that say something about the source."""
+    counts = Counter(each.outcome for each in verdicts if each.claim.kind in EVIDENCE)
+    return {outcome: counts[outcome] for outcome in OUTCOMES}
+
+
+def _measured(claim: Claim, measured: MeasuredFacts | None) -> tuple[Interval, int]:
+    """Return the value over repeats; of cells with different repeats, their medians' alone."""
+    if not measured:
+        return UNKNOWN, 0
+    values = [claim.value(repeat) for repeat in measured.repeats()]
+    known = [value for value in values if value is not None]
+    if known and min(known) > 0:
+        return of_level(known), len(known)
+    return _exact(claim.value(measured)), len(known)
+
+
+def _exact(value: float | None) -> Interval:
+    return UNKNOWN if value is None else Interval(math.nan, value, math.nan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from lab.simulate.step import Strategy, simulate
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
-MAX_ITERATIONS = 50
 # Start of the search where the preset has 0, because the search multiplies.
 START = {"latency_s": 1e-4, "codec_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
 LINK = ("latency_s", "bandwidth_bytes_per_s")
@@ -47,11 +47,51 @@ class Observation:
         return median(self.steps_s)
 
 
+@dataclass(frozen=True)
+class Group:
+    """The cells of a study that share machine and links, and the hardware fitted to them.
+
+    Attributes:
+        conditions: the settings by which the study's groups differ; empty if there is one group.
+        hardware: fitted to the cells of one and two ranks.
+    """
+
+    conditions: str
+    observations: tuple[Observation, ...]
+    hardware: Hardware
+
+    def of(
+        self,
+        profile: Profile,
+        strategy: Strategy,
+        world_size: int,
+        batch_size: int,
+        step_s: float,
+    ) -> dict[str, Any]:
+        """Score one prediction: measured step, error, and kind of evidence.
+
+        Args:
+            batch_size: global.
+            step_s: predicted.
+        """
+        point = profile, strategy, world_size, batch_size // world_size
+        for one in self.observations:
+            if (one.profile, one.strategy, one.world_size, one.per_rank_batch_size) == point:
+                error = step_s / one.step_s - 1
+                return {"measured_s": one.step_s, "error": error, "evidence": evidence(world_size)}
+        return {}
+
+
+def evidence(world_size: int) -> str:
+    """Return the kind of evidence that a cell of so many ranks gives."""
+    return "fitted" if world_size <= LARGEST_FITTED else "held out"
+
+
 def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
     """Fit the hardware to cells of at most two ranks.
 
-    Least squares of predicted - measured by the Levenberg-Marquardt method, over the logarithms
-    of the values in NAMES that the preset has. The fitted link joins the first two ranks.
+    Least squares of predicted - measured over the logarithms of the values in NAMES that the preset
+    has. The fitted link joins the first two ranks.
 
     Raises:
         ValueError: there is no cell of two ranks.
@@ -101,23 +141,6 @@ def _pair(hardware: Hardware) -> str:
 
 def least_squares(residuals: Residuals, x: np.ndarray) -> np.ndarray:
     """Find the least sum of squares near `x`; return its x."""
-    damping, now = 1e-2, residuals(x)
-    for _ in range(MAX_ITERATIONS):
-        jacobian = _jacobian(residuals, x, now)
-        normal = jacobian.T @ jacobian
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -jacobian.T @ now)
-        step = np.clip(step, -1, 1)
-        trial = residuals(x + step)
-        if trial @ trial < now @ now:
-            x, now, damping = x + step, trial, damping / 3
-        else:
-            damping *= 4
-        if np.abs(step).max() < 1e-6:
-            break
-    return x
+    from scipy import optimize  # takes half a second to import, which only fits need
 
-
-def _jacobian(residuals: Residuals, x: np.ndarray, now: np.ndarray) -> np.ndarray:
-    width = 1e-4
-    columns = [(residuals(x + width * unit) - now) / width for unit in np.eye(len(x))]
-    return np.stack(columns, axis=1)
+    return optimize.least_squares(residuals, x, x_scale="jac").x

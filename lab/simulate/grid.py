@@ -9,6 +9,7 @@ from lab.measure.spans import Span
 from lab.settings.errors import ConfigError
 from lab.settings.names import AXES
 from lab.simulate.calibrate import calibrate
+from lab.simulate.fit import Group
 from lab.simulate.request import Request, plain
 from lab.simulate.step import Prediction, Strategy, predict
 from lab.study.grid import Cell
@@ -29,29 +30,37 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     strategies = [Strategy.of(plain(cell.config)) for cell in request.cells]
-    hardware, score = request.hardware, None
-    if request.fit and request.fit.suffix == ".json":
-        hardware = calibrate(request.fit, hardware)
-    elif request.fit:
-        from lab.simulate.score import Score  # Imports pandas.
-
-        score = Score(request.fit, request.profiles[0], request.hardware)
-        hardware = score.hardware
+    groups = _groups(request)
     rows, spans = [], ()
-    for cell, profile, strategy in zip(request.cells, request.profiles, strategies, strict=True):
-        weak = cell.config.scaling == "weak"
-        point = strategy, cell.world_size, cell.batch_size
-        prediction = predict(profile, hardware, *point, weak)
-        spans = prediction.step.spans
-        row = _row(cell, _series(cell, request.cells), prediction)
-        rows.append(row | (score.of(profile, *point, prediction.step.step_s) if score else {}))
+    for group in groups:
+        for cell, profile, strategy in zip(
+            request.cells, request.profiles, strategies, strict=True
+        ):
+            weak = cell.config.scaling == "weak"
+            point = strategy, cell.world_size, cell.batch_size
+            prediction = predict(profile, group.hardware, *point, weak)
+            spans = prediction.step.spans
+            series = " ".join([_series(cell, request.cells), *group.conditions.split()])
+            score = group.of(profile, *point, prediction.step.step_s)
+            row = _row(cell, series, prediction)
+            rows.append(row | {"conditions": group.conditions} | score)
     result = {
         "rows": rows,
         "profiles": {profile.name: profile.gradient_bytes for profile in request.profiles},
-        "hardware": asdict(hardware),
+        "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
         "fit": str(request.fit) if request.fit else None,
     }
     return result, spans
+
+
+def _groups(request: Request) -> tuple[Group, ...]:
+    """Return the hardware to predict on: as its file says, or fitted."""
+    if request.fit and request.fit.suffix != ".json":
+        from lab.simulate.score import fitted_groups  # Imports pandas.
+
+        return fitted_groups(request.fit, request.profiles[0], request.hardware)
+    hardware = request.hardware
+    return (Group("", (), calibrate(request.fit, hardware) if request.fit else hardware),)
 
 
 def _row(cell: Cell, series: str, prediction: Prediction) -> dict[str, Any]:

@@ -1,66 +1,51 @@
-"""Score predictions by a study's measurements."""
+"""Read a study's measurements, to fit hardware to them and to score predictions."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from lab.analysis.records import Cell, load_study
 from lab.model.profile import VALUE_BYTES, Profile, replayed
-from lab.simulate.fit import LARGEST_FITTED, Observation, fit
+from lab.simulate.fit import Group, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import Strategy
 
 MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
 
 
-class Score:
-    """A study's cells, and the hardware fitted to those of one and two ranks.
+def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Group, ...]:
+    """Divide a study's cells by machine and links, and fit the hardware to each group.
 
     Args:
         profile: of cells with a real model; cells of model=replay name their own profile.
 
     Raises:
-        ValueError: the study cannot be read, is of another model, or has no cell of two ranks.
+        ValueError: the study cannot be read, is of another model, or a group has no cell of two
+            ranks.
     """
+    groups: dict[str, list[Cell]] = {}
+    for cell in load_study(folder).cells:
+        if _counts(cell):
+            groups.setdefault(cell.circumstances, []).append(cell)
+    try:
+        if not groups:
+            raise ValueError("no finished throughput run")
+        return tuple(_group(name, groups[name], profile, preset) for name in sorted(groups))
+    except ValueError as error:
+        raise ValueError(f"fit={folder}: {error}") from None
 
-    def __init__(self, folder: Path, profile: Profile, preset: Hardware) -> None:
-        cells = [cell for cell in load_study(folder).cells if _counts(cell)]
-        try:
-            self.observations = _observations(cells, profile)
-            self.hardware = fit(_on_its_cores(preset, cells), self.observations)
-        except ValueError as error:
-            raise ValueError(f"fit={folder}: {error}") from None
 
-    def of(
-        self,
-        profile: Profile,
-        strategy: Strategy,
-        world_size: int,
-        batch_size: int,
-        step_s: float,
-    ) -> dict[str, Any]:
-        """Score one prediction: measured step, error, and kind of evidence.
-
-        Args:
-            batch_size: global.
-            step_s: predicted.
-        """
-        point = profile, strategy, world_size, batch_size // world_size
-        for one in self.observations:
-            if (one.profile, one.strategy, one.world_size, one.per_rank_batch_size) == point:
-                error = step_s / one.step_s - 1
-                evidence = self.evidence(world_size)
-                return {"measured_s": one.step_s, "error": error, "evidence": evidence}
-        return {}
-
-    def evidence(self, world_size: int) -> str:
-        """Return the kind of evidence that a cell of so many ranks gives."""
-        return "fitted" if world_size <= LARGEST_FITTED else "held out"
+def _group(conditions: str, cells: list[Cell], profile: Profile, preset: Hardware) -> Group:
+    observations = _observations(cells, profile)
+    try:
+        hardware = fit(_on_its_cores(preset, cells), observations)
+    except ValueError as error:
+        raise ValueError(f"{conditions}: {error}" if conditions else str(error)) from None
+    return Group(conditions, tuple(observations), hardware)
 
 
 def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:

@@ -42,15 +42,15 @@ def table(result: Row) -> str:
 
 def notes(result: Row) -> list[str]:
     """Say what was predicted, from what, and how far it may be trusted."""
-    hardware = result["hardware"]
+    (name,) = {hardware["name"] for hardware in result["hardware"]}
     profiles = ", ".join(
         f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
     )
     about = (
         f"predicted: profile {profiles}, hardware "
-        f"{hardware['name']}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
+        f"{name}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
     )
-    return [about, _fitted(result), _held_out(result["rows"])]
+    return [about, *_fitted(result), *_held_out(result)]
 
 
 def write(target: Path, result: Row) -> list[Path]:
@@ -70,7 +70,7 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
     """
     (row,) = result["rows"]
     facts = {key: row[key] for key in ("strategy", "world_size", "batch_size", "scaling")}
-    facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"]["name"]}
+    facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"][0]["name"]}
     write_trace(target, spans, {**facts, "source": "predicted; one rank stands for all"})
     picture = target.with_suffix(".png")
     save(lambda: timeline_of_step(read_trace(target)), picture)
@@ -159,19 +159,33 @@ def _line(row: Row) -> list[str]:
     ]
 
 
-def _fitted(result: Row) -> str:
+def _fitted(result: Row) -> list[str]:
     if not result["fit"]:
-        return "hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"
-    hardware = result["hardware"]
-    pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
-    values = ", ".join(f"{name}={({**hardware, **pair})[name]:.3g}" for name in FITTED)
+        return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
-    return f"fitted to {cells}{result['fit']}: {values}"
+    return [
+        f"fitted to {cells}{result['fit']}{_where(hardware['conditions'])}: {_values(hardware)}"
+        for hardware in result["hardware"]
+    ]
 
 
-def _held_out(rows: list[Row]) -> str:
-    errors = [abs(row["error"]) for row in rows if row["evidence"] == "held out"]
-    if not errors:
-        return "no held-out cell: every prediction beyond what was fitted is an extrapolation"
-    middle, worst = 100 * median(errors), 100 * max(errors)
-    return f"held out: {len(errors)} cells, median error {middle:.1f} %, worst {worst:.1f} %"
+def _values(hardware: Row) -> str:
+    pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
+    return ", ".join(f"{name}={({**hardware, **pair})[name]:.3g}" for name in FITTED)
+
+
+def _held_out(result: Row) -> list[str]:
+    """Summarise the errors on cells that were not fitted, for each group of conditions."""
+    lines = []
+    for hardware in result["hardware"]:
+        rows = [r for r in result["rows"] if r["conditions"] == hardware["conditions"]]
+        errors = [abs(row["error"]) for row in rows if row["evidence"] == "held out"]
+        if errors:
+            middle, worst = 100 * median(errors), 100 * max(errors)
+            text = f"{len(errors)} cells, median error {middle:.1f} %, worst {worst:.1f} %"
+            lines.append(f"held out{_where(hardware['conditions'])}: {text}")
+    return lines or ["no held-out cell: every prediction beyond what was fitted extrapolates"]
+
+
+def _where(conditions: str) -> str:
+    return f" at {conditions}" if conditions else ""

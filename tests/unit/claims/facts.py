@@ -44,3 +44,14 @@ class Table:
 
     def machines(self) -> list[str]:
         return ["one"]
+
+
+class Repeated(Table):
+    """The same with one repeat for each factor of `tree`."""
+
+    def __init__(self, *factors: float) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def repeats(self) -> list[Facts]:
+        return [Table(factor) for factor in self.factors]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from omegaconf import OmegaConf
 
-from lab.claims.claims import Check, Claim, Paper
+from lab.claims.claims import KINDS, Check, Claim, Paper
 from lab.claims.metrics import Point
 from lab.claims.predicted import Predicted
-from lab.claims.tables import claims_table
+from lab.claims.tables import claims_tables
 from lab.claims.verdicts import judge
+from lab.measure.intervals import UNKNOWN, Interval
 from lab.settings.config import conf_dir
 from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware
-from tests.unit.claims.facts import Table
+from tests.unit.claims.facts import Repeated, Table
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ from tests.unit.claims.facts import Table
     ],
 )
 def test_quantities(quantity: str, at: Point, value: float | None) -> None:
-    computed = Claim("says", "slide", quantity, Check(at_least=0), at).value(Table())
+    computed = Claim("says", "own", "slide", quantity, Check(at_least=0), at).value(Table())
     assert computed == (value if value is None else pytest.approx(value))
 
 
@@ -55,7 +57,13 @@ CONV1_2 |= {"kernel_height": 3, "kernel_width": 3}
 def test_operations_are_of_the_layer_that_a_claim_describes(
     profile: str, layer: dict[str, int], operations: int
 ) -> None:
-    entry = {"says": "s", "source": "1", "quantity": "operations", "check": {"at_least": 1}}
+    entry = {
+        "says": "s",
+        "kind": "count",
+        "source": "1",
+        "quantity": "operations",
+        "check": {"at_least": 1},
+    }
     paper = Paper.parse(
         {
             **{"title": "t", "profile": profile, "hardware": "titanx_x4"},
@@ -64,12 +72,12 @@ def test_operations_are_of_the_layer_that_a_claim_describes(
     )
     predicted = Predicted(profile, Hardware.parse(read_file("hardware", "titanx_x4")))
     (verdict,) = judge(paper, predicted, Table())
-    assert (verdict.predicted, verdict.measured) == (2 * operations, None)
+    assert verdict.predicted == 2 * operations and math.isnan(verdict.measured.mid)
 
 
 def test_parameters_of_a_profile_are_its_own() -> None:
     hardware = Hardware.parse(read_file("hardware", "titanx_x4"))
-    share = Claim("says", "slide", "fc_share", Check(at_least=0))
+    share = Claim("says", "own", "slide", "fc_share", Check(at_least=0))
     vgg16 = Predicted("vgg16_p100", hardware)
     assert vgg16.parameters().total == 138_357_544  # Simonyan and Zisserman say 138 million
     assert share.value(vgg16) == pytest.approx(123_642_856 / 138_357_544)
@@ -82,7 +90,9 @@ def test_without_layers_named_fc_their_share_is_unknown(monkeypatch: pytest.Monk
     hardware = Hardware.parse(read_file("hardware", "titanx_x4"))
     measured_profile = Predicted("test_without_layers_named_fc", hardware)
     assert measured_profile.parameters().total == 10
-    assert Claim("says", "slide", "fc_share", Check(at_least=0)).value(measured_profile) is None
+    assert (
+        Claim("says", "own", "slide", "fc_share", Check(at_least=0)).value(measured_profile) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,9 +104,25 @@ def test_without_layers_named_fc_their_share_is_unknown(monkeypatch: pytest.Monk
     ],
 )
 def test_checks(check: Check, holds: float, fails: float) -> None:
-    assert check.verdict(holds) == "holds"
-    assert check.verdict(fails) == "fails"
-    assert check.verdict(None) == check.verdict(math.nan) == "unknown"
+    assert check.outcome(Interval(math.nan, holds, math.nan)) == "holds"
+    assert check.outcome(Interval(math.nan, fails, math.nan)) == "fails"
+    assert check.outcome(UNKNOWN) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        ((3.7, 4.3), "holds"),
+        ((3.5, 4.3), "within noise"),
+        ((3.7, 4.5), "within noise"),
+        ((3.0, 5.0), "within noise"),
+        ((4.41, 5.0), "fails"),
+        ((3.0, 3.59), "fails"),
+    ],
+)
+def test_the_interval_decides(ends: tuple[float, float], outcome: str) -> None:
+    lo, hi = ends
+    assert Check(about=4, within=0.1).outcome(Interval(lo, (lo + hi) / 2, hi)) == outcome
 
 
 @pytest.mark.parametrize(
@@ -107,12 +133,14 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
     assert paper.claims
     for claim in paper.claims:
         if claim.published is not None:  # a paper does not contradict itself
-            assert claim.check.verdict(claim.published) == "holds", claim.says
+            published = Interval(math.nan, claim.published, math.nan)
+            assert claim.check.outcome(published) == "holds", claim.says
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ({"kind": "guess"}, "'s': kind=guess: allowed are emergent, count, derived"),
         ({"quantity": "luck"}, "'s': quantity=luck: allowed are step_s, speedup"),
         ({"check": {"about": 1}}, "'s': must give about and within, or at_least, or at_most"),
         ({"at": {"ranks": 4}}, "'s': .*ranks"),
@@ -123,7 +151,8 @@ def test_every_file_of_claims_can_be_read(path: object) -> None:
     ],
 )
 def test_a_wrong_entry_is_named(entry: dict[str, object], message: str) -> None:
-    right = {"says": "s", "source": "1", "quantity": "speedup", "check": {"at_least": 1}}
+    right = {"says": "s", "kind": "own", "source": "1"}
+    right |= {"quantity": "speedup", "check": {"at_least": 1}}
     with pytest.raises(ValueError, match=message):
         Paper.parse({"claims": [right | entry]})
 
@@ -146,19 +175,25 @@ def test_a_wrong_key_of_a_reproduction_is_named(entry: dict[str, object], messag
         Paper.parse({**node, "reproduction": STUDY | entry})
 
 
-def test_repeats_that_differ_are_a_range() -> None:
+def test_repeats_give_an_interval_and_two_of_them_none() -> None:
+    at = Point("tree", 4)
     claims = [
-        Claim("s", "1", quantity, Check(at_least=0.1), Point(strategy, 4))
-        for quantity, strategy in (
-            ("speedup", "tree"),
-            ("speedup", "overlap"),
-            ("fc_share", "none"),
-        )
+        Claim("s", "emergent", "1", "speedup", Check(at_least=bound), at) for bound in (0.2, 0.8, 9)
     ]
-    verdicts = judge(Paper("t", "p", "h", tuple(claims)), Table(), Table())
-    assert [row.split("|")[6].strip() for row in claims_table(verdicts)[2:]] == [
-        "0.8696 [0.4348, 1.739]",
-        "2",
-        "0.95",
-    ]
-    assert [verdict.outcome for verdict in verdicts] == ["holds"] * 3
+    verdicts = judge(Paper("t", "p", "h", tuple(claims)), Table(), Repeated(1.0, 1.1, 0.9))
+    assert [verdict.outcome for verdict in verdicts] == ["holds", "within noise", "fails"]
+    assert [verdict.num_repeats for verdict in verdicts] == [3] * 3
+    lines = claims_tables(verdicts)
+    cell = lines[4].split("|")[6].strip()
+    assert re.fullmatch(r"0\.87\d* \[0\.6\d+, 1\.1\d+\]", cell), cell
+    assert lines[-1].endswith("(emergent and count): 1 holds, 1 fails, 1 within noise.")
+    few = judge(Paper("t", "p", "h", (claims[0],)), Table(), Repeated(1.0, 1.1))
+    assert claims_tables(few)[4].split("|")[6].strip().endswith("(n = 2)")
+
+
+def test_kinds_have_tables_of_their_own() -> None:
+    at = Point("tree", 4)
+    claims = [Claim(kind, kind, "1", "speedup", Check(at_least=0.1), at) for kind in KINDS]
+    lines = claims_tables(judge(Paper("t", "p", "h", tuple(claims)), Table(), None))
+    assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
+    assert lines[-1].endswith("2 holds.")  # calibrated, derived and own ones are no evidence

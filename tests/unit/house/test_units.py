@@ -60,8 +60,9 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     (panel,) = payload(sheet).axes
     used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
     peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
-    profile = {"profiles": {"p": NUM_BYTES}, "hardware": {"name": "h"}, "fit": None}
-    rows = {"rows": [{"scaling": "strong", "evidence": ""}]}
+    profile = {"profiles": {"p": NUM_BYTES}, "fit": None}
+    profile |= {"hardware": [{"name": "h", "conditions": ""}]}
+    rows = {"rows": [{"scaling": "strong", "evidence": "", "conditions": ""}]}
     return {
         "lab/analysis/summary.py": (summary.text([row], study), "payload MB 200,"),
         "lab/analysis/figures/payload.py": (

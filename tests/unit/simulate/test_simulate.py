@@ -21,14 +21,16 @@ from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
 from lab.settings.config import build, choices_of, conf_dir, load
+from lab.settings.names import resolved, variant
 from lab.simulate.calibrate import calibrate
 from lab.simulate.costs import card_of, stages_of
-from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, with_rate
+from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest, with_rate
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.fit import Observation, fit
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.load import Load, Stage
 from lab.simulate.network import Network
+from lab.simulate.request import plain
 from lab.simulate.step import CEILING, Strategy, predict, simulate
 from lab.sync.pattern import gradsync
 from tests.support.cases import (
@@ -324,26 +326,29 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
 
 
-def leave_study(folder: Path, profile: Profile, names: tuple[str, ...]) -> None:
+def leave_study(
+    folder: Path, profile: Profile, names: tuple[str, ...], hardware: Hardware, *more: str
+) -> None:
     for name in names:
         for size in (1, 2, 4):
-            settings = [f"strategy={name}", "batch_size=128"]
-            cell = folder / f"{name}-n{size}"
+            settings = [f"strategy={name}", "batch_size=128", *more]
+            cell = folder / "-".join([name, f"n{size}", *more])
             cell.mkdir(parents=True)
             config = load(settings)
             (cell / "config.yaml").write_text(OmegaConf.to_yaml(config))
-            step = simulate(profile, TRUE, strategy(name), size, 128 // size)
-            num_parameters = profile.gradient_bytes // 4
+            step = simulate(profile, hardware, strategy(name), size, 128 // size)
             record = make_record(
-                name, size, step.step_s, batch_size=128, num_parameters=num_parameters
-            )
+                name, size, step.step_s,
+                batch_size=128, num_parameters=profile.gradient_bytes // 4,
+                settings=resolved(plain(config)), variant=variant(more),
+            )  # fmt: skip
             record.write(cell / "record.json")
 
 
 def test_predictions_beside_a_study(
     tmp_path: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leave_study(tmp_path / "study", profile, ("none", "tree", "onebit"))
+    leave_study(tmp_path / "study", profile, ("none", "tree", "onebit"), TRUE)
     grid = ["strategy=none,tree", "world_size=1,2,4,8", "batch_size=128"]
     machine = ["hardware=emulated_1gbit", "profile=alexnet_titanx", "profile.bytes_scale=0.02"]
     out = tmp_path / "all.json"
@@ -358,6 +363,34 @@ def test_predictions_beside_a_study(
     assert (tmp_path / "all.png").is_file()
     assert command.main([*grid, "hardware=emulated_1gbit", f"fit={tmp_path}/study"]) == 2
     assert "profile.bytes_scale=0.02" in capsys.readouterr().err
+
+
+def test_cells_over_other_links_are_fitted_and_scored_apart(
+    tmp_path: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, names = tmp_path / "study", ("none", "tree", "onebit")
+    for rate, slower in (("1gbit", 1), ("100mbit", 10)):
+        links = with_rate(TRUE, slowest(TRUE).bandwidth_bytes_per_s / slower)
+        leave_study(study, profile, names, links, "cluster=emulated", f"cluster.rate={rate}")
+    grid = ["strategy=tree", "world_size=1,2,4", "batch_size=128"]
+    machine = ["hardware=emulated_1gbit", "profile=alexnet_titanx", "profile.bytes_scale=0.02"]
+    out = tmp_path / "all.json"
+    assert command.main([*grid, *machine, f"fit={study}", f"out={out}"]) == 0
+    result = json.loads(out.read_text())
+    assert [each["conditions"] for each in result["hardware"]] == [
+        "cluster.rate=100mbit",
+        "cluster.rate=1gbit",
+    ]
+    slow, fast = (each["inter"]["bandwidth_bytes_per_s"] for each in result["hardware"])
+    assert fast / slow == pytest.approx(10, rel=0.05)
+    held_out = {r["series"]: r["error"] for r in result["rows"] if r["evidence"] == "held out"}
+    assert held_out == {
+        "tree cluster.rate=100mbit": pytest.approx(0, abs=0.02),
+        "tree cluster.rate=1gbit": pytest.approx(0, abs=0.02),
+    }
+    text = capsys.readouterr().out
+    for rate in ("100mbit", "1gbit"):
+        assert f"held out at cluster.rate={rate}: 1 cells" in text
 
 
 @pytest.mark.parametrize(
