@@ -9,7 +9,6 @@ from typing import Any
 
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
 from lab.measure.intervals import Interval
-from lab.model.facts import Convolution
 
 OUTCOMES = ("holds", "fails", "within noise", "unknown")
 # What a claim is worth as evidence, in the order of a page.
@@ -100,7 +99,6 @@ class Reproduction:
         study: a file of conf/study.
         hardware: a file of conf/hardware: the emulated cluster before anything is fitted.
         bytes_scale: scales gradients, which keeps the ratio of compute to communication.
-        model: the lab's own, whose parameters are counted.
         strategies, world_sizes, batch_sizes: the figures show these; batches are global.
         rate_crossover: two strategies: below which rate of the links is the first faster?
     """
@@ -108,7 +106,6 @@ class Reproduction:
     study: str
     hardware: str
     bytes_scale: float
-    model: str
     strategies: tuple[str, ...]
     world_sizes: tuple[int, ...]
     batch_sizes: tuple[int, ...]
@@ -125,6 +122,7 @@ class Paper:
 
     Attributes:
         profile, hardware: the source of predictions.
+        model: a file of conf/model: the network, as far as it is counted; None: the profile is.
         reproduction: None if there is no study that measures the claims.
     """
 
@@ -132,6 +130,7 @@ class Paper:
     profile: str
     hardware: str
     claims: tuple[Claim, ...]
+    model: str | None = None
     reproduction: Reproduction | None = None
 
     @classmethod
@@ -157,7 +156,7 @@ def _frozen(value: Any) -> Any:
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
     try:
-        check, at = Check(**entry["check"]), _point(entry.get("at", {}))
+        check, at = Check(**entry["check"]), Point(**entry.get("at", {}))
         claim = Claim(**{**entry, "check": check, "at": at})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
@@ -169,8 +168,3 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     if claim.quantity == "operations" and not claim.at.layer:
         raise ValueError(f"claim {claim.says!r}: quantity=operations: at.layer: is missing")
     return claim
-
-
-def _point(node: Mapping[str, Any]) -> Point:
-    layer = node.get("layer")
-    return Point(**{**node, "layer": Convolution(**layer) if layer else None})

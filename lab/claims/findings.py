@@ -20,6 +20,7 @@ from lab.claims.speedups import (
     speedup_map,
 )
 from lab.claims.verdicts import Verdict, judge
+from lab.model.facts import Counts
 from lab.settings.config import build, load
 from lab.settings.files import read_file
 from lab.simulate.hardware import Hardware
@@ -89,8 +90,9 @@ def verify(name: str, runs: Path | None = None, reproduce: bool = False) -> Find
         ValueError: such a file or the study cannot be read, or the paper has no study.
     """
     paper = Paper.parse(read_file("claims", name))
-    predicted = Predicted(paper.profile, _hardware(paper.hardware))
-    measured = _measured(runs, paper) if runs else None
+    counts = _counts(paper.model) if paper.model else None
+    predicted = Predicted(paper.profile, _hardware(paper.hardware), counts=counts)
+    measured = _measured(runs, paper, counts or predicted.counts()) if runs else None
     reproduced = None
     if reproduce and paper.reproduction:
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
@@ -123,7 +125,13 @@ def _reproduce(
     )
 
 
-# Imported in functions: without runs, pandas and torch are not needed, which take seconds.
+# Imported in functions: pandas and torch take seconds, and not every paper needs them.
+
+
+def _counts(model: str) -> Counts:
+    from lab.model.counts import counts_of
+
+    return counts_of(partial(build, load([f"model={model}"]).model))
 
 
 def _fit(runs: Path, paper: Paper, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:
@@ -134,19 +142,17 @@ def _fit(runs: Path, paper: Paper, preset: Hardware) -> tuple[Hardware, tuple[Sc
     return replace(group.hardware, name=name), scored_cells(group)
 
 
-def _measured(runs: Path, paper: Paper) -> MeasuredFacts:
+def _measured(runs: Path, paper: Paper, counts: Counts) -> MeasuredFacts:
     from lab.analysis.records import load_study
     from lab.claims.measured import Measured
-    from lab.model.counts import parameters_of
 
     if not paper.reproduction:
         raise ValueError(f"runs={runs}: there is no study of {paper.title}")
-    model = load([f"model={paper.reproduction.model}"]).model
     cells = load_study(runs).cells
     kinds = sorted({cell.circumstances for cell in cells})
     if len(kinds) > 1:
         raise ValueError(f"runs={runs}: must be of one machine and its links: {'; '.join(kinds)}")
-    return Measured(cells, paper.profile, parameters_of(partial(build, model)))
+    return Measured(cells, paper.profile, counts)
 
 
 def _hardware(name: str) -> Hardware:

@@ -76,7 +76,7 @@ def _label(verdict: Verdict) -> str:
 def _entries(found: Sequence[Verdict]) -> list[Artist]:
     kinds = [kind for kind in KINDS if any(each.claim.kind == kind for each in found)]
     entries: list[Artist] = [
-        Patch(color=COLOURS[k], alpha=0.25, label=f"{k}: holds") for k in kinds
+        Patch(color=COLOURS[k], alpha=0.25, label=f"{k}: allowed") for k in kinds
     ]
     measured = any(each.evidence == "measured" for each in found)
     mark = {"color": BLACK, "linestyle": "", "markersize": 4}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from lab.analysis.records import Cell
 from lab.claims.metrics import Facts, Missing, Point
-from lab.model.facts import Parameters
+from lab.model.facts import Counts
 
 
 class Measured:
@@ -17,11 +17,11 @@ class Measured:
     Args:
         cells: all cells of the study.
         profile: the paper's.
-        parameters: counted in the lab's own model, because cells replay a scaled one.
+        counts: of the paper's network, because cells replay a scaled one.
     """
 
-    def __init__(self, cells: Sequence[Cell], profile: str, parameters: Parameters) -> None:
-        self._all_cells, self._profile, self._parameters = cells, profile, parameters
+    def __init__(self, cells: Sequence[Cell], profile: str, counts: Counts) -> None:
+        self._all_cells, self._profile, self._counts = cells, profile, counts
         self._cells: dict[Point, list[Cell]] = {}
         for cell in cells:
             if (cell.status, cell.measure, cell.scaling) == ("done", "throughput", "strong"):
@@ -36,8 +36,7 @@ class Measured:
         for cell in self._all_cells:
             by_repeat.setdefault(cell.repeat, []).append(cell)
         return [
-            Measured(by_repeat[repeat], self._profile, self._parameters)
-            for repeat in sorted(by_repeat)
+            Measured(by_repeat[repeat], self._profile, self._counts) for repeat in sorted(by_repeat)
         ]
 
     def step_s(self, at: Point) -> float:
@@ -48,13 +47,9 @@ class Measured:
         """Return the bytes that the busiest rank handed to the network in a step."""
         return self._median(at, lambda cell: max(cell.payload_bytes_per_step, default=math.nan))
 
-    def parameters(self) -> Parameters:
-        """Count the parameters of the lab's own model."""
-        return self._parameters
-
-    def operations(self, at: Point) -> float:
-        """Raise Missing: runs do not count operations."""
-        raise Missing
+    def counts(self) -> Counts:
+        """Return the counts of the paper's network."""
+        return self._counts
 
     def emulations(self) -> list[str]:
         """List the emulations of the runs, sorted; empty if there were none."""

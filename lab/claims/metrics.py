@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from lab.model.facts import Convolution, Parameters
+from lab.model.facts import Counts
 from lab.model.profile import VALUE_BYTES
 
 
@@ -22,14 +22,14 @@ class Point:
     Attributes:
         batch_size: global.
         profile: replaces the paper's.
-        layer: the layer whose operations are counted.
+        layer: the layer whose operations are counted, as lab.model.facts.Counts names it.
     """
 
     strategy: str = "none"
     world_size: int = 1
     batch_size: int = 256
     profile: str | None = None
-    layer: Convolution | None = None
+    layer: str | None = None
 
 
 class Facts(Protocol):
@@ -43,12 +43,8 @@ class Facts(Protocol):
         """Return the bytes that the busiest rank sends in a step."""
         ...
 
-    def parameters(self) -> Parameters:
-        """Count the parameters of the published model, before any scaling of bytes."""
-        ...
-
-    def operations(self, at: Point) -> float:
-        """Count multiplications and additions in the forward pass of the layer at `at`."""
+    def counts(self) -> Counts:
+        """Return the counts of the published model, before any scaling of bytes."""
         ...
 
 
@@ -108,10 +104,22 @@ def fc_share(facts: Facts, _at: Point) -> float:
     Raises:
         Missing: the kinds of layers are not known.
     """
-    parameters = facts.parameters()
-    if parameters.fully_connected is None:
+    counts = facts.counts()
+    if counts.fully_connected is None:
         raise Missing
-    return parameters.fully_connected / parameters.total
+    return counts.fully_connected / counts.parameters
+
+
+def operations(facts: Facts, at: Point) -> float:
+    """Count multiplications and additions in a layer's forward pass over a whole batch.
+
+    Raises:
+        Missing: the model is not known, or has no such layer.
+    """
+    counted = facts.counts().operations
+    if at.layer is None or at.layer not in counted:
+        raise Missing
+    return counted[at.layer] * at.batch_size
 
 
 QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
@@ -125,7 +133,7 @@ QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "transfer_s": transfer_s,
     "transfers": transfers,
     "byte_share": byte_share,
-    "gradient_bytes": lambda facts, at: VALUE_BYTES * facts.parameters().total,
+    "gradient_bytes": lambda facts, at: VALUE_BYTES * facts.counts().parameters,
     "fc_share": fc_share,
-    "operations": lambda facts, at: facts.operations(at),
+    "operations": operations,
 }

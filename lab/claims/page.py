@@ -75,7 +75,7 @@ def _sources(findings: Findings) -> list[str]:
     if findings.conditions:
         how = "; ".join([*findings.conditions.machines, *findings.conditions.emulations])
         brackets = "In brackets the 95 % interval over repeats, which decides."
-        counted = "Parameters are counted in the lab's own model; what is replayed is scaled."
+        counted = f"Parameters are counted in model={paper.model}; what is replayed is scaled."
         return [predicted, "", f"Measured: {how}. {brackets} {counted}"]
     if not paper.reproduction:
         return [predicted]

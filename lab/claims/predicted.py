@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from lab.claims.metrics import Missing, Point
-from lab.model.facts import Parameters
+from lab.model.facts import Counts
 from lab.model.profile import Profile
 from lab.settings.config import load
 from lab.settings.files import read_file
@@ -23,13 +23,21 @@ class Predicted:
         profile: the paper's, a file of conf/profile; a point may name another.
         hardware: the model runs on it.
         bytes_scale: multiplies the parameters of all profiles.
+        counts: of the paper's network; None: as far as the profile gives them.
 
     Raises:
         ConfigError: there is no such file.
     """
 
-    def __init__(self, profile: str, hardware: Hardware, bytes_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        profile: str,
+        hardware: Hardware,
+        bytes_scale: float = 1.0,
+        counts: Counts | None = None,
+    ) -> None:
         self.profile, self.hardware, self.bytes_scale = profile, hardware, bytes_scale
+        self._counts = counts
 
     def __str__(self) -> str:
         scale = "" if self.bytes_scale == 1 else f" with {self.bytes_scale:g} of its bytes"
@@ -43,17 +51,16 @@ class Predicted:
         """Return the bytes that the busiest rank sends in a step."""
         return self._step(at)[1]
 
-    def parameters(self) -> Parameters:
-        """Count unscaled parameters; without a layer named fc…, kinds are unknown."""
+    def counts(self) -> Counts:
+        """Return the counts of the network, or else of the profile before it is scaled.
+
+        In a profile without a layer named fc…, kinds are unknown.
+        """
+        if self._counts:
+            return self._counts
         layers = profile_of(self.profile).layers
         connected = [x.parameters for x in layers if x.name.startswith(FULLY_CONNECTED)]
-        return Parameters(sum(x.parameters for x in layers), sum(connected) if connected else None)
-
-    def operations(self, at: Point) -> float:
-        """Count multiplications and additions in the forward pass of the layer at `at`."""
-        if at.layer is None:
-            raise Missing
-        return at.layer.operations * at.batch_size
+        return Counts(sum(x.parameters for x in layers), sum(connected) if connected else None)
 
     def at_rate(self, rate: float) -> Predicted:
         """Predict the same for links that carry `rate` bytes per second."""

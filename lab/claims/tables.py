@@ -22,7 +22,7 @@ def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
         rows = [_claim(verdict) for verdict in verdicts if verdict.claim.kind == kind]
         if rows:
             lines += [f"**{kind}** ({meaning}):", "", *markdown(header, rows), ""]
-    counts = ", ".join(f"{n} {outcome}" for outcome, n in tally(verdicts).items() if n)
+    counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
     return [*lines, f"Of the claims that are evidence ({' and '.join(EVIDENCE)}): {counts}."]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lab.claims.metrics import Facts, Missing, Point
-from lab.model.facts import Parameters
+from lab.model.facts import Counts
 
 
 class Table:
@@ -30,11 +30,8 @@ class Table:
     def payload_bytes(self, at: Point) -> float:
         return self.PAYLOAD[at.strategy]
 
-    def parameters(self) -> Parameters:
-        return Parameters(62_500_000, 59_375_000)
-
-    def operations(self, at: Point) -> float:
-        raise Missing
+    def counts(self) -> Counts:
+        return Counts(62_500_000, 59_375_000, {"conv2": 1000})
 
     def repeats(self) -> list[Facts]:
         return [Table(0.5), Table(2.0)]

@@ -20,7 +20,7 @@ from lab.draw.looks import BLACK, ORANGE
 from tests.support.figures import bars, heights, legend, ticks, xs, ys
 from tests.unit.claims.facts import Table
 
-GRID = Reproduction("s", "h", 1.0, "alexnet", ("tree", "none"), (1, 2, 4), (128, 512))
+GRID = Reproduction("s", "h", 1.0, ("tree", "none"), (1, 2, 4), (128, 512))
 CLAIM = {"says": "s", "kind": "own", "source": "1", "quantity": "speedup", "check": {"at_most": 1}}
 CLAIM |= {"at": {"strategy": "tree", "world_size": 4, "batch_size": 128}, "published": 0.9}
 PAPER = Paper.parse({"title": "t", "profile": "p", "hardware": "h", "claims": [CLAIM]})
