@@ -15,6 +15,7 @@ from lab.analysis.noise import noise_floor
 from lab.analysis.points import Point, points_of, same_work
 from lab.analysis.records import Cell, Study
 from lab.analysis.speedup import CEILING
+from lab.measure.intervals import geometric_mean
 from lab.record.trace import TIMELINE, read_trace
 from lab.sync.pattern import Pattern, pattern_of
 
@@ -99,7 +100,7 @@ def gather(study: Study, cell: Cell) -> Evidence:
     point = next(point for point in points if cell in point.cells)
     settings = _settings(cell)
     breakdowns = list(point.done("breakdown").values())
-    step_s = _median(point.step_s().values()) or _median(run.step_s for run in breakdowns)
+    step_s = _step_s(point) if point.step_s() else _median(run.step_s for run in breakdowns)
     if not step_s:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
     base = same_work(points, point, CEILING, 1) or same_work(points, point, cell.strategy, 1)
@@ -148,7 +149,7 @@ def _median(values: Any) -> float:
 
 
 def _step_s(point: Point | None) -> float:
-    return _median(point.step_s().values()) if point else math.nan
+    return geometric_mean(list(point.step_s().values())) if point else math.nan
 
 
 def _exposed_s(
