@@ -147,7 +147,10 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),
         ("compile=true", "compile=True: layers are measured with compile=False"),
         ("steps=5", "steps=5: must be above warmup_steps=5"),
-        ("model=vgg", "model=vgg: allowed are alexnet, alexnet_paper, alexnet_small, lenet, mlp, replay"),
+        (
+            "model=vgg",
+            "model=vgg: allowed are alexnet, alexnet_paper, alexnet_small, lenet, mlp, replay",
+        ),
     ],
 )
 def test_refuses_in_one_line(
