@@ -46,9 +46,8 @@ def floor_text(floor: float) -> str:
 
 def is_copy(point: Point) -> bool:
     """Return whether this point computes on one rank, and nothing else."""
-    if point.one.world_size > 1 or not point.one.exchange:
-        return False
-    return point.one.exchange in EXACT and point.one.sync in PLAIN
+    one = point.one
+    return one.world_size == 1 and one.exchange in EXACT and one.sync in PLAIN
 
 
 def _floor(groups: Sequence[Sequence[float]]) -> float:

@@ -128,15 +128,14 @@ def load_study(folder: Path) -> Study:
 def _refuse_copies(folder: Path, cells: list[Cell]) -> None:
     """Refuse runs that cannot be told apart: which of them counts would be chance."""
     seen: dict[tuple[Any, ...], Cell] = {}
-    for cell in cells:
+    for cell in (cell for cell in cells if cell.status == "done"):
         point = cell.series, cell.scaling, cell.batch_size, cell.world_size
         other = seen.setdefault((*point, cell.measure, cell.repeat), cell)
-        if cell.status == "done" and other.status == "done" and other is not cell:
+        if other is not cell:
             raise ValueError(
                 f"{folder}: {other.name} and {cell.name} are the same cell, repeat={cell.repeat}; "
                 "remove one, or measure it anew with another repeat=..."
             )
-        seen[*point, cell.measure, cell.repeat] = cell if cell.status == "done" else other
 
 
 def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, str]) -> Cell:

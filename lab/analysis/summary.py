@@ -39,7 +39,7 @@ def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:
         *(_table(rows) if rows else ()),
         *_advice(rows),
         "\n".join(_scalability_lines(rows)),
-        "\n".join([*_floor_lines(floor), *_leader_lines(rows, floor)]),
+        "\n".join(line for line in (floor_text(floor), *_leader_lines(rows, floor)) if line),
         "\n".join(_trouble(study)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -144,11 +144,6 @@ def _scalability_lines(rows: Sequence[Row]) -> list[str]:
     ]
     title = "serial fraction e(N) (Karp-Flatt), and S = N / (1 + sigma (N-1) + kappa N (N-1)):"
     return [title, pd.DataFrame(lines).to_string(index=False)]
-
-
-def _floor_lines(floor: float) -> list[str]:
-    text = floor_text(floor)
-    return [text] if text else []
 
 
 def _leader_lines(rows: Iterable[Row], floor: float) -> list[str]:
