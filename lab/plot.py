@@ -20,6 +20,7 @@ that ran with measure=breakdown.""",
         "python -m lab.plot runs/demo baseline=allreduce",
         "python -m lab.plot runs/demo/onebit-n2-breakdown",
         "python -m lab.plot runs/demo out=figures format=svg,pdf",
+        "python -m lab.plot runs/demo target=0.9            time to 90 % accuracy",
     ),
     {
         "out": ("null", "folder to write to; null: STUDY/figures"),
@@ -28,6 +29,10 @@ that ran with measure=breakdown.""",
             "null",
             "strategy whose 1-rank runs are the baseline of speedup; null: none, or each series' "
             "own if the study has no run of none",
+        ),
+        "target": (
+            "null",
+            "value of the metric: print the time to reach it (needs eval_every=...)",
         ),
     },
     word="STUDY[/CELL]",
@@ -48,11 +53,19 @@ def _plot(line: CommandLine) -> int:
     folder = Path(line.word)
     out = folder / "figures" if texts["out"] == "null" else Path(texts["out"])
     baseline = None if texts["baseline"] == "null" else texts["baseline"]
+    target = None if texts["target"] == "null" else _number("target", texts["target"])
     try:
-        report(folder, out, formats, baseline)
+        report(folder, out, formats, baseline, target)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     return 0
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{key}={text}: must be a number") from None
 
 
 def _formats(text: str) -> list[str]:

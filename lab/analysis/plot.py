@@ -19,6 +19,7 @@ from lab.analysis.noise import noise_floor
 from lab.analysis.points import points_of
 from lab.analysis.records import load_study
 from lab.analysis.speedup import table
+from lab.analysis.target import times_to_target
 from lab.draw.looks import looks_of
 from lab.draw.save import save
 from lab.record.schema import SCALINGS
@@ -30,7 +31,13 @@ FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
 )
 
 
-def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None = None) -> None:
+def report(
+    folder: Path,
+    out: Path,
+    formats: Sequence[str],
+    baseline: str | None = None,
+    target: float | None = None,
+) -> None:
     """Write summary.csv and all figures of the study in `folder` to `out`; print its table.
 
     For a single cell, draw its timeline; for a study, also those of its cells that have one.
@@ -40,6 +47,7 @@ def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None
         out: folder for the files; made if missing.
         formats: any of png, svg, pdf.
         baseline: as in `speedup.table`.
+        target: also print the time to this value of the metric.
 
     Raises:
         ValueError: the study cannot be read, or has no such baseline; the cell has no timeline.
@@ -48,15 +56,24 @@ def report(folder: Path, out: Path, formats: Sequence[str], baseline: str | None
     if (folder / "record.json").is_file():
         _report_cell(folder, out, formats)
     else:
-        _report_study(folder, out, formats, baseline)
+        _report_study(folder, out, formats, baseline, target)
 
 
-def _report_study(folder: Path, out: Path, formats: Sequence[str], baseline: str | None) -> None:
+def _report_study(
+    folder: Path,
+    out: Path,
+    formats: Sequence[str],
+    baseline: str | None,
+    target: float | None,
+) -> None:
     study = load_study(folder)
-    rows, floor = table(study, baseline), noise_floor(points_of(study.cells))
+    points = points_of(study.cells)
+    rows, floor = table(study, baseline), noise_floor(points)
     out.mkdir(parents=True, exist_ok=True)
     summary.write_csv(rows, out / "summary.csv")
     print(summary.text(rows, study, floor), end="\n\n")
+    if target is not None:
+        print(summary.target_table(times_to_target(points, target), target), end="\n\n")
     looks = looks_of(row.series for row in rows)
     present = [name for name in SCALINGS if any(row.scaling == name for row in rows)]
     for name in present:

@@ -16,8 +16,10 @@ from lab.analysis.records import Study
 from lab.analysis.scalability import scalability
 from lab.analysis.series import CONTEXT
 from lab.analysis.speedup import CEILING, Row, unit_of
+from lab.analysis.target import TimeToTarget
 from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval
 from lab.task.metrics import heading, main_metric
+from lab.task.metrics import shown as shown_value
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
@@ -105,6 +107,25 @@ def _shown(row: Row, unit: str, metric: str) -> dict[str, str]:
         "runs": ", ".join([f"{row.statuses['done']} done", *bad]),
         "emulation": row.emulation or "none",
     }
+
+
+def target_table(found: Sequence[TimeToTarget], target: float) -> str:
+    """Write the time that each point took to reach a target; empty without evaluations."""
+    if not found:
+        return ""
+    lines = [
+        {
+            "series": each.point.one.series,
+            "N": str(each.point.one.world_size),
+            "batch": str(each.point.one.fixed_batch_size),
+            "seconds": _interval(each.seconds),
+            "steps": str(each.steps or "-"),
+            "reached": f"{each.num_reached} of {each.num_runs}",
+        }
+        for each in found
+    ]
+    title = f"time to {found[0].metric} {shown_value(found[0].metric, target)}:"
+    return "\n".join([title, pd.DataFrame(lines).to_string(index=False)])
 
 
 def _value(value: float, scale: float = 1.0) -> str:

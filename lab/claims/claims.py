@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
+from lab.claims.series import expand
 from lab.measure.intervals import Interval
 
 OUTCOMES = ("holds", "fails", "within noise", "unknown")
@@ -122,6 +123,7 @@ class Paper:
 
     Attributes:
         profile, hardware: the source of predictions.
+        fit: values of the hardware that are fitted to the emergent figures, beside the preset.
         model: a file of conf/model: the network, as far as it is counted; None: the profile is.
         reproduction: None if there is no study that measures the claims.
     """
@@ -131,6 +133,7 @@ class Paper:
     hardware: str
     claims: tuple[Claim, ...]
     model: str | None = None
+    fit: tuple[str, ...] = ()
     reproduction: Reproduction | None = None
 
     @classmethod
@@ -140,13 +143,17 @@ class Paper:
         Raises:
             ValueError: an entry is malformed; the message names its sentence.
         """
-        claims = tuple(_claim(entry) for entry in node.get("claims", ()))
+        claims = [_claim(entry) for entry in node.get("claims", ())]
         try:
+            claims += [_claim(one) for line in node.get("series", ()) for one in expand(line)]
             study = node.get("reproduction")
             frozen = {key: _frozen(value) for key, value in study.items()} if study else None
             reproduction = Reproduction(**frozen) if frozen else None
-            return cls(**{**node, "claims": claims, "reproduction": reproduction})
-        except (AttributeError, TypeError, ValueError) as error:
+            fit = tuple(node.get("fit", ()))
+            given = {key: value for key, value in node.items() if key != "series"}
+            own = {"claims": tuple(claims), "reproduction": reproduction, "fit": fit}
+            return cls(**{**given, **own})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{node.get('title')}: {error}") from None
 
 

@@ -10,7 +10,6 @@ from lab.claims.claims import Paper, Reproduction
 from lab.claims.crossovers import Crossovers, find_crossovers
 from lab.claims.metrics import MeasuredFacts
 from lab.claims.predicted import Predicted, profile_of
-from lab.claims.scores import ScoredCell, scored_cells
 from lab.claims.speedups import (
     CellSpeedup,
     RateSpeedups,
@@ -19,11 +18,15 @@ from lab.claims.speedups import (
     rate_speedups,
     speedup_map,
 )
+from lab.claims.terms import Terms, fit_terms
 from lab.claims.verdicts import Verdict, judge
 from lab.model.facts import Counts
 from lab.settings.config import build, load
 from lab.settings.files import read_file
+from lab.simulate.fit import DRAWS
 from lab.simulate.hardware import Hardware
+from lab.simulate.presets import draws, parse
+from lab.simulate.score import ScoredCell, scored_cells
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,14 @@ class Findings:
     Attributes:
         conditions: None if there are no measurements.
         reproduced: None if not requested, or if the paper has no reproduction.
+        terms: None if the paper names none to fit.
     """
 
     paper: Paper
     verdicts: tuple[Verdict, ...]
     conditions: Conditions | None
     reproduced: Reproduced | None
+    terms: Terms | None
 
     @property
     def any_claim_fails(self) -> bool:
@@ -91,7 +96,9 @@ def verify(name: str, runs: Path | None = None, reproduce: bool = False) -> Find
     """
     paper = Paper.parse(read_file("claims", name))
     counts = _counts(paper.model) if paper.model else None
-    predicted = Predicted(paper.profile, _hardware(paper.hardware), counts=counts)
+    hardware = _hardware(paper.hardware)
+    predicted = Predicted(paper.profile, hardware, counts=counts)
+    others = [Predicted(paper.profile, each, counts=counts) for each in draws(hardware, DRAWS)]
     measured = _measured(runs, paper, counts or predicted.counts()) if runs else None
     reproduced = None
     if reproduce and paper.reproduction:
@@ -99,7 +106,8 @@ def verify(name: str, runs: Path | None = None, reproduce: bool = False) -> Find
     conditions = None
     if measured:
         conditions = Conditions(tuple(measured.machines()), tuple(measured.emulations()))
-    return Findings(paper, judge(paper, predicted, measured), conditions, reproduced)
+    verdicts = judge(paper, predicted, measured, others)
+    return Findings(paper, verdicts, conditions, reproduced, fit_terms(paper, hardware))
 
 
 def _reproduce(
@@ -135,7 +143,7 @@ def _counts(model: str) -> Counts:
 
 
 def _fit(runs: Path, paper: Paper, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:
-    from lab.simulate.score import fitted_groups
+    from lab.simulate.observe import fitted_groups
 
     (group,) = fitted_groups(runs, profile_of(paper.profile), preset)
     name = f"{group.hardware.name} (fitted to cells of 1 and 2 ranks)"
@@ -156,4 +164,4 @@ def _measured(runs: Path, paper: Paper, counts: Counts) -> MeasuredFacts:
 
 
 def _hardware(name: str) -> Hardware:
-    return Hardware.parse(read_file("hardware", name))
+    return parse(read_file("hardware", name))

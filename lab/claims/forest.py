@@ -52,6 +52,8 @@ def _line(panel: Axes, place: int, verdict: Verdict) -> None:
         face = "white" if verdict.evidence == "measured" else BLACK
         x = _clip(verdict.predicted / unit)
         panel.plot(x, place, "D", color=BLACK, markerfacecolor=face, markersize=4)
+        ends = verdict.predicted_ends or (verdict.predicted, verdict.predicted)
+        panel.plot([_clip(end / unit) for end in ends], [place] * 2, color=style.GREY, linewidth=1)
     value = verdict.measured
     if not math.isnan(value.mid):
         panel.plot(_clip(value.mid / unit), place, "o", color=BLACK, markersize=4)
@@ -82,6 +84,7 @@ def _entries(found: Sequence[Verdict]) -> list[Artist]:
     mark = {"color": BLACK, "linestyle": "", "markersize": 4}
     face = "white" if measured else BLACK
     entries.append(Line2D([], [], marker="D", markerfacecolor=face, label="predicted", **mark))
+    entries.append(Line2D([], [], color=style.GREY, linewidth=1, label="as assumptions allow"))
     if measured:
         entries.append(Line2D([], [], marker="o", label="measured", **mark))
         entries.append(Line2D([], [], color=BLACK, label="95 % interval"))

@@ -92,10 +92,22 @@ def transfers(facts: Facts, at: Point) -> float:
     return added / transfer_s(facts, at)
 
 
+def transfer_share(facts: Facts, at: Point) -> float:
+    """Divide the time of one transfer by that of forward and backward on one rank."""
+    return transfer_s(facts, at) / facts.step_s(Point(batch_size=at.batch_size))
+
+
 def byte_share(facts: Facts, at: Point) -> float:
     """Divide the bytes on the wire by those of the all-reduce."""
     reference = replace(at, strategy="allreduce", profile=None)
     return facts.payload_bytes(at) / facts.payload_bytes(reference)
+
+
+def delivered_error(_facts: Facts, at: Point) -> float:
+    """Compute how far the mean of many delivered gradients is from the true one, by trying."""
+    from lab.claims.delivery import delivered_error  # Imports torch.
+
+    return delivered_error(at.strategy)
 
 
 def fc_share(facts: Facts, _at: Point) -> float:
@@ -127,13 +139,15 @@ QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "speedup": speedup,
     "weak_speedup": weak_speedup,
     "weak_efficiency": lambda facts, at: weak_speedup(facts, at) / at.world_size,
-    "images_per_s": lambda facts, at: at.batch_size / facts.step_s(at),
+    "samples_per_s": lambda facts, at: at.batch_size / facts.step_s(at),
     "gain_over_tree": partial(gain, "tree"),
     "gain_over_allreduce": partial(gain, "allreduce"),
     "transfer_s": transfer_s,
     "transfers": transfers,
+    "transfer_share": transfer_share,
     "byte_share": byte_share,
     "gradient_bytes": lambda facts, at: VALUE_BYTES * facts.counts().parameters,
     "fc_share": fc_share,
+    "delivered_error": delivered_error,
     "operations": operations,
 }

@@ -8,15 +8,17 @@ from statistics import median
 
 from lab.claims.claims import EVIDENCE, KINDS
 from lab.claims.crossovers import Crossovers
-from lab.claims.scores import ScoredCell
+from lab.claims.terms import Terms
 from lab.claims.verdicts import Verdict, tally
 from lab.draw.looks import order
 from lab.draw.text import markdown
+from lab.simulate.score import ScoredCell, held_out, score
 
 
 def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
     """Write a table for each kind of claim, and what those that are evidence come to."""
-    header = ["claim", "where", "holds if", "published", "predicted", "measured", "verdict"]
+    header = ["claim", "where", "holds if", "published", "predicted", "error", "measured"]
+    header += ["verdict"]
     lines: list[str] = []
     for kind, meaning in KINDS.items():
         rows = [_claim(verdict) for verdict in verdicts if verdict.claim.kind == kind]
@@ -24,6 +26,34 @@ def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
             lines += [f"**{kind}** ({meaning}):", "", *markdown(header, rows), ""]
     counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
     return [*lines, f"Of the claims that are evidence ({' and '.join(EVIDENCE)}): {counts}."]
+
+
+def terms_table(terms: Terms) -> list[str]:
+    """Write each figure as predicted by the preset, by fitted terms, and by those of others."""
+    fitted = ", ".join(f"{name} = {value:.3g}" for name, value in terms.values.items())
+    ways = ("preset", "fitted", "left_out")
+    header = ["claim", "published", "preset", "error", "fitted", "error", "left out", "error"]
+    rows = [
+        [
+            each.claim.says,
+            _text(each.published),
+            *(text for way in ways for text in _way(getattr(each, way), each.published)),
+        ]
+        for each in terms.figures
+    ]
+    errors = [
+        f"**median {100 * m:.1f} %, worst {100 * w:.1f} %**" for m, w in map(terms.error, ways)
+    ]
+    total = ["**all, absolute**", "", *(cell for error in errors for cell in ("", error))]
+    return [
+        f"Fitted: {fitted}. Left out: the terms are fitted to the other networks alone.",
+        "",
+        *markdown(header, [*rows, total]),
+    ]
+
+
+def _way(value: float, published: float) -> tuple[str, str]:
+    return _text(value), f"{100 * (value / published - 1):+.1f} %"
 
 
 def cells_table(cells: Sequence[ScoredCell]) -> list[str]:
@@ -34,14 +64,10 @@ def cells_table(cells: Sequence[ScoredCell]) -> list[str]:
 
 def errors(cells: Sequence[ScoredCell]) -> str:
     """Summarise the errors of predictions on cells that they were not fitted to."""
-    held_out = [abs(cell.error) for cell in cells if cell.evidence == "held out"]
-    if not held_out:
+    found = score(held_out(cells))
+    if not found.num_cells:
         return "No cell was held out, so nothing says what the predictions are worth."
-    middle, worst = 100 * median(held_out), 100 * max(held_out)
-    return (
-        f"{len(held_out)} held-out cells: median error {middle:.1f} %, worst {worst:.1f} % "
-        "(of the absolute value)."
-    )
+    return f"Held out: {found}."
 
 
 def crossovers_tables(crossovers: Crossovers) -> list[str]:
@@ -75,9 +101,26 @@ def _claim(verdict: Verdict) -> list[str]:
     condition = f"{claim.quantity.replace('_', ' ')} {claim.check}"
     return [
         *(claim.says, claim.source, condition),
-        *(_text(claim.published), _text(verdict.predicted), _measured(verdict)),
+        *(_text(claim.published), _predicted(verdict), _error(verdict), _measured(verdict)),
         f"{verdict.outcome} ({verdict.evidence})",
     ]
+
+
+def _predicted(verdict: Verdict) -> str:
+    """Write the prediction, and in brackets what its hardware's assumptions make of it."""
+    text, ends = _text(verdict.predicted), verdict.predicted_ends
+    if not ends or _text(ends[0]) == _text(ends[1]):
+        return text
+    return f"{text} [{_text(ends[0])}, {_text(ends[1])}]"
+
+
+def _error(verdict: Verdict) -> str:
+    """Write by how much the value that decides misses the published figure."""
+    published = verdict.claim.published
+    value = verdict.predicted if verdict.evidence == "predicted" else verdict.measured.mid
+    if not published or value is None:
+        return "–"
+    return f"{100 * (value / published - 1):+.1f} %"
 
 
 def _measured(verdict: Verdict) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lab.claims.claims import EVIDENCE, OUTCOMES, Claim, Paper
@@ -18,12 +18,14 @@ class Verdict:
 
     Attributes:
         predicted: None if unknown.
+        predicted_ends: lowest and highest, over draws of what the hardware leaves open.
         measured: over repeats, with an interval where these suffice; all NaN if unknown.
         num_repeats: how many repeats have a value.
     """
 
     claim: Claim
     predicted: float | None
+    predicted_ends: tuple[float, float] | None = None
     measured: Interval = UNKNOWN
     num_repeats: int = 0
 
@@ -40,12 +42,31 @@ class Verdict:
         return self.claim.check.outcome(_exact(self.predicted))
 
 
-def judge(paper: Paper, predicted: Facts, measured: MeasuredFacts | None) -> tuple[Verdict, ...]:
-    """Compute each claim's values from the facts."""
+def judge(
+    paper: Paper,
+    predicted: Facts,
+    measured: MeasuredFacts | None,
+    others: Sequence[Facts] = (),
+) -> tuple[Verdict, ...]:
+    """Compute each claim's values from the facts.
+
+    Args:
+        others: predicted as well, by hardware drawn from what its file leaves open.
+    """
     return tuple(
-        Verdict(claim, claim.value(predicted), *_measured(claim, measured))
+        Verdict(
+            claim,
+            claim.value(predicted),
+            _ends(claim, [predicted, *others]),
+            *_measured(claim, measured),
+        )
         for claim in paper.claims
     )
+
+
+def _ends(claim: Claim, facts: Iterable[Facts]) -> tuple[float, float] | None:
+    values = [value for each in facts if (value := claim.value(each)) is not None]
+    return (min(values), max(values)) if values else None
 
 
 def tally(verdicts: Iterable[Verdict]) -> dict[str, int]:

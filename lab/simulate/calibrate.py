@@ -61,7 +61,7 @@ def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
         return np.log(predicted) - measured
 
     start = np.log([get(preset, name) or 1e-4 for name in LINK])
-    return with_values(preset, LINK, np.exp(least_squares(residuals, start)))
+    return with_values(preset, LINK, np.exp(least_squares(residuals, start).x))
 
 
 def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:

@@ -1,7 +1,7 @@
 """The events of one rank's step: forward and backward by layer, and the exchanges.
 
-All ranks are alike, so one stands for all; the cost of a collective covers the other ranks. The
-number of events depends on layers and buckets, not on the number of ranks.
+The slowest rank stands for all, since all meet; the cost of a collective covers the other ranks.
+The number of events depends on layers and buckets, not on the number of ranks.
 """
 
 from __future__ import annotations

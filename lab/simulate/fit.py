@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from lab.model.profile import Profile
-from lab.simulate.hardware import Hardware
+from lab.simulate.hardware import Hardware, Range
+from lab.simulate.presets import draws as draws_of
 from lab.simulate.step import Strategy, simulate
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
+DRAWS = 39  # the lowest and the highest of so many enclose 95 %
 PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
 # Start of the search where the preset has 0, because the search multiplies.
-START = {"latency_s": 1e-4, "codec_s": 1e-4, "contention": 0.05, "overhead_s": 1e-4}
+START = {
+    "latency_s": 1e-4,
+    "codec_s": 1e-4,
+    "contention": 0.05,
+    "overhead_s": 1e-4,
+    "overhead_s_per_rank": 1e-3,
+    "jitter": 0.01,
+}
 LINK = ("latency_s", "bandwidth_bytes_per_s")
 NAMES = (
     *(*LINK, "reduce_bytes_per_s", "codec_bytes_per_s", "codec_s"),
@@ -49,45 +57,48 @@ class Observation:
 
 @dataclass(frozen=True)
 class Group:
-    """The cells of a study that share machine and links, and the hardware fitted to them.
+    """The cells of a study that share machine and links, and the hardware to predict them on.
 
     Attributes:
         conditions: the settings by which the study's groups differ; empty if there is one group.
-        hardware: fitted to the cells of one and two ranks.
+        hardware: fitted to the cells of one and two ranks, of this group or of another.
+        draws: the same hardware with values drawn from what the fit and the preset leave open.
+        fitted: the hardware was fitted to this group.
     """
 
     conditions: str
     observations: tuple[Observation, ...]
     hardware: Hardware
+    draws: tuple[Hardware, ...] = ()
+    fitted: bool = True
 
-    def of(
-        self,
-        profile: Profile,
-        strategy: Strategy,
-        world_size: int,
-        batch_size: int,
-        step_s: float,
-    ) -> dict[str, Any]:
-        """Score one prediction: measured step, error, and kind of evidence.
+    def evidence(self, world_size: int) -> str:
+        """Return the kind of evidence that a cell of so many ranks gives."""
+        return "fitted" if self.fitted and world_size <= LARGEST_FITTED else "held out"
 
-        Args:
-            batch_size: global.
-            step_s: predicted.
-        """
-        point = profile, strategy, world_size, batch_size // world_size
-        for one in self.observations:
-            if (one.profile, one.strategy, one.world_size, one.per_rank_batch_size) == point:
-                error = step_s / one.step_s - 1
-                return {"measured_s": one.step_s, "error": error, "evidence": evidence(world_size)}
-        return {}
+    def observed(
+        self, profile: Profile, strategy: Strategy | str, world_size: int, per_rank_batch_size: int
+    ) -> Observation | None:
+        """Find the cells of a point; a strategy is given by its name in the study, or itself."""
+        point = profile, world_size, per_rank_batch_size
+        found = (
+            one
+            for one in self.observations
+            if strategy in (one.name, one.strategy)
+            and (one.profile, one.world_size, one.per_rank_batch_size) == point
+        )
+        return next(found, None)
 
 
-def evidence(world_size: int) -> str:
-    """Return the kind of evidence that a cell of so many ranks gives."""
-    return "fitted" if world_size <= LARGEST_FITTED else "held out"
+@dataclass(frozen=True)
+class Fitted:
+    """Hardware fitted to cells: the best, and draws from the values that fit as well."""
+
+    hardware: Hardware
+    draws: tuple[Hardware, ...]
 
 
-def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
+def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     """Fit the hardware to cells of at most two ranks.
 
     Least squares of predicted - measured over the logarithms of the values in NAMES that the preset
@@ -118,7 +129,17 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Hardware:
         ]
         return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
 
-    return with_values(preset, names, np.exp(least_squares(residuals, start)))
+    found = least_squares(residuals, start)
+    known = replace(preset, assumed=tuple(r for r in preset.assumed if not _is_fitted(r, names)))
+    draws = [
+        with_values(machine, names, np.exp(x))
+        for machine, x in zip(draws_of(known, DRAWS), found.draws(DRAWS), strict=True)
+    ]
+    return Fitted(with_values(known, names, np.exp(found.x)), tuple(draws))
+
+
+def _is_fitted(assumed: Range, names: Sequence[str]) -> bool:
+    return assumed.key.rpartition(".")[2] in names
 
 
 def get(hardware: Hardware, name: str) -> float | None:
@@ -139,8 +160,29 @@ def _pair(hardware: Hardware) -> str:
     return "intra" if hardware.ranks_per_node > 1 else "inter"
 
 
-def least_squares(residuals: Residuals, x: np.ndarray) -> np.ndarray:
-    """Find the least sum of squares near `x`; return its x."""
+@dataclass(frozen=True)
+class Solution:
+    """The least sum of squares.
+
+    Attributes:
+        x: [n]. covariance: [n, n], as far as the residuals determine x.
+    """
+
+    x: np.ndarray
+    covariance: np.ndarray
+
+    def draws(self, number: int) -> np.ndarray:
+        """Draw [number, n] values around x; each differs from x at most by a factor of e."""
+        chance = np.random.default_rng(0)
+        drawn = chance.multivariate_normal(self.x, self.covariance, number, method="eigh")
+        return np.clip(drawn, self.x - 1, self.x + 1)
+
+
+def least_squares(residuals: Residuals, x: np.ndarray) -> Solution:
+    """Find the least sum of squares near `x`."""
     from scipy import optimize  # takes half a second to import, which only fits need
 
-    return optimize.least_squares(residuals, x, x_scale="jac").x
+    found = optimize.least_squares(residuals, x, x_scale="jac")
+    freedom = max(1, len(found.fun) - 2 * len(x))  # a residual of each value is its prior
+    variance = 2 * found.cost / freedom
+    return Solution(found.x, variance * np.linalg.pinv(found.jac.T @ found.jac))

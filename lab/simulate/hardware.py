@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-LIBRARIES = ("gloo", "nccl")
-OPTIONAL = ("reduce_bytes_per_s",)
-LEAST = {
-    "codec_bytes_per_s": 1,
-    "codec_s": 0,
-    "reduce_bytes_per_s": 1,
-    "contention": 0,
-    "overhead_s": 0,
-}
-RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
 
 
 @dataclass(frozen=True)
@@ -24,18 +11,45 @@ class Link:
 
     Attributes:
         latency_s: seconds that a message takes whatever its size, at both ends and on the way.
-        bandwidth_bytes_per_s: per direction; both directions at once are assumed to have it each.
+        bandwidth_bytes_per_s: per direction.
         num_links: how many such links a rank (within a node) or a node (between nodes) has.
-            Collectives of NCCL use all of them, a send uses one.
+            Collectives of NCCL use all of them, a send uses one. Where it depends on how many
+            ranks take part: pairs of that number, ascending, and the links.
+        duplex: share of the rate that each direction has while both are busy, as acknowledgements
+            travel against the data.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
-    num_links: int = 1
+    num_links: int | tuple[tuple[int, int], ...] = 1
+    duplex: float = 1.0
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds of one message over one link."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+    def seconds_both_ways(self, num_bytes: float) -> float:
+        """Return the seconds of one message each way at the same time."""
+        return self.latency_s + num_bytes / (self.duplex * self.bandwidth_bytes_per_s)
+
+    def links_of(self, participants: int) -> int:
+        """Return how many links serve so many ranks of a node, or so many nodes."""
+        if isinstance(self.num_links, int):
+            return self.num_links
+        return max(entry for entry in self.num_links if entry[0] <= max(2, participants))[1]
+
+    def rate_of(self, participants: int) -> float:
+        """Return the bytes per second of all the links that serve so many ranks or nodes."""
+        return self.bandwidth_bytes_per_s * self.links_of(participants)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A value that may be any between `low` and `high`; `key` is dotted."""
+
+    key: str
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,20 @@ class Hardware:
         reduce_bytes_per_s: rate at which Gloo's all-reduce adds what has arrived, while the links
             wait. None: no time.
         contention: compute takes 1 + contention times as long while an exchange is under way.
-        overhead_s: time of a step besides forward, backward and exchange.
-        num_cores: cores that ranks share where they are emulated on one machine; codecs then
-            take (ranks per core) times as long. None: every rank has its own cores.
+        overhead_s: time of a step besides forward, backward, exchange and update.
+        overhead_s_per_rank: what each rank of a node beyond the first adds to that, where one
+            process drives all GPUs of a node in turn.
+        update_bytes_per_s: rate at which the optimizer reads and writes memory. None: no time,
+            because the profile's layers or `overhead_s` include it.
+        input_samples_per_s: rate at which a node prepares samples, beside the training. None: any.
+        jitter: standard deviation of a rank's compute time from step to step, relative.
+        num_slow, slow_factor: so many ranks take `slow_factor` times as long to compute; a run of
+            one rank has none of them.
+        node_rates: bytes per second of each node's link, where they differ; empty: as `inter`.
+        protocols: that NCCL may choose from, keys of lab.simulate.nccl.PROTOCOLS.
+        num_cores: cores that ranks share where they are emulated on one machine; the host's work
+            then takes (ranks per core) times as long. None: every rank has its own cores.
+        assumed: ranges of the values that have no source.
     """
 
     name: str
@@ -70,55 +95,17 @@ class Hardware:
     reduce_bytes_per_s: float | None = None
     contention: float = 0.0
     overhead_s: float = 0.0
+    overhead_s_per_rank: float = 0.0
+    update_bytes_per_s: float | None = None
+    input_samples_per_s: float | None = None
+    jitter: float = 0.0
+    num_slow: int = 0
+    slow_factor: float = 1.0
+    node_rates: tuple[float, ...] = ()
+    protocols: tuple[str, ...] = ("LL", "Simple")
     num_cores: int | None = None
-
-    @classmethod
-    def parse(cls, node: Mapping[str, Any]) -> Hardware:
-        """Parse the content of a file of conf/hardware.
-
-        Raises:
-            ValueError: a value that is missing, unknown or out of range.
-        """
-        name = f"hardware={node.get('name')}"
-        try:
-            links = {way: node[way] and _link(name, way, node[way]) for way in ("intra", "inter")}
-            hardware = cls(**{**node, **links})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{name}: {error}") from None
-        if hardware.library not in LIBRARIES:
-            allowed = ", ".join(LIBRARIES)
-            raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
-        for way, link in links.items():
-            if link:
-                _check(f"{name}: {way}.latency_s", link.latency_s, 0)
-                _check(f"{name}: {way}.bandwidth_bytes_per_s", link.bandwidth_bytes_per_s, 1)
-                _check_count(f"{name}: {way}.num_links", link.num_links)
-        for key, least in LEAST.items():
-            if getattr(hardware, key) is not None or key not in OPTIONAL:
-                _check(f"{name}: {key}", getattr(hardware, key), least)
-        _check_count(f"{name}: ranks_per_node", hardware.ranks_per_node)
-        if hardware.num_cores is not None:
-            _check_count(f"{name}: num_cores", hardware.num_cores)
-        if hardware.ranks_per_node > 1 and hardware.intra is None:
-            raise ValueError(f"{name}: intra=null: must join the {hardware.ranks_per_node} ranks")
-        return hardware
+    assumed: tuple[Range, ...] = ()
 
     def host_factor(self, num_ranks: int) -> float:
         """Return the factor by which shared cores slow the host's own work."""
         return max(1.0, num_ranks / self.num_cores) if self.num_cores else 1.0
-
-
-def _check(key: str, value: object, least: float) -> None:
-    if not isinstance(value, int | float) or not least <= value < float("inf"):
-        raise ValueError(f"{key}={value}: must be a number of at least {least}")
-
-
-def _check_count(key: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value}: must be an integer of at least 1")
-
-
-def _link(name: str, way: str, figures: Mapping[str, Any]) -> Link:
-    for key in figures.keys() & RENAMED.keys():
-        raise ValueError(f"{name}: {way}.{key}={figures[key]}: is {RENAMED[key]} now")
-    return Link(**figures)

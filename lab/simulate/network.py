@@ -1,8 +1,9 @@
 """Costs of collectives, in messages and bytes on the critical path.
 
-All ranks are alike, so the critical path of one stands for all, and 4096 ranks take no longer to
-compute than two. Trees and rings are those of lab/exchange; ranks of a node have adjacent numbers,
-so a tree's first hops stay within the node. A ring is as slow as its slowest link.
+The critical path of one rank stands for all, so 4096 ranks take no longer to compute than two.
+Trees and rings are those of lab/exchange; ranks of a node have adjacent numbers, so a tree's first
+hops stay within the node. A ring is as slow as its slowest link. Where nodes have links of
+different rates, trees and stars are followed hop by hop.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from lab.exchange.topology import binomial_node
 from lab.simulate.hardware import Hardware, Link
+from lab.simulate.nccl import Span, all_gather_s, all_reduce_s
 
 NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
 
@@ -30,7 +33,7 @@ class Network:
     """`size` ranks on `hardware`, and the costs of their collectives.
 
     Raises:
-        ValueError: the hardware has fewer ranks.
+        ValueError: the hardware has fewer ranks, or too few node_rates.
     """
 
     def __init__(self, hardware: Hardware, size: int) -> None:
@@ -43,7 +46,14 @@ class Network:
                 f"world_size={size}: hardware={hardware.name} has {hardware.ranks_per_node} ranks"
             )
         self.intra = (hardware.intra if self.local > 1 else None) or NOWHERE
+        self.rates = hardware.node_rates[: self.num_nodes]
+        if self.rates and len(self.rates) < self.num_nodes:
+            raise ValueError(
+                f"world_size={size}: hardware={hardware.name} has {len(self.rates)} node_rates"
+            )
         self.inter = (hardware.inter if self.num_nodes > 1 else None) or NOWHERE
+        if self.rates and self.num_nodes > 1:
+            self.inter = replace(self.inter, bandwidth_bytes_per_s=min(self.rates))
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
 
     def tree(self, num_bytes: float) -> Cost:
@@ -57,8 +67,7 @@ class Network:
         """
         chunks = max(1, math.ceil(num_bytes / chunk_bytes))
         chunk = num_bytes / chunks
-        at_root = max(hops * link.seconds(chunk) for hops, link in self._hops())
-        seconds = self._up_and_down(chunk) + (chunks - 1) * at_root
+        seconds = 2 * self._way_up(chunk) + (chunks - 1) * self._at_root(chunk)
         return Cost(seconds, log2(self.size) * num_bytes)
 
     def tree_double(self, num_bytes: float, chunk_bytes: float) -> Cost:
@@ -72,26 +81,24 @@ class Network:
         chunks = max(1, math.ceil(num_bytes / 2 / chunk_bytes))
         chunk = num_bytes / 2 / chunks
         busiest = min(2.0, (log2(self.size) + 1) / 2)
-        following = (chunks - 1) * 2 * busiest * self.slowest.seconds(chunk)
-        return Cost(self._up_and_down(chunk) + following, busiest * num_bytes)
+        following = (chunks - 1) * 2 * busiest * self.slowest.seconds_both_ways(chunk)
+        return Cost(2 * self._way_up(chunk) + following, busiest * num_bytes)
 
     def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
         """Return the cost of 2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
         part, steps = num_bytes / self.size, 2 * (self.size - 1)
         pieces = max(1, math.ceil(part / chunk_bytes))
-        return Cost(steps * pieces * self.slowest.seconds(part / pieces), steps * part)
+        return Cost(steps * pieces * self.slowest.seconds_both_ways(part / pieces), steps * part)
 
     def star(self, num_bytes: float) -> Cost:
         """Return the cost of sending all to one rank and back, one rank after the other."""
-        within, beyond = self.local - 1, self.size - self.local
-        each_way = within * self.intra.seconds(num_bytes) + beyond * self.inter.seconds(num_bytes)
+        each_way = sum(count * link.seconds(num_bytes) for count, link in self._from_root())
         return Cost(2 * each_way, (self.size - 1) * num_bytes)
 
     def all_reduce(self, num_bytes: float) -> Cost:
         """Return the cost of the library's all-reduce; no bytes cost nothing.
 
-        Gloo uses a ring. NCCL reduces within nodes, exchanges between them by a ring or a tree,
-        whichever is faster, and broadcasts within nodes.
+        Gloo uses a ring, which adds on the host; lab.simulate.nccl has NCCL's.
         """
         if not num_bytes:
             return Cost()
@@ -99,45 +106,72 @@ class Network:
         if self.hardware.library == "gloo":
             rate = self.hardware.reduce_bytes_per_s or math.inf
             added = num_bytes * (self.size - 1) / self.size  # by each rank in turn
-            return replace(ring, seconds=ring.seconds + added / rate)
-        if self.num_nodes == 1:
-            return Cost(_best_s(self.intra, self.size, num_bytes), ring.payload_bytes)
-        within_s = (self.local - 1) * self.intra.latency_s + num_bytes / _rate(self.intra)
-        seconds = 2 * within_s + _best_s(self.inter, self.num_nodes, num_bytes)
+            adding_s = self.hardware.host_factor(self.size) * added / rate
+            return replace(ring, seconds=ring.seconds + adding_s)
+        seconds = all_reduce_s(self._span, num_bytes, self.hardware.protocols)
         return Cost(seconds, ring.payload_bytes)
 
     def all_gather(self, num_bytes: float) -> Cost:
         """Return the cost of a ring that carries `num_bytes` of each rank."""
         steps = self.size - 1
-        return Cost(steps * self.slowest.seconds(num_bytes), steps * num_bytes)
+        if self.hardware.library == "nccl":
+            seconds = all_gather_s(self._span, num_bytes, self.hardware.protocols)
+        else:
+            seconds = steps * self.slowest.seconds_both_ways(num_bytes)
+        return Cost(seconds, steps * num_bytes)
 
     def all_to_all(self, num_bytes: float) -> Cost:
         """Return the cost of `num_bytes` between every two ranks; ranks share a node's links."""
         within, beyond = self.local - 1, self.size - self.local
-        sharing = max(1.0, self.local / self.inter.num_links)
-        outside = beyond * self.inter.seconds(sharing * num_bytes)
-        seconds = within * self.intra.seconds(num_bytes) + outside
+        sharing = max(1.0, self.local / self.inter.links_of(self.num_nodes))
+        outside = beyond * self.inter.seconds_both_ways(sharing * num_bytes)
+        seconds = within * self.intra.seconds_both_ways(num_bytes) + outside
         return Cost(seconds, (self.size - 1) * num_bytes)
 
-    def _up_and_down(self, num_bytes: float) -> float:
-        return 2 * sum(hops * link.seconds(num_bytes) for hops, link in self._hops())
+    @property
+    def _span(self) -> Span:
+        return Span(self.local, self.num_nodes, self.intra, self.inter)
+
+    def _way_up(self, num_bytes: float) -> float:
+        """Return the seconds from the leaves of a binomial tree to its root, by whole messages."""
+        if self.rates:
+            return self._completed(0, num_bytes)
+        return sum(hops * link.seconds(num_bytes) for hops, link in self._hops())
+
+    def _completed(self, rank: int, num_bytes: float) -> float:
+        """Return when a rank has received from all its children, one after the other."""
+        now_s = 0.0
+        for child in binomial_node(rank, self.size).children:
+            ready_s = self._completed(child, num_bytes)
+            now_s = max(now_s, ready_s) + self._link(rank, child).seconds(num_bytes)
+        return now_s
+
+    def _at_root(self, num_bytes: float) -> float:
+        """Return the seconds between two chunks: the root's links within, or those beyond."""
+        if self.rates:
+            children = binomial_node(0, self.size).children
+            return sum(self._link(0, child).seconds_both_ways(num_bytes) for child in children)
+        return max(hops * link.seconds_both_ways(num_bytes) for hops, link in self._hops())
 
     def _hops(self) -> tuple[tuple[int, Link], ...]:
-        """Yield the number of levels of a binomial tree on each kind of link."""
+        """Return the number of levels of a binomial tree on each kind of link."""
         return (log2(self.local), self.intra), (log2(self.num_nodes), self.inter)
+
+    def _from_root(self) -> list[tuple[int, Link]]:
+        """Return the links between the root and each other rank, and how many there are of each."""
+        if self.rates:
+            return [(1, self._link(0, rank)) for rank in range(1, self.size)]
+        return [(self.local - 1, self.intra), (self.size - self.local, self.inter)]
+
+    def _link(self, rank: int, other: int) -> Link:
+        """Return the link between two ranks, whose nodes have links of their own rates."""
+        nodes = [each // self.hardware.ranks_per_node for each in (rank, other)]
+        if nodes[0] == nodes[1]:
+            return self.intra
+        rate = min(self.rates[node] for node in nodes)
+        return replace(self.inter, bandwidth_bytes_per_s=rate)
 
 
 def log2(size: int) -> int:
     """Return the base-2 logarithm, rounded up."""
     return (size - 1).bit_length()
-
-
-def _best_s(link: Link, size: int, num_bytes: float) -> float:
-    """Return the faster of NCCL's ring and its two binary trees, of log2 N hops each."""
-    ring = 2 * (size - 1) * (link.latency_s + num_bytes / size / _rate(link))
-    tree = 2 * (log2(size) * link.latency_s + num_bytes / _rate(link))
-    return min(ring, tree) if size > 1 else 0.0
-
-
-def _rate(link: Link) -> float:
-    return link.bandwidth_bytes_per_s * link.num_links

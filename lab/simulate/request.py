@@ -15,6 +15,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.files import read_file
 from lab.settings.overrides import config_dir_of, file_to_write, split
 from lab.simulate.hardware import Hardware
+from lab.simulate.presets import parse as parse_hardware
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 
@@ -63,7 +64,7 @@ def read(arguments: Sequence[str]) -> Request:
         raise ConfigError(f"trace={trace}: takes one cell, and these are {len(cells)}")
     config_dir = config_dir_of(run)
     try:
-        hardware = Hardware.parse(_hardware(texts, config_dir))
+        hardware = parse_hardware(_hardware(texts, config_dir))
         profiles = [_profile(plain(cell.config)) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -94,6 +95,8 @@ def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, 
     dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
     try:
         node = OmegaConf.create(read_file("hardware", texts["hardware"], config_dir))
+        for key in changes:  # a value that is given is not assumed
+            node.get("assumed", {}).pop(key.removeprefix("hardware."), None)
         return plain(OmegaConf.merge(node, OmegaConf.from_dotlist(dotted)))
     except (OmegaConfBaseException, TypeError) as error:
         lines = " ".join(f"{key}={text}" for key, text in changes.items())

@@ -1,105 +1,145 @@
-"""Read a study's measurements, to fit hardware to them and to score predictions."""
+"""Score predictions on the measured cells of a study: whole steps, and the exchange in them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
 
-from omegaconf import OmegaConf
+from lab.simulate.fit import Group, Observation
+from lab.simulate.step import CEILING, Strategy, simulate
 
-from lab.analysis.records import Cell, load_study
-from lab.model.profile import VALUE_BYTES, Profile, replayed
-from lab.simulate.fit import Group, Observation, fit
-from lab.simulate.hardware import Hardware
-from lab.simulate.step import Strategy
-
-MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
+NONE = "none"
 
 
-def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Group, ...]:
-    """Divide a study's cells by machine and links, and fit the hardware to each group.
+@dataclass(frozen=True)
+class ScoredCell:
+    """A measured cell and its prediction.
 
-    Args:
-        profile: of cells with a real model; cells of model=replay name their own profile.
-
-    Raises:
-        ValueError: the study cannot be read, is of another model, or a group has no cell of two
-            ranks.
+    Attributes:
+        batch_size: global.
+        measured_s: step time of each repeat.
+        predicted_s: step time.
+        alone_s: step time without any exchange on as many ranks: measured (NaN if it was not)
+            and predicted.
+        evidence: "fitted" if the model was fitted to this cell, "held out" if not.
+        overlaps: exchanges run while the rank computes.
+        conditions: as in Group.
     """
-    groups: dict[str, list[Cell]] = {}
-    for cell in load_study(folder).cells:
-        if _counts(cell):
-            groups.setdefault(cell.circumstances, []).append(cell)
-    try:
-        if not groups:
-            raise ValueError("no finished throughput run")
-        return tuple(_group(name, groups[name], profile, preset) for name in sorted(groups))
-    except ValueError as error:
-        raise ValueError(f"fit={folder}: {error}") from None
+
+    strategy: str
+    profile: str
+    world_size: int
+    batch_size: int
+    measured_s: tuple[float, ...]
+    predicted_s: float
+    alone_s: tuple[float, float]
+    evidence: str
+    overlaps: bool
+    conditions: str
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted step against the median of the repeats."""
+        return self.predicted_s / median(self.measured_s) - 1
+
+    @property
+    def exposed_s(self) -> tuple[float, float]:
+        """Exposed exchange, measured (NaN if unknown) and predicted."""
+        return median(self.measured_s) - self.alone_s[0], self.predicted_s - self.alone_s[1]
+
+    @property
+    def exposed_error(self) -> float:
+        """Relative error of the predicted exposed exchange; NaN where none was measured."""
+        measured, predicted = self.exposed_s
+        return predicted / measured - 1 if measured > 0 else math.nan
 
 
-def _group(conditions: str, cells: list[Cell], profile: Profile, preset: Hardware) -> Group:
-    observations = _observations(cells, profile)
-    try:
-        hardware = fit(_on_its_cores(preset, cells), observations)
-    except ValueError as error:
-        raise ValueError(f"{conditions}: {error}" if conditions else str(error)) from None
-    return Group(conditions, tuple(observations), hardware)
+@dataclass(frozen=True)
+class Score:
+    """Errors over cells, in absolute value except `signed_error`; NaN without a cell.
+
+    Attributes:
+        step, exposed: median and worst error of the step time and of the exposed exchange.
+        signed_error: mean error of the steps of strategies that overlap.
+        num_exposed: how many cells have a score of their exposed exchange.
+    """
+
+    num_cells: int
+    step: tuple[float, float]
+    exposed: tuple[float, float]
+    num_exposed: int
+    signed_error: float
+
+    def __str__(self) -> str:
+        text = f"{self.num_cells} cells without none, step time {_percent(self.step)}"
+        if self.num_exposed:
+            exposed = f"exposed exchange {_percent(self.exposed)}"
+            text += f"; {exposed} ({self.num_exposed} cells)"
+        if not math.isnan(self.signed_error):
+            text += f"; overlapped steps {100 * self.signed_error:+.1f} % on average"
+        return text
 
 
-def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:
-    """Give emulated hardware the cores of the machine on which these cells ran."""
-    known = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
-    if preset.num_cores is None or not known:
-        return preset
-    return replace(preset, num_cores=min(known))
+def scored_cells(group: Group) -> tuple[ScoredCell, ...]:
+    """Predict every observed cell by the group's hardware."""
+    return tuple(scored_cell(group, cell) for cell in group.observations)
 
 
-def _counts(cell: Cell) -> bool:
-    timed = cell.status == "done" and cell.measure == "throughput"
-    return timed and not math.isnan(cell.step_s)
-
-
-def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
-    """Collect the cells whose strategy has a cost model; others cannot be scored."""
-    alike: dict[str, list[Observation]] = {}
-    for cell in cells:
-        observation = _observation(cell, profile)
-        if observation:
-            alike.setdefault(repr(replace(observation, steps_s=())), []).append(observation)
-    return [
-        replace(same[0], steps_s=tuple(time for each in same for time in each.steps_s))
-        for same in alike.values()
-    ]
-
-
-def _observation(cell: Cell, profile: Profile) -> Observation | None:
-    composed = OmegaConf.to_container(OmegaConf.load(cell.folder / "config.yaml"), resolve=True)
-    assert isinstance(composed, dict)
-    settings = {str(key): value for key, value in composed.items()}
-    try:
-        strategy = Strategy.of(settings)
-    except ValueError:
-        return None
-    replay = replayed(settings)
-    if not replay:
-        _check_model(cell, profile)
-    return Observation(
-        cell.strategy,
-        replay or profile,
-        strategy,
-        cell.world_size,
-        cell.per_rank_batch_size,
-        (cell.step_s,),
+def scored_cell(group: Group, cell: Observation) -> ScoredCell:
+    """Predict an observed cell by the hardware of its group."""
+    alone = group.observed(cell.profile, NONE, cell.world_size, cell.per_rank_batch_size)
+    return ScoredCell(
+        strategy=cell.name,
+        profile=cell.profile.name,
+        world_size=cell.world_size,
+        batch_size=cell.world_size * cell.per_rank_batch_size,
+        measured_s=cell.steps_s,
+        predicted_s=_step_s(group, cell, cell.strategy),
+        alone_s=(alone.step_s if alone else math.nan, _step_s(group, cell, CEILING)),
+        evidence=group.evidence(cell.world_size),
+        overlaps=cell.strategy.pattern.overlaps,
+        conditions=group.conditions,
     )
 
 
-def _check_model(cell: Cell, profile: Profile) -> None:
-    num_parameters = profile.gradient_bytes / VALUE_BYTES
-    if abs(cell.num_parameters / num_parameters - 1) > MOST_APART:
-        raise ValueError(
-            f"{cell.name} has {cell.num_parameters:.0f} parameters, profile="
-            f"{profile.name} {num_parameters:.0f}; give its profile, or profile.bytes_scale="
-            f"{profile.bytes_scale * cell.num_parameters / num_parameters:.4g}"
-        )
+def held_out(cells: Iterable[ScoredCell]) -> list[ScoredCell]:
+    """Return the cells that score the model: not fitted, and with an exchange."""
+    return [c for c in cells if c.evidence == "held out" and c.strategy != NONE]
+
+
+def score(cells: Sequence[ScoredCell], least_exposed: float = 0.0) -> Score:
+    """Summarise the errors of some cells.
+
+    Args:
+        least_exposed: exposed exchange is scored where it was measured to be more than this share
+            of the step: below the noise floor its relative error says nothing.
+    """
+    exposed = [
+        abs(cell.exposed_error)
+        for cell in cells
+        if cell.exposed_s[0] > least_exposed * median(cell.measured_s)
+    ]
+    signed = [cell.error for cell in cells if cell.overlaps]
+    steps = [abs(cell.error) for cell in cells]
+    return Score(
+        num_cells=len(cells),
+        step=_middle_and_worst(steps),
+        exposed=_middle_and_worst(exposed),
+        num_exposed=len(exposed),
+        signed_error=mean(signed) if signed else math.nan,
+    )
+
+
+def _middle_and_worst(errors: Sequence[float]) -> tuple[float, float]:
+    return (median(errors), max(errors)) if errors else (math.nan, math.nan)
+
+
+def _percent(errors: tuple[float, float]) -> str:
+    return f"median error {100 * errors[0]:.1f} %, worst {100 * errors[1]:.1f} %"
+
+
+def _step_s(group: Group, cell: Observation, strategy: Strategy) -> float:
+    point = cell.world_size, cell.per_rank_batch_size
+    return simulate(cell.profile, group.hardware, strategy, *point).step_s

@@ -15,8 +15,10 @@ from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Stage
 from lab.simulate.network import Network
+from lab.simulate.ranks import slowest_factor
 from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
 
+UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
 NONE = {"_target_": "lab.exchange.none.NoExchange"}
 
 
@@ -58,12 +60,12 @@ CEILING = Strategy(NONE)
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step; rank 0 stands for all ranks.
+    """One optimizer step of the slowest rank, which stands for all.
 
     Attributes:
         step_s: duration in seconds.
         payload_bytes: bytes that the busiest rank sends.
-        spans: forward, backward, exchange and codec of rank 0.
+        spans: forward, backward, exchange and codec.
     """
 
     step_s: float
@@ -121,11 +123,13 @@ def simulate(
 ) -> Step:
     """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
     network = Network(hardware, world_size)
+    slow = min(hardware.num_slow, world_size - 1)
+    slowest = slowest_factor(world_size, hardware.jitter, slow, hardware.slow_factor)
     layers = [
         Compute(
             layer.name,
-            profile.forward_s(layer, per_rank_batch_size),
-            profile.backward_s(layer, per_rank_batch_size),
+            slowest * profile.forward_s(layer, per_rank_batch_size),
+            slowest * profile.backward_s(layer, per_rank_batch_size),
         )
         for layer in profile.layers
     ]
@@ -139,7 +143,26 @@ def simulate(
         schedule.submit(exchange, rank)
     schedule.finish(rank)
     payload_bytes = sum(stage.payload_bytes for each in [*planned, *back] for stage in each.stages)
-    return Step(rank.now_s + hardware.overhead_s, payload_bytes, tuple(rank.spans))
+    step_s = max(
+        rank.now_s + _besides_s(profile, hardware, network),
+        _input_s(hardware, network, per_rank_batch_size),
+    )
+    return Step(step_s, payload_bytes, tuple(rank.spans))
+
+
+def _besides_s(profile: Profile, hardware: Hardware, network: Network) -> float:
+    """Return the time of a step besides forward, backward and exchange."""
+    updated = UPDATE_PASSES * profile.gradient_bytes
+    update_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
+    own_s = hardware.host_factor(network.size) * (hardware.overhead_s + update_s)
+    return own_s + hardware.overhead_s_per_rank * (network.local - 1)
+
+
+def _input_s(hardware: Hardware, network: Network, per_rank_batch_size: int) -> float:
+    """Return the time in which a node prepares the samples of a step, while it trains."""
+    if not hardware.input_samples_per_s:
+        return 0.0
+    return network.local * per_rank_batch_size / hardware.input_samples_per_s
 
 
 def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -19,10 +20,11 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
+from lab.simulate.hardware import Hardware
 
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "efficiency"]
-SCORES = ["measured ms", "error %", "evidence"]
+SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
 FITTED = (
     "latency_s",
     "bandwidth_bytes_per_s",
@@ -50,7 +52,7 @@ def notes(result: Row) -> list[str]:
         f"predicted: profile {profiles}, hardware "
         f"{name}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
     )
-    return [about, *_fitted(result), *_held_out(result)]
+    return [about, *_open(result), *_fitted(result), *_held_out(result)]
 
 
 def write(target: Path, result: Row) -> list[Path]:
@@ -151,12 +153,29 @@ def _line(row: Row) -> list[str]:
         str(_fixed_batch_size(row)),
         f"{1e3 * row['step_s']:.2f}",
         f"{1e3 * row['exposed_s']:.2f}",
-        f"{row['speedup']:.2f}",
+        f"{row['speedup']:.2f}{_interval(row['speedup_interval'])}",
         f"{row['efficiency']:.2f}",
         f"{1e3 * row['measured_s']:.2f}" if measured else "-",
-        f"{100 * row['error']:+.1f}" if measured else "-",
+        _percent(row["error"] if measured else math.nan),
+        _percent(row["exposed_error"] if measured else math.nan),
         row["evidence"],
     ]
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends[0] < ends[1] else ""
+
+
+def _percent(error: float) -> str:
+    return "-" if math.isnan(error) else f"{100 * error:+.1f}"
+
+
+def _open(result: Row) -> list[str]:
+    """Say where the intervals come from."""
+    keys = {each["key"] for hardware in result["hardware"] for each in hardware["assumed"]}
+    fitted = ["the fit"] if result["fit"] and not result["fit"].endswith(".json") else []
+    sources = [*fitted, *sorted(keys)]
+    return [f"in brackets, 95 % of what stays open: {', '.join(sources)}"] if sources else []
 
 
 def _fitted(result: Row) -> list[str]:
@@ -169,6 +188,11 @@ def _fitted(result: Row) -> list[str]:
     ]
 
 
+def fitted_values(hardware: Hardware) -> str:
+    """Write the values that a fit may change."""
+    return _values(asdict(hardware))
+
+
 def _values(hardware: Row) -> str:
     pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
     return ", ".join(f"{name}={({**hardware, **pair})[name]:.3g}" for name in FITTED)
@@ -176,14 +200,11 @@ def _values(hardware: Row) -> str:
 
 def _held_out(result: Row) -> list[str]:
     """Summarise the errors on cells that were not fitted, for each group of conditions."""
-    lines = []
-    for hardware in result["hardware"]:
-        rows = [r for r in result["rows"] if r["conditions"] == hardware["conditions"]]
-        errors = [abs(row["error"]) for row in rows if row["evidence"] == "held out"]
-        if errors:
-            middle, worst = 100 * median(errors), 100 * max(errors)
-            text = f"{len(errors)} cells, median error {middle:.1f} %, worst {worst:.1f} %"
-            lines.append(f"held out{_where(hardware['conditions'])}: {text}")
+    lines = [
+        f"held out{_where(score['conditions'])}: {score['text']}"
+        for score in result["scores"]
+        if score["num_cells"]
+    ]
     return lines or ["no held-out cell: every prediction beyond what was fitted extrapolates"]
 
 

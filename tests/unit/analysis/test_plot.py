@@ -189,4 +189,4 @@ def test_help_loads_no_heavy_library() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=50, capture_output=True, text=True
     )
-    assert done.stdout.count("python -m lab.plot") == 5
+    assert done.stdout.count("python -m lab.plot") == 6

@@ -16,7 +16,7 @@ from lab.claims.verdicts import judge
 from lab.measure.intervals import UNKNOWN, Interval
 from lab.settings.config import conf_dir
 from lab.settings.files import read_file
-from lab.simulate.hardware import Hardware
+from lab.simulate.presets import parse
 from tests.unit.claims.facts import Repeated, Table
 
 
@@ -28,9 +28,10 @@ from tests.unit.claims.facts import Repeated, Table
         ("gain_over_tree", Point("overlap", 4), 2.3),
         ("weak_speedup", Point("tree", 4), 4 * 200 / 230),
         ("weak_efficiency", Point("tree", 4), 200 / 230),
-        ("images_per_s", Point("tree", 4, 230), 1000.0),
+        ("samples_per_s", Point("tree", 4, 230), 1000.0),
         ("transfer_s", Point("tree", 4), 0.045),
         ("transfers", Point("tree", 4), 4.0),
+        ("transfer_share", Point("tree", 4), 0.225),
         ("byte_share", Point("onebit", 4), 1 / 32),
         ("speedup", Point("onebit", 4), None),
         ("gradient_bytes", Point(), 250e6),
@@ -45,7 +46,7 @@ def test_quantities(quantity: str, at: Point, value: float | None) -> None:
 
 
 def test_parameters_of_a_profile_are_its_own() -> None:
-    hardware = Hardware.parse(read_file("hardware", "titanx_x4"))
+    hardware = parse(read_file("hardware", "titanx_x4"))
     share = Claim("says", "own", "slide", "fc_share", Check(at_least=0))
     vgg16 = Predicted("vgg16_p100", hardware)
     assert vgg16.counts().parameters == 138_357_544  # Simonyan and Zisserman say 138 million
@@ -56,7 +57,7 @@ def test_without_layers_named_fc_their_share_is_unknown(monkeypatch: pytest.Monk
     profile = {"name": "p", "source": "s", "reference_batch": 1}
     layer = {"name": "classifier_1", "parameters": 10, "forward_ms": 1.0, "backward_ms": 1.0}
     monkeypatch.setattr("lab.claims.predicted.read_file", lambda *_: {**profile, "layers": [layer]})
-    hardware = Hardware.parse(read_file("hardware", "titanx_x4"))
+    hardware = parse(read_file("hardware", "titanx_x4"))
     measured_profile = Predicted("test_without_layers_named_fc", hardware)
     assert measured_profile.counts().parameters == 10
     assert (
@@ -150,11 +151,11 @@ def test_repeats_give_an_interval_and_two_of_them_none() -> None:
     assert [verdict.outcome for verdict in verdicts] == ["holds", "within noise", "fails"]
     assert [verdict.num_repeats for verdict in verdicts] == [3] * 3
     lines = claims_tables(verdicts)
-    cell = lines[4].split("|")[6].strip()
+    cell = lines[4].split("|")[7].strip()
     assert re.fullmatch(r"0\.87\d* \[0\.6\d+, 1\.1\d+\]", cell), cell
     assert lines[-1].endswith("(emergent and count): holds 1, fails 1, within noise 1.")
     few = judge(Paper("t", "p", "h", (claims[0],)), Table(), Repeated(1.0, 1.1))
-    assert claims_tables(few)[4].split("|")[6].strip().endswith("(n = 2)")
+    assert claims_tables(few)[4].split("|")[7].strip().endswith("(n = 2)")
 
 
 def test_kinds_have_tables_of_their_own() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import explain, plot, verify
+from lab import explain, plot, score, verify
 from lab.benchmarks import request
 from lab.cluster import __main__ as cluster
 from lab.settings import command_line
@@ -21,11 +21,12 @@ from tests.conftest import ROOT
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
     r"lab\.(train|sweep|bench|profile_layers)\b|launch/\S+\.(sh|sbatch)\b|docker run .*scaling-lab"
-    r"|-m lab\.(predict|verify|explain|plot|cluster)\b"
+    r"|-m lab\.(predict|score|verify|explain|plot|cluster)\b"
 )
 OF_FOLDERS = {
     "lab.plot": plot.COMMAND,
     "lab.explain": explain.COMMAND,
+    "lab.score": score.COMMAND,
     "lab.verify": verify.COMMAND,
 }
 

@@ -60,8 +60,8 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     (panel,) = payload(sheet).axes
     used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
     peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
-    profile = {"profiles": {"p": NUM_BYTES}, "fit": None}
-    profile |= {"hardware": [{"name": "h", "conditions": ""}]}
+    profile = {"profiles": {"p": NUM_BYTES}, "fit": None, "scores": []}
+    profile |= {"hardware": [{"name": "h", "conditions": "", "assumed": []}]}
     rows = {"rows": [{"scaling": "strong", "evidence": "", "conditions": ""}]}
     return {
         "lab/analysis/summary.py": (summary.text([row], study), "payload MB 200,"),

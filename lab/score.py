@@ -1,0 +1,60 @@
+"""Score predictions on a study's cells: `python -m lab.score runs/links`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer
+from lab.settings.errors import ConfigError
+from lab.settings.files import read_file
+from lab.settings.overrides import config_dir_of, file_to_write
+from lab.simulate.request import DEFAULT_PROFILE
+
+COMMAND = Command(
+    "lab.score",
+    "Fit hardware to a study's cells of one and two ranks, and score predictions of all others.",
+    (
+        "python -m lab.sweep study=links                       measures cells (root)",
+        "python -m lab.score runs/links                        scores, by links and by strategy",
+        "python -m lab.score runs/links out=links.md           and every cell, with a figure",
+    ),
+    {
+        "hardware": ("emulated_1gbit", "a file of conf/hardware: what the fit starts from"),
+        "profile": (DEFAULT_PROFILE, "a file of conf/profile, for cells of a real model"),
+        "config_dir": ("null", "folder of further hardware/ and profile/ files"),
+        "out": ("null", "FILE.md for the page; its figure goes to FILE.png"),
+    },
+    word="runs/STUDY",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the scores; write the page to `out=`. The exit code is 2 for bad input."""
+    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
+    return answer(COMMAND, arguments, lambda line: _score(line, command))
+
+
+def _score(line: CommandLine, command: str) -> int:
+    texts = COMMAND.texts(line.settings)
+    out = file_to_write("out", texts["out"], ".md")
+    folder = config_dir_of(line.settings)
+    profile = read_file("profile", texts["profile"], folder)
+    hardware = read_file("hardware", texts["hardware"], folder)
+    from lab.simulate import scorecard
+
+    try:
+        card = scorecard.of_study(Path(line.word), profile, hardware)
+        print("\n".join(scorecard.summary(card)))
+        if out:
+            scorecard.write(card, out, command)
+            print(f"wrote {out}")
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

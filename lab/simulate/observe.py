@@ -1,0 +1,150 @@
+"""Read a study's measurements: cells that share machine and links, and hardware for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lab.analysis.records import Cell, load_study
+from lab.cluster.settings import Cluster
+from lab.model.profile import VALUE_BYTES, Profile, replayed
+from lab.settings.config import build
+from lab.simulate.fit import LARGEST_FITTED, Group, Observation, fit
+from lab.simulate.hardware import Hardware
+from lab.simulate.links import over_links
+from lab.simulate.step import Strategy
+
+MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
+
+
+def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Group, ...]:
+    """Divide a study's cells by machine and links, and fit the hardware to each group.
+
+    A group without cells of two ranks is predicted from the one that has some: over its own links,
+    as the settings of its emulated cluster tell.
+
+    Args:
+        profile: of cells with a real model; cells of model=replay name their own profile.
+
+    Raises:
+        ValueError: the study cannot be read, is of another model, or a group has no cell of two
+            ranks and nothing to be predicted from.
+    """
+    cells: dict[str, list[Cell]] = {}
+    for cell in load_study(folder).cells:
+        if _counts(cell):
+            cells.setdefault(cell.circumstances, []).append(cell)
+    try:
+        if not cells:
+            raise ValueError("no finished throughput run")
+        return _groups({name: cells[name] for name in sorted(cells)}, profile, preset)
+    except ValueError as error:
+        raise ValueError(f"fit={folder}: {error}") from None
+
+
+def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) -> tuple[Group, ...]:
+    fitted = [name for name, group in cells.items() if _can_be_fitted(group)]
+    groups = {name: _fitted(name, cells[name], profile, preset) for name in fitted or cells}
+    for name in cells.keys() - groups.keys():
+        if len(fitted) > 1:
+            raise ValueError(f"{name}: no cell of two ranks, and {len(fitted)} groups have some")
+        (source,) = fitted
+        groups[name] = _transferred(name, cells[name], groups[source], cells[source], profile)
+    return tuple(groups[name] for name in cells)
+
+
+def _can_be_fitted(cells: list[Cell]) -> bool:
+    return any(cell.world_size == LARGEST_FITTED for cell in cells)
+
+
+def _fitted(name: str, cells: list[Cell], profile: Profile, preset: Hardware) -> Group:
+    observations = _observations(cells, profile)
+    try:
+        found = fit(_on_its_cores(preset, cells), observations)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
+    return Group(name, tuple(observations), found.hardware, found.draws)
+
+
+def _transferred(
+    name: str, cells: list[Cell], source: Group, source_cells: list[Cell], profile: Profile
+) -> Group:
+    """Predict a group's cells from hardware that was fitted to others."""
+    clusters = [_cluster(max(group, key=_world_size)) for group in (source_cells, cells)]
+    try:
+        fitted_on, other = filter(None, clusters)
+    except ValueError:
+        raise ValueError(f"{name}: no cell of two ranks, and no emulated cluster") from None
+    moved = [over_links(each, fitted_on, other) for each in (source.hardware, *source.draws)]
+    observations = tuple(_observations(cells, profile))
+    return Group(name, observations, moved[0], tuple(moved[1:]), fitted=False)
+
+
+def _world_size(cell: Cell) -> int:
+    return cell.world_size
+
+
+def _cluster(cell: Cell) -> Cluster | None:
+    """Return the emulated cluster on which a cell ran."""
+    settings = OmegaConf.load(cell.folder / "config.yaml").cluster
+    return build(settings, world_size=cell.world_size) if "_target_" in settings else None
+
+
+def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:
+    """Give emulated hardware the cores of the machine on which these cells ran."""
+    known = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
+    if preset.num_cores is None or not known:
+        return preset
+    return replace(preset, num_cores=min(known))
+
+
+def _counts(cell: Cell) -> bool:
+    timed = cell.status == "done" and cell.measure == "throughput"
+    return timed and not math.isnan(cell.step_s)
+
+
+def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
+    """Collect the cells whose strategy has a cost model; others cannot be scored."""
+    alike: dict[str, list[Observation]] = {}
+    for cell in cells:
+        observation = _observation(cell, profile)
+        if observation:
+            alike.setdefault(repr(replace(observation, steps_s=())), []).append(observation)
+    return [
+        replace(same[0], steps_s=tuple(time for each in same for time in each.steps_s))
+        for same in alike.values()
+    ]
+
+
+def _observation(cell: Cell, profile: Profile) -> Observation | None:
+    composed = OmegaConf.to_container(OmegaConf.load(cell.folder / "config.yaml"), resolve=True)
+    assert isinstance(composed, dict)
+    settings = {str(key): value for key, value in composed.items()}
+    try:
+        strategy = Strategy.of(settings)
+    except ValueError:
+        return None
+    replay = replayed(settings)
+    if not replay:
+        _check_model(cell, profile)
+    return Observation(
+        cell.strategy,
+        replay or profile,
+        strategy,
+        cell.world_size,
+        cell.per_rank_batch_size,
+        (cell.step_s,),
+    )
+
+
+def _check_model(cell: Cell, profile: Profile) -> None:
+    num_parameters = profile.gradient_bytes / VALUE_BYTES
+    if abs(cell.num_parameters / num_parameters - 1) > MOST_APART:
+        raise ValueError(
+            f"{cell.name} has {cell.num_parameters:.0f} parameters, profile="
+            f"{profile.name} {num_parameters:.0f}; give its profile, or profile.bytes_scale="
+            f"{profile.bytes_scale * cell.num_parameters / num_parameters:.4g}"
+        )

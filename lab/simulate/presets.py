@@ -1,0 +1,144 @@
+"""Files of conf/hardware: reading, checking, and the ranges of what they assume."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from lab.simulate.hardware import Hardware, Link, Range
+from lab.simulate.nccl import PROTOCOLS
+
+LIBRARIES = ("gloo", "nccl")
+WAYS = ("intra", "inter")
+OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s")
+LEAST = {
+    "codec_bytes_per_s": 1,
+    "codec_s": 0,
+    "reduce_bytes_per_s": 1,
+    "update_bytes_per_s": 1,
+    "input_samples_per_s": 1,
+    "contention": 0,
+    "overhead_s": 0,
+    "overhead_s_per_rank": 0,
+    "jitter": 0,
+    "num_slow": 0,
+    "slow_factor": 1,
+}
+LEAST_OF_LINK = {"latency_s": 0, "bandwidth_bytes_per_s": 1, "duplex": 0.1}
+RENAMED = {"alpha_s": "latency_s", "beta_bytes_per_s": "bandwidth_bytes_per_s"}  # of a link
+
+
+def parse(node: Mapping[str, Any]) -> Hardware:
+    """Parse the content of a file of conf/hardware.
+
+    Raises:
+        ValueError: a value that is missing, unknown or out of range.
+    """
+    name = f"hardware={node.get('name')}"
+    try:
+        links = {way: node[way] and _link(f"{name}: {way}", node[way]) for way in WAYS}
+        lists = {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
+        plain = {key: value for key, value in node.items() if key != "assumed"}
+        hardware = Hardware(**{**plain, **links, **lists})
+        assumed = tuple(_range(name, *given) for given in node.get("assumed", {}).items())
+        _check_hardware(name, hardware)
+        for each in assumed:
+            _check_range(name, hardware, each)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    return replace(hardware, assumed=assumed)
+
+
+def draws(hardware: Hardware, number: int) -> Iterator[Hardware]:
+    """Draw each assumed value anew, `number` times: logarithms evenly over their range.
+
+    The draws are the same each time, so that two strategies meet the same machines.
+    """
+    chance = random.Random(0)
+    for _ in range(number):
+        drawn = hardware
+        for each in hardware.assumed:
+            drawn = with_value(drawn, each.key, _between(each, chance.random()))
+        yield drawn
+
+
+def with_value(hardware: Hardware, key: str, value: float) -> Hardware:
+    """Return the hardware with another value of a dotted key, as in `intra.latency_s`."""
+    way, _, name = key.rpartition(".")
+    if not way:
+        return replace(hardware, **{name: value})
+    return replace(hardware, **{way: replace(getattr(hardware, way), **{name: value})})
+
+
+def _between(ends: Range, share: float) -> float:
+    if ends.low <= 0:
+        return ends.low + share * (ends.high - ends.low)
+    return ends.low * (ends.high / ends.low) ** share
+
+
+def _check_hardware(name: str, hardware: Hardware) -> None:
+    if hardware.library not in LIBRARIES:
+        allowed = ", ".join(LIBRARIES)
+        raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
+    for key, least in LEAST.items():
+        if getattr(hardware, key) is not None or key not in OPTIONAL:
+            _check(f"{name}: {key}", getattr(hardware, key), least)
+    _check_count(f"{name}: ranks_per_node", hardware.ranks_per_node)
+    if hardware.num_cores is not None:
+        _check_count(f"{name}: num_cores", hardware.num_cores)
+    if hardware.ranks_per_node > 1 and hardware.intra is None:
+        raise ValueError(f"{name}: intra=null: must join the {hardware.ranks_per_node} ranks")
+    for rate in hardware.node_rates:
+        _check(f"{name}: node_rates", rate, 1)
+    if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):
+        allowed = ", ".join(PROTOCOLS)
+        raise ValueError(f"{name}: protocols={hardware.protocols}: must be some of {allowed}")
+
+
+def _check_range(name: str, hardware: Hardware, given: Range) -> None:
+    """Refuse a range of what is no number of the hardware, or that leaves out its value."""
+    way, _, key = given.key.rpartition(".")
+    value = getattr(getattr(hardware, way) if way else hardware, key)
+    _check(f"{name}: assumed.{given.key}", given.low, 0)
+    _check(f"{name}: assumed.{given.key}", given.high, given.low)
+    if value is None or not given.low <= value <= given.high or math.isnan(value):
+        raise ValueError(
+            f"{name}: assumed.{given.key}=[{given.low}, {given.high}]: leaves out its value {value}"
+        )
+
+
+def _range(name: str, key: str, ends: Any) -> Range:
+    if not isinstance(ends, list) or len(ends) != 2:
+        raise ValueError(f"{name}: assumed.{key}={ends}: must be [lowest, highest]")
+    return Range(key, *ends)
+
+
+def _link(where: str, figures: Mapping[str, Any]) -> Link:
+    for key in figures.keys() & RENAMED.keys():
+        raise ValueError(f"{where}.{key}={figures[key]}: is {RENAMED[key]} now")
+    links = figures.get("num_links", 1)
+    if isinstance(links, Mapping):
+        links = tuple(sorted((int(ranks), count) for ranks, count in links.items()))
+        if not links or links[0][0] != 2:
+            raise ValueError(f"{where}.num_links={dict(links)}: must begin with 2 ranks")
+    link = Link(**{**figures, "num_links": links})
+    for key, least in LEAST_OF_LINK.items():
+        _check(f"{where}.{key}", getattr(link, key), least)
+    if link.duplex > 1:
+        raise ValueError(f"{where}.duplex={link.duplex}: must be at most 1")
+    for count in (links,) if isinstance(links, int) else (count for _, count in links):
+        _check_count(f"{where}.num_links", count)
+    return link
+
+
+def _check(key: str, value: object, least: float) -> None:
+    if not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ValueError(f"{key}={value}: must be a number of at least {least}")
+
+
+def _check_count(key: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value}: must be an integer of at least 1")

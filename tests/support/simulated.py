@@ -1,0 +1,56 @@
+"""Studies whose step times are simulated, on made-up hardware."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lab.model.profile import Profile
+from lab.settings.config import load
+from lab.settings.names import resolved, variant
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.request import plain
+from lab.simulate.step import Strategy, simulate
+from tests.support.records import make_record
+
+FLAT = Hardware("flat", "made up", "gloo", 1, None, Link(0.0, 1e8), math.inf)
+LINKED = replace(FLAT, inter=Link(4e-4, 1.1e8), codec_bytes_per_s=5e9)
+TRUE = replace(LINKED, contention=0.1, overhead_s=2e-3)
+
+
+def strategy(name: str, *settings: str) -> Strategy:
+    """Compose `strategy=name`."""
+    return Strategy.of(plain(load([f"strategy={name}", *settings])))
+
+
+def leave_study(
+    folder: Path,
+    profile: Profile,
+    names: Iterable[str],
+    hardware: Hardware,
+    *more: str,
+    sizes: Iterable[int] = (1, 2, 4),
+) -> None:
+    """Leave a cell of batch 128 for each strategy and world size.
+
+    Args:
+        more: settings of all cells, which tell them from those of another call.
+    """
+    for name in names:
+        for size in sizes:
+            settings = [f"strategy={name}", "batch_size=128", *more]
+            cell = folder / "-".join([name, f"n{size}", *more])
+            cell.mkdir(parents=True)
+            config = load(settings)
+            (cell / "config.yaml").write_text(OmegaConf.to_yaml(config))
+            step = simulate(profile, hardware, strategy(name), size, 128 // size)
+            record = make_record(
+                name, size, step.step_s,
+                batch_size=128, num_parameters=profile.gradient_bytes // 4,
+                settings=resolved(plain(config)), variant=variant(more),
+            )  # fmt: skip
+            record.write(cell / "record.json")

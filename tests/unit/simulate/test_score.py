@@ -1,0 +1,101 @@
+"""Scores of predictions: of steps and of the exchange in them, on cells that were not fitted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lab import score as command
+from lab.claims.predicted import profile_of
+from lab.simulate.crossover import with_rate
+from lab.simulate.score import ScoredCell, held_out, score
+from tests.support.simulated import TRUE, leave_study
+
+CELL = ScoredCell(
+    "tree", "p", 4, 128, (0.2, 0.1, 0.3), 0.22, (0.1, 0.12), "held out", False, "rate=1gbit"
+)
+
+
+GUESS = """\
+name: guess
+source: made up
+library: gloo
+ranks_per_node: 1
+intra: null
+inter: {latency_s: 1.0e-4, bandwidth_bytes_per_s: 2.0e+8}
+codec_bytes_per_s: 2.0e+10
+"""
+
+
+def test_the_exchange_is_scored_apart_from_the_step() -> None:
+    assert CELL.error == pytest.approx(0.1)
+    assert CELL.exposed_s == pytest.approx((0.1, 0.1)) and CELL.exposed_error == pytest.approx(0)
+    hidden = replace(CELL, alone_s=(0.21, 0.1))
+    assert math.isnan(hidden.exposed_error)
+    unknown = replace(CELL, alone_s=(math.nan, 0.1))
+    found = score([CELL, hidden, unknown])
+    assert (found.num_cells, found.num_exposed) == (3, 1)
+    assert found.exposed == pytest.approx((0, 0)) and math.isnan(found.signed_error)
+    assert score([CELL], least_exposed=0.6).num_exposed == 0  # half of the step is exposed
+
+
+def test_overlapped_steps_have_a_sign() -> None:
+    fast, slow = (replace(CELL, overlaps=True, predicted_s=s) for s in (0.18, 0.21))
+    found = score([fast, slow, CELL])
+    assert found.signed_error == pytest.approx(-0.025)
+    assert found.step == (pytest.approx(0.1), pytest.approx(0.1))
+    assert "overlapped steps -2.5 % on average" in str(found)
+
+
+def test_only_held_out_cells_with_an_exchange_count() -> None:
+    none, fitted = replace(CELL, strategy="none"), replace(CELL, evidence="fitted")
+    assert held_out([none, fitted, CELL]) == [CELL]
+
+
+def test_a_study_is_fitted_on_one_link_and_scored_on_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = replace(profile_of("alexnet_titanx"), bytes_scale=0.02)
+    study, names = tmp_path / "study", ("none", "tree", "allreduce", "overlap", "onebit")
+    fast, slow = (
+        ("cluster=emulated", "cluster.rate=1gbit"),
+        ("cluster=emulated", "cluster.rate=100mbit"),
+    )
+    leave_study(study, profile, names, TRUE, *fast)
+    leave_study(study, profile, names, with_rate(TRUE, 1.1e7), *slow, sizes=(4,))
+    for group, text in (("profile", profile.to_yaml()), ("hardware", GUESS)):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / "own.yaml").write_text(text)
+    out = tmp_path / "scores.md"
+    words = [str(study), "profile=own", "hardware=own", f"config_dir={tmp_path}/conf", f"out={out}"]
+    assert command.main(words) == 0
+    text = capsys.readouterr().out
+    assert "fitted at cluster.rate=1gbit to cells of 1 and 2 ranks" in text
+    rows = {
+        line.split("|")[1].strip(): line.split("|") for line in text.splitlines() if "|" in line
+    }
+    assert rows["cluster.rate=100mbit"][2].strip() == rows["cluster.rate=1gbit"][2].strip() == "4"
+    assert all(float(cell.strip(" %")) < 3 for cell in rows["**all**"][3:5])
+    assert set(names) - {"none"} <= rows.keys()
+    assert out.with_suffix(".png").is_file()
+    assert out.read_text().count("| held out |") == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere: no such folder"),
+        ([], "takes one runs/STUDY"),
+        (["runs", "hardware=eth1g"], "hardware=eth1g: allowed are"),
+        (["runs", "out=scores.pdf"], "out=scores.pdf: must name FILE.md"),
+    ],
+)
+def test_a_wrong_word_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(words) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
