@@ -82,7 +82,7 @@ class Cell:
     def circumstances(self) -> str:
         """The settings of machine, links and arithmetic by which runs differ; empty for none."""
         apart = {k: v for k, v in self.conditions.items() if root_of(k) not in OF_WORK}
-        return " ".join(f"{key}={value}" for key, value in apart.items())
+        return " ".join(f"{key}={value}" for key, value in apart.items() if value != "None")
 
     def steps(self) -> pd.DataFrame | None:
         """Read steps.parquet, one row per rank and step; None if there is no such file."""

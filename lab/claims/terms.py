@@ -53,10 +53,18 @@ class Terms:
 
 
 def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
-    """Fit the terms that a paper's file names; None if it names none."""
+    """Fit the terms that a paper's file names; None if it names none.
+
+    Raises:
+        ValueError: a term that cannot be fitted.
+    """
     figures = [c for c in paper.claims if c.kind == "emergent" and c.published is not None]
     if not paper.fit or not figures:
         return None
+    for name in paper.fit:
+        if name not in START or not hasattr(hardware, name):
+            allowed = ", ".join(START)
+            raise ValueError(f"{paper.title}: fit={name}: allowed are {allowed}")
     best = _fitted(paper, hardware, figures)
     networks = {_network(paper, claim) for claim in figures}
     without = {
@@ -79,7 +87,7 @@ def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
 
 def _fitted(paper: Paper, hardware: Hardware, figures: Sequence[Claim]) -> Hardware:
     """Fit by least squares of the logarithm of predicted / published."""
-    start = np.log([getattr(hardware, name) or START[name] for name in paper.fit])
+    start = np.log([getattr(hardware, name, None) or START[name] for name in paper.fit])
 
     def machine(x: np.ndarray) -> Hardware:
         changed = hardware

@@ -78,7 +78,7 @@ class Record:
         model_source: hash of the source code of the model's classes.
         precision: "fp32", "bf16" or "fp16".
         compile: how torch.compile is used: "whole", "regions", or null for not at all.
-        measure: "throughput" or "breakdown".
+        measure: "throughput", "breakdown" or "noise".
         launcher: the program that started the ranks.
         device: "cpu" or "cuda".
         backend: library that moves bytes: "gloo", "nccl", ...
@@ -105,6 +105,8 @@ class Record:
         device_memory_bytes: by rank, in use on its device by all processes (GPUs).
         final: metrics of the last evaluation by name; accuracy is a share of 1.
         evaluations: step, training seconds and metrics of each evaluation.
+        gradient_noise: the gradient noise scale in samples, its 95 % interval and the steps that it
+            was taken from; of runs with measure=noise (lab.measure.noise_scale).
         replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
             `none`, and a run stopped in the middle of a round.
         choices: choices that the exchange made by itself, by bucket.
@@ -163,6 +165,7 @@ class Record:
     evaluations: list[dict[str, float | None]] = field(
         default_factory=list[dict[str, float | None]]
     )
+    gradient_noise: dict[str, float | None] | None = None
     replica_hash: str | None = None
     choices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     attempts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

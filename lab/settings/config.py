@@ -94,7 +94,7 @@ class Settings:
     backend: str = setting("auto", "of comm=torch", ("auto", "gloo", "nccl"))
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
-    measure: str = setting("throughput", "what is timed", ("throughput", "breakdown"))
+    measure: str = setting("throughput", "what is timed", ("throughput", "breakdown", "noise"))
     warmup_steps: int | None = setting(
         None, "first steps, which statistics leave out; null: until step time is steady", at_least=0
     )

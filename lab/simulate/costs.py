@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
-from lab.simulate.load import Load, Settings, Shape, Sizes, Stage
+from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Cost, Network
 
 
@@ -52,11 +52,6 @@ def card_of(exchange: Settings) -> Card:
     if name not in CARDS:
         raise ValueError(f"exchange={name}: has no cost card; allowed are {', '.join(CARDS)}")
     return CARDS[name]
-
-
-def class_of(exchange: Settings) -> str:
-    """Return the class name of a configured exchange, the key of CARDS."""
-    return exchange["_target_"].rpartition(".")[2]
 
 
 def stages_of(shapes: Sequence[Shape], exchange: Settings, network: Network) -> list[Stage]:

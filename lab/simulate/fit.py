@@ -10,26 +10,27 @@ import numpy as np
 
 from lab.model.profile import Profile
 from lab.simulate.hardware import Hardware, Range
+from lab.simulate.load import class_of
+from lab.simulate.network import Network
 from lab.simulate.presets import draws as draws_of
-from lab.simulate.step import Strategy, simulate
+from lab.simulate.step import Strategy, exchanges, simulate
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
+OUTLIER = 0.01  # residuals beyond it weigh less: no codec should bend what all cells share
 PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
 # Start of the search where the preset has 0, because the search multiplies.
 START = {
     "latency_s": 1e-4,
-    "codec_s": 1e-4,
     "contention": 0.05,
     "overhead_s": 1e-4,
     "overhead_s_per_rank": 1e-3,
     "jitter": 0.01,
+    "input_samples_per_s": 1e4,
 }
 LINK = ("latency_s", "bandwidth_bytes_per_s")
-NAMES = (
-    *(*LINK, "reduce_bytes_per_s", "codec_bytes_per_s", "codec_s"),
-    *("contention", "overhead_s"),
-)
+NAMES = (*LINK, "reduce_bytes_per_s", "contention", "overhead_s")
+CODEC = "codec of "  # and an exchange's class: its rate
 Residuals = Callable[[np.ndarray], np.ndarray]
 
 
@@ -113,6 +114,7 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     measured = np.array([cell.step_s for cell in used])
     typical = np.median(measured)
     names = [name for name in NAMES if get(preset, name) is not None]
+    names += sorted({CODEC + name for cell in used for name in _codecs(cell, preset)})
     start = np.log([get(preset, name) or START[name] for name in names])
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -138,21 +140,32 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     return Fitted(with_values(known, names, np.exp(found.x)), tuple(draws))
 
 
+def _codecs(cell: Observation, hardware: Hardware) -> list[str]:
+    """Name the class of a cell's exchange if it computes something."""
+    planned = exchanges(cell.profile, cell.strategy, Network(hardware, cell.world_size))
+    computes = any(stage.row == "codec" for each in planned for stage in each.stages)
+    return [class_of(cell.strategy.exchange)] if computes else []
+
+
 def _is_fitted(assumed: Range, names: Sequence[str]) -> bool:
     return assumed.key.rpartition(".")[2] in names
 
 
 def get(hardware: Hardware, name: str) -> float | None:
-    """Return the value of one of NAMES; None if this hardware has no such limit."""
+    """Return one of NAMES, or a codec's rate; None: this hardware has no such limit."""
+    if name.startswith(CODEC):
+        return hardware.codec_rate(name.removeprefix(CODEC))
     return getattr(getattr(hardware, _pair(hardware)) if name in LINK else hardware, name)
 
 
 def with_values(hardware: Hardware, names: Sequence[str], values: np.ndarray) -> Hardware:
     """Return the hardware with new values for `names`."""
     changes = dict(zip(names, map(float, values), strict=True))
+    fitted = {n.removeprefix(CODEC): changes.pop(n) for n in names if n.startswith(CODEC)}
+    rates = tuple(sorted({**dict(hardware.codec_rates), **fitted}.items()))
     pair = _pair(hardware)
     link = replace(getattr(hardware, pair), **{n: changes.pop(n) for n in LINK if n in changes})
-    return replace(hardware, **{pair: link}, **changes)
+    return replace(hardware, codec_rates=rates, **{pair: link}, **changes)
 
 
 def _pair(hardware: Hardware) -> str:
@@ -182,7 +195,7 @@ def least_squares(residuals: Residuals, x: np.ndarray) -> Solution:
     """Find the least sum of squares near `x`."""
     from scipy import optimize  # takes half a second to import, which only fits need
 
-    found = optimize.least_squares(residuals, x, x_scale="jac")
+    found = optimize.least_squares(residuals, x, x_scale="jac", loss="soft_l1", f_scale=OUTLIER)
     freedom = max(1, len(found.fun) - 2 * len(x))  # a residual of each value is its prior
     variance = 2 * found.cost / freedom
     return Solution(found.x, variance * np.linalg.pinv(found.jac.T @ found.jac))

@@ -64,9 +64,11 @@ class Hardware:
         ranks_per_node: how many ranks `intra` joins.
         intra, inter: links within a node and between nodes; None where there are none.
         codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
+        codec_rates: of single exchanges, by class name; fits find them, because a card's memory
+            passes say nothing of random access, sorting or matrix products.
         codec_s: fixed time of each call of a codec, such as a kernel's launch.
-        reduce_bytes_per_s: rate at which Gloo's all-reduce adds what has arrived, while the links
-            wait. None: no time.
+        reduce_bytes_per_s: rate at which a ring's ranks add what has arrived, while the links wait.
+            None: no time.
         contention: compute takes 1 + contention times as long while an exchange is under way.
         overhead_s: time of a step besides forward, backward, exchange and update.
         overhead_s_per_rank: what each rank of a node beyond the first adds to that, where one
@@ -91,6 +93,7 @@ class Hardware:
     intra: Link | None
     inter: Link | None
     codec_bytes_per_s: float
+    codec_rates: tuple[tuple[str, float], ...] = ()
     codec_s: float = 0.0
     reduce_bytes_per_s: float | None = None
     contention: float = 0.0
@@ -105,6 +108,10 @@ class Hardware:
     protocols: tuple[str, ...] = ("LL", "Simple")
     num_cores: int | None = None
     assumed: tuple[Range, ...] = ()
+
+    def codec_rate(self, exchange: str) -> float:
+        """Return the bytes per second of an exchange's codec, by its class name."""
+        return dict(self.codec_rates).get(exchange, self.codec_bytes_per_s)
 
     def host_factor(self, num_ranks: int) -> float:
         """Return the factor by which shared cores slow the host's own work."""

@@ -16,6 +16,11 @@ Settings = Mapping[str, Any]
 Shape = tuple[int, ...]
 
 
+def class_of(exchange: Settings) -> str:
+    """Return the class name of a configured exchange."""
+    return exchange["_target_"].rpartition(".")[2]
+
+
 @dataclass(frozen=True)
 class Stage:
     """Seconds in which a rank computes (row "codec") or its links are busy (row "exchange").
@@ -68,8 +73,10 @@ class Load:
     def codec(self, num_bytes: float, calls: int = 1) -> None:
         """Add a stage that reads and writes `num_bytes` of memory in `calls` calls."""
         hardware = self.network.hardware
-        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_bytes_per_s
-        self.stages.append(Stage("codec", hardware.host_factor(self.N) * seconds))
+        rate = hardware.codec_rate(class_of(self.exchange))
+        seconds = calls * hardware.codec_s + num_bytes / rate
+        factor = hardware.host_factor(self.N) * self.network.slowest_factor
+        self.stages.append(Stage("codec", factor * seconds))
 
     def wire(self, cost: Cost) -> None:
         """Add a stage that waits for a collective."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from lab.exchange.topology import binomial_node
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.nccl import Span, all_gather_s, all_reduce_s
+from lab.simulate.ranks import slowest_factor
 
 NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
 
@@ -40,6 +41,9 @@ class Network:
         self.size = size
         self.hardware = hardware
         self.local = min(size, hardware.ranks_per_node)  # ranks on a node
+        slow = min(hardware.num_slow, size - 1)
+        # The slowest rank's time to compute, in those of a usual rank.
+        self.slowest_factor = slowest_factor(size, hardware.jitter, slow, hardware.slow_factor)
         self.num_nodes = -(-size // hardware.ranks_per_node)
         if self.num_nodes > 1 and hardware.inter is None:
             raise ValueError(
@@ -54,6 +58,9 @@ class Network:
         self.inter = (hardware.inter if self.num_nodes > 1 else None) or NOWHERE
         if self.rates and self.num_nodes > 1:
             self.inter = replace(self.inter, bandwidth_bytes_per_s=min(self.rates))
+        if hardware.num_cores:  # whoever handles messages waits for a core
+            latency_s = hardware.host_factor(size) * self.inter.latency_s
+            self.inter = replace(self.inter, latency_s=latency_s)
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
 
     def tree(self, num_bytes: float) -> Cost:
@@ -63,11 +70,13 @@ class Network:
     def tree_pipelined(self, num_bytes: float, chunk_bytes: float) -> Cost:
         """Return the cost of the tree in chunks, which follow each other at the root's rate.
 
-        The root moves each chunk once per child, in both directions at the same time.
+        The root moves each chunk once per child, in both directions at the same time. On the way
+        down a rank sends to all its children at once, so that they share its link.
         """
         chunks = max(1, math.ceil(num_bytes / chunk_bytes))
         chunk = num_bytes / chunks
-        seconds = 2 * self._way_up(chunk) + (chunks - 1) * self._at_root(chunk)
+        down_s = self._way_down(chunk) if math.isfinite(chunk_bytes) else self._way_up(chunk)
+        seconds = self._way_up(chunk) + down_s + (chunks - 1) * self._at_root(chunk)
         return Cost(seconds, log2(self.size) * num_bytes)
 
     def tree_double(self, num_bytes: float, chunk_bytes: float) -> Cost:
@@ -82,13 +91,17 @@ class Network:
         chunk = num_bytes / 2 / chunks
         busiest = min(2.0, (log2(self.size) + 1) / 2)
         following = (chunks - 1) * 2 * busiest * self.slowest.seconds_both_ways(chunk)
-        return Cost(2 * self._way_up(chunk) + following, busiest * num_bytes)
+        seconds = self._way_up(chunk) + self._way_down(chunk) + following
+        return Cost(seconds, busiest * num_bytes)
 
     def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
         """Return the cost of 2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
         part, steps = num_bytes / self.size, 2 * (self.size - 1)
         pieces = max(1, math.ceil(part / chunk_bytes))
-        return Cost(steps * pieces * self.slowest.seconds_both_ways(part / pieces), steps * part)
+        wire_s = steps * pieces * self.slowest.seconds_both_ways(part / pieces)
+        added = steps / 2 * part  # by each rank, while its links wait
+        rate = self.hardware.reduce_bytes_per_s or math.inf
+        return Cost(wire_s + added / rate, steps * part)
 
     def star(self, num_bytes: float) -> Cost:
         """Return the cost of sending all to one rank and back, one rank after the other."""
@@ -98,16 +111,13 @@ class Network:
     def all_reduce(self, num_bytes: float) -> Cost:
         """Return the cost of the library's all-reduce; no bytes cost nothing.
 
-        Gloo uses a ring, which adds on the host; lab.simulate.nccl has NCCL's.
+        Gloo uses a ring; lab.simulate.nccl has NCCL's.
         """
         if not num_bytes:
             return Cost()
         ring = self.ring(num_bytes)
         if self.hardware.library == "gloo":
-            rate = self.hardware.reduce_bytes_per_s or math.inf
-            added = num_bytes * (self.size - 1) / self.size  # by each rank in turn
-            adding_s = self.hardware.host_factor(self.size) * added / rate
-            return replace(ring, seconds=ring.seconds + adding_s)
+            return ring
         seconds = all_reduce_s(self._span, num_bytes, self.hardware.protocols)
         return Cost(seconds, ring.payload_bytes)
 
@@ -137,6 +147,26 @@ class Network:
         if self.rates:
             return self._completed(0, num_bytes)
         return sum(hops * link.seconds(num_bytes) for hops, link in self._hops())
+
+    def _way_down(self, num_bytes: float) -> float:
+        """Return the seconds from the root to the leaves, where children share their parent's link.
+
+        At distance d from the root, a node of a binomial tree has log2 N - d children.
+        """
+        if self.rates:
+            return self._reached(0, num_bytes)
+        total_s = 0.0
+        for hops, link in self._hops():
+            together = hops * (hops + 1) / 2
+            total_s += hops * link.latency_s + together * num_bytes / link.bandwidth_bytes_per_s
+        return total_s
+
+    def _reached(self, rank: int, num_bytes: float) -> float:
+        """Return when the last rank below `rank` has received what that rank sends down."""
+        children = binomial_node(rank, self.size).children
+        sent_s = sum(self._link(rank, child).seconds(num_bytes) for child in children)
+        below = (self._reached(child, num_bytes) for child in children)
+        return sent_s + max(below, default=0.0)
 
     def _completed(self, rank: int, num_bytes: float) -> float:
         """Return when a rank has received from all its children, one after the other."""

@@ -15,7 +15,6 @@ from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Stage
 from lab.simulate.network import Network
-from lab.simulate.ranks import slowest_factor
 from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
@@ -123,8 +122,7 @@ def simulate(
 ) -> Step:
     """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
     network = Network(hardware, world_size)
-    slow = min(hardware.num_slow, world_size - 1)
-    slowest = slowest_factor(world_size, hardware.jitter, slow, hardware.slow_factor)
+    slowest = network.slowest_factor
     layers = [
         Compute(
             layer.name,
@@ -154,8 +152,8 @@ def _besides_s(profile: Profile, hardware: Hardware, network: Network) -> float:
     """Return the time of a step besides forward, backward and exchange."""
     updated = UPDATE_PASSES * profile.gradient_bytes
     update_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
-    own_s = hardware.host_factor(network.size) * (hardware.overhead_s + update_s)
-    return own_s + hardware.overhead_s_per_rank * (network.local - 1)
+    update_s *= hardware.host_factor(network.size)
+    return hardware.overhead_s + update_s + hardware.overhead_s_per_rank * (network.local - 1)
 
 
 def _input_s(hardware: Hardware, network: Network, per_rank_batch_size: int) -> float:

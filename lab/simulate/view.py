@@ -28,8 +28,8 @@ SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
 FITTED = (
     "latency_s",
     "bandwidth_bytes_per_s",
+    "reduce_bytes_per_s",
     "codec_bytes_per_s",
-    "codec_s",
     "contention",
     "overhead_s",
 )
@@ -195,7 +195,9 @@ def fitted_values(hardware: Hardware) -> str:
 
 def _values(hardware: Row) -> str:
     pair = hardware["intra"] if hardware["ranks_per_node"] > 1 else hardware["inter"]
-    return ", ".join(f"{name}={({**hardware, **pair})[name]:.3g}" for name in FITTED)
+    values = {name: {**hardware, **pair}[name] for name in FITTED}
+    values |= {f"codec of {name}": rate for name, rate in hardware["codec_rates"]}
+    return ", ".join(f"{name}={value:.3g}" for name, value in values.items() if value is not None)
 
 
 def _held_out(result: Row) -> list[str]:

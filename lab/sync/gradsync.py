@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.comm import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.base import Sync, SyncParts, SyncState
+from lab.sync.gradient_noise import GradientNoise
 from lab.sync.pattern import Begin, Pattern, gradsync
 
 
@@ -45,6 +46,7 @@ class GradSync(Sync):
         self._during_backward = self.pattern.begins is Begin.DURING_BACKWARD
         self.divides_loss = self.exchange.takes_divided
         self.order: list[str] | None = None
+        self.noise: GradientNoise | None = None  # set to observe it
         self._plan = partial(plan, parts.model, parts.bucket_mb)
         self._device = next(parts.model.parameters()).device
         self._arrived: list[str] = []
@@ -92,6 +94,8 @@ class GradSync(Sync):
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         self.worker.wait()
+        if self.noise:
+            self.noise.end_step()
         finite = self._all_finite()
         if self.order is None and len(self.buckets) > 1:
             self._follow(self._order_of_rank_0())
@@ -156,4 +160,8 @@ class GradSync(Sync):
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
         if self.loss_scale != 1.0:
             bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
+        if self.noise:
+            self.noise.before(bucket, self.comm.size)
         yield from self.exchange.stages(bucket, self.comm)
+        if self.noise:
+            self.noise.after(bucket)

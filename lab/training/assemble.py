@@ -18,6 +18,8 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, Settings, build
 from lab.sync.base import Sync, SyncParts
+from lab.sync.gradient_noise import GradientNoise
+from lab.sync.gradsync import GradSync
 from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
@@ -96,9 +98,27 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     )
     sync: Sync = build(config.sync, parts)
     _require_like_gpus(world, exchange, sync)
+    if config.measure == "noise":
+        _observe_noise(sync)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, sizes)
+
+
+def _observe_noise(sync: Sync) -> None:
+    """Collect the norms of gradients before and after their exchange.
+
+    Raises:
+        ConfigError: there is one rank, or ranks do not exchange gradients as they are.
+    """
+    if sync.comm.size == 1:
+        raise ConfigError("measure=noise: compares the ranks' gradients: needs two ranks or more")
+    if type(sync) is not GradSync or not sync.exchange.exact:
+        raise ConfigError(
+            "measure=noise: needs a strategy that averages gradients exactly in every step, such "
+            "as allreduce"
+        )
+    sync.noise = GradientNoise()
 
 
 def count(model: nn.Module) -> dict[str, int]:

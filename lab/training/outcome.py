@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from copy import copy
@@ -18,6 +19,7 @@ from lab.cluster.settings import EMULATION
 from lab.distributed.replicas import replica_hash
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit, num_cores
+from lab.measure.noise_scale import noise_scale
 from lab.measure.spans import PHASES, Span
 from lab.measure.statistics import (
     phase_statistics,
@@ -32,6 +34,7 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, StepSeconds, worded
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
+from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
 from lab.training.trainer import Trainer
 
@@ -114,7 +117,20 @@ def measured(
     if sync.keeps_replicas_equal:
         record.replica_hash = replica_hash(trainer.model, trainer.world)
     record.choices = sync.exchange.choices()
+    record.gradient_noise = _gradient_noise(trainer, warmup)
     return record
+
+
+def _gradient_noise(trainer: Trainer, warmup: int) -> dict[str, float | None] | None:
+    """Compute the gradient noise scale over the steps after warm-up; all ranks call it together."""
+    noise = trainer.sync.noise if isinstance(trainer.sync, GradSync) else None
+    if noise is None:
+        return None
+    local, mean = (torch.stack(norms)[warmup:] for norms in (noise.local, noise.mean))
+    small = trainer.world.gather(local).mean(dim=0)
+    sizes = trainer.batch_size // trainer.world.size, trainer.batch_size
+    found = noise_scale(small.cpu().numpy(), mean.cpu().numpy(), sizes)
+    return {"samples": found.mid, "lo": found.lo, "hi": found.hi, "num_steps": len(mean)}
 
 
 def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
@@ -218,6 +234,7 @@ def summary(record: Record, path: Path) -> str:
         *_metric_lines(record),
         *_step_lines(record),
         *_payload_lines(record),
+        *_noise_lines(record),
         *([f"emulated        {emulated}"] if emulated else []),
     ]
     if record.status == "interrupted":
@@ -243,6 +260,19 @@ def _step_lines(record: Record) -> Iterator[str]:
         yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
     elif record.num_steps:
         yield "step time       – none was timed, see warmup_steps"
+
+
+def _noise_lines(record: Record) -> Iterator[str]:
+    noise = record.gradient_noise
+    if noise is None:
+        return
+    if noise["samples"] is None or not math.isfinite(noise["samples"]):
+        yield f"gradient noise  not to be told from {noise['num_steps']} steps"
+        return
+    yield (
+        f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
+        f"{noise['hi']:.0f}]: larger batches need fewer steps up to about here"
+    )
 
 
 def _payload_lines(record: Record) -> Iterator[str]:

@@ -101,3 +101,32 @@ def test_on_a_gpu_the_peak_is_that_of_steady_steps(monkeypatch: pytest.MonkeyPat
     memory.pause()
     assert memory.sizes() == (500, 800, 2000)
     assert memory.kind == "tensors, in steady steps"
+
+
+def noise(path: Path, *settings: str) -> dict[str, float | None] | None:
+    """The gradient noise of twelve steps."""
+    common = ["device=cpu", "data.size=64", "batch_size=32", "steps=12", "warmup_steps=2"]
+    with assembled(load([*common, "measure=noise", *settings]), join()) as part:
+        for _ in part.trainer.steps():
+            pass
+        part.trainer.evaluate()
+        begun = make_record("allreduce", 2, None, batch_size=32, backend="gloo", gradient_bytes=4)
+        record = outcome.measured(part.trainer, begun, RunDirectory(path), None)
+    worlds.stop()
+    return record.gradient_noise
+
+
+def test_gradient_noise_is_the_same_whatever_exact_exchange_finds_it(tmp_path: Path) -> None:
+    found = [
+        spawn(2, noise, tmp_path, f"strategy={name}") for name in ("allreduce", "overlap", "tree")
+    ]
+    (first, other), *others = found
+    assert first and first == other and first["num_steps"] == 10
+    for pair in others:
+        assert pair[0] == {key: pytest.approx(value, rel=1e-4) for key, value in first.items()}
+
+
+@pytest.mark.parametrize("strategy", ["none", "onebit", "caffe"])
+def test_noise_needs_exact_means_of_gradients(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="averages gradients exactly"):
+        spawn(2, noise, tmp_path, f"strategy={strategy}")

@@ -12,20 +12,22 @@ from tests.support.mutants import INTACT, MUTANTS, Mutant
 
 
 @pytest.fixture(scope="module")
-def intact() -> dict[Claim, str]:
+def intact() -> dict[tuple[Claim, int], str]:
     return mutants.outcomes(INTACT)
 
 
-def test_without_a_mutant_cells_notice_nothing(intact: dict[Claim, str]) -> None:
+def test_without_a_mutant_cells_notice_nothing(intact: dict[tuple[Claim, int], str]) -> None:
     assert mutants.noticed_by(INTACT, intact) == []
-    assert not mutants.leaves_bounds(mutants.held_out_score(INTACT))
+    assert not mutants.figures_notice(mutants.figure_errors(INTACT), mutants.figure_errors(INTACT))
+    assert not mutants.leaves_bounds(mutants.held_out_scores(INTACT))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_is_noticed(mutant: Mutant, intact: dict[Claim, str]) -> None:
-    assert mutants.noticed_by(mutant, intact) or mutants.leaves_bounds(
-        mutants.held_out_score(mutant)
-    )
+def test_a_mutant_is_noticed(mutant: Mutant, intact: dict[tuple[Claim, int], str]) -> None:
+    by_cells = mutants.leaves_bounds(mutants.held_out_scores(mutant))
+    errors = mutants.figure_errors(INTACT)
+    by_figures = mutants.figures_notice(mutants.figure_errors(mutant), errors)
+    assert mutants.noticed_by(mutant, intact) or by_figures or by_cells
 
 
 def test_the_documented_table_is_todays() -> None:

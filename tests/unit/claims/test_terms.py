@@ -56,3 +56,5 @@ def test_fitted_terms_find_the_machine_and_carry_to_a_network_left_out() -> None
     assert terms_table(terms)[0].startswith("Fitted: overhead_s_per_rank = 0.008")
     assert len(terms_table(terms)) == 2 + 2 + 4 + 1
     assert fit_terms(replace(paper, fit=()), preset) is None
+    with pytest.raises(ValueError, match="t: fit=speed: allowed are"):
+        fit_terms(replace(paper, fit=("speed",)), preset)

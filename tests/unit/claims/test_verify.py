@@ -30,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Simulate a study on links a little slower than the preset's; nothing is measured."""
     folder = tmp_path_factory.mktemp("runs") / "kim2017"
     preset = parse(read_file("hardware", "emulated_1gbit"))
-    hardware = replace(preset, inter=Link(5e-4, 1.18e8), overhead_s=2e-3)
+    hardware = replace(preset, inter=Link(1e-4, 1.18e8), overhead_s=2e-3)
     profile = profile_of("alexnet_titanx", 0.02124)
     replays = ["model=replay", "profile=alexnet_titanx", "model.bytes_scale=0.02124"]
     for name in ("none", "tree", "allreduce", "overlap", "tree_overlap", "onebit"):
@@ -146,9 +146,8 @@ def test_papers_without_a_study_are_predicted(capsys: pytest.CaptureFixture[str]
     assert "weak efficiency 0.68 ± 10 % | 0.68 | 0." in capsys.readouterr().out
     assert verify.main(["tf_benchmarks"]) == 1
     text = capsys.readouterr().out
-    failed = {re.search(r"\| (.*?): \d GPUs", row)[1] for row in rows(text) if "| fails" in row}
-    assert {"AlexNet, batch 512", "VGG-16, batch 64", "VGG-16, batch 32"} < failed
-    assert not any("Inception" in name for name in failed)
+    failed = {row.split("|")[1].split(":")[0].strip() for row in rows(text) if "| fails" in row}
+    assert failed == {"AlexNet, batch 512", "VGG-16, batch 64", "VGG-16, batch 32"}
     assert "Fitted: overhead_s_per_rank = 0.00" in text
     assert verify.main(["horovod", "runs=runs/horovod"]) == 2
     assert "there is no study of Horovod" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def test_update_input_and_overhead_add_to_a_step() -> None:
 
     assert step_s(update_bytes_per_s=1e9) == pytest.approx(base + 5 * 4e6 / 1e9)
     assert step_s(overhead_s=1e-3) == pytest.approx(base + 1e-3)
-    assert step_s(overhead_s=1e-3, num_cores=2) == pytest.approx(base + 2e-3)
+    assert step_s(update_bytes_per_s=1e9, num_cores=2) == pytest.approx(base + 2 * 5 * 4e6 / 1e9)
     assert step_s(overhead_s_per_rank=1e-3) == pytest.approx(base + 3e-3)
     assert step_s(input_samples_per_s=1e9) == base
     assert step_s(input_samples_per_s=100) == pytest.approx(4 * 8 / 100)
