@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from lab.analysis.series import OF_WORK, Identity, differences, identity
+from lab.analysis.series import NEEDS, OF_WORK, Identity, differences, identity
 from lab.record.schema import Emulation, Record, Scaling, Status, read_record
 from lab.settings.names import is_of_strategy, root_of
 
@@ -82,7 +82,9 @@ class Cell:
     def circumstances(self) -> str:
         """The settings of machine, links and arithmetic by which runs differ; empty for none."""
         apart = {k: v for k, v in self.conditions.items() if root_of(k) not in OF_WORK}
-        return " ".join(f"{key}={value}" for key, value in apart.items() if value != "None")
+        given = {k: v for k, v in apart.items() if v != "None"}
+        idle = [k for k, other in NEEDS.items() if other in apart and other not in given]
+        return " ".join(f"{key}={value}" for key, value in given.items() if key not in idle)
 
     def steps(self) -> pd.DataFrame | None:
         """Read steps.parquet, one row per rank and step; None if there is no such file."""

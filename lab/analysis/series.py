@@ -21,6 +21,8 @@ OF_WORK = (
     *("profile", "model", "data", "task", "optim", "steps", "epochs", "seed"),
     *("warmup_steps", "eval_every", "checkpoint_every", "clip_grad_norm"),
 )
+# Settings that change nothing unless another one is given.
+NEEDS = {"cluster.slow_factor": "cluster.slow_host"}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lab.settings.config import build, load
 from lab.settings.files import read_file
 from lab.simulate.fit import DRAWS
 from lab.simulate.hardware import Hardware
-from lab.simulate.presets import draws, parse
+from lab.simulate.presets import draws, parse, places
 from lab.simulate.score import ScoredCell, scored_cells
 
 
@@ -98,7 +98,10 @@ def verify(name: str, runs: Path | None = None, reproduce: bool = False) -> Find
     counts = _counts(paper.model) if paper.model else None
     hardware = _hardware(paper.hardware)
     predicted = Predicted(paper.profile, hardware, counts=counts)
-    others = [Predicted(paper.profile, each, counts=counts) for each in draws(hardware, DRAWS)]
+    others = [
+        Predicted(paper.profile, each, counts=counts, place=place)
+        for each, place in zip(draws(hardware, DRAWS), places(DRAWS), strict=True)
+    ]
     measured = _measured(runs, paper, counts or predicted.counts()) if runs else None
     reproduced = None
     if reproduce and paper.reproduction:

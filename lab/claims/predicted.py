@@ -24,6 +24,7 @@ class Predicted:
         hardware: the model runs on it.
         bytes_scale: multiplies the parameters of all profiles.
         counts: of the paper's network; None: as far as the profile gives them.
+        place: where in their ranges the values lie that profiles assume; None: as they are given.
 
     Raises:
         ConfigError: there is no such file.
@@ -35,9 +36,10 @@ class Predicted:
         hardware: Hardware,
         bytes_scale: float = 1.0,
         counts: Counts | None = None,
+        place: float | None = None,
     ) -> None:
         self.profile, self.hardware, self.bytes_scale = profile, hardware, bytes_scale
-        self._counts = counts
+        self._counts, self._place = counts, place
 
     def __str__(self) -> str:
         scale = "" if self.bytes_scale == 1 else f" with {self.bytes_scale:g} of its bytes"
@@ -71,6 +73,8 @@ class Predicted:
             raise Missing(f"{at.world_size} ranks cannot share a batch of {at.batch_size}")
         per_rank_batch = at.batch_size // at.world_size
         profile = profile_of(at.profile or self.profile, self.bytes_scale)
+        if self._place is not None:
+            profile = profile.drawn(self._place)
         strategy = strategy_of(at.strategy)
         try:
             step = simulate(profile, self.hardware, strategy, at.world_size, per_rank_batch)

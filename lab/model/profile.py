@@ -44,7 +44,8 @@ class Profile:
         name: as in conf/profile.
         source: origin of the figures. reference_batch: samples per rank at which they were
         measured. bytes_scale: factor on parameters, which keeps the ratio of compute to
-        communication on a slow link.
+        communication on a slow link. fixed_share: assumed range of the share of all times that
+        does not depend on the batch size, where no layer gives it; None: nothing is assumed.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Profile:
     reference_batch: int
     layers: tuple[Layer, ...]
     bytes_scale: float = 1.0
+    fixed_share: tuple[float, float] | None = None
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Profile:
@@ -71,7 +73,22 @@ class Profile:
             for index, layer in enumerate(profile.layers)
         )
         _check_profile(where, profile, layers)
-        return replace(profile, layers=layers)
+        return replace(profile, layers=layers, fixed_share=_share(where, profile.fixed_share))
+
+    def drawn(self, place: float) -> Profile:
+        """Return the profile with its `fixed_share` at `place`, from 0 to 1, of the range."""
+        if self.fixed_share is None:
+            return self
+        low, high = self.fixed_share
+        share = low + place * (high - low)
+
+        def fixed(layer: Layer) -> Layer:
+            parts = {
+                name: share * getattr(layer, name.removeprefix("fixed_")) for name in FIXED_TIMES
+            }
+            return replace(layer, **parts)
+
+        return replace(self, layers=tuple(map(fixed, self.layers)), fixed_share=None)
 
     def to_yaml(self) -> str:
         """Return the text of a file that `parse` reads."""
@@ -156,6 +173,15 @@ def _make(kind: type[T], node: Any, where: str) -> T:
         if is_required and node.get(key) is None:
             raise ValueError(f"{where}: {key}: is missing")
     return kind(**node)
+
+
+def _share(where: str, ends: Any) -> tuple[float, float] | None:
+    if ends is None:
+        return None
+    numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(_is_number, ends))
+    if not numbers or not 0 <= ends[0] <= ends[1] < 1:
+        raise ValueError(f"{where}: fixed_share={ends}: must be [lowest, highest] from 0 to 1")
+    return ends[0], ends[1]
 
 
 def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> None:

@@ -13,7 +13,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.names import AXES
 from lab.simulate.calibrate import calibrate
 from lab.simulate.fit import DRAWS, Group
-from lab.simulate.presets import draws
+from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
 from lab.simulate.score import ScoredCell, held_out, score, scored_cell
 from lab.simulate.step import Prediction, Strategy, predict
@@ -77,7 +77,9 @@ def _predict(
     """Predict a cell, and what the hardware's open values make of it."""
     point = strategy, cell.world_size, cell.batch_size, cell.config.scaling == "weak"
     prediction = predict(profile, group.hardware, *point)
-    all_of_them = [prediction, *(predict(profile, other, *point) for other in group.draws)]
+    drawn = map(profile.drawn, places(len(group.draws)))
+    others = zip(drawn, group.draws, strict=True)
+    all_of_them = [prediction, *(predict(each, other, *point) for each, other in others)]
     return prediction, {
         "conditions": group.conditions,
         "strategy": cell.strategy,

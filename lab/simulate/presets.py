@@ -65,6 +65,12 @@ def draws(hardware: Hardware, number: int) -> Iterator[Hardware]:
         yield drawn
 
 
+def places(number: int) -> list[float]:
+    """Draw where in its range a profile's assumed value lies, as `draws` does."""
+    chance = random.Random(1)
+    return [chance.random() for _ in range(number)]
+
+
 def with_value(hardware: Hardware, key: str, value: float) -> Hardware:
     """Return the hardware with another value of a dotted key, as in `intra.latency_s`."""
     way, _, name = key.rpartition(".")

@@ -54,9 +54,22 @@ def test_alexnet_has_the_papers_figures() -> None:
     assert profile.scaled(bytes_scale=0.02124).gradient_bytes == pytest.approx(5.3e6, rel=0.01)
 
 
+def test_an_assumed_fixed_share_is_drawn_and_costs_small_batches() -> None:
+    given = Profile.parse(load(["profile=alexnet_titanx"]).profile)
+    assert given.fixed_share == (0.0, 0.12)
+    least, most = given.drawn(0.0), given.drawn(1.0)
+    assert least.compute_s(32) == pytest.approx(given.compute_s(32))
+    assert most.compute_s(256) == pytest.approx(given.compute_s(256))
+    assert most.compute_s(32) == pytest.approx(0.2 * (0.12 + 0.88 / 8), rel=1e-3)
+    vgg16 = Profile.parse(load(["profile=vgg16_p100"]).profile)  # two batches are known
+    assert vgg16.drawn(0.5) is vgg16 and vgg16.layers[3].fixed_forward_ms > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"fixed_share": [0.2, 0.1]}, "fixed_share=[0.2, 0.1]: must be [lowest, highest]"),
+        ({"fixed_share": 0.1}, "fixed_share=0.1: must be [lowest, highest]"),
         ({"reference_batch": 0}, "reference_batch=0: must be an integer of at least 1"),
         ({"reference_batch": True}, "reference_batch=True: must be an integer of at least 1"),
         ({"bytes_scale": "a"}, "bytes_scale=a: must be a number above 0"),

@@ -66,6 +66,9 @@ def test_a_study_is_fitted_on_one_link_and_scored_on_others(
     )
     leave_study(study, profile, names, TRUE, *fast)
     leave_study(study, profile, names, with_rate(TRUE, 1.1e7), *slow, sizes=(4,))
+    straggler = ("cluster.slow_host=h1", "cluster.slow_factor=1.5")
+    late = replace(TRUE, num_slow=1, slow_factor=1.5)
+    leave_study(study, profile, names, late, *fast, *straggler, sizes=(4,))
     for group, text in (("profile", profile.to_yaml()), ("hardware", GUESS)):
         (tmp_path / "conf" / group).mkdir(parents=True)
         (tmp_path / "conf" / group / "own.yaml").write_text(text)
@@ -81,7 +84,8 @@ def test_a_study_is_fitted_on_one_link_and_scored_on_others(
     assert all(float(cell.strip(" %")) < 3 for cell in rows["**all**"][3:5])
     assert set(names) - {"none"} <= rows.keys()
     assert out.with_suffix(".png").is_file()
-    assert out.read_text().count("| held out |") == 10
+    assert out.read_text().count("| held out |") == 15
+    assert f"cluster.rate=1gbit {' '.join(sorted(straggler))}" in rows
 
 
 @pytest.mark.parametrize(
