@@ -59,6 +59,10 @@ class Sheet:
             return f"{series} (ceiling)"
         return f"{series} (another model)" if row.transform else series
 
+    def learns(self) -> bool:
+        """Return whether there is something to learn from the study's data."""
+        return any(cell.settings.get("data") != "synthetic" for cell in self.study.cells)
+
     def emulated(self) -> list[str]:
         """Describe the emulation of the emulated rows."""
         return sorted({row.emulation for row in self.rows} - {""})

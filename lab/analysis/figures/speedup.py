@@ -149,22 +149,18 @@ def _panel(
 
 
 def _panel_title(sheet: Sheet, rows: list[Row]) -> str:
-    """Name the series, with its metric where a transform made it another model."""
-    name = rows[0].series
-    title = textwrap.fill(sheet.label(name), TITLE_LETTERS)
-    if not rows[0].transform:
-        return title
-    base = [r for r in sheet.rows if r.series in {row.baseline for row in rows} - {name}]
+    """Name the series, with its metric: what is fast must also have learnt."""
+    title = textwrap.fill(sheet.label(rows[0].series), TITLE_LETTERS)
     metric = main_metric(name for row in sheet.rows for name in row.final)
-    against = f"\n({base[0].strategy}: {_range(base, metric)})" if base else ""
-    return f"{title}\n{metric} {_range(rows, metric)}{against}"
+    known = _range(rows, metric)
+    return f"{title}\n{metric} {known}" if known and sheet.learns() else title
 
 
 def _range(rows: list[Row], metric: str) -> str:
     """Write the lowest and the highest value of a metric, or one if they look the same."""
     known = [value for row in rows if not math.isnan(value := row.final.get(metric, math.nan))]
     if not known:
-        return "unknown"
+        return ""
     title, factor = heading(metric)
     low, high = f"{factor * min(known):.3g}", f"{factor * max(known):.3g}"
     return (low if low == high else f"{low}–{high}") + title.removeprefix(metric)
