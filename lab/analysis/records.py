@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class Cell:
     `samples_per_s` counts wall-clock time.
 
     Attributes:
+        commit: of the lab; empty if it is not known, or its files had been changed.
         exchange, sync: class names.
         series: the strategy, and the settings in which runs of the study differ.
         conditions: of these settings, those that no strategy brings with it.
@@ -32,6 +33,7 @@ class Cell:
     """
 
     folder: Path
+    commit: str
     status: Status
     error: str
     strategy: str
@@ -102,6 +104,12 @@ class Study:
     missing: tuple[str, ...]
 
 
+def commits_of(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """List the lab's commits that measured the finished cells; empty if one is not known."""
+    commits = {cell.commit for cell in cells if cell.status == "done"}
+    return () if "" in commits else tuple(sorted(commits))
+
+
 def load_study(folder: Path) -> Study:
     """Read every `record.json` one level below `folder`.
 
@@ -143,6 +151,7 @@ def _refuse_copies(folder: Path, cells: list[Cell]) -> None:
 def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, str]) -> Cell:
     return Cell(
         folder=folder,
+        commit="" if record.git_commit.get("dirty") else record.git_commit.get("commit") or "",
         status=record.status,
         error=record.error or "",
         strategy=record.strategy,

@@ -31,10 +31,11 @@ from lab.simulate.score import ScoredCell, scored_cells
 
 @dataclass(frozen=True)
 class Conditions:
-    """The machines and emulations of a study; see MeasuredFacts."""
+    """The machines, the emulations and the lab's commits of a study; see MeasuredFacts."""
 
     machines: tuple[str, ...]
     emulations: tuple[str, ...]
+    commits: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def verify(name: str, runs: Path | None = None, reproduce: bool = False) -> Find
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
     conditions = None
     if measured:
-        conditions = Conditions(tuple(measured.machines()), tuple(measured.emulations()))
+        machines, emulations = tuple(measured.machines()), tuple(measured.emulations())
+        conditions = Conditions(machines, emulations, measured.commits())
     verdicts = judge(paper, predicted, measured, others)
     return Findings(paper, verdicts, conditions, reproduced, fit_terms(paper, hardware))
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from lab.analysis.records import Cell
+from lab.analysis.records import Cell, commits_of
 from lab.claims.metrics import Facts, Missing, Point
 from lab.model.facts import Counts
 
@@ -60,6 +60,10 @@ class Measured:
         """List the machines of the runs, sorted."""
         known = [c.environment for cells in self._cells.values() for c in cells if c.environment]
         return sorted({f"{e['cpu']}, {e['num_cores']} cores, torch {e['torch']}" for e in known})
+
+    def commits(self) -> tuple[str, ...]:
+        """List the lab's commits that measured the runs; empty if one is not known."""
+        return commits_of(self._all_cells)
 
     def _median(self, at: Point, value: Callable[[Cell], float]) -> float:
         values = [value(cell) for cell in self._cells.get(at, ())]

@@ -63,6 +63,10 @@ class MeasuredFacts(Facts, Protocol):
         """List the machines of the runs, sorted."""
         ...
 
+    def commits(self) -> tuple[str, ...]:
+        """List the lab's commits that measured the runs; empty if one is not known."""
+        ...
+
 
 def speedup(facts: Facts, at: Point) -> float:
     """Compute the speedup over one rank, which exchanges nothing, at the same global batch."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from lab.claims import tables
+from lab.claims import tables, values
 from lab.claims.findings import Conditions, Findings, Reproduced
 from lab.record.files import write_atomically
 
@@ -16,15 +16,16 @@ def summary(findings: Findings) -> list[str]:
     """List the first lines of the page: the title, the table of claims, and its sources."""
     claims = tables.claims_tables(findings.verdicts)
     terms = ["", *tables.terms_table(findings.terms)] if findings.terms else []
-    return [f"# {findings.paper.title}", "", *claims, "", *_sources(findings), *terms]
+    head = [f"# {findings.paper.title}", "", *_measured_at(findings.conditions)]
+    return [*head, *claims, "", *_sources(findings), *terms]
 
 
 def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
-    """Write the page, the figure of its claims, and the figures of what was reproduced.
+    """Write the page, and beside it the figures and the values of its claims and cells.
 
     Args:
         path: path of the page, in Markdown.
-        figures: folder of the figures; made if it does not exist.
+        figures: folder of the figures and values; made if it does not exist.
         command: the command that generates the page.
 
     Raises:
@@ -35,8 +36,10 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
     lines += ["", f"![claims]({folder}/claims.png)"]
     figures.mkdir(exist_ok=True)
     _draw_claims(findings, figures)
+    values.write_claims(findings.verdicts, figures / "claims.csv")
     if findings.reproduced:
         _draw(findings, findings.reproduced, figures)
+        values.write_cells(findings.reproduced.scored or (), figures / "cells.csv")
         lines += _sections(findings.reproduced, folder)
     text = "\n".join(lines) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -77,6 +80,14 @@ def _sections(reproduced: Reproduced, folder: str) -> Iterator[str]:
     for crossovers in reproduced.crossovers:
         yield from (*tables.crossovers_tables(crossovers), "")
     yield from (f"![bandwidth]({folder}/bandwidth.png)", "", f"![regimes]({folder}/regimes.png)")
+
+
+def _measured_at(conditions: Conditions | None) -> list[str]:
+    if conditions is None:
+        return []
+    if not conditions.commits:
+        return ["Measured at no known commit, perhaps older than the code.", ""]
+    return [f"Measured at commit {', '.join(conditions.commits)}.", ""]
 
 
 def _sources(findings: Findings) -> list[str]:

@@ -17,14 +17,13 @@ from matplotlib.lines import Line2D
 
 from lab.analysis.noise import noise_floor
 from lab.analysis.points import points_of
-from lab.analysis.records import Study, load_study
+from lab.analysis.records import commits_of, load_study
 from lab.draw import style
 from lab.draw.looks import looks_of, order
 from lab.draw.save import save
 from lab.draw.text import markdown
 from lab.model.profile import Profile
 from lab.record.files import write_atomically, write_json
-from lab.record.schema import read_record
 from lab.simulate.fit import Group
 from lab.simulate.observe import fitted_groups
 from lab.simulate.presets import parse
@@ -72,15 +71,7 @@ def of_study(folder: Path, profile: Mapping[str, Any], hardware: Mapping[str, An
     study = load_study(folder)
     cells = tuple(cell for group in groups for cell in scored_cells(group))
     floor = noise_floor(points_of(study.cells))
-    return Scorecard(study.name, _commits(study), groups, cells, floor)
-
-
-def _commits(study: Study) -> tuple[str, ...]:
-    done = [cell for cell in study.cells if cell.status == "done"]
-    found = [read_record(cell.folder / "record.json").git_commit or {} for cell in done]
-    if any(one.get("dirty") or not one.get("commit") for one in found):
-        return ()
-    return tuple(sorted({one["commit"] for one in found}))
+    return Scorecard(study.name, commits_of(study.cells), groups, cells, floor)
 
 
 def summary(card: Scorecard) -> list[str]:

@@ -27,7 +27,7 @@ PAPER = Paper.parse({"title": "t", "profile": "p", "hardware": "h", "claims": [C
 RATES = RateSpeedups(
     "b", 4, (1e8, 1e9), 1.25e8, {128: {"tree": (0.5, 2.0)}, 512: {"tree": (1.0, 3.0)}}
 )
-EMULATED = Conditions(("one",), ("hosts",))
+EMULATED = Conditions(("one",), ("hosts",), ("0123456",))
 
 
 def reproduced(grid: Reproduction = GRID, measured: bool = True) -> Reproduced:
