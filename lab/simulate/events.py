@@ -41,12 +41,13 @@ class Rank:
     """The clock of the computing thread, and the spans so far.
 
     Attributes:
-        contention: see Hardware.
+        contention, burst_s: see Hardware.
         now_s: the time on that thread.
         busy_until_s: when the links, or the thread or stream of exchanges, are free.
     """
 
     contention: float
+    burst_s: float = 0.0
     now_s: float = 0.0
     busy_until_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
@@ -62,7 +63,8 @@ class Rank:
     def beside(self, stage: Stage, name: str, earliest_s: float) -> float:
         """Run a stage concurrently with compute, first in first out; return when it ends."""
         start_s = max(earliest_s, self.busy_until_s)
-        self.busy_until_s = start_s + stage.seconds
+        saved_s = min(self.burst_s, start_s - self.busy_until_s) if stage.payload_bytes else 0.0
+        self.busy_until_s = start_s + max(0.0, stage.seconds - saved_s)
         self._note(stage.row, name, start_s, self.busy_until_s)
         return self.busy_until_s
 
@@ -145,6 +147,7 @@ def run(
     exchanges: Sequence[Exchange],
     schedule: Schedule,
     contention: float,
+    burst_s: float = 0.0,
 ) -> Rank:
     """Simulate forward, backward and all exchanges.
 
@@ -152,8 +155,9 @@ def run(
     Args:
         layers: in the order of forward.
         exchanges: in the order of buckets.
+        contention, burst_s: see Hardware.
     """
-    rank = Rank(contention)
+    rank = Rank(contention, burst_s)
     waiting = deque(exchanges)
 
     def submit_ready(place: int) -> None:

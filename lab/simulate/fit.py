@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 
 from lab.model.profile import Profile
+from lab.simulate.costs import card_of
 from lab.simulate.hardware import Hardware, Range
 from lab.simulate.load import class_of
 from lab.simulate.network import Network
@@ -25,11 +26,12 @@ START = {
     "contention": 0.05,
     "overhead_s": 1e-4,
     "overhead_s_per_rank": 1e-3,
+    "codec_s": 1e-4,
     "jitter": 0.01,
     "input_samples_per_s": 1e4,
 }
 LINK = ("latency_s", "bandwidth_bytes_per_s")
-NAMES = (*LINK, "reduce_bytes_per_s", "contention", "overhead_s")
+NAMES = (*LINK, "reduce_bytes_per_s", "contention", "overhead_s", "crowding", "codec_s")
 CODEC = "codec of "  # and an exchange's class: its rate
 Residuals = Callable[[np.ndarray], np.ndarray]
 
@@ -141,10 +143,11 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
 
 
 def _codecs(cell: Observation, hardware: Hardware) -> list[str]:
-    """Name the class of a cell's exchange if it computes something."""
+    """Name the class of a cell's exchange if it computes something that delays backward."""
     planned = exchanges(cell.profile, cell.strategy, Network(hardware, cell.world_size))
     computes = any(stage.row == "codec" for each in planned for stage in each.stages)
-    return [class_of(cell.strategy.exchange)] if computes else []
+    staged = card_of(cell.strategy.exchange).staged
+    return [class_of(cell.strategy.exchange)] if computes and staged else []
 
 
 def _is_fitted(assumed: Range, names: Sequence[str]) -> bool:

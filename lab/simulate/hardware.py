@@ -67,7 +67,7 @@ class Hardware:
         codec_rates: of single exchanges, by class name; fits find them, because a card's memory
             passes say nothing of random access, sorting or matrix products.
         codec_s: fixed time of each call of a codec, such as a kernel's launch.
-        reduce_bytes_per_s: rate at which a ring's ranks add what has arrived, while the links wait.
+        reduce_bytes_per_s: rate at which ranks add what has arrived, while the links wait.
             None: no time.
         contention: compute takes 1 + contention times as long while an exchange is under way.
         overhead_s: time of a step besides forward, backward, exchange and update.
@@ -76,6 +76,7 @@ class Hardware:
         update_bytes_per_s: rate at which the optimizer reads and writes memory. None: no time,
             because the profile's layers or `overhead_s` include it.
         input_samples_per_s: rate at which a node prepares samples, beside the training. None: any.
+        burst_s: seconds of its rate that a link saves up while it is idle, as a token bucket does.
         jitter: standard deviation of a rank's compute time from step to step, relative.
         num_slow, slow_factor: so many ranks take `slow_factor` times as long to compute; a run of
             one rank has none of them.
@@ -83,6 +84,8 @@ class Hardware:
         protocols: that NCCL may choose from, keys of lab.simulate.nccl.PROTOCOLS.
         num_cores: cores that ranks share where they are emulated on one machine; the host's work
             then takes (ranks per core) times as long. None: every rank has its own cores.
+        crowding: the host's work takes 1 + crowding times as long once all `num_cores` work,
+            because they share caches, memory and perhaps the units of one core.
         assumed: ranges of the values that have no source.
     """
 
@@ -101,12 +104,14 @@ class Hardware:
     overhead_s_per_rank: float = 0.0
     update_bytes_per_s: float | None = None
     input_samples_per_s: float | None = None
+    burst_s: float = 0.0
     jitter: float = 0.0
     num_slow: int = 0
     slow_factor: float = 1.0
     node_rates: tuple[float, ...] = ()
     protocols: tuple[str, ...] = ("LL", "Simple")
     num_cores: int | None = None
+    crowding: float | None = None
     assumed: tuple[Range, ...] = ()
 
     def codec_rate(self, exchange: str) -> float:
@@ -115,4 +120,7 @@ class Hardware:
 
     def host_factor(self, num_ranks: int) -> float:
         """Return the factor by which shared cores slow the host's own work."""
-        return max(1.0, num_ranks / self.num_cores) if self.num_cores else 1.0
+        if not self.num_cores or num_ranks == 1:
+            return 1.0
+        busy = min(1.0, num_ranks / self.num_cores)
+        return max(1.0, num_ranks / self.num_cores) * (1 + busy * (self.crowding or 0.0))

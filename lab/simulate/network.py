@@ -75,8 +75,9 @@ class Network:
         """
         chunks = max(1, math.ceil(num_bytes / chunk_bytes))
         chunk = num_bytes / chunks
-        down_s = self._way_down(chunk) if math.isfinite(chunk_bytes) else self._way_up(chunk)
-        seconds = self._way_up(chunk) + down_s + (chunks - 1) * self._at_root(chunk)
+        up_s = self._by_hops(chunk, self._adding(chunk))
+        down_s = self._by_hops(chunk) if math.isinf(chunk_bytes) else self._way_down(chunk)
+        seconds = up_s + down_s + (chunks - 1) * self._at_root(chunk)
         return Cost(seconds, log2(self.size) * num_bytes)
 
     def tree_double(self, num_bytes: float, chunk_bytes: float) -> Cost:
@@ -91,7 +92,8 @@ class Network:
         chunk = num_bytes / 2 / chunks
         busiest = min(2.0, (log2(self.size) + 1) / 2)
         following = (chunks - 1) * 2 * busiest * self.slowest.seconds_both_ways(chunk)
-        seconds = self._way_up(chunk) + self._way_down(chunk) + following
+        up_s = self._by_hops(chunk, self._adding(chunk))
+        seconds = up_s + self._way_down(chunk) + following
         return Cost(seconds, busiest * num_bytes)
 
     def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
@@ -99,14 +101,14 @@ class Network:
         part, steps = num_bytes / self.size, 2 * (self.size - 1)
         pieces = max(1, math.ceil(part / chunk_bytes))
         wire_s = steps * pieces * self.slowest.seconds_both_ways(part / pieces)
-        added = steps / 2 * part  # by each rank, while its links wait
-        rate = self.hardware.reduce_bytes_per_s or math.inf
-        return Cost(wire_s + added / rate, steps * part)
+        added_s = self.hardware.host_factor(self.size) * self._adding(steps / 2 * part)
+        return Cost(wire_s + added_s, steps * part)
 
     def star(self, num_bytes: float) -> Cost:
         """Return the cost of sending all to one rank and back, one rank after the other."""
         each_way = sum(count * link.seconds(num_bytes) for count, link in self._from_root())
-        return Cost(2 * each_way, (self.size - 1) * num_bytes)
+        added_s = (self.size - 1) * self._adding(num_bytes)
+        return Cost(2 * each_way + added_s, (self.size - 1) * num_bytes)
 
     def all_reduce(self, num_bytes: float) -> Cost:
         """Return the cost of the library's all-reduce; no bytes cost nothing.
@@ -142,11 +144,18 @@ class Network:
     def _span(self) -> Span:
         return Span(self.local, self.num_nodes, self.intra, self.inter)
 
-    def _way_up(self, num_bytes: float) -> float:
-        """Return the seconds from the leaves of a binomial tree to its root, by whole messages."""
+    def _by_hops(self, num_bytes: float, added_s: float = 0.0) -> float:
+        """Return the seconds of whole messages between a binomial tree's leaves and its root.
+
+        Args: added_s: time of a rank with a message before it passes it on.
+        """
         if self.rates:
-            return self._completed(0, num_bytes)
-        return sum(hops * link.seconds(num_bytes) for hops, link in self._hops())
+            return self._completed(0, num_bytes, added_s)
+        return sum(hops * (link.seconds(num_bytes) + added_s) for hops, link in self._hops())
+
+    def _adding(self, num_bytes: float) -> float:
+        """Return the seconds in which a rank adds what has arrived, while its links wait."""
+        return num_bytes / (self.hardware.reduce_bytes_per_s or math.inf)
 
     def _way_down(self, num_bytes: float) -> float:
         """Return the seconds from the root to the leaves, where children share their parent's link.
@@ -168,12 +177,12 @@ class Network:
         below = (self._reached(child, num_bytes) for child in children)
         return sent_s + max(below, default=0.0)
 
-    def _completed(self, rank: int, num_bytes: float) -> float:
+    def _completed(self, rank: int, num_bytes: float, added_s: float) -> float:
         """Return when a rank has received from all its children, one after the other."""
         now_s = 0.0
         for child in binomial_node(rank, self.size).children:
-            ready_s = self._completed(child, num_bytes)
-            now_s = max(now_s, ready_s) + self._link(rank, child).seconds(num_bytes)
+            ready_s = self._completed(child, num_bytes, added_s)
+            now_s = max(now_s, ready_s) + self._link(rank, child).seconds(num_bytes) + added_s
         return now_s
 
     def _at_root(self, num_bytes: float) -> float:

@@ -23,6 +23,7 @@ LEAST = {
     "contention": 0,
     "overhead_s": 0,
     "overhead_s_per_rank": 0,
+    "burst_s": 0,
     "jitter": 0,
     "num_slow": 0,
     "slow_factor": 1,

@@ -134,7 +134,7 @@ def simulate(
     in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged
     planned = exchanges(profile, strategy, network)
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
-    rank = run(layers, planned, schedule, hardware.contention)
+    rank = run(layers, planned, schedule, hardware.contention, hardware.burst_s)
     # After the root's update, weights go back the way that gradients came.
     back = planned if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs else []
     for exchange in back:

@@ -32,6 +32,7 @@ FITTED = (
     "codec_bytes_per_s",
     "contention",
     "overhead_s",
+    "crowding",
 )
 
 
