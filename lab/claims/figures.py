@@ -42,7 +42,7 @@ def speedup_bars(reproduced: Reproduced, conditions: Conditions | None, notes: l
         _groups(panel, grid, cells, conditions)
         panel.axhline(1, color=BLACK, linewidth=0.8)
         panel.set_xticks(range(len(grid.batch_sizes)), [str(batch) for batch in grid.batch_sizes])
-        panel.set_title(strategy)
+        panel.set_title("none (ceiling)" if strategy == "none" else strategy)
         panel.set_xlabel("global batch")
     panels[0].set_ylabel("speedup over 1 rank")
     shown = "measured, predicted and published" if conditions else "predicted (bars) and published"

@@ -39,6 +39,7 @@ def verdicts(found: Sequence[Verdict], notes: list[str]) -> Figure:
     panel.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set_yticks(range(len(known)), [_label(each) for each in reversed(known)], fontsize=7)
+    panel.set_ylim(-0.6, len(known) - 0.4)
     panel.set_xlabel("value / what the claim says")
     return style.frame(figure, "Claims: what was found, and what holds", _entries(known), notes)
 
