@@ -82,9 +82,9 @@ class Hardware:
             one rank has none of them.
         node_rates: bytes per second of each node's link, where they differ; empty: as `inter`.
         protocols: that NCCL may choose from, keys of lab.simulate.nccl.PROTOCOLS.
-        num_cores: cores that ranks share where they are emulated on one machine; the host's work
-            then takes (ranks per core) times as long. None: every rank has its own cores.
-        crowding: the host's work takes 1 + crowding times as long once all `num_cores` work,
+        num_cores: cores that ranks share where they are emulated on one machine; codecs, messages
+            and the update then take (ranks per core) times as long. None: every rank has its own.
+        crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
             because they share caches, memory and perhaps the units of one core.
         assumed: ranges of the values that have no source.
     """

@@ -59,7 +59,7 @@ class Network:
         if self.rates and self.num_nodes > 1:
             self.inter = replace(self.inter, bandwidth_bytes_per_s=min(self.rates))
         if hardware.num_cores:  # whoever handles messages waits for a core
-            latency_s = hardware.host_factor(size) * self.inter.latency_s
+            latency_s = max(1.0, size / hardware.num_cores) * self.inter.latency_s
             self.inter = replace(self.inter, latency_s=latency_s)
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
 
@@ -101,7 +101,7 @@ class Network:
         part, steps = num_bytes / self.size, 2 * (self.size - 1)
         pieces = max(1, math.ceil(part / chunk_bytes))
         wire_s = steps * pieces * self.slowest.seconds_both_ways(part / pieces)
-        added_s = self.hardware.host_factor(self.size) * self._adding(steps / 2 * part)
+        added_s = self._adding(steps / 2 * part)
         return Cost(wire_s + added_s, steps * part)
 
     def star(self, num_bytes: float) -> Cost:

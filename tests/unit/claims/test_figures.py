@@ -38,7 +38,7 @@ def reproduced(grid: Reproduction = GRID, measured: bool = True) -> Reproduced:
 def test_bars_show_what_is_measured_predicted_and_published() -> None:
     figure = figures.speedup_bars(reproduced(), EMULATED, ["note"])
     tree, none = figure.axes
-    assert (tree.get_title(), none.get_title()) == ("tree", "none")
+    assert (tree.get_title(), none.get_title()) == ("tree", "none (ceiling)")
     assert ticks(tree, "x") == ["128", "512"]
     # The table has no tree on one rank, and its measured steps are twice the predicted ones.
     assert heights(tree) == pytest.approx([math.nan, 200 / 380, 200 / 460] * 2, nan_ok=True)
