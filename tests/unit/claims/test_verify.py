@@ -104,7 +104,8 @@ def test_the_page_scores_predictions_and_shows_figures(
     claims, speedup, bandwidth, regimes = (saved[Path(picture).name] for picture in pictures)
     panels = [panel for panel in speedup.axes if panel.get_visible()]
     assert [panel.get_title() for panel in panels] == [*strategies[:-1], "none (ceiling)"]
-    assert all(min(heights(panel)) > 0 and len(heights(panel)) == 9 for panel in panels)
+    known = [panel for panel in panels if panel.get_title() != "cntk"]  # which was not measured
+    assert all(min(heights(panel)) > 0 and len(heights(panel)) == 9 for panel in known)
     assert [panel.get_title() for panel in regimes.axes[:7]] == strategies
     assert {*legend(bandwidth)} == {*strategies, "the links it has"}
     (panel,) = claims.axes
