@@ -42,6 +42,9 @@ class Table:
     def machines(self) -> list[str]:
         return ["one"]
 
+    def commits(self) -> tuple[str, ...]:
+        return ("0123456",)
+
 
 class Repeated(Table):
     """The same with one repeat for each factor of `tree`."""
