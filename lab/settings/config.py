@@ -5,31 +5,44 @@ Nothing here imports torch, so `--help` and a wrong setting answer at once.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.files import choices_of, conf_dir, keys_of
-from lab.settings.overrides import config_dir_of, parse_overrides, quoted
+from lab.settings.files import choices_of, keys_of
+from lab.settings.overrides import config_dir_of, parse_overrides
+from lab.settings.own_code import (
+    asked_for,
+    callable_at,
+    check_choices,
+    is_of_user,
+    make_importable,
+)
 
 GROUPS = (
     *("strategy", "exchange", "sync", "transform"),
     *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster"),
 )
+# Groups whose choice may be the path of a callable, and the arguments that it may ask for.
+OFFERED: dict[str, tuple[str, ...]] = {
+    "model": ("input_shape", "image_shape", "output_size", "num_classes", "vocabulary", "context"),
+    "data": ("seed", "device"),
+    "optim": ("params", "batch_size"),
+    "sync": ("parts",),
+    **dict.fromkeys(("exchange", "transform", "task", "comm", "recorder"), ()),
+}
 
 
 def setting(
@@ -110,6 +123,7 @@ class Settings:
     study: str = setting("default", "the sweep this run belongs to")
     cell: str | None = setting(None, "name of this run; by default made from its settings")
     repeat: int = setting(0, "which repetition of the same cell this is", at_least=0)
+    code: dict[str, Any] = setting({}, "hashes of your own files, which the lab sets")
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -136,6 +150,8 @@ def load(arguments: Sequence[str]) -> DictConfig:
         if studies:
             config.study = studies[-1]
         _validate(config)
+        make_importable(config_dir)
+        config.code = check_choices(config, OFFERED)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, arguments, config_dir)) from None
     except ConfigError:
@@ -152,39 +168,19 @@ def _refuse(override: Override) -> None:
         raise ConfigError(f"{line}: a run takes one value; lists are for python -m lab.sweep")
     if override.is_delete() and ("." not in key or key.endswith("._target_")):
         raise ConfigError(f"{line}: a run needs it; what a choice sets can be removed: ~data.size")
+    if key.split(".")[0] == "code":
+        raise ConfigError(f"{line}: the lab sets it, from the files of your own that a run uses")
     if (override.is_add() or override.is_force_add()) and key.split(".")[0] not in FIELDS:
         raise ConfigError(f"{line}: nothing would read it; a choice can get more: +data.key=value")
 
 
 def _compose(overrides: list[Override], config_dir: str | None) -> DictConfig:
-    """Compose the choices of groups with Hydra, and set plain values in a copy.
-
-    Hydra could do both in one call, in the same order, but would parse some twenty files for it: a
-    grid whose cells differ only in values reads them once.
-    """
-    # Additions and removals depend on the order of overrides, so all of these stay together.
-    as_one = any(str(o.input_line)[0] in "+~" for o in overrides)
-    plain = [] if as_one else [o for o in overrides if not _names_group(o, config_dir)]
-    lines = (str(o.input_line) for o in overrides if o not in plain)
-    config = copy.deepcopy(_composed(tuple(lines), config_dir))
-    for override in plain:
-        try:
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-        except (ConfigAttributeError, ConfigKeyError):
-            line = str(override.input_line)
-            raise ConfigError(_unknown(line, override.key_or_group, config_dir)) from None
-    return config
-
-
-def _names_group(override: Override, config_dir: str | None) -> bool:
-    return override.package is not None or bool(choices_of(override.key_or_group, config_dir))
-
-
-@functools.lru_cache(maxsize=128)
-def _composed(lines: tuple[str, ...], config_dir: str | None) -> DictConfig:
-    search = [f"hydra.searchpath=[{quoted(f'file://{config_dir}')}]"] if config_dir else []
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("train", overrides=[*lines, *search])
+    try:
+        return composed(overrides, config_dir, GROUPS, OFFERED)
+    except (ConfigAttributeError, ConfigKeyError) as error:
+        key = str(getattr(error, "full_key", ""))
+        line = next((str(o.input_line) for o in overrides if o.key_or_group == key), key)
+        raise ConfigError(_unknown(line, key, config_dir)) from None
 
 
 def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
@@ -193,21 +189,23 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     Args:
         parts: positional arguments, passed unchanged: Hydra would take a dataclass in `runtime` for
             configuration.
+        runtime: arguments that only a run knows; the target gets those that its signature names.
 
     Raises:
         ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
+        Exception: a user's own constructor failed.
     """
     from hydra.utils import instantiate  # imported here: help and wrong settings do not need it
 
+    target = callable_at(node._target_, f"_target_={node._target_}")
     try:
-        return instantiate(node, *parts, **runtime)
+        return instantiate(node, *parts, **asked_for(target, runtime), _convert_="all")
     except HydraException as error:
         cause = error.__cause__
-        if isinstance(cause, (ValueError, TypeError)):
-            raise ConfigError(one_line(cause)) from error
-        if cause is not None and not isinstance(cause, (ImportError, AttributeError)):
-            raise cause from None
-        raise ConfigError(f"_target_={node.get('_target_')}: {one_line(error)}") from error
+        refused = isinstance(cause, (ValueError, TypeError)) and not is_of_user(target)
+        if cause is None or refused:
+            raise ConfigError(one_line(cause or error)) from error
+        raise cause from None
 
 
 def _validate(config: DictConfig) -> None:

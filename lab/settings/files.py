@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, one_line
 
 TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
 
@@ -25,17 +26,38 @@ def choices_of(group: str, config_dir: str | None = None) -> list[str]:
     return sorted(_files(group, config_dir))
 
 
-def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str, Any]:
-    """Read the content of <group>/<name>.yaml.
+def is_file(name: str) -> bool:
+    """Return whether a choice is the path of a YAML file, as `./mycluster.yaml`."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def file_at(group: str, name: str) -> Path:
+    """Return the path of a file that is a choice itself.
 
     Raises:
         ConfigError: there is no such file.
     """
-    files = _files(group, config_dir)
+    if not Path(name).is_file():
+        raise ConfigError(f"{group}={name}: there is no such file")
+    return Path(name)
+
+
+def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str, Any]:
+    """Read the content of <group>/<name>.yaml, or of the file that `name` is the path of.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a YAML mapping.
+    """
+    files = {name: file_at(group, name)} if is_file(name) else _files(group, config_dir)
     if name not in files:
-        raise ConfigError(f"{group}={name}: allowed are {', '.join(sorted(files))}")
-    content = OmegaConf.to_container(OmegaConf.load(files[name]))
-    assert isinstance(content, dict)
+        known = ", ".join(sorted(files))
+        raise ConfigError(f"{group}={name}: allowed are {known}, or a path such as ./{group}.yaml")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(files[name]))
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{group}={name}: not a YAML file: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{group}={name}: must hold keys and values, not a list")
     return {str(key): value for key, value in content.items()}
 
 

@@ -41,7 +41,7 @@ def _of_run(command: Command, arguments: Sequence[str]) -> list[str]:
     lines += [f"  {name:<20} {', '.join(choices_of(name, config_dir))}" for name in GROUPS]
     pairs = [(f"{name}={default}", text) for name, (default, text) in command.settings.items()]
     for name, field in FIELDS.items():
-        if name not in GROUPS:
+        if name not in (*GROUPS, "code"):
             default = "null" if field.default is None else str(field.default)
             allowed = " | ".join(map(str, field.metadata["choices"]))
             text = field.metadata["help"] + (f" ({allowed})" if allowed else "")

@@ -69,13 +69,14 @@ def _by_key(arguments: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def run_name(arguments: Sequence[str], strategy: str, world_size: int) -> str:
-    """Return a readable name of a run: strategy, ranks and other settings."""
+def run_name(arguments: Sequence[str], strategy: str, world_size: int, code: str = "") -> str:
+    """Return a readable name of a run: strategy, ranks, other settings, and a hash of own code."""
     texts = _by_key(arguments)
     parts = [strategy, f"n{world_size}"]
     parts += [f"{AXIS_LETTERS[key]}{texts[key]}" for key in AXIS_LETTERS if key in texts]
     parts += [texts[key] for key in ("scaling", "measure") if key in texts]
     parts += [f"{key}_{value}" for key, value in variant(arguments).items()]
+    parts += [f"code_{code}"] if code else []
     name = "-".join(parts)
     readable = re.sub(r"[^\w.+\-]+", "_", name)
     if len(readable) <= LONGEST:

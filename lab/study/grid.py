@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,9 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from lab.cluster.settings import Cluster, cluster_of
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
-from lab.settings.files import choices_of, read_file
+from lab.settings.files import choices_of, is_file, read_file
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.overrides import config_dir_of, parse_overrides, split
+from lab.settings.own_code import fingerprint
 
 SWEEP_SETTINGS = {
     "launcher": ("local", "what starts the ranks of a cell (local | slurm)"),
@@ -71,7 +73,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return run_name([*self.arguments, f"repeat={self.repeat}"], self.strategy, self.world_size)
+        arguments = [*self.arguments, f"repeat={self.repeat}"]
+        return run_name(arguments, self.strategy, self.world_size, fingerprint(self.config.code))
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def read(arguments: Sequence[str]) -> Study:
         ConfigError: a cell has a wrong setting; nothing has run then. (Errors that only a
             constructor can find, with the data at hand, show up in the cell's own run.)
     """
-    texts, run = split([*_of_study_file(arguments), *arguments], DEFAULTS)
+    texts, run = split(_with_study_file(arguments), DEFAULTS)
     texts = DEFAULTS | texts
     name, launcher = _only("study", texts), _only("launcher", texts)
     if launcher not in LAUNCHERS:
@@ -148,19 +151,26 @@ def _lists(arguments: Sequence[str]) -> dict[str, list[str]]:
     return lists
 
 
-def _of_study_file(arguments: Sequence[str]) -> list[str]:
-    """Read the settings in conf/study/NAME.yaml; none if there is no such study."""
+def _with_study_file(arguments: Sequence[str]) -> list[str]:
+    """Put the settings in conf/study/NAME.yaml, if there is such a study, before those typed."""
     texts, others = split(arguments, ("study",))
     name, config_dir = _only("study", DEFAULTS | texts), config_dir_of(arguments)
+    if is_file(name):
+        return [*_settings_of(name, config_dir), *arguments, f"study={Path(name).stem}"]
     load([f"study={name}"])  # becomes the name of a directory, and perhaps names a file
     known = choices_of("study", config_dir)
     if name in known:
-        return [f"{key}={value}" for key, value in read_file("study", name, config_dir).items()]
+        return [*_settings_of(name, config_dir), *arguments]
     if name != "default" and not [each for each in others if not each.startswith("config_dir=")]:
         raise ConfigError(
-            f"study={name}: allowed are {', '.join(known)}, or a new name with settings to run"
+            f"study={name}: allowed are {', '.join(known)}, a path such as "
+            "./mine.yaml, or a new name with settings to run"
         )
-    return []
+    return list(arguments)
+
+
+def _settings_of(name: str, config_dir: str | None) -> list[str]:
+    return [f"{key}={value}" for key, value in read_file("study", name, config_dir).items()]
 
 
 def _values(key: str, text: str) -> list[str]:

@@ -22,6 +22,7 @@ from lab.record.schema import Record
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
 from lab.settings.names import resolved, run_name, variant
+from lab.settings.own_code import fingerprint
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
@@ -275,7 +276,7 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
     answer, claimed = "", None
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
-        name = run_name(arguments, config.strategy, world.size)
+        name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
         try:
             claimed = RunDirectory.claim(
                 parent, config.cell, name, config.resume, launcher.launch_id(arguments)

@@ -20,7 +20,9 @@ ROOMS = {
 ONLY_IN = {
     "triton": {"lab/codec/onebit/triton_codec.py", "lab/codec/onebit/triton_kernels.py"},
     "wandb": {"lab/record/wandb.py"},
-    "hydra": {"lab/settings/config.py", "lab/settings/overrides.py"},
+    "hydra": {
+        *("lab/settings/composition.py", "lab/settings/config.py", "lab/settings/overrides.py"),
+    },
     "horovod": {"lab/distributed/horovod_comm.py"},
 }
 DOORS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "__init__")

@@ -1,0 +1,120 @@
+"""Composition by Hydra: choices of groups by name, by path of a file, or by path of code."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from lab.settings.files import choices_of, conf_dir, file_at, is_file
+from lab.settings.overrides import quoted
+from lab.settings.own_code import names_code
+
+Files = tuple[tuple[str, str], ...]  # a group and the file that is its choice
+
+
+def composed(
+    overrides: Sequence[Override],
+    config_dir: str | None,
+    groups: Collection[str],
+    of_code: Collection[str],
+) -> DictConfig:
+    """Compose the choices of groups with Hydra, and set plain values in a copy.
+
+    Hydra could do both in one call, in the same order, but would parse some twenty files for it: a
+    grid whose cells differ only in values reads them once. A group whose choice is the path of a
+    callable holds that path and the values given to it.
+
+    Args:
+        groups: whose choice may be the path of a file. of_code: and of a callable.
+
+    Raises:
+        ConfigError: a path names no file.
+        HydraException, OmegaConfBaseException: there is no such choice or key.
+    """
+    code = {o.key_or_group: str(o.value()) for o in overrides if _names_code(o, of_code)}
+    files = tuple((o.key_or_group, str(o.value())) for o in overrides if _names_file(o, groups))
+    # Additions and removals depend on the order of overrides, so all of these stay together.
+    rest = [o for o in overrides if not _names_code(o, of_code) and _root(o) not in code]
+    ordered = any(str(o.input_line)[0] in "+~" for o in rest)
+    plain = [] if ordered else [o for o in rest if not _names_group(o, config_dir, files)]
+    lines = tuple(_line(o, files) for o in rest if o not in plain)
+    config = copy.deepcopy(_composed(lines, config_dir, files, _changed(files)))
+    for group, path in code.items():
+        config[group] = {"_target_": path.replace(":", ".")}
+        OmegaConf.set_struct(config[group], False)
+    for override in overrides:
+        if override in plain or (_root(override) in code and not _names_code(override, of_code)):
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+    return config
+
+
+def _root(override: Override) -> str:
+    return override.key_or_group.partition(".")[0]
+
+
+def _names_code(override: Override, groups: Collection[str]) -> bool:
+    value = override.value()
+    group = override.key_or_group
+    return group in groups and isinstance(value, str) and names_code(value)
+
+
+def _names_file(override: Override, groups: Collection[str]) -> bool:
+    value = override.value()
+    return override.key_or_group in groups and isinstance(value, str) and is_file(value)
+
+
+def _names_group(override: Override, config_dir: str | None, files: Files) -> bool:
+    key = override.key_or_group
+    known = override.package is not None or key in dict(files)
+    return known or bool(choices_of(key, config_dir))
+
+
+def _line(override: Override, files: Files) -> str:
+    """Return an override as Hydra takes it: a file by the name under which it is linked."""
+    file = dict(files).get(override.key_or_group)
+    return f"{override.key_or_group}={_name(file)}" if file else str(override.input_line)
+
+
+def _name(file: str) -> str:
+    """Name a choice after its file, unlike any choice of the lab's."""
+    digest = hashlib.sha256(str(Path(file).absolute()).encode()).hexdigest()[:8]
+    return f"{Path(file).stem}_{digest}"
+
+
+def _changed(files: Files) -> tuple[int, ...]:
+    return tuple(file_at(group, file).stat().st_mtime_ns for group, file in files)
+
+
+@functools.lru_cache(maxsize=128)
+def _composed(
+    lines: tuple[str, ...], config_dir: str | None, files: Files, _changed: tuple[int, ...]
+) -> DictConfig:
+    with _linked(files) as folder:
+        folders = [f"file://{each}" for each in (config_dir, folder) if each]
+        paths = ",".join(quoted(each) for each in folders)
+        search = [f"hydra.searchpath=[{paths}]"] if folders else []
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return compose("train", overrides=[*lines, *search])
+
+
+@contextmanager
+def _linked(files: Files) -> Iterator[str | None]:
+    """Link files into a folder of choices, where Hydra finds them by the name of their group."""
+    if not files:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for group, file in files:
+            link = Path(folder, group, f"{_name(file)}.yaml")
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(file_at(group, file).absolute())
+        yield folder

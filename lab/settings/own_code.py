@@ -1,0 +1,244 @@
+"""A user's own code as a choice: `model=mynets.SmallResNet`, found, checked and fingerprinted."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lab.settings.errors import ConfigError, one_line
+
+PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+HASH_LENGTH = 8  # hexadecimal digits
+
+
+def names_code(choice: str) -> bool:
+    """Return whether a choice is the path of a callable, as `mynets.Net` or `mynets:Net`."""
+    return bool(PATH.fullmatch(choice)) and not choice.endswith((".yaml", ".yml"))
+
+
+def make_importable(config_dir: str | None) -> None:
+    """Let Python find modules in the current folder, then in the user's folder of choices."""
+    for place, folder in ((0, str(Path.cwd())), (len(sys.path), config_dir)):
+        if folder and folder not in sys.path:
+            sys.path.insert(place, folder)
+
+
+def callable_at(path: str, setting: str) -> Callable[..., Any]:
+    """Import the callable at a dotted path.
+
+    Args:
+        setting: names it in errors, as "model=mynets.SmallResNet".
+
+    Raises:
+        ConfigError: there is no such module or name in it, or it fails to import; the message then
+            has the file and line.
+    """
+    module, rest = _module_of(path, setting)
+    found: Any = module
+    for name in rest:
+        if not hasattr(found, name):
+            raise ConfigError(f"{setting}: {_missing(found, name)}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{setting}: is a {type(found).__name__}; it must be a class or function")
+    return found
+
+
+def check_choices(
+    config: Mapping[str, Any], offered: Mapping[str, Collection[str]]
+) -> dict[str, str]:
+    """Check the choices of groups that are not the lab's own; return the hashes of their files.
+
+    Args:
+        config: composed settings. offered: for each group, arguments that the lab passes if asked.
+
+    Raises:
+        ConfigError: a choice is not found, cannot be imported, or lacks an argument or takes
+            another.
+    """
+    hashes = dict[str, str]()
+    for group, names in offered.items():
+        path = str(config[group].get("_target_", ""))
+        if path and not path.startswith("lab."):
+            function = callable_at(path, f"{group}={path}")
+            if group != "optim":  # its settings are the optimizer's and the schedule's
+                own = [str(key) for key in config[group] if not str(key).startswith("_")]
+                check_arguments(function, own, names, group)
+            hashes |= source_hashes(function)
+    return hashes
+
+
+def check_arguments(
+    function: Callable[..., Any],
+    arguments: Iterable[str],
+    offered: Iterable[str],
+    group: str,
+) -> None:
+    """Refuse settings that a callable does not take, or lacks.
+
+    Args:
+        arguments: names set by the user. offered: names that the lab passes if asked for.
+
+    Raises:
+        ConfigError: names those that it takes.
+    """
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    own = [name for name in parameters if name not in offered]
+    for name in arguments:
+        if name not in parameters and not _takes_any(parameters):
+            takes = ", ".join(f"{group}.{each}" for each in own if _is_named(parameters[each]))
+            raise ConfigError(f"{group}.{name}: no such argument; it takes {takes or 'none'}")
+    for name in own:
+        needed = parameters[name].default is inspect.Parameter.empty
+        if needed and _is_named(parameters[name]) and name not in arguments:
+            raise ConfigError(f"{group}.{name}=: has no default; give it a value")
+
+
+def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the `offered` arguments that a callable names in its signature."""
+    parameters = _parameters(function) or {}
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def is_of_user(function: Callable[..., Any]) -> bool:
+    """Return whether a callable is defined in a file of the user's own project."""
+    path = _file_of(function)
+    return path is not None and _is_own(path)
+
+
+def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
+    """Hash the user's files that a callable's module is made of: its own, and those it imports.
+
+    Returns:
+        A hash by file name, relative to the folder that the module was found in; {} for installed
+        packages, whose versions tell them apart.
+    """
+    path = _file_of(function)
+    if path is None or not _is_own(path):
+        return {}
+    root = path.parents[function.__module__.count(".") + (path.stem == "__init__")]
+    return {
+        str(each.relative_to(root)).replace(".", "_"): _hash(each.read_bytes())
+        for each in sorted(_closure(path, root, set()))
+    }
+
+
+def fingerprint(hashes: Mapping[str, str]) -> str:
+    """Return one hash for all files; empty if there are none."""
+    return _hash(repr(sorted(hashes.items())).encode()) if hashes else ""
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and line of the innermost frame outside of libraries, as "nets.py:12"."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short(Path(error.filename))}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_file() and _is_own(frame.filename)]
+    return f"{_short(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
+
+
+def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
+    """Import the longest part of a path that is a module; return it and the names left."""
+    parts = path.replace(":", ".").split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            return importlib.import_module(name), parts[length:]
+        except ModuleNotFoundError as error:
+            if not (error.name and (name == error.name or name.startswith(f"{error.name}."))):
+                raise _import_failed(error, setting) from error
+        except Exception as error:
+            raise _import_failed(error, setting) from error
+    raise ConfigError(
+        f"{setting}: there is no module {parts[0]} in {Path.cwd()}, in config_dir, or installed"
+    )
+
+
+def _import_failed(error: Exception, setting: str) -> ConfigError:
+    place = place_of(error)
+    cause = f"{type(error).__name__}: {one_line(error)}"
+    return ConfigError(f"{setting}: cannot be imported: {f'{place}: ' if place else ''}{cause}")
+
+
+def _missing(owner: Any, name: str) -> str:
+    names = [each for each in vars(owner) if not each.startswith("_")]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{getattr(owner, '__name__', owner)} has no {name}{hint}"
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):  # some functions written in C have none
+        return None
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def _is_named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind not in (
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.POSITIONAL_ONLY,
+    )
+
+
+def _file_of(function: Callable[..., Any]) -> Path | None:
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def _is_own(file: Path | str) -> bool:
+    """Return whether a file is neither the lab's, Python's nor an installed package's."""
+    path = Path(file).resolve()
+    libraries = {Path(ast.__file__).resolve().parent, Path(__file__).resolve().parents[1]}
+    return "site-packages" not in path.parts and not libraries & set(path.parents)
+
+
+def _closure(path: Path, root: Path, seen: set[Path]) -> set[Path]:
+    """Add `path` and the files under `root` that it imports, and so on, to `seen`."""
+    if path not in seen:
+        seen.add(path)
+        for name in _imported(path, root):
+            for file in (root / f"{name}.py", root / name / "__init__.py"):
+                if file.is_file():
+                    _closure(file, root, seen)
+    return seen
+
+
+def _imported(path: Path, root: Path) -> Iterator[str]:
+    """Yield the modules that a file names in imports, as paths relative to `root`."""
+    package = list(path.parent.relative_to(root).parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.replace(".", "/") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parts = [*base, *(node.module.split(".") if node.module else [])]
+            yield "/".join(parts)
+            yield from ("/".join([*parts, alias.name]) for alias in node.names)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]
+
+
+def _short(path: Path) -> str:
+    """Return a path relative to the current folder if it is below it."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(Path.cwd()) if resolved.is_relative_to(Path.cwd()) else path)
