@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -187,9 +188,8 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     """Construct the `_target_` of `node` with its own arguments, `parts` and `runtime`.
 
     Args:
-        parts: positional arguments, passed unchanged: Hydra would take a dataclass in `runtime` for
-            configuration.
-        runtime: arguments that only a run knows; the target gets those that its signature names.
+        parts: positional arguments. runtime: arguments that only a run knows; the target gets
+        those that its signature names.
 
     Raises:
         ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
@@ -197,11 +197,14 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     """
     from hydra.utils import instantiate  # imported here: help and wrong settings do not need it
 
+    later = node.get("_partial_", False)
     target = callable_at(node._target_, f"_target_={node._target_}")
     try:
-        return instantiate(node, *parts, **asked_for(target, runtime), _convert_="all")
-    except HydraException as error:
-        cause = error.__cause__
+        made = instantiate(node, _partial_=True, _convert_="all")
+        asked = asked_for(target, runtime)
+        return functools.partial(made, *parts, **asked) if later else made(*parts, **asked)
+    except (HydraException, ValueError, TypeError) as error:
+        cause = error.__cause__ if isinstance(error, HydraException) else error
         refused = isinstance(cause, (ValueError, TypeError)) and not is_of_user(target)
         if cause is None or refused:
             raise ConfigError(one_line(cause or error)) from error

@@ -72,9 +72,22 @@ def check_choices(
             function = callable_at(path, f"{group}={path}")
             if group != "optim":  # its settings are the optimizer's and the schedule's
                 own = [str(key) for key in config[group] if not str(key).startswith("_")]
-                check_arguments(function, own, names, group)
+                passed = (*names, *(of_loss(function) if group == "task" else ()))
+                check_arguments(function, own, passed, group)
             hashes |= source_hashes(function)
     return hashes
+
+
+def of_loss(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the parameters of a loss function that get outputs and targets; of others, none."""
+    if inspect.isclass(function):
+        return ()
+    needed = [
+        name
+        for name, parameter in (_parameters(function) or {}).items()
+        if parameter.default is inspect.Parameter.empty and _is_positional(parameter)
+    ]
+    return (needed[0], needed[1]) if len(needed) >= 2 else ()
 
 
 def check_arguments(
@@ -194,6 +207,13 @@ def _is_named(parameter: inspect.Parameter) -> bool:
         inspect.Parameter.VAR_KEYWORD,
         inspect.Parameter.VAR_POSITIONAL,
         inspect.Parameter.POSITIONAL_ONLY,
+    )
+
+
+def _is_positional(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
 
 

@@ -55,7 +55,7 @@ class Task(ABC):
     def metrics(self, sums: Tensor) -> dict[str, float]:
         """Return metrics by name, "loss" first, from the total [num_sums] of all `sums`."""
 
-    def check_outputs(self, outputs: Tensor, shape: tuple[int, ...]) -> None:
+    def check_outputs(self, outputs: object, shape: tuple[int, ...]) -> None:
         """Refuse a model whose outputs the loss cannot take.
 
         Args:
@@ -65,6 +65,11 @@ class Task(ABC):
         Raises:
             ValueError: the shape differs, or the outputs are not floating-point numbers.
         """
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"task={self.name}: the model returns a {type(outputs).__name__}; it must return a "
+                "tensor: put it into a module of your own whose forward returns, say, its .logits"
+            )
         if outputs.shape[1:] != shape or not outputs.is_floating_point():
             wanted = ", ".join(map(str, ("batch", *shape)))
             raise ValueError(

@@ -14,8 +14,7 @@ from lab.claims.predicted import Predicted
 from lab.claims.tables import claims_tables
 from lab.claims.verdicts import judge
 from lab.measure.intervals import UNKNOWN, Interval
-from lab.settings.config import conf_dir
-from lab.settings.files import read_file
+from lab.settings.files import conf_dir, read_file
 from lab.simulate.presets import parse
 from tests.unit.claims.facts import Repeated, Table
 

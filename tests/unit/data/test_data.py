@@ -27,7 +27,7 @@ from lab.data.imagefolder import ImageFolder
 from lab.data.sampler import GlobalSampler
 from lab.data.synthetic import synthetic
 from lab.data.tensors import TensorData
-from lab.settings.config import conf_dir
+from lab.settings.files import conf_dir
 from tests.conftest import ROOT
 
 CPU = torch.device("cpu")

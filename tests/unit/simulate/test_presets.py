@@ -45,7 +45,7 @@ def test_every_figure_said_to_be_assumed_has_a_range(name: str) -> None:
 
 
 def read_text(name: str) -> str:
-    from lab.settings.config import conf_dir
+    from lab.settings.files import conf_dir
 
     return (conf_dir() / f"hardware/{name}.yaml").read_text()
 

@@ -20,8 +20,8 @@ from lab.measure.spans import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
-from lab.settings.config import build, choices_of, conf_dir, load
-from lab.settings.files import read_file
+from lab.settings.config import build, choices_of, load
+from lab.settings.files import conf_dir, read_file
 from lab.simulate.calibrate import calibrate
 from lab.simulate.costs import card_of, stages_of
 from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest, with_rate

@@ -1,0 +1,124 @@
+"""Data that users bring: tensors, arrays and data sets of torch."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lab.data.own import as_data
+from lab.data.sampler import GlobalSampler
+from lab.data.synthetic import synthetic
+
+CPU = torch.device("cpu")
+
+
+class Squares(Dataset[tuple[float, int]]):
+    """Sample i: its number, and the class i % 3."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        self.reads += 1
+        return np.array([index, index * index], dtype=np.float64), index % 3
+
+
+class Named(Squares):
+    """The same, with what data sets of torchvision say of themselves."""
+
+    classes = ("a", "b", "c", "d")
+
+
+def whole(data: Any) -> tuple[list[float], list[float]]:
+    """Return the first numbers of all training and of all test samples, over two ranks."""
+    sampler = GlobalSampler(data.num_train, data.num_train, 0, 1, seed=0)
+    train, _ = next(iter(data.train_batches(sampler)))
+    test = [batch for rank in range(2) for batch, _ in data.test_batches(rank, 2, 3)]
+    return sorted(train[:, 0].tolist()), sorted(torch.cat(test)[:, 0].tolist())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Squares(40),
+        (torch.arange(40.0)[:, None], torch.arange(40) % 3),
+        (np.arange(40.0)[:, None], np.arange(40, dtype=np.int32) % 3),
+    ],
+    ids=["data set", "tensors", "arrays"],
+)
+def test_every_tenth_sample_is_held_out(value: Any) -> None:
+    data = as_data(value, CPU, "data=mine")
+    train, test = whole(data)
+    assert test == list(range(0, 40, 10)) and sorted(train + test) == list(range(40))
+    assert (data.num_train, data.num_test, data.num_classes) == (36, 4, 3)
+    assert data.input_dtype == torch.float32 and data.targets()[0].dtype == torch.int64
+
+
+def test_two_parts_are_used_as_they_are() -> None:
+    data = as_data((Squares(6), Squares(3)), CPU, "data=mine")
+    assert whole(data) == ([0, 1, 2, 3, 4, 5], [0, 1, 2])
+
+
+def test_ranks_share_a_batch_of_a_data_set() -> None:
+    data = as_data((Squares(8), Squares(1)), CPU, "data=mine")
+    parts = [GlobalSampler(8, 8, rank, 2, seed=1) for rank in range(2)]
+    numbers = [next(iter(data.train_batches(part)))[0][:, 0].tolist() for part in parts]
+    assert sorted(numbers[0] + numbers[1]) == list(range(8))
+
+
+def test_classes_that_a_data_set_names_are_not_counted() -> None:
+    train = Named(500)
+    data = as_data((train, Named(3)), CPU, "data=mine")
+    assert data.num_classes == 4 and train.reads < 100
+
+
+def test_ids_as_inputs_and_targets_are_tokens() -> None:
+    ids = torch.arange(60).view(10, 6) % 7
+    data = as_data((ids[:, :-1], ids[:, 1:]), CPU, "data=mine")
+    assert (data.vocabulary, data.unit, data.input_shape) == (7, "sequence", (5,))
+
+
+def test_numbers_as_targets_have_no_classes() -> None:
+    inputs = torch.rand(30, 1, 4, 4)
+    data = as_data((inputs, inputs.sum((1, 2, 3)).double()), CPU, "data=mine")
+    assert data.num_classes is None and data.unit == "image" and data.vocabulary is None
+    assert data.targets()[1].dtype == torch.float32
+
+
+def test_data_of_the_labs_own_form_is_left_alone() -> None:
+    data = synthetic(seed=0, device=CPU, num_images=8)
+    assert as_data(data, CPU, "data=mine") is data
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (3, "a int"),
+        (torch.zeros(3, 2), r"a Tensor of shape \[3, 2\]"),
+        ((torch.zeros(3), torch.zeros(4)), "a tuple"),
+    ],
+)
+def test_other_values_are_refused_by_one_line(value: Tensor | int, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data=mine: returned {named}; it must be \(inputs, "):
+        as_data(value, CPU, "data=mine")
+
+
+def test_an_endless_stream_of_batches_begins_where_it_is_told() -> None:
+    data = as_data((Squares(6), Squares(1)), CPU, "data=mine")
+    stream = data.train_batches(GlobalSampler(6, 2, 0, 1, seed=3))
+    resumed = data.train_batches(GlobalSampler(6, 2, 0, 1, seed=3, start=4))
+    expected = list(islice(stream, 5))[2:]
+    found = list(islice(resumed, 3))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(expected, found, strict=True))

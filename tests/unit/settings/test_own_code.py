@@ -1,0 +1,143 @@
+"""A user's own code and files as choices: found, checked, and part of a run's identity."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.settings.config import ConfigError, build, load
+from lab.settings.own_code import fingerprint, names_code
+from lab.study import grid
+
+NETS = """\
+from layers import Wide
+
+class Net(Wide):
+    def __init__(self, input_shape, output_size, width=8, depth=2):
+        self.made = dict(input_shape=input_shape, width=width, depth=depth)
+
+class Needs:
+    def __init__(self, width): ...
+
+class Open:
+    def __init__(self, **anything):
+        self.made = anything
+
+class Fails:
+    def __init__(self, width=1):
+        raise ValueError(f"of the user's own: {width}")
+
+size = 3
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder with a user's modules, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "layers.py").write_text("class Wide: ...\n")
+    (tmp_path / "broken.py").write_text("import os\nimport no_such_module_anywhere\n")
+    (tmp_path / "typo.py").write_text("def f(:\n")
+    before, paths = set(sys.modules), list(sys.path)
+    yield tmp_path
+    sys.path[:] = paths
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("choice", ["nets.Net", "pkg.sub.Net", "nets:Net", "torch.optim.AdamW"])
+def test_a_path_of_code_is_told_from_a_name(choice: str) -> None:
+    assert names_code(choice)
+
+
+@pytest.mark.parametrize("choice", ["lenet", "./nets.yaml", "nets.yaml", "resnet-1.5", "a/b.py"])
+def test_names_and_files_are_no_paths_of_code(choice: str) -> None:
+    assert not names_code(choice)
+
+
+@pytest.mark.parametrize("path", ["nets.Net", "nets:Net"])
+def test_a_class_gets_its_settings_and_what_it_asks_for(project: Path, path: str) -> None:
+    config = load([f"model={path}", "model.width=4"])
+    net = build(config.model, input_shape=(1, 2), output_size=3, num_classes=3)
+    assert net.made == {"input_shape": (1, 2), "width": 4, "depth": 2}
+
+
+def test_arguments_that_take_anything_are_not_filled_in(project: Path) -> None:
+    config = load(["model=nets.Open", "model.colour=[red,blue]"])
+    assert build(config.model, input_shape=(1, 2)).made == {"colour": ["red", "blue"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model=nets.Net", "model.widht=4"], "model.widht: no such argument; it takes "),
+        (["model=nets.Needs"], "model.width=: has no default"),
+        (["model=nets.Nets"], "model=nets.Nets: nets has no Nets; did you mean Net?"),
+        (["model=nots.Net"], "model=nots.Net: there is no module nots in "),
+        (["model=nets.size"], "model=nets.size: is a int; it must be a class or function"),
+        (["model=broken.Net"], "broken.py:2: ModuleNotFoundError: No module named 'no_such"),
+        (["model=typo.Net"], "typo.py:1: SyntaxError: invalid syntax"),
+        (["model=./none.yaml"], "model=./none.yaml: there is no such file"),
+        (["code.nets_py=0"], "code.nets_py=0: the lab sets it"),
+    ],
+)
+def test_what_is_wrong_with_a_users_code_takes_one_line(
+    project: Path, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as error:
+        load(arguments)
+    assert message in str(error.value)
+
+
+def test_an_error_in_a_users_constructor_keeps_its_type(project: Path) -> None:
+    with pytest.raises(ValueError, match=r"^of the user's own: 1$") as error:
+        build(load(["model=nets.Fails"]).model)
+    assert not isinstance(error.value, ConfigError)
+
+
+def test_an_edit_makes_other_cells(project: Path) -> None:
+    def name() -> str:
+        (cell,) = grid.read(["study=mine", "model=nets.Net"]).cells
+        return cell.name
+
+    first = name()
+    assert name() == first and "code_" in first
+    (project / "layers.py").write_text("class Wide: pass\n")  # imported by nets
+    assert name() != first
+
+
+def test_code_of_the_lab_and_of_packages_has_no_hash() -> None:
+    assert load([]).code == {} and fingerprint({}) == ""
+    assert load(["task=torch.nn.SmoothL1Loss"]).code == {}
+
+
+def test_code_is_found_in_the_folder_of_choices(project: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "choices"
+    (folder / "model").mkdir(parents=True)
+    (folder / "others.py").write_text("class Net: ...\n")
+    (folder / "model" / "mine.yaml").write_text("_target_: others.Net\n")
+    config = load([f"config_dir={folder}", "model=mine"])
+    assert list(config.code) == ["others_py"]
+
+
+def test_files_are_choices_of_groups_and_studies(project: Path) -> None:
+    (project / "net.yaml").write_text("_target_: nets.Net\nwidth: 16\n")
+    strategy = "# @package _global_\ndefaults:\n  - /exchange: tree\n  - _self_\nstrategy: mine\n"
+    (project / "own.yaml").write_text(strategy)
+    (project / "grid.yaml").write_text("model: ./net.yaml\nstrategy: ./own.yaml,ring\n")
+    study = grid.read(["study=./grid.yaml", "model.width=32"])
+    assert study.name == "grid"
+    assert [cell.config.strategy for cell in study.cells] == ["mine", "ring"]
+    assert [cell.config.model.width for cell in study.cells] == [32, 32]
+    assert study.cells[0].config.exchange._target_.endswith("Tree")
+
+
+def test_additions_work_together_with_code(project: Path) -> None:
+    config = load(
+        ["model=nets.Open", "+model.colour=red", "exchange=onebit", "~exchange.threshold"]
+    )
+    assert config.model.colour == "red" and "threshold" not in config.exchange
