@@ -27,9 +27,10 @@ def delivered_error(strategy: str) -> float:
     """
     chance = torch.Generator().manual_seed(0)
     gradients = torch.randn(RANKS, SHAPE[0] * SHAPE[1], generator=chance)
+    chosen = load([f"strategy={strategy}"]).exchange
 
     def rank_main(comm: Comm) -> torch.Tensor:
-        exchange: Exchange = build(load([f"strategy={strategy}"]).exchange)
+        exchange: Exchange = build(chosen)
         total = torch.zeros_like(gradients[0])
         bucket = GradBucket({"weight": torch.Size(SHAPE)}, total.clone())
         for step in range(STEPS):
