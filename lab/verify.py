@@ -10,7 +10,7 @@ from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of
-from lab.settings.overrides import file_to_write
+from lab.settings.overrides import config_dir_of, file_to_write
 
 COMMAND = Command(
     "lab.verify",
@@ -24,8 +24,9 @@ COMMAND = Command(
     {
         "runs": ("null", "study folder with the measured cells"),
         "out": ("null", "FILE.md for the page; figures go into the folder FILE"),
+        "config_dir": ("null", "folder of further claims/, hardware/ and profile/ files"),
     },
-    word="|".join(choices_of("claims")),
+    word="|".join([*choices_of("claims"), "FILE.yaml"]),
 )
 
 
@@ -44,11 +45,12 @@ def _verify(line: CommandLine, command: str) -> int:
     texts = COMMAND.texts(line.settings)
     runs = None if texts["runs"] == "null" else Path(texts["runs"])
     out = file_to_write("out", texts["out"], ".md")
+    folder = config_dir_of(line.settings)
     from lab.claims import page
     from lab.claims.findings import verify
 
     try:
-        findings = verify(line.word, runs, reproduce=out is not None)
+        findings = verify(line.word, runs, reproduce=out is not None, config_dir=folder)
         print("\n".join(page.summary(findings)))
         if out:
             page.write(findings, out, out.with_suffix(""), command)

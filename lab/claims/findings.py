@@ -22,7 +22,7 @@ from lab.claims.terms import Terms, fit_terms
 from lab.claims.verdicts import Verdict, judge
 from lab.model.facts import Counts
 from lab.settings.config import build, load
-from lab.settings.files import read_file
+from lab.settings.files import located, read_file
 from lab.simulate.fit import DRAWS
 from lab.simulate.hardware import Hardware
 from lab.simulate.presets import draws, parse, places
@@ -82,20 +82,23 @@ class Findings:
         return any(verdict.outcome == "fails" for verdict in self.verdicts)
 
 
-def verify(name: str, runs: Path | None = None, reproduce: bool = False) -> Findings:
+def verify(
+    name: str, runs: Path | None = None, reproduce: bool = False, config_dir: str | None = None
+) -> Findings:
     """Judge the claims of a paper by predictions, and by measurements where there are any.
 
     Args:
-        name: a file of conf/claims.
+        name: a file of conf/claims, or the path of one.
         runs: folder of the study that measures the paper.
         reproduce: also predict and score all cells of the paper's reproduction, and search
             crossovers. It takes some seconds.
+        config_dir: folder of the user's own claims, hardware and profiles.
 
     Raises:
         ConfigError: there is no such file in conf.
         ValueError: such a file or the study cannot be read, or the paper has no study.
     """
-    paper = Paper.parse(read_file("claims", name))
+    paper = Paper.parse(located(read_file("claims", name, config_dir), config_dir))
     counts = _counts(paper.model) if paper.model else None
     hardware = _hardware(paper.hardware)
     predicted = Predicted(paper.profile, hardware, counts=counts)

@@ -61,6 +61,31 @@ def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str,
     return {str(key): value for key, value in content.items()}
 
 
+def located(content: Any, config_dir: str | None) -> Any:
+    """Replace names of the user's hardware and profiles by the paths of their files.
+
+    Args:
+        content: of a YAML file: nested mappings and lists, in which the keys `hardware` and
+            `profile` hold names.
+    """
+    if isinstance(content, list):
+        return [located(each, config_dir) for each in content]
+    if not isinstance(content, dict):
+        return content
+    return {
+        key: _path_of(key, value, config_dir)
+        if key in ("hardware", "profile") and isinstance(value, str)
+        else located(value, config_dir)
+        for key, value in content.items()
+    }
+
+
+def _path_of(group: str, name: str, config_dir: str | None) -> str:
+    file = _files(group, config_dir).get(name)
+    is_users = file is not None and not file.is_relative_to(conf_dir())
+    return str(file) if is_users else name
+
+
 def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:
     """Return each choice's settings, without parsing its YAML: help must be quick."""
     return {
