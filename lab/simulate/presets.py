@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from lab.simulate.hardware import Hardware, Link, Range
@@ -39,6 +39,7 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         ValueError: a value that is missing, unknown or out of range.
     """
     name = f"hardware={node.get('name')}"
+    _check_keys(name, node, Hardware)
     try:
         links = {way: node[way] and _link(f"{name}: {way}", node[way]) for way in WAYS}
         lists = {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
@@ -86,6 +87,16 @@ def _between(ends: Range, share: float) -> float:
     return ends.low * (ends.high / ends.low) ** share
 
 
+def _check_keys(where: str, node: Mapping[str, Any], kind: type[Hardware] | type[Link]) -> None:
+    known = {field.name: field.default for field in fields(kind)}
+    for key, value in node.items():
+        if key not in known:
+            raise ValueError(f"{where}: {key}={value}: no such key; allowed are {', '.join(known)}")
+    for key, default in known.items():
+        if default is MISSING and key not in node:
+            raise ValueError(f"{where}: {key}: is missing")
+
+
 def _check_hardware(name: str, hardware: Hardware) -> None:
     if hardware.library not in LIBRARIES:
         allowed = ", ".join(LIBRARIES)
@@ -126,6 +137,7 @@ def _range(name: str, key: str, ends: Any) -> Range:
 def _link(where: str, figures: Mapping[str, Any]) -> Link:
     for key in figures.keys() & RENAMED.keys():
         raise ValueError(f"{where}.{key}={figures[key]}: is {RENAMED[key]} now")
+    _check_keys(where, figures, Link)
     links = figures.get("num_links", 1)
     if isinstance(links, Mapping):
         links = tuple(sorted((int(ranks), count) for ranks, count in links.items()))
