@@ -1,0 +1,55 @@
+"""docs/your_own.md as a user follows it: its listings are the examples, and its commands work."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Finished
+
+PAGE = (ROOT / "docs/your_own.md").read_text()
+EXAMPLES = ROOT / "examples"
+
+
+def sections() -> dict[str, str]:
+    """Return the text of each section that has an example, by the example's folder."""
+    texts = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+    named = ((re.search(r"^# examples/(\w+)/", text, re.MULTILINE), text) for text in texts)
+    return {match[1]: text for match, text in named if match}
+
+
+def commands(section: str) -> list[str]:
+    """Return the lines of a section's shell blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+LINES = [(folder, line) for folder, text in sections().items() for line in commands(text)]
+
+
+def test_every_example_is_listed_as_it_is() -> None:
+    listings = re.findall(r"^```\w+\n# (examples/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in listings} == {
+        str(path.relative_to(ROOT)) for path in EXAMPLES.rglob("*.*") if path.suffix != ".pyc"
+    }
+    for name, text in listings:
+        assert (ROOT / name).read_text() == text
+    assert {folder for folder, _ in LINES} == {path.name for path in EXAMPLES.iterdir()}
+
+
+@pytest.mark.parametrize("folder", sorted({folder for folder, _ in LINES}))
+def test_the_commands_of_a_section_work_in_order(
+    command: Callable[..., Finished], tmp_path: Path, folder: str
+) -> None:
+    shutil.copytree(EXAMPLES / folder, tmp_path, dirs_exist_ok=True)
+    for line in (line for where, line in LINES if where == folder):
+        words = shlex.split(line)
+        if words[0] == "torchrun":
+            words = ["python", "-m", "torch.distributed.run", "--standalone", *words[1:]]
+        done = command(*words[2:])
+        assert done.code == 0, f"{line}\n{done.err[-3000:]}"
