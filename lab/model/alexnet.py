@@ -1,4 +1,4 @@
-"""AlexNet, whose three FC layers hold 95 % of the parameters, and a small one of the same kind."""
+"""AlexNet, whose three FC layers hold 95 % of the parameters, and others of the same kind."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lab.model.convnet import (
-    ConvNet,
-    initialise_for_relu,
-    require_dropout,
-    require_size,
-    require_width,
-    with_fc_head,
-)
+from lab.model.convnet import ConvNet, initialise_for_relu, with_fc_head
+from lab.model.require import require_dropout, require_size, require_width, require_widths
 
 SMALLEST_PX = 63
+MXNET_SMALLEST_PX = 67
+OVERFEAT_SMALLEST_PX = 71
 SMALL_SMALLEST_PX = 8
+ONE_TOWER = (64, 192, 384, 384, 256)
+FIRST = (96, 256, 384, 384, 256)  # of Krizhevsky et al. 2012, both towers together
 
 
-def alexnet(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.5) -> ConvNet:
+def alexnet(
+    *,
+    input_shape: Sequence[int],
+    output_size: int,
+    widths: Sequence[int] = ONE_TOWER,
+    dropout: float = 0.5,
+) -> ConvNet:
     """The one-tower AlexNet (Krizhevsky 2014, "One weird trick", section 5).
 
     61,838,248 parameters for 3x224x224 images and 1000 classes, 94.8 % of them in the head.
@@ -27,12 +31,16 @@ def alexnet(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.
     Args:
         input_shape: (C, H, W) of an image.
         output_size: width of the last layer.
+        widths: channels of the five convolutions; torchvision has 64, 192, 384, 256, 256.
         dropout: probability that an input of a hidden FC layer is dropped.
 
     Raises:
-        ValueError: images smaller than 63 px, or `dropout` out of range.
+        ValueError: images smaller than 63 px, or an argument out of range.
     """
-    return _for_imagenet("alexnet", (64, 192, 384, 384, 256), input_shape, output_size, dropout)
+    require_widths("model.widths", widths)
+    if len(widths) != 5:
+        raise ValueError(f"model.widths={widths}: must be five integers, one for each convolution")
+    return _for_imagenet("alexnet", widths, input_shape, output_size, dropout)
 
 
 def alexnet_paper(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.5) -> ConvNet:
@@ -47,8 +55,53 @@ def alexnet_paper(*, input_shape: Sequence[int], output_size: int, dropout: floa
     Raises:
         ValueError: as for `alexnet`.
     """
-    widths = (96, 256, 384, 384, 256)
-    return _for_imagenet("alexnet_paper", widths, input_shape, output_size, dropout)
+    return _for_imagenet("alexnet_paper", FIRST, input_shape, output_size, dropout)
+
+
+def alexnet_mxnet(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.5) -> ConvNet:
+    """The AlexNet of MXNet's examples: no padding before conv1, and LRN after two poolings.
+
+    (apache/mxnet, example/image-classification/symbols/alexnet.py.) 62,378,344 parameters for
+    3x227x227 images and 1000 classes; 50,844,008 for 224 px, whose feature map is 5x5.
+
+    Args:
+        input_shape, output_size: as for `alexnet`.
+        dropout: probability that an output of a hidden FC layer is dropped.
+
+    Raises:
+        ValueError: images smaller than 67 px, or `dropout` out of range.
+    """
+    require_dropout(dropout)
+    require_size("alexnet_mxnet", input_shape, MXNET_SMALLEST_PX)
+    pools = [[nn.MaxPool2d(3, stride=2), nn.LocalResponseNorm(5)] for _ in range(2)]
+    features = _features(input_shape[0], FIRST, 0, [*pools, [nn.MaxPool2d(3, stride=2)]])
+    return _trainable(features, input_shape, [4096, 4096], output_size, dropout, after=True)
+
+
+def overfeat(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.5) -> ConvNet:
+    """The fast model of OverFeat (Sermanet et al. 2014, table 1).
+
+    145,920,872 parameters for 3x231x231 images and 1000 classes, 89.0 % of them in the head.
+
+    Args:
+        input_shape, output_size, dropout: as for `alexnet`.
+
+    Raises:
+        ValueError: images smaller than 71 px, or `dropout` out of range.
+    """
+    require_dropout(dropout)
+    require_size("overfeat", input_shape, OVERFEAT_SMALLEST_PX)
+    features = nn.Sequential(
+        *_convolution(input_shape[0], 96, kernel_size=11, stride=4, padding=0),
+        nn.MaxPool2d(2),
+        *_convolution(96, 256, kernel_size=5, padding=0),
+        nn.MaxPool2d(2),
+        *_convolution(256, 512),
+        *_convolution(512, 1024),
+        *_convolution(1024, 1024),
+        nn.MaxPool2d(2),
+    )
+    return _trainable(features, input_shape, [3072, 4096], output_size, dropout)
 
 
 def alexnet_small(
@@ -88,9 +141,7 @@ def alexnet_small(
         *_convolution(6 * width, 4 * width),
         nn.MaxPool2d(2),
     )
-    model = with_fc_head(features, input_shape, [hidden, hidden], output_size, dropout)
-    initialise_for_relu(model)
-    return model
+    return _trainable(features, input_shape, [hidden, hidden], output_size, dropout)
 
 
 def _for_imagenet(
@@ -98,23 +149,42 @@ def _for_imagenet(
 ) -> ConvNet:
     require_dropout(dropout)
     require_size(name, input_shape, SMALLEST_PX)
+    pools = [[nn.MaxPool2d(3, stride=2)] for _ in range(3)]
+    features = _features(input_shape[0], widths, 2, pools)
+    return _trainable(features, input_shape, [4096, 4096], output_size, dropout)
+
+
+def _features(
+    channels: int, widths: Sequence[int], padding: int, pools: Sequence[Sequence[nn.Module]]
+) -> nn.Sequential:
+    """Return the five convolutions; `padding` is that of the first, `pools` follow 1, 2 and 5."""
     first, second, third, fourth, fifth = widths
-    features = nn.Sequential(
-        *_convolution(input_shape[0], first, kernel_size=11, stride=4, padding=2),
-        nn.MaxPool2d(3, stride=2),
+    return nn.Sequential(
+        *_convolution(channels, first, kernel_size=11, stride=4, padding=padding),
+        *pools[0],
         *_convolution(first, second, kernel_size=5, padding=2),
-        nn.MaxPool2d(3, stride=2),
+        *pools[1],
         *_convolution(second, third),
         *_convolution(third, fourth),
         *_convolution(fourth, fifth),
-        nn.MaxPool2d(3, stride=2),
+        *pools[2],
     )
-    model = with_fc_head(features, input_shape, [4096, 4096], output_size, dropout)
-    initialise_for_relu(model)
-    return model
 
 
 def _convolution(
     in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, padding: int = 1
 ) -> tuple[nn.Module, nn.Module]:
     return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding), nn.ReLU()
+
+
+def _trainable(
+    features: nn.Sequential,
+    input_shape: Sequence[int],
+    hidden: Sequence[int],
+    output_size: int,
+    dropout: float,
+    after: bool = False,
+) -> ConvNet:
+    model = with_fc_head(features, input_shape, hidden, output_size, dropout, after)
+    initialise_for_relu(model)
+    return model

@@ -41,8 +41,9 @@ def with_fc_head(
     hidden: Sequence[int],
     output_size: int,
     dropout: float = 0.0,
+    dropout_after: bool = False,
 ) -> ConvNet:
-    """Put `features` under FC layers of widths `hidden`, each with dropout before it and a ReLU.
+    """Put `features` under FC layers of widths `hidden`, each with dropout and a ReLU.
 
     Args:
         features: convolutions and pooling.
@@ -50,14 +51,17 @@ def with_fc_head(
         hidden: widths of the hidden layers.
         output_size: width of the last layer.
         dropout: probability that an input of a hidden layer is dropped; 0 adds no such layer.
+        dropout_after: drop outputs of a hidden layer instead of inputs.
     """
     shape = output_shape(features, input_shape)
     head: list[nn.Module] = [nn.Flatten()]
     width = math.prod(shape)
     for hidden_width in hidden:
-        if dropout:
+        if dropout and not dropout_after:
             head.append(nn.Dropout(dropout))
         head += [nn.Linear(width, hidden_width), nn.ReLU()]
+        if dropout and dropout_after:
+            head.append(nn.Dropout(dropout))
         width = hidden_width
     head.append(nn.Linear(width, output_size))
     return ConvNet(features, nn.Sequential(*head), shape)
@@ -81,42 +85,3 @@ def output_shape(features: nn.Sequential, input_shape: Sequence[int]) -> tuple[i
     image = torch.empty(1, *input_shape, device="meta")
     _, channels, height, width = copy.deepcopy(features).to("meta")(image).shape
     return channels, height, width
-
-
-def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
-    """Refuse inputs that are not images, or that pooling would shrink to nothing.
-
-    Raises:
-        ValueError: not three dimensions, or height or width is below `smallest` pixels.
-    """
-    if len(input_shape) != 3:
-        raise ValueError(
-            f"model={model}: inputs of shape {list(input_shape)} are not images; it needs "
-            "[channels, height, width]"
-        )
-    _, height, width = input_shape
-    if min(height, width) < smallest:
-        raise ValueError(
-            f"model={model}: images of {height}x{width} px are too small, it needs at least "
-            f"{smallest} px; set data.size={smallest} or more (data.shape for data=synthetic)"
-        )
-
-
-def require_width(key: str, value: object) -> None:
-    """Refuse a value that cannot be the width of a layer.
-
-    Raises:
-        ValueError: not an integer of at least 1.
-    """
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value}: must be an integer of at least 1")
-
-
-def require_dropout(dropout: object) -> None:
-    """Refuse a value that is not a dropout probability.
-
-    Raises:
-        ValueError: not a number in [0, 1).
-    """
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(f"model.dropout={dropout}: must be a number from 0 to below 1")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lab.model.convnet import ConvNet, require_size, with_fc_head
+from lab.model.convnet import ConvNet, with_fc_head
+from lab.model.require import require_size
 
 SMALLEST_PX = 16
 

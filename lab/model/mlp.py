@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: FC layers alone."""
+"""Multi-layer perceptrons: FC layers alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import math
 from collections.abc import Sequence
 
 from torch import nn
+
+from lab.model.require import require_choice, require_dropout, require_widths
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+}
+KERAS_UNIFORM = 0.05  # Keras' init="uniform" draws from minus to plus this
 
 
 def mlp(
@@ -21,12 +30,80 @@ def mlp(
     Raises:
         ValueError: `hidden` is not a list of integers of at least 1.
     """
-    listed = isinstance(hidden, Sequence) and not isinstance(hidden, str)
-    if not listed or not all(isinstance(width, int) and width >= 1 for width in hidden):
-        raise ValueError(f"model.hidden={hidden}: must be a list of integers of at least 1")
+    return _perceptron(input_shape, output_size, hidden, "relu", 0.0)
+
+
+def keras_mlp(
+    *,
+    input_shape: Sequence[int],
+    output_size: int,
+    hidden: Sequence[int] = (64, 64),
+    activation: str = "tanh",
+    dropout: float = 0.5,
+) -> nn.Sequential:
+    """The multi-layer perceptron of Keras 1's guide to its Sequential model.
+
+    6,154 parameters for 20 inputs and 10 classes. Weights are uniform between -0.05 and 0.05.
+
+    Args:
+        input_shape, output_size, hidden: as for `mlp`.
+        activation: relu, sigmoid or tanh, after each hidden layer.
+        dropout: probability that an output of a hidden layer is dropped.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    require_dropout(dropout)
+    model = _perceptron(input_shape, output_size, hidden, activation, dropout)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            nn.init.uniform_(layer.weight, -KERAS_UNIFORM, KERAS_UNIFORM)
+            nn.init.zeros_(layer.bias)
+    return model
+
+
+def fcn5(
+    *,
+    input_shape: Sequence[int],
+    output_size: int,
+    hidden: Sequence[int] = (2048, 4096, 1024),
+    activation: str = "sigmoid",
+) -> nn.Sequential:
+    """FCN-5 of Shi et al. (2016): five layers of units, counting inputs and outputs.
+
+    14,205,962 parameters for 28x28 inputs and 10 classes (FCN-R; hclhkbu/dlbench,
+    tools/caffe/fc/fcn5.prototxt). Their FCN-S has hidden=[2048,2048,2048] between 26752 inputs and
+    outputs. Weights are Glorot's (2010), as theirs.
+
+    Args:
+        input_shape, output_size, hidden: as for `mlp`.
+        activation: relu, sigmoid or tanh, after each hidden layer.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    model = _perceptron(input_shape, output_size, hidden, activation, 0.0)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    return model
+
+
+def _perceptron(
+    input_shape: Sequence[int],
+    output_size: int,
+    hidden: Sequence[int],
+    activation: str,
+    dropout: float,
+) -> nn.Sequential:
+    require_widths("model.hidden", hidden)
+    require_choice("model.activation", activation, ACTIVATIONS)
     layers: list[nn.Module] = [nn.Flatten()]
     width = math.prod(input_shape)
     for hidden_width in hidden:
-        layers += [nn.Linear(width, hidden_width), nn.ReLU()]
+        layers += [nn.Linear(width, hidden_width), ACTIVATIONS[activation]()]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
         width = hidden_width
     return nn.Sequential(*layers, nn.Linear(width, output_size))

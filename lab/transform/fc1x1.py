@@ -48,7 +48,7 @@ class Fc1x1:
         if not isinstance(model, ConvNet) or not isinstance(model.classifier[0], nn.Flatten):
             raise ValueError(
                 f"transform=fc1x1: {type(model).__name__} has no FC head over convolution "
-                "features; model=lenet, alexnet and alexnet_small have one"
+                "features; model=lenet, alexnet, vgg16, overfeat and keras_cnn have one"
             )
         head = self._substitute(model) if self.mode == "substitution" else _rewrite(model)
         return ConvNet(model.features, head, model.feature_shape)
