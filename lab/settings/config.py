@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from lab.settings.blame import reason_of
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, conf_dir, keys_of
 from lab.settings.overrides import config_dir_of, parse_overrides, quoted
@@ -195,19 +197,37 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
             configuration.
 
     Raises:
-        ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
+        ConfigError: the lab's constructor refused an argument (ValueError), the arguments are not
+            those of the signature, or the target is unknown.
+        Exception: the constructor raised it; a user's, any.
     """
     from hydra.utils import instantiate  # imported here: help and wrong settings do not need it
 
     try:
         return instantiate(node, *parts, **runtime)
     except HydraException as error:
-        cause = error.__cause__
-        if isinstance(cause, (ValueError, TypeError)):
-            raise ConfigError(one_line(cause)) from error
-        if cause is not None and not isinstance(cause, (ImportError, AttributeError)):
-            raise cause from None
-        raise ConfigError(f"_target_={node.get('_target_')}: {one_line(error)}") from error
+        failed = error
+    # Outside of `except`, where Python would note Hydra's error as the context of the user's.
+    raise reason_of(failed, node.get("_target_"))
+
+
+def locate(target: str) -> Any:
+    """Return the class or function that a dotted path names.
+
+    Raises:
+        ConfigError: there is none, or it cannot be called.
+        Exception: its module raised it when it was imported.
+    """
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        failed = error
+    else:
+        if not callable(found):
+            raise ConfigError(f"_target_={target}: must be a class or a function")
+        return found
+    raise reason_of(failed, target)
 
 
 def _validate(config: DictConfig) -> None:
