@@ -144,7 +144,7 @@ def _output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
     try:
         return [task.output_shape(targets, data.num_classes) for targets in data.targets()]
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error)) from error
 
 
 def _check_outputs(
@@ -163,7 +163,7 @@ def _check_outputs(
         for shape in shapes:
             task.check_outputs(outputs, shape)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error)) from error
 
 
 def _build_model(
@@ -182,7 +182,7 @@ def _build_model(
         try:
             model = transform(model)
         except ValueError as error:
-            raise ConfigError(f"strategy={config.strategy}: {error}") from None
+            raise ConfigError(f"strategy={config.strategy}: {error}") from error
     model = model.to(world.device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
