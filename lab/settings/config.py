@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -67,7 +66,7 @@ class Settings:
     model: dict[str, Any] = setting({}, "the model to train (a group)")
     profile: dict[str, Any] = setting({}, "times and sizes of the layers of model=replay (a group)")
     data: dict[str, Any] = setting({}, "the data set to train on (a group)")
-    optim: dict[str, Any] = setting({}, "SGD and its schedule (a group)")
+    optim: dict[str, Any] = setting({}, "the optimizer and its schedule (a group)")
     comm: dict[str, Any] = setting({}, "how ranks communicate (a group)")
     recorder: dict[str, Any] = setting({}, "where numbers go besides the run directory (a group)")
     cluster: dict[str, Any] = setting({}, "the hosts and links that ranks are started on (a group)")
@@ -209,25 +208,6 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
         failed = error
     # Outside of `except`, where Python would note Hydra's error as the context of the user's.
     raise reason_of(failed, node.get("_target_"))
-
-
-def locate(target: str) -> Any:
-    """Return the class or function that a dotted path names.
-
-    Raises:
-        ConfigError: there is none, or it cannot be called.
-        Exception: its module raised it when it was imported.
-    """
-    module, _, name = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        failed = error
-    else:
-        if not callable(found):
-            raise ConfigError(f"_target_={target}: must be a class or a function")
-        return found
-    raise reason_of(failed, target)
 
 
 def _validate(config: DictConfig) -> None:

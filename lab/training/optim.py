@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lab.settings.blame import blame
-from lab.settings.config import locate
 from lab.settings.errors import ConfigError, one_line
+from lab.settings.locate import locate
 from lab.training.schedule import Schedule
 
 NOT_NEGATIVE = ("lr", "weight_decay")

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from lab.exchange.onebit import OneBit
 from lab.settings import command_line
 from lab.settings.blame import Blame, blame
-from lab.settings.config import build, load, locate
+from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
+from lab.settings.locate import locate
 from lab.settings.names import resolved
 
 BUGS = "tests.support.bugs"
