@@ -33,10 +33,15 @@ AGREE_S = 20.0  # for the ranks to agree at which step to stop
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ended early: `status` as in record.json, and one line."""
+    """Why a run ended early: `status` as in record.json, and one line.
+
+    Attributes:
+        traceback: text, from the first frame of the user's code on; None: none of it failed.
+    """
 
     status: str
     error: str
+    traceback: str | None = None
 
 
 class Watchdog:

@@ -63,6 +63,8 @@ class Record:
     Attributes:
         status: how the run ended.
         error: one line; null if it is done.
+        traceback: Python's text, from the first frame of the user's own code on; null if none of
+            it failed.
         study, cell: folders: `<runs_dir>/<study>/<cell>/record.json`.
         repeat: number of the repeat, which also moves the seed (`seed + repeat`).
         strategy: name of its configuration.
@@ -101,7 +103,7 @@ class Record:
         messages_per_step: by rank.
         peak_memory_bytes: by rank.
         peak_memory_of: a description of what that peak covers.
-        reserved_memory_bytes: by rank, held by torch's allocator at the run's end (GPUs).
+        reserved_memory_bytes: by rank, held by torch's allocator after the last step (GPUs).
         device_memory_bytes: by rank, in use on its device by all processes (GPUs).
         final: metrics of the last evaluation by name; accuracy is a share of 1.
         evaluations: step, training seconds and metrics of each evaluation.
@@ -121,6 +123,7 @@ class Record:
 
     status: Status
     error: str | None = None
+    traceback: str | None = None
     study: str
     cell: str
     repeat: int
@@ -175,10 +178,10 @@ class Record:
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
     git_commit: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def end(self, status: str, error: str | None) -> None:
+    def end(self, status: str, error: str | None, traceback: str | None = None) -> None:
         """Record how the run ended. ValueError: `status` is not one of STATUSES."""
         self.status = decode(Status, status, "status")
-        self.error = error
+        self.error, self.traceback = error, traceback
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `record.json` holds."""

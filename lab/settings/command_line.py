@@ -9,8 +9,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from lab.settings.blame import blame
 from lab.settings.command import Command, CommandLine
-from lab.settings.errors import ConfigError
+from lab.settings.errors import ConfigError, one_line
 from lab.settings.overrides import quoted
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
@@ -30,7 +31,8 @@ def answer(
         one line on stderr, and exit code 2.
 
     Returns:
-        The exit code: 0 after help, 2 for a wrong setting, 130 after Ctrl-C.
+        The exit code: 0 after help, 1 for an error in the user's own code, 2 for a wrong setting,
+        130 after Ctrl-C.
     """
     try:
         line = read(command, arguments)
@@ -45,6 +47,11 @@ def answer(
             return refuse(error)
         report_error(command.name, error)
         return 2
+    except Exception as error:
+        if not blame(error):
+            raise
+        report_error(command.name, error)
+        return 1
     except KeyboardInterrupt:
         if command.stopped:
             print(f"\n{command.stopped}", file=sys.stderr)
@@ -82,8 +89,13 @@ def show(configs: Iterable[DictConfig]) -> None:
 
 
 def report_error(command: str, error: Exception) -> None:
-    """Print an error as one line on stderr."""
-    print(f"{command}: error: {error}", file=sys.stderr)
+    """Print an error as one line on stderr; before it, the traceback of the user's own code."""
+    found, line = blame(error), str(error)
+    if found:
+        print(found.traceback, file=sys.stderr)
+        if found.error is error:
+            line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
+    print(f"{command}: error: {line}", file=sys.stderr)
 
 
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from lab.settings.blame import reason_of
 from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, keys_of
@@ -28,7 +29,6 @@ from lab.settings.own_code import (
     asked_for,
     callable_at,
     check_choices,
-    is_of_user,
     make_importable,
 )
 
@@ -79,7 +79,7 @@ class Settings:
     model: dict[str, Any] = setting({}, "the model to train (a group)")
     profile: dict[str, Any] = setting({}, "times and sizes of the layers of model=replay (a group)")
     data: dict[str, Any] = setting({}, "the data set to train on (a group)")
-    optim: dict[str, Any] = setting({}, "SGD and its schedule (a group)")
+    optim: dict[str, Any] = setting({}, "the optimizer and its schedule (a group)")
     comm: dict[str, Any] = setting({}, "how ranks communicate (a group)")
     recorder: dict[str, Any] = setting({}, "where numbers go besides the run directory (a group)")
     cluster: dict[str, Any] = setting({}, "the hosts and links that ranks are started on (a group)")
@@ -192,8 +192,9 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
         those that its signature names.
 
     Raises:
-        ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
-        Exception: a user's own constructor failed.
+        ConfigError: the lab's constructor refused an argument (ValueError), the arguments are not
+            those of the signature, or the target is unknown.
+        Exception: the constructor raised it; a user's, any.
     """
     from hydra.utils import instantiate  # imported here: help and wrong settings do not need it
 
@@ -204,11 +205,9 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
         asked = asked_for(target, runtime)
         return functools.partial(made, *parts, **asked) if later else made(*parts, **asked)
     except (HydraException, ValueError, TypeError) as error:
-        cause = error.__cause__ if isinstance(error, HydraException) else error
-        refused = isinstance(cause, (ValueError, TypeError)) and not is_of_user(target)
-        if cause is None or refused:
-            raise ConfigError(one_line(cause or error)) from error
-        raise cause from None
+        failed = error
+    # Outside of `except`, where Python would note Hydra's error as the context of the user's.
+    raise reason_of(failed, node._target_)
 
 
 def _validate(config: DictConfig) -> None:

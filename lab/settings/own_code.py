@@ -9,11 +9,11 @@ import importlib
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lab.settings.blame import blame, is_users
 from lab.settings.errors import ConfigError, one_line
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
@@ -124,12 +124,6 @@ def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def is_of_user(function: Callable[..., Any]) -> bool:
-    """Return whether a callable is defined in a file of the user's own project."""
-    path = _file_of(function)
-    return path is not None and _is_own(path)
-
-
 def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
     """Hash the user's files that a callable's module is made of: its own, and those it imports.
 
@@ -138,7 +132,7 @@ def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
         packages, whose versions tell them apart.
     """
     path = _file_of(function)
-    if path is None or not _is_own(path):
+    if path is None or not is_users(str(path)):
         return {}
     root = path.parents[function.__module__.count(".") + (path.stem == "__init__")]
     return {
@@ -150,15 +144,6 @@ def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
 def fingerprint(hashes: Mapping[str, str]) -> str:
     """Return one hash for all files; empty if there are none."""
     return _hash(repr(sorted(hashes.items())).encode()) if hashes else ""
-
-
-def place_of(error: BaseException) -> str:
-    """Return the file and line of the innermost frame outside of libraries, as "nets.py:12"."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{_short(Path(error.filename))}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_file() and _is_own(frame.filename)]
-    return f"{_short(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
 
 
 def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
@@ -179,9 +164,10 @@ def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
 
 
 def _import_failed(error: Exception, setting: str) -> ConfigError:
-    place = place_of(error)
+    found = blame(error)
+    place = f"{found.place}: " if found else ""
     cause = f"{type(error).__name__}: {one_line(error)}"
-    return ConfigError(f"{setting}: cannot be imported: {f'{place}: ' if place else ''}{cause}")
+    return ConfigError(f"{setting}: cannot be imported: {place}{cause}")
 
 
 def _missing(owner: Any, name: str) -> str:
@@ -223,13 +209,6 @@ def _file_of(function: Callable[..., Any]) -> Path | None:
     return Path(file).resolve() if file else None
 
 
-def _is_own(file: Path | str) -> bool:
-    """Return whether a file is neither the lab's, Python's nor an installed package's."""
-    path = Path(file).resolve()
-    libraries = {Path(ast.__file__).resolve().parent, Path(__file__).resolve().parents[1]}
-    return "site-packages" not in path.parts and not libraries & set(path.parents)
-
-
 def _closure(path: Path, root: Path, seen: set[Path]) -> set[Path]:
     """Add `path` and the files under `root` that it imports, and so on, to `seen`."""
     if path not in seen:
@@ -256,9 +235,3 @@ def _imported(path: Path, root: Path) -> Iterator[str]:
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]
-
-
-def _short(path: Path) -> str:
-    """Return a path relative to the current folder if it is below it."""
-    resolved = path.resolve()
-    return str(resolved.relative_to(Path.cwd()) if resolved.is_relative_to(Path.cwd()) else path)

@@ -22,7 +22,7 @@ class LocalSync(GradSync):
     weights: local SGD (Stich 2019, algorithm 1; Lin et al. 2020).
 
     A round ends after each step whose number is a multiple of `every`, and after the last step.
-    The inner optimizer's momentum is never exchanged.
+    The inner optimizer's state is never exchanged.
 
     Args:
         every: steps per round, H in the papers.

@@ -44,6 +44,7 @@ class Pattern:
         no_overlap: why `overlap=true` is refused; empty: it is accepted.
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
+        only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
     """
 
     begins: Begin
@@ -53,6 +54,7 @@ class Pattern:
     waits_in_backward: bool = False
     no_overlap: str = ""
     no_fp16: str = ""
+    only_sgd: str = ""
 
     @property
     def overlaps(self) -> bool:
@@ -101,6 +103,7 @@ def root_update(overlap: bool) -> Pattern:
         _backward(overlap),
         (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
         no_fp16="only the root would know which steps to skip",
+        only_sgd="emulates a framework that updates by SGD on the root",
     )
 
 

@@ -27,6 +27,7 @@ from lab.task.base import Task
 from lab.task.own import OwnLoss
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
+from lab.training.optim import make_optim
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
 
@@ -84,7 +85,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
     progress = Progress(total_steps(settings, data.num_train, batch_size))
-    optim = build(config.optim, batch_size=batch_size)
+    optim = make_optim(config.optim, batch_size)
     exchange: Exchange = build(config.exchange)
     asynchronous = exchange.asynchronous(world.comm)
     worker = make_worker(config.overlap, world.device, world.comm.backend, asynchronous)
@@ -105,8 +106,16 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     if config.measure == "noise":
         _observe_noise(sync)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
+    _require_sgd(config, sync, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, sizes)
+
+
+def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse another optimizer for a sync that stands for a framework of SGD."""
+    if sync.pattern.only_sgd and not isinstance(optimizer, torch.optim.SGD):
+        chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
+        raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; allowed is optim=sgd")
 
 
 def _observe_noise(sync: Sync) -> None:
@@ -157,7 +166,7 @@ def _output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
     try:
         return [task.output_shape(targets, data.num_classes) for targets in data.targets()]
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error)) from error
 
 
 def _check_outputs(
@@ -176,7 +185,7 @@ def _check_outputs(
         for shape in shapes:
             task.check_outputs(outputs, shape)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error)) from error
 
 
 def _facts(data: Data, output_size: int) -> dict[str, Any]:
@@ -207,7 +216,7 @@ def _build_model(
         try:
             model = transform(model)
         except ValueError as error:
-            raise ConfigError(f"strategy={config.strategy}: {error}") from None
+            raise ConfigError(f"strategy={config.strategy}: {error}") from error
     model = model.to(world.device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

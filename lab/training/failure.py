@@ -1,10 +1,11 @@
-"""The status and message that a record holds for an error."""
+"""The status, message and traceback that a record holds for an error."""
 
 from __future__ import annotations
 
 import torch
 
 from lab.distributed.watchdog import Failure
+from lab.settings.blame import blame
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
 # lost rank, so only their messages tell them apart.
@@ -14,7 +15,10 @@ LOST_PEER = ("peer", "connection reset")
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """Return the status and the one line that a record holds for an error on `rank`."""
+    """Return the status and the one line that a record holds for an error on `rank`.
+
+    If the user's code failed, the line names the place, and the traceback is there as well.
+    """
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
     if isinstance(error, KeyboardInterrupt):
@@ -25,6 +29,9 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         return Failure("timeout", line)
     if isinstance(error, ConnectionError) or _says(error, LOST_PEER):
         return Failure("failed", f"rank {rank}: lost another rank: {text.rstrip(': ')[:200]}")
+    found = blame(error)
+    if found:
+        return Failure("failed", f"{line} ({found.place})", found.traceback)
     return Failure("failed", line)
 
 

@@ -1,156 +1,183 @@
-"""SGD, its learning rate over time, and the loss scale of fp16."""
+"""Any optimizer of torch's kind, with its hyperparameters."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import Parameter
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
 
-SCHEDULES = ("constant", "cosine")
+from lab.settings.blame import blame
+from lab.settings.errors import ConfigError, one_line
+from lab.settings.locate import locate
+from lab.training.schedule import Schedule
+
+NOT_NEGATIVE = ("lr", "weight_decay")
+
+
+def make_optim(node: DictConfig, batch_size: int) -> Optim:
+    """Read the settings of the group `optim`.
+
+    Args:
+        node: `_target_`, the optimizer's class or a function that makes one from parameters; its
+            hyperparameters; `decay_vectors`; and the settings of Schedule.
+        batch_size: global batch of the run.
+
+    Raises:
+        ConfigError: there is no such optimizer, or a setting is not one of its own, has another
+            type or is out of range.
+    """
+    settings: Any = OmegaConf.to_container(node, resolve=True)
+    target = settings.pop("_target_")
+    of_schedule = {field.name for field in fields(Schedule)} & settings.keys()
+    schedule = Schedule(**{name: settings.pop(name) for name in of_schedule})
+    decay_vectors = settings.pop("decay_vectors", True)
+    if not isinstance(decay_vectors, bool):
+        raise ConfigError(f"optim.decay_vectors={decay_vectors}: must be true or false")
+    return Optim(target, settings, schedule, batch_size, decay_vectors)
 
 
 class Optim:
-    """SGD with momentum, and a learning rate that is a function of the step alone.
+    """Makes an optimizer, and sets its hyperparameters in each step.
 
     Args:
-        lr: peak learning rate.
-        momentum, weight_decay, nesterov: as torch.optim.SGD.
-        schedule: "constant", or "cosine" down to 0 at the last step (Loshchilov and Hutter, 2017).
-        warmup_steps: steps of linear growth to `lr` (Goyal et al. 2017, section 2.2).
-        linear_scaling: multiply the rate by batch_size / base_batch_size (section 2.1).
-        base_batch_size: the global batch for which `lr` was chosen.
-        batch_size: global batch of this run.
+        target: path of the optimizer's class, or of a function that makes one from parameters.
+        settings: its hyperparameters; those left out have its own defaults.
+        schedule: of the learning rate.
+        batch_size: global batch of the run.
+        decay_vectors: False: weight decay only for parameters of two dimensions or more, and none
+            for biases and the weights of norms.
 
     Raises:
-        ValueError: an argument out of range.
+        ConfigError: see make_optim.
     """
 
     def __init__(
         self,
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        nesterov: bool,
-        schedule: str,
-        warmup_steps: int,
-        linear_scaling: bool,
-        base_batch_size: int,
+        target: str,
+        settings: Mapping[str, Any],
+        schedule: Schedule,
         batch_size: int,
+        decay_vectors: bool = True,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"optim.schedule={schedule}: allowed are {', '.join(SCHEDULES)}")
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 <= value < math.inf
-            ):
-                raise ValueError(f"optim.{name}={value}: must be a number of at least 0")
-        for name, value, least in (
-            ("warmup_steps", warmup_steps, 0),
-            ("base_batch_size", base_batch_size, 1),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"optim.{name}={value}: must be an integer of at least {least}")
-        for name, value in (("nesterov", nesterov), ("linear_scaling", linear_scaling)):
-            if not isinstance(value, bool):
-                raise ValueError(f"optim.{name}={value}: must be true or false")
-        if nesterov and not momentum:
-            raise ValueError("optim.nesterov=true: needs optim.momentum above 0")
-        self.peak_lr = lr * batch_size / base_batch_size if linear_scaling else lr
-        self.momentum = momentum
-        self.weight_decay = weight_decay
-        self.nesterov = nesterov
-        self.schedule = schedule
-        self.warmup_steps = warmup_steps
+        self.target, self.schedule, self.decay_vectors = target, schedule, decay_vectors
+        self._make: Callable[..., Any] = locate(target)
+        if isinstance(self._make, type) and not issubclass(self._make, Optimizer):
+            raise ConfigError(f"optim={target}: must be a torch.optim.Optimizer, or make one")
+        self._own = _parameters(self._make)
+        defaults = {n: p.default for n, p in self._own.items() if p.default is not Parameter.empty}
+        _check(target, settings, self._own)
+        lr = settings.get("lr", defaults.get("lr"))
+        if not isinstance(lr, int | float):
+            raise ConfigError(f"optim={target}: needs a learning rate, optim.lr")
+        self.peak_lr = schedule.peak(lr, batch_size)
+        tuples = {n: tuple[Any](v) for n, v in settings.items() if isinstance(v, list)}
+        self._settings = {**settings, **tuples, "lr": self.peak_lr}
+        if not decay_vectors and "weight_decay" not in self._own:
+            raise ConfigError(f"optim.decay_vectors=false: {target} has no weight_decay")
+        self._groups: list[dict[str, Any]] = []
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of `model`: one fused pass over all parameters."""
-        return torch.optim.SGD(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=self.peak_lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            nesterov=self.nesterov,
-            fused=True,
-        )
-
-    def prepare(self, optimizer: torch.optim.Optimizer, step: int, total_steps: int) -> None:
-        """Set the hyperparameters of `step`. This run's settings hold after a resume too."""
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr_at(step, total_steps)
-            group["momentum"] = self.momentum
-            group["weight_decay"] = self.weight_decay
-            group["nesterov"] = self.nesterov
-
-    def lr_at(self, step: int, total_steps: int) -> float:
-        """Return the learning rate of step `step` of `total_steps`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.peak_lr * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.peak_lr
-        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        return self.peak_lr * (1 + math.cos(math.pi * done)) / 2
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> None:
-    """Scale all gradients down to the norm `max_norm`, if theirs is larger.
-
-    Like torch's clip_grad_norm_, except that a non-finite gradient spoils no other: if the norm is
-    NaN all others become 0, as they do if it is infinite.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if gradients:
-        norm = nn.utils.get_total_norm(gradients)
-        norm.masked_fill_(norm.isnan(), torch.inf)
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-
-
-def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
-    """Return whether all gradients are finite. The host waits: the update depends on it.
-
-    Args:
-        exchanged: bool [], the exchange's finding; None: it did not check.
-    """
-    norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
-    finite = torch.stack(norms).isfinite().all()
-    return bool(finite if exchanged is None else finite & exchanged)
-
-
-class LossScale:
-    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
-
-    The scale is equal on all ranks: it depends only on whether the averaged gradient was finite,
-    which all ranks see.
-    """
-
-    INITIAL, GROW_EVERY, LEAST = 2.0**16, 2000, 1.0
-
-    def __init__(self) -> None:
-        self.value = self.INITIAL
-        self._good_steps = 0
-
-    def update(self, finite: bool) -> None:
-        """Halve the scale after a step that overflowed; double it after many that did not.
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of `model`: one fused pass over all parameters where torch has it.
 
         Raises:
-            FloatingPointError: the gradient is not finite at the smallest scale either.
+            ConfigError: the optimizer refuses a value or these parameters, or cannot step once per
+                gradient.
         """
-        if not finite:
-            self._good_steps = 0
-            self.value /= 2
-            if self.value < self.LEAST:
-                raise FloatingPointError("precision=fp16: gradient not finite at loss scale 1")
-            return
-        self._good_steps += 1
-        if self._good_steps % self.GROW_EVERY == 0:
-            self.value *= 2
+        groups = self._parameter_groups(model)
+        try:
+            optimizer = self._construct(groups)
+        except (ValueError, TypeError) as error:
+            if blame(error):
+                raise
+            raise ConfigError(f"optim={self.target}: {one_line(error)}") from None
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"optim={self.target}: makes a {kind}; must make a torch.optim.Optimizer"
+            )
+        if _must_be_set(_signature(optimizer.step)):
+            raise ConfigError(
+                f"optim={self.target}: evaluates the loss several times in a step; allowed are "
+                "optimizers whose step() needs no closure"
+            )
+        own = {*self._own, *self._settings}
+        self._groups = [{k: v for k, v in g.items() if k in own} for g in optimizer.param_groups]
+        return optimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "good_steps": self._good_steps}
+    def prepare(self, optimizer: Optimizer, step: int, total_steps: int) -> None:
+        """Set the hyperparameters of `step`. This run's settings hold after a resume too."""
+        for group, own in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(own)
+            group["lr"] = self.schedule.rate(own["lr"], step, total_steps)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self._good_steps = state["value"], state["good_steps"]
+    def _parameter_groups(self, model: nn.Module) -> list[Any]:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if self.decay_vectors:
+            return parameters
+        vectors = [p for p in parameters if p.dim() < 2]
+        others = [p for p in parameters if p.dim() >= 2]
+        groups = {"params": others}, {"params": vectors, "weight_decay": 0.0}
+        return [group for group in groups if group["params"]]
+
+    def _construct(self, groups: list[Any]) -> Any:
+        """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot."""
+        chosen = {"fused", "foreach", "differentiable"} & self._settings.keys()
+        if "fused" in self._own and not chosen and self.target.startswith("torch.optim."):
+            try:
+                return self._make(groups, **self._settings, fused=True)
+            except RuntimeError:  # not on this device
+                pass
+        return self._make(groups, **self._settings)
+
+
+def _signature(function: Callable[..., Any]) -> dict[str, Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def _must_be_set(parameters: Mapping[str, Parameter]) -> list[str]:
+    """List the parameters that have no default."""
+    kinds = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+    return [n for n, p in parameters.items() if p.default is p.empty and p.kind not in kinds]
+
+
+def _parameters(make: Callable[..., Any]) -> dict[str, Parameter]:
+    """Return the parameters of an optimizer's constructor after the first, the weights."""
+    return dict([*_signature(make).items()][1:])
+
+
+def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter]) -> None:
+    """Compare hyperparameters with a constructor's signature."""
+    named = [n for n, p in own.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in own.values())
+    for name, value in settings.items():
+        if name not in named and not takes_any:
+            others = [field.name for field in fields(Schedule)]
+            raise ConfigError(
+                f"optim.{name}={value}: {target} has {', '.join(named)}; the schedule has "
+                f"{', '.join(others)}"
+            )
+        _check_value(name, value, own[name].default if name in named else None)
+    for name in _must_be_set(own):
+        if name not in settings:
+            raise ConfigError(f"optim.{name}: must be set; {target} has no default for it")
+
+
+def _check_value(name: str, value: object, default: object) -> None:
+    """Refuse a value whose type is not that of the default."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"optim.{name}={value}: must be true or false")
+    if name in NOT_NEGATIVE and not (is_number and 0 <= value < math.inf):
+        raise ConfigError(f"optim.{name}={value}: must be a number of at least 0")
+    if isinstance(default, tuple) and (not isinstance(value, list) or len(value) != len(default)):
+        raise ConfigError(f"optim.{name}={value}: must be a list of {len(default)} values")
+    of_numbers = isinstance(default, int | float) and not isinstance(default, bool)
+    if of_numbers and (not is_number or math.isnan(value)):
+        raise ConfigError(f"optim.{name}={value}: must be a number")

@@ -85,10 +85,8 @@ def _sharing(world: World, one_machine: bool) -> Emulation | None:
     return None
 
 
-def measured(
-    trainer: Trainer, record: Record, directory: RunDirectory, stop_signal: str | None
-) -> Record:
-    """Return the record of a run that ended or was stopped. All ranks call it together.
+def measured(trainer: Trainer, record: Record, directory: RunDirectory) -> Record:
+    """Return the record with all that the steps were measured for; all ranks call it together.
 
     Args: record: from the run's start; left unchanged, so that it shows no measurement if this
     fails.
@@ -97,23 +95,20 @@ def measured(
         ReplicaMismatch: the ranks' weights differ, though the strategy should keep them equal.
         OSError: the steps cannot be written.
     """
-    record, progress, sync = copy(record), trainer.progress, trainer.sync
+    record, sync = copy(record), trainer.sync
     step_s, phase_s = write_steps(trainer, directory)
     record.warmup = _warmup(trainer, step_s)
     warmup = record.warmup.num_steps
     timed = _timed(trainer, step_s, warmup)
     statistics = step_statistics(timed)
-    _note_end(trainer, record, stop_signal)
-    record.num_steps = progress.step
+    note_progress(trainer, record)
     record.num_timed_steps = timed.shape[1] * sync.every
-    record.num_skipped_steps = progress.num_skipped_steps
     if statistics:
         record.step_s = StepSeconds(**statistics)
         record.samples_per_s = trainer.batch_size / record.step_s.median
     record.wall_samples_per_s = _wall_samples_per_s(trainer, step_s, warmup)
     record.phases_s = {**phase_statistics(_timed(trainer, phase_s, warmup), PHASES)}
     _note_ranks(trainer, record, warmup)
-    record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
     if sync.keeps_replicas_equal:
         record.replica_hash = replica_hash(trainer.model, trainer.world)
     record.choices = sync.exchange.choices()
@@ -175,7 +170,16 @@ def _on_one_clock(texts: list[str]) -> Iterator[Span]:
             yield Span(rank, row, name, start_s - ahead_s, end_s - ahead_s)
 
 
-def _note_end(trainer: Trainer, record: Record, stop_signal: str | None) -> None:
+def note_progress(trainer: Trainer, record: Record) -> None:
+    """Record what this rank knows alone, also of a run that fails."""
+    progress = trainer.progress
+    record.num_steps, record.num_skipped_steps = progress.step, progress.num_skipped_steps
+    record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
+
+
+def note_end(trainer: Trainer, record: Record, stop_signal: str | None) -> None:
+    """Record that a run ended or was stopped, and its last evaluation."""
+    note_progress(trainer, record)
     if trainer.progress.step < trainer.total_steps:
         record.end("interrupted", f"stopped by {stop_signal}")
         return

@@ -68,10 +68,7 @@ class Run:
             if self.world.rank == 0:
                 self._open_records(parts.trainer.progress.step)
             self._train(parts)
-            self.record = outcome.measured(
-                parts.trainer, self.record, self.directory, self.watch.stop_signal
-            )
-            outcome.write_timeline(parts.trainer, self.record, self.directory)
+            outcome.note_end(parts.trainer, self.record, self.watch.stop_signal)
             if self.world.rank == 0:
                 self._write_record()
                 self.recorded = True
@@ -166,13 +163,17 @@ class Run:
         with bar:
             for step in trainer.steps():
                 bar.update()
-                if config.eval_every and step % config.eval_every == 0:
+                is_last = step == trainer.total_steps
+                if config.eval_every and step % config.eval_every == 0 and not is_last:
                     self._note(bar, trainer.evaluate())
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
                     self.save(parts)
             if trainer.progress.step < trainer.total_steps:
                 self.save(parts)
-            elif not trainer.evaluated():
+            # Before the last evaluation, so that an error in it costs no measurement.
+            self.record = outcome.measured(trainer, self.record, self.directory)
+            outcome.write_timeline(trainer, self.record, self.directory)
+            if trainer.progress.step == trainer.total_steps and not trainer.evaluated():
                 self._note(bar, trainer.evaluate())
 
     def _note(self, bar: tqdm[Any], result: dict[str, float]) -> None:
@@ -211,11 +212,13 @@ class Run:
             end_process(self._exit_code())
         if self.world.rank and self._recorded_by_rank_0():
             end_process(1)
-        self.record.num_steps = self.parts.trainer.progress.step if self.parts else 0
-        self.record.end(failure.status, failure.error)
+        if self.parts:
+            outcome.note_progress(self.parts.trainer, self.record)
+        self.record.end(failure.status, failure.error, failure.traceback)
         with contextlib.suppress(OSError):  # the error itself must still be printed
             self._write_record()
-        print(f"lab.train: error: {failure.error}", file=sys.stderr)
+        lines = [failure.traceback, f"lab.train: error: {failure.error}"]
+        print("\n".join(filter(None, lines)), file=sys.stderr)
         end_process(self._exit_code())
 
     def _exit_code(self) -> int:

@@ -22,15 +22,16 @@ from lab.measure.steady import least_warmup
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
+from lab.training.gradients import LossScale, clip_gradients, gradients_finite
 from lab.training.losses import Losses, overflow
-from lab.training.optim import LossScale, Optim, clip_gradients, gradients_finite
+from lab.training.optim import Optim
 from lab.training.progress import Progress
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
-    """Data-parallel SGD on one rank.
+    """Data-parallel training on one rank.
 
     Args:
         watch: tells when to stop. task: loss and metrics of the model's outputs. model: on the

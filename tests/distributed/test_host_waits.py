@@ -35,11 +35,12 @@ MORE = {
 CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES} | {
     "cntk, double buffer": ("strategy=cntk", "sync.double_buffer=true"),
     "clipped": ("strategy=onebit", "clip_grad_norm=1", "accumulate=2", "precision=bf16"),
+    "adamw": ("strategy=onebit", "optim=adamw", "optim.decay_vectors=false"),
     "precision=fp16": ("strategy=onebit", "precision=fp16"),
 }
 # Places that may wait, and why.
 MAY_WAIT = {
-    "lab/training/optim.py gradients_finite": "fp16: the host must know whether to update",
+    "lab/training/gradients.py gradients_finite": "fp16: the host must know whether to update",
     "lab/codec/topk.py _above_sampled_threshold": "on CPUs alone; on GPUs topk takes all values",
 }
 

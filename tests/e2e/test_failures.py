@@ -72,6 +72,15 @@ def test_wrong_settings(
         (("strategy=ddp", "sync.hook=bf16"), r"sync\.hook=bf16: torch has it over NCCL only"),
         (("strategy=ddp", "exchange=onebit"), r"exchange=OneBit: strategy=ddp has its own"),
         (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
+        (
+            ("+optim.beta=1",),
+            r"optim\.beta=1: torch\.optim\.SGD has lr, .*schedule has schedule",
+        ),
+        (
+            ("strategy=caffe", "optim=adamw"),
+            r"strategy=caffe optim=torch\.optim\.AdamW: emulates a framework that updates by SGD "
+            r"on the root; allowed is optim=sgd$",
+        ),
     ],
 )
 def test_settings_that_prove_wrong_later(

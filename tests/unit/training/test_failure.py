@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,3 +39,15 @@ def test_a_lost_rank_is_said_so() -> None:
         assert failure_of(error, 2).error.startswith("rank 2: lost another rank: ")
     wrong = failure_of(ValueError("peer=x: must be a number"), 0)
     assert wrong.error == "rank 0: ValueError: peer=x: must be a number"
+
+
+def test_an_error_of_the_users_code_names_its_place_and_holds_the_traceback() -> None:
+    def fails() -> None:
+        raise IndexError("odd")
+
+    with pytest.raises(IndexError) as caught:
+        fails()
+    failure = failure_of(caught.value, 3)
+    assert re.fullmatch(r"rank 3: IndexError: odd \(test_failure\.py:\d+ in fails\)", failure.error)
+    assert failure.traceback and failure.traceback.endswith("IndexError: odd")
+    assert failure_of(ValueError("odd"), 3).traceback is None

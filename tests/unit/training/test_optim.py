@@ -1,4 +1,4 @@
-"""The learning rate over time, and clipping."""
+"""Optimizers by path: their hyperparameters, what is refused, and what holds in each step."""
 
 from __future__ import annotations
 
@@ -6,76 +6,169 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lab.training.optim import Optim, clip_gradients
+from lab.settings.config import load
+from lab.settings.errors import ConfigError
+from lab.training.optim import Optim, make_optim
+
+MINE = "tests.support.optimizers"
 
 
-def optim(**changes: Any) -> Optim:
-    settings = {
-        "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False, "schedule": "cosine",
-        "warmup_steps": 4, "linear_scaling": False, "base_batch_size": 128, "batch_size": 512,
+def optim(target: str, **settings: Any) -> Optim:
+    return make_optim(OmegaConf.create({"_target_": target, **settings}), batch_size=512)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def train(net: nn.Module, optimizer: Optimizer, steps: range, ours: Optim | None = None) -> None:
+    for step in steps:
+        inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        net(inputs).square().sum().backward()
+        if ours:
+            ours.prepare(optimizer, step, total_steps=10)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+ALL = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+ALL += ("RMSprop", "Rprop", "SGD")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_any_optimizer_of_torch_updates_as_torch_alone(name: str) -> None:
+    ours, theirs = model(), model()
+    mine = optim(f"torch.optim.{name}", lr=0.05, schedule="constant", warmup_steps=0)
+    optimizer = mine.optimizer(ours)
+    assert type(optimizer).__name__ == name
+    train(ours, optimizer, range(5), mine)
+    train(theirs, getattr(torch.optim, name)(theirs.parameters(), lr=0.05), range(5))
+    torch.testing.assert_close(weights(ours), weights(theirs))
+
+
+def test_torch_fuses_the_update_where_it_can_unless_told_otherwise() -> None:
+    def fused(target: str, **settings: Any) -> bool | None:
+        return optim(target, **settings).optimizer(model()).param_groups[0].get("fused")
+
+    assert fused("torch.optim.SGD") and fused("torch.optim.AdamW")
+    assert not fused("torch.optim.AdamW", fused=False)
+    assert not fused("torch.optim.AdamW", foreach=True)
+    assert not fused("torch.optim.RMSprop")
+
+
+def test_choices_of_the_lab_are_torchs_with_these_hyperparameters() -> None:
+    (sgd,) = make_optim(load([]).optim, 128).optimizer(model()).param_groups
+    assert {key: sgd[key] for key in ("lr", "momentum", "weight_decay", "nesterov")} == {
+        "lr": 0.01, "momentum": 0.9, "weight_decay": 0.0005, "nesterov": False,
     }  # fmt: skip
-    return Optim(**{**settings, **changes})
+    (adamw,) = make_optim(load(["optim=adamw"]).optim, 128).optimizer(model()).param_groups
+    reference = torch.optim.AdamW(model().parameters()).param_groups[0]
+    same = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    assert {key: adamw[key] for key in same} == {key: reference[key] for key in same}
 
 
-def test_warm_up_is_linear_and_cosine_ends_at_zero() -> None:
-    rates = [optim().lr_at(step, total_steps=104) for step in range(105)]
-    assert rates[:4] == pytest.approx([0.025, 0.05, 0.075, 0.1])
-    assert rates[4] == pytest.approx(0.1)
-    assert rates[54] == pytest.approx(0.05)
-    assert rates[104] == pytest.approx(0.0)
+def test_vectors_can_be_left_without_decay() -> None:
+    mine = optim("torch.optim.AdamW", lr=0.1, weight_decay=0.5, decay_vectors=False)
+    net = model()
+    optimizer = mine.optimizer(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = [p.detach().clone() for p in net.parameters()]
+    mine.prepare(optimizer, 19, total_steps=100)
+    optimizer.step()
+    for old, new in zip(before, net.parameters(), strict=True):
+        expected = old if old.dim() < 2 else old * (1 - 0.1 * 0.5)
+        torch.testing.assert_close(new.detach(), expected)
 
 
-def test_constant_stays_and_linear_scaling_multiplies() -> None:
-    assert optim(schedule="constant").lr_at(90, total_steps=104) == 0.1
-    assert optim(linear_scaling=True).peak_lr == pytest.approx(0.4)
+def test_this_runs_settings_hold_after_a_resume() -> None:
+    first = optim("torch.optim.AdamW", lr=0.1, betas=[0.5, 0.6], schedule="constant")
+    net = model()
+    optimizer = first.optimizer(net)
+    train(net, optimizer, range(3), first)
+    second = optim("torch.optim.AdamW", lr=0.2, weight_decay=0.3, schedule="constant")
+    resumed = second.optimizer(net)
+    resumed.load_state_dict(optimizer.state_dict())
+    second.prepare(resumed, 50, total_steps=100)
+    (group,) = resumed.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.2, (0.9, 0.999), 0.3)
+    assert {float(state["step"]) for state in resumed.state.values()} == {3}
+
+
+def test_a_users_own_class_keeps_what_it_counts_in_its_groups() -> None:
+    mine = optim(f"{MINE}.SignDescent", lr=0.1, schedule="constant", warmup_steps=0)
+    net = model()
+    optimizer = mine.optimizer(net)
+    before = weights(net)
+    train(net, optimizer, range(1), mine)
+    assert (weights(net) - before).abs().tolist() == pytest.approx(len(before) * [0.1])
+    train(net, optimizer, range(1, 3), mine)
+    assert optimizer.param_groups[0]["count"] == 3
+
+
+def test_a_function_may_make_groups_with_rates_of_their_own() -> None:
+    mine = optim(f"{MINE}.two_rates", lr=0.2, eps=1e-6, warmup_steps=4)
+    optimizer = mine.optimizer(model())
+    mine.prepare(optimizer, 0, total_steps=100)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.025])
+    assert {group["eps"] for group in optimizer.param_groups} == {1e-6}
+
+
+def test_an_error_in_a_users_constructor_stays_the_users() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        optim(f"{MINE}.Broken").optimizer(model())
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "message"),
+    ("name", "settings", "message"),
     [
-        ("schedule", "step", "optim.schedule=step: allowed are constant, cosine"),
-        ("lr", -0.1, "optim.lr=-0.1: must be a number of at least 0"),
-        ("lr", "fast", "optim.lr=fast"),
-        ("momentum", float("nan"), "optim.momentum=nan"),
-        ("base_batch_size", 0, "optim.base_batch_size=0: must be an integer of at least 1"),
-        ("warmup_steps", -1, "optim.warmup_steps=-1: must be an integer of at least 0"),
-        ("nesterov", "maybe", "optim.nesterov=maybe: must be true or false"),
+        ("SGD", {"lr": -0.1}, r"optim\.lr=-0.1: must be a number of at least 0"),
+        ("SGD", {"lr": "fast"}, r"optim\.lr=fast: must be a number"),
+        ("SGD", {"momentum": float("nan")}, r"optim\.momentum=nan: must be a number"),
+        ("SGD", {"momentum": -1}, r"optim=torch\.optim\.SGD: Invalid momentum value: -1"),
+        ("SGD", {"nesterov": "maybe"}, r"optim\.nesterov=maybe: must be true or false"),
+        ("SGD", {"nesterov": True}, r"optim=torch\.optim\.SGD: Nesterov momentum requires"),
+        (
+            "SGD",
+            {"beta": 1},
+            r"optim\.beta=1: torch\.optim\.SGD has lr, .*; the schedule",
+        ),
+        ("SGD", {"decay_vectors": 1}, r"optim\.decay_vectors=1: must be true or false"),
+        ("Rprop", {"decay_vectors": False}, r"optim\.decay_vectors=false: .*Rprop has no weight"),
+        ("AdamW", {"betas": 3}, r"optim\.betas=3: must be a list of 2 values"),
+        ("AdamW", {"betas": [2, 0]}, r"optim=torch\.optim\.AdamW: Invalid beta .* 2"),
+        ("LBFGS", {}, r"optim=torch\.optim\.LBFGS: evaluates the loss several times in a step"),
+        ("Optimizer", {}, r"optim\.defaults: must be set"),
+        ("lr_scheduler.StepLR", {}, r"StepLR: must be a torch\.optim\.Optimizer, or make one"),
+        ("Sgd", {}, r"_target_=torch\.optim\.Sgd: module 'torch\.optim' has no attribute 'Sgd'"),
+        ("Muon", {}, r"optim=torch\.optim\.Muon: Muon only supports 2D parameters"),
     ],
 )
-def test_wrong_settings_are_named(setting: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        optim(**{setting: value})
+def test_what_is_refused_is_named(name: str, settings: dict[str, Any], message: str) -> None:
+    if name == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has it from 2.9 on")
+    with pytest.raises(ConfigError, match=message):
+        optim(f"torch.optim.{name}", **settings).optimizer(model())
 
 
-def test_nesterov_needs_momentum() -> None:
-    with pytest.raises(ValueError, match=r"optim.nesterov=true: needs optim.momentum above 0"):
-        optim(nesterov=True, momentum=0.0)
-
-
-@pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_clipping_is_torchs(max_norm: float) -> None:
-    ours, theirs = (nn.Linear(4, 3) for _ in range(2))
-    for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        parameter.grad = torch.randn_like(parameter)
-        other.grad = parameter.grad.clone()
-    clip_gradients(ours, max_norm)
-    nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-    for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert parameter.grad is not None and other.grad is not None
-        assert torch.equal(parameter.grad, other.grad)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_clipping_spreads_nothing_that_is_not_finite(bad: float) -> None:
-    model = nn.Linear(4, 3)
-    model.weight.grad, model.bias.grad = torch.ones(3, 4), torch.ones(3)
-    model.bias.grad[1] = bad
-    clip_gradients(model, 1.0)
-    assert model.weight.grad.isfinite().all()
-    assert not model.bias.grad.isfinite().all()
-
-
-def test_a_rank_without_gradients_has_nothing_to_clip() -> None:
-    clip_gradients(nn.Linear(4, 3), 1.0)
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere.Optimizer", "_target_=nowhere.Optimizer: No module named 'nowhere'"),
+        (f"{MINE}.MINE", "has no attribute 'MINE'"),
+        (f"{MINE}.not_one", "not_one: makes a list; must make a torch.optim.Optimizer"),
+        (f"{MINE}.SignDescent", "optim.lr: must be set; .*SignDescent has no default for it"),
+    ],
+)
+def test_what_is_not_an_optimizer_is_named(target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        optim(target).optimizer(model())

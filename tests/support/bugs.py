@@ -1,0 +1,81 @@
+"""A user's code with bugs, named by `_target_` in tests. Each fails with a ZeroDivisionError."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lab.data.sampler import GlobalSampler
+from lab.data.synthetic import synthetic
+from lab.data.tensors import TensorData
+from lab.task.classification import Classification
+
+ZERO = 0
+
+
+class Net(nn.Sequential):
+    """A linear model."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(math.prod(input_shape), output_size))
+
+
+class InConstructor(Net):
+    """A model that cannot be constructed."""
+
+    def __init__(self, **shapes: Any) -> None:
+        super().__init__(**shapes)
+        self.width = math.floor("wide")  # type: ignore[arg-type]
+
+
+class InForward(Net):
+    """A model that fails when it is trained, on the last rank."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs, on other ranks."""
+        if self.training and int(os.environ.get("RANK", "0")) == 1:
+            return input / (1 // ZERO)
+        return super().forward(input)
+
+
+class InDataSet(TensorData):
+    """Data whose third batch cannot be read."""
+
+    def __init__(self, *, seed: int, device: torch.device, **_: Any) -> None:
+        data = synthetic(seed=seed, device=device, shape=(1, 16, 16), num_images=64)
+        super().__init__(data._train, data._test, unit="image", num_classes=10)
+
+    def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield two batches."""
+        for number, batch in enumerate(super().train_batches(sampler)):
+            yield batch if number < 2 else (batch[0] / (1 // ZERO), batch[1])
+
+
+class InLoss(Classification):
+    """A task whose loss fails."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return nothing."""
+        return super().loss(outputs, targets) / (1 // ZERO)
+
+
+class InMetrics(Classification):
+    """A task that learns, but cannot be evaluated."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return nothing."""
+        return super().sums(outputs, targets) / (1 // ZERO)
+
+
+class InUpdate(SGD):
+    """An optimizer whose step fails."""
+
+    def step(self, closure: Any = None) -> None:
+        """Return nothing."""
+        self.lost = 1 // ZERO

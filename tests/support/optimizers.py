@@ -1,0 +1,52 @@
+"""Optimizers of a user's own, named by `_target_` in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+
+class SignDescent(Optimizer):
+    """Moves each weight by lr in the direction of its gradient's sign.
+
+    It counts its steps in its groups, as some optimizers do.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient."""
+        for group in self.param_groups:
+            group["count"] += 1
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.sub_(group["lr"] * weight.grad.sign())
+
+
+class Broken(SGD):
+    """SGD whose constructor has a bug."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr + None)  # type: ignore[operator]
+
+
+def two_rates(params: Iterable[Tensor], lr: float = 0.1, **others: Any) -> Optimizer:
+    """Make AdamW, with half of the rate for vectors."""
+    every = [*params]
+    groups = [
+        {"params": [p for p in every if p.dim() > 1]},
+        {"params": [p for p in every if p.dim() < 2], "lr": lr / 2},
+    ]
+    return AdamW(groups, lr=lr, **others)
+
+
+def not_one(params: Iterable[Tensor], lr: float = 0.1) -> list[Tensor]:
+    """Return no optimizer."""
+    return [*params]
