@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from inspect import Parameter
-from typing import Any
+from typing import Any, TypeGuard
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -158,9 +158,9 @@ def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in own.values())
     for name, value in settings.items():
         if name not in named and not takes_any:
-            others = [field.name for field in fields(Schedule)]
+            others = ["decay_vectors", *(field.name for field in fields(Schedule))]
             raise ConfigError(
-                f"optim.{name}={value}: {target} has {', '.join(named)}; the schedule has "
+                f"optim.{name}={value}: {target} has {', '.join(named)}; the lab adds "
                 f"{', '.join(others)}"
             )
         _check_value(name, value, own[name].default if name in named else None)
@@ -171,13 +171,17 @@ def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter
 
 def _check_value(name: str, value: object, default: object) -> None:
     """Refuse a value whose type is not that of the default."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool) and not isinstance(value, bool):
         raise ConfigError(f"optim.{name}={value}: must be true or false")
-    if name in NOT_NEGATIVE and not (is_number and 0 <= value < math.inf):
+    if name in NOT_NEGATIVE and not (_is_number(value) and 0 <= value < math.inf):
         raise ConfigError(f"optim.{name}={value}: must be a number of at least 0")
-    if isinstance(default, tuple) and (not isinstance(value, list) or len(value) != len(default)):
-        raise ConfigError(f"optim.{name}={value}: must be a list of {len(default)} values")
-    of_numbers = isinstance(default, int | float) and not isinstance(default, bool)
-    if of_numbers and (not is_number or math.isnan(value)):
+    if _is_number(default) and (not _is_number(value) or math.isnan(value)):
         raise ConfigError(f"optim.{name}={value}: must be a number")
+    if isinstance(default, tuple):
+        length = len(tuple[Any](default))
+        if not isinstance(value, list) or len(list[Any](value)) != length:
+            raise ConfigError(f"optim.{name}={value}: must be a list of {length} values")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

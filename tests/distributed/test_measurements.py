@@ -60,7 +60,7 @@ def measured(path: Path) -> tuple[Record, float, list[str]]:
                 trainer.evaluate()
         trainer.evaluate()
         begun = make_record("overlap", 1, None, batch_size=24, backend="gloo", gradient_bytes=4)
-        record = outcome.measured(trainer, begun, RunDirectory(path), None)
+        record = outcome.measured(trainer, begun, RunDirectory(path))
         seconds = float(trainer.clock.step_seconds()[3:].sum())
     worlds.stop()
     return record, seconds, memory.log
@@ -111,7 +111,7 @@ def noise(path: Path, *settings: str) -> dict[str, float | None] | None:
             pass
         part.trainer.evaluate()
         begun = make_record("allreduce", 2, None, batch_size=32, backend="gloo", gradient_bytes=4)
-        record = outcome.measured(part.trainer, begun, RunDirectory(path), None)
+        record = outcome.measured(part.trainer, begun, RunDirectory(path))
     worlds.stop()
     return record.gradient_noise
 

@@ -74,7 +74,7 @@ def test_wrong_settings(
         (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
         (
             ("+optim.beta=1",),
-            r"optim\.beta=1: torch\.optim\.SGD has lr, .*schedule has schedule",
+            r"optim\.beta=1: torch\.optim\.SGD has lr, .*; the lab adds decay_vectors, ",
         ),
         (
             ("strategy=caffe", "optim=adamw"),
@@ -139,6 +139,7 @@ def test_faults_are_recorded(
     assert (result["schema"], result["status"]) == (SCHEMA, "failed")
     assert result.keys() == {"schema", *(field.name for field in fields(Record))}
     assert re.search(message, result["error"])
+    assert (result["traceback"] is not None) == (fault == "RaisesOnRank1")  # the others are found
     assert (tmp_path / "runs/default/bad/config.yaml").exists()
 
 
