@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.locate import locate
+from lab.settings.own_code import callable_at
 from lab.training.schedule import Schedule
 
 NOT_NEGATIVE = ("lr", "weight_decay")
@@ -67,7 +67,7 @@ class Optim:
         decay_vectors: bool = True,
     ) -> None:
         self.target, self.schedule, self.decay_vectors = target, schedule, decay_vectors
-        self._make: Callable[..., Any] = locate(target)
+        self._make: Callable[..., Any] = callable_at(target, f"optim={target}")
         if isinstance(self._make, type) and not issubclass(self._make, Optimizer):
             raise ConfigError(f"optim={target}: must be a torch.optim.Optimizer, or make one")
         self._own = _parameters(self._make)

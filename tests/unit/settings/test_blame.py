@@ -17,7 +17,6 @@ from lab.settings import command_line
 from lab.settings.blame import Blame, blame
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
-from lab.settings.locate import locate
 from lab.settings.names import resolved
 
 BUGS = "tests.support.bugs"
@@ -87,7 +86,6 @@ def module(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@pytest.mark.parametrize("find", [locate, lambda path: build(OmegaConf.create({"_target_": path}))])
 @pytest.mark.parametrize(
     ("text", "kind", "place"),
     [
@@ -99,13 +97,12 @@ def module(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_an_error_at_import_is_the_users(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    find: Callable[[str], Any],
     text: str,
     kind: type[Exception],
     place: str,
 ) -> None:
     path = f"{module(tmp_path, text, monkeypatch)}.Net"
-    error, found = raised(lambda: find(path))
+    error, found = raised(lambda: build(OmegaConf.create({"_target_": path})))
     assert found and isinstance(found.error, kind)
     assert not isinstance(error, ConfigError) or f"{place}: {kind.__name__}: " in str(error)
     assert found.place == place and str(tmp_path / "blamed_module.py") in found.traceback
@@ -124,7 +121,7 @@ def test_an_error_in_a_users_constructor_is_raised_as_it_is() -> None:
     [
         ({"_target_": f"{BUGS}.Net", "width": 3}, "unexpected keyword argument 'width'"),
         ({"_target_": f"{BUGS}.Net"}, "missing 2 required keyword-only arguments"),
-        ({"_target_": "nowhere.Net"}, "_target_=nowhere.Net: No module named 'nowhere'"),
+        ({"_target_": "nowhere.Net"}, "_target_=nowhere.Net: there is no module nowhere in"),
     ],
 )
 def test_arguments_that_a_signature_lacks_are_wrong_settings(
@@ -132,12 +129,6 @@ def test_arguments_that_a_signature_lacks_are_wrong_settings(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build(OmegaConf.create(node))
-
-
-@pytest.mark.parametrize("target", ["nowhere.f", "f", "", "lab.settings.names.nope", "math.pi"])
-def test_a_path_to_nothing_is_a_wrong_setting(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"_target_={target}: "):
-        locate(target)
 
 
 def test_a_command_prints_the_users_frames_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
