@@ -20,6 +20,10 @@ class Data(Protocol):
         input_dtype: of inputs.
         num_classes: targets are indices from 0 to num_classes - 1; None: they are not indices.
         num_train, num_test: number of samples of each part, over all ranks.
+
+    Two more may be missing:
+        vocabulary (int | None): inputs are token ids below it, of shape (context,).
+        source (str): a clause that says what was read, as "1797 images of a folder".
     """
 
     unit: str

@@ -18,7 +18,7 @@ class TensorData:
     Args:
         train: inputs [num_train, ...] and targets [num_train, ...].
         test: the same with [num_test, ...].
-        unit, num_classes: see lab.data.Data.
+        unit, num_classes, vocabulary: see lab.data.Data.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class TensorData:
         *,
         unit: str,
         num_classes: int | None,
+        vocabulary: int | None = None,
     ) -> None:
         self._train = train
         self._test = test
@@ -37,6 +38,7 @@ class TensorData:
         self.input_dtype = train[0].dtype
         self.num_test = len(test[0])
         self.num_classes = num_classes
+        self.vocabulary = vocabulary
 
     def targets(self) -> tuple[Tensor, Tensor]:
         """See lab.data.Data. Return all targets."""

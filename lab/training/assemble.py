@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import nn
 
@@ -157,6 +159,28 @@ def _check_outputs(
         raise ConfigError(str(error)) from None
 
 
+def offered(data: Data, output_size: int) -> dict[str, Any]:
+    """Return what a model may ask for about `data`, by the names of its arguments."""
+    shape, vocabulary = data.input_shape, getattr(data, "vocabulary", None)
+    facts: dict[str, Any] = {"input_shape": shape, "output_size": output_size}
+    if data.num_classes is not None:
+        facts["num_classes"] = data.num_classes
+    if len(shape) == 3:
+        facts["image_shape"] = shape
+    if vocabulary is not None:
+        facts |= {"vocabulary": vocabulary, "context": shape[0]}
+    return facts
+
+
+def _asked_for(node: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """Keep the facts that the signature of a target names."""
+    parameters = inspect.signature(get_object(node["_target_"])).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return facts
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in facts.items() if name in names}
+
+
 def _build_model(
     config: DictConfig, data: Data, output_size: int, world: World
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -165,7 +189,7 @@ def _build_model(
             f"channels_last=true: inputs of shape {list(data.input_shape)} are not images "
             "[channels, height, width]; leave it false"
         )
-    model: nn.Module = build(config.model, input_shape=data.input_shape, output_size=output_size)
+    model: nn.Module = build(config.model, **_asked_for(config.model, offered(data, output_size)))
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)
