@@ -19,17 +19,17 @@ class Data(Protocol):
         input_shape: shape of one input, (C, H, W) of an image.
         input_dtype: of inputs.
         num_classes: targets are indices from 0 to num_classes - 1; None: they are not indices.
+        vocabulary: inputs are indices of tokens below it; None: they are not.
         num_train, num_test: number of samples of each part, over all ranks.
 
-    Two more may be missing:
-        vocabulary (int | None): inputs are token ids below it, of shape (context,).
-        source (str): a clause that says what was read, as "1797 images of a folder".
+    It may also have `source`, a clause that says what was read: "1000 bytes of 2 files, /tmp/a".
     """
 
     unit: str
     input_shape: tuple[int, ...]
     input_dtype: torch.dtype
     num_classes: int | None
+    vocabulary: int | None
     num_train: int
     num_test: int
 

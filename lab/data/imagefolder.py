@@ -43,6 +43,7 @@ class ImageFolder:
     """
 
     num_classes: int | None
+    vocabulary: int | None = None
     input_shape: tuple[int, ...]
 
     def __init__(

@@ -53,7 +53,7 @@ def text(
         raise ValueError(
             f"data.path={root}: has no text; {len(files)} files fit data.suffix={suffix}"
         )
-    source = f"{len(ids)} bytes of {len(files)} file{'s' * (len(files) > 1)}, {root}"
+    source = f"{len(ids):,} bytes of {len(files)} file{'s' * (len(files) > 1)}, {root}"
     train, test = split(ids, test_share)
     return Windows(train, test, context=context, vocabulary=NUM_BYTES, device=device, source=source)
 

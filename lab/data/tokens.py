@@ -55,7 +55,7 @@ def tokens(
         context=context,
         vocabulary=_checked(vocabulary, train, test),
         device=device,
-        source=f"{len(train) + len(test)} tokens of {root}",
+        source=f"{len(train) + len(test):,} tokens of {root}",
     )
 
 

@@ -9,11 +9,7 @@ from torch import nn
 
 
 def mlp(
-    *,
-    input_shape: Sequence[int],
-    output_size: int,
-    hidden: Sequence[int] = (512, 256),
-    vocabulary: int | None = None,
+    *, input_shape: Sequence[int], output_size: int, hidden: Sequence[int] = (512, 256)
 ) -> nn.Sequential:
     """Return FC layers with ReLU between them: [batch, *input_shape] -> [batch, output_size].
 
@@ -21,13 +17,10 @@ def mlp(
         input_shape: of one input; flattened.
         output_size: width of the last layer.
         hidden: widths of the hidden layers; none makes a linear model.
-        vocabulary: of inputs that are token ids.
 
     Raises:
-        ValueError: `hidden` is not a list of integers of at least 1, or inputs are token ids.
+        ValueError: `hidden` is not a list of integers of at least 1.
     """
-    if vocabulary is not None:
-        raise ValueError("model=mlp: inputs are token ids; it needs numbers")
     listed = isinstance(hidden, Sequence) and not isinstance(hidden, str)
     if not listed or not all(isinstance(width, int) and width >= 1 for width in hidden):
         raise ValueError(f"model.hidden={hidden}: must be a list of integers of at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, Settings, build
+from lab.settings.errors import one_line
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.gradsync import GradSync
@@ -34,11 +36,13 @@ class Assembly:
     """One rank's parts of a run.
 
     Attributes:
+        predictions_per_sample: see lab.record.schema.Record.
         sizes: the model's sizes before and after its transform, as a record holds them.
     """
 
     trainer: Trainer
     worker: Worker
+    predictions_per_sample: int
     sizes: dict[str, Any]
 
 
@@ -104,7 +108,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         _observe_noise(sync)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
-    return Assembly(trainer, worker, sizes)
+    return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
 
 
 def _observe_noise(sync: Sync) -> None:
@@ -149,8 +153,16 @@ def _check_outputs(
 ) -> None:
     """Refuse, before the first step, a model whose outputs do not fit the task."""
     inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=device)
-    with torch.no_grad():
-        outputs = model.eval()(inputs)
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(inputs)
+    except RuntimeError as error:
+        if data.vocabulary is None or "Long" not in str(error):  # as torch names int64
+            raise
+        raise ConfigError(
+            f"model: takes no token ids, int64 {list(data.input_shape)}, which this data has: "
+            f"{one_line(error)}"
+        ) from error
     model.train()
     try:
         for shape in shapes:
@@ -159,17 +171,16 @@ def _check_outputs(
         raise ConfigError(str(error)) from None
 
 
-def offered(data: Data, output_size: int) -> dict[str, Any]:
-    """Return what a model may ask for about `data`, by the names of its arguments."""
-    shape, vocabulary = data.input_shape, getattr(data, "vocabulary", None)
-    facts: dict[str, Any] = {"input_shape": shape, "output_size": output_size}
-    if data.num_classes is not None:
-        facts["num_classes"] = data.num_classes
-    if len(shape) == 3:
-        facts["image_shape"] = shape
-    if vocabulary is not None:
-        facts |= {"vocabulary": vocabulary, "context": shape[0]}
-    return facts
+def _facts(data: Data, output_size: int) -> dict[str, Any]:
+    """Return what a model may ask for, by the names of its arguments."""
+    shape, classes, vocabulary = data.input_shape, data.num_classes, data.vocabulary
+    return {
+        "input_shape": shape,
+        "output_size": output_size,
+        **({"image_shape": shape} if len(shape) == 3 else {}),
+        **({"num_classes": classes} if classes is not None else {}),
+        **({"vocabulary": vocabulary, "context": shape[0]} if vocabulary is not None else {}),
+    }
 
 
 def _asked_for(node: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +200,7 @@ def _build_model(
             f"channels_last=true: inputs of shape {list(data.input_shape)} are not images "
             "[channels, height, width]; leave it false"
         )
-    model: nn.Module = build(config.model, **_asked_for(config.model, offered(data, output_size)))
+    model: nn.Module = build(config.model, **_asked_for(config.model, _facts(data, output_size)))
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)
