@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -47,26 +48,25 @@ def text(
         files = [root] if root.is_file() else _below(root, suffix or "")
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [f for f in _below(root, suffix or ".py") if not _left_out(f, root)]
+        files = _below(root, suffix or ".py", LEFT_OUT)
     ids = _bytes_of(files)
     if not len(ids):
-        raise ValueError(
-            f"data.path={root}: has no text; {len(files)} files fit data.suffix={suffix}"
-        )
+        reason = "all files are empty" if files else f"no files, with data.suffix={suffix}"
+        raise ValueError(f"data.path={root}: holds no text: {reason}")
     source = f"{len(ids):,} bytes of {len(files)} file{'s' * (len(files) > 1)}, {root}"
     train, test = split(ids, test_share)
     return Windows(train, test, context=context, vocabulary=NUM_BYTES, device=device, source=source)
 
 
-def _below(root: Path, suffix: str) -> list[Path]:
+def _below(root: Path, suffix: str, left_out: tuple[str, ...] = ()) -> list[Path]:
     """List the files below `root` that are not hidden, in an order that all machines share."""
-    found = [f for f in root.rglob("*") if f.name.endswith(suffix) and f.is_file()]
-    shown = [f for f in found if not any(p.startswith(".") for p in f.relative_to(root).parts)]
-    return sorted(shown, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _left_out(file: Path, root: Path) -> bool:
-    return any(part in LEFT_OUT for part in file.relative_to(root).parts)
+    found: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".") and name not in left_out]
+        shown = (name for name in names if name.endswith(suffix) and not name.startswith("."))
+        found += [Path(folder, name) for name in shown]
+    files = [file for file in found if file.is_file()]
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _bytes_of(files: list[Path]) -> np.ndarray:

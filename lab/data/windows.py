@@ -13,7 +13,7 @@ from lab.data.files import held_out
 from lab.data.sampler import GlobalSampler
 from lab.data.tensors import to_device
 
-NUM_CHECKED = 512  # windows of each part whose targets a task sees before the first step
+NUM_CHECKED = 64  # windows of each part whose targets a task sees before the first step
 
 
 class Windows:
@@ -62,7 +62,7 @@ class Windows:
         self._offsets = np.arange(context + 1)
 
     def targets(self) -> tuple[Tensor, Tensor]:
-        """See lab.data.Data. Return those of at most 512 windows, evenly spaced, of each part."""
+        """See lab.data.Data. Return those of at most 64 windows, evenly spaced, of each part."""
         return self._some(self._train, self.num_train), self._some(self._test, self.num_test)
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
@@ -84,10 +84,10 @@ class Windows:
         Raises:
             ValueError: an id is not below the vocabulary.
         """
-        indices = np.arange(rank, self.num_test, world_size)
-        for start in range(0, len(indices), batch_size):
-            batch = self._gather(self._test, indices[start : start + batch_size])
-            yield _shifted(to_device(batch, self._device))
+        stride = world_size * batch_size
+        for start in range(rank, self.num_test, stride):
+            indices = np.arange(start, min(start + stride, self.num_test), world_size)
+            yield _shifted(to_device(self._gather(self._test, indices), self._device))
 
     def _some(self, ids: np.ndarray, num_windows: int) -> Tensor:
         indices = np.linspace(0, num_windows - 1, min(num_windows, NUM_CHECKED)).astype(np.int64)
