@@ -57,6 +57,8 @@ class Cell:
     step_mad_s: float
     samples_per_s: float
     unit: str
+    prediction: str
+    predictions_per_sample: int
     phases_s: Mapping[str, float]
     payload_bytes_per_step: tuple[float, ...]
     messages_per_step: tuple[float, ...]
@@ -175,6 +177,8 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         step_mad_s=number(record.step_s and record.step_s.mad),
         samples_per_s=number(record.wall_samples_per_s),
         unit=record.unit,
+        prediction=record.prediction,
+        predictions_per_sample=record.predictions_per_sample,
         phases_s={key: number(value) for key, value in record.phases_s.items()},
         payload_bytes_per_step=tuple(record.payload_bytes_per_step or ()),
         messages_per_step=tuple(record.messages_per_step or ()),

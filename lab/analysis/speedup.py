@@ -42,7 +42,7 @@ class Row:
         context, hosts: see Point.context and Cell.hosts.
         steps_s: step time by repeat.
         speedups: speedup by repeat.
-        unit: name of one sample.
+        unit, prediction: names of one sample, and of each of its predictions_per_sample.
         emulation: the clauses of all its runs; empty if nothing is emulated.
     """
 
@@ -59,6 +59,8 @@ class Row:
     step_mad_s: float
     samples_per_s: Interval
     unit: str
+    prediction: str
+    predictions_per_sample: int
     baseline: str
     speedup: Interval
     efficiency: Interval
@@ -114,6 +116,15 @@ def unit_of(rows: Iterable[Row]) -> str:
     return units.pop() if len(units) == 1 else "sample"
 
 
+def prediction_of(rows: Iterable[Row]) -> tuple[str, int]:
+    """Return the name and the number per sample of the predictions of all measured rows.
+
+    The number is 1 if they differ.
+    """
+    kinds = {(row.prediction, row.predictions_per_sample) for row in rows if row.num_repeats}
+    return kinds.pop() if len(kinds) == 1 else ("prediction", 1)
+
+
 def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point | None:
     """Find the one-rank point; a transform makes another model, whose speedup is over its own."""
     if strategy is not None and not point.one.transform:
@@ -150,6 +161,8 @@ def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
         step_mad_s=_median(cell.step_mad_s for cell in done.values()),
         samples_per_s=of_level(_known(c.samples_per_s for c in done.values())),
         unit=one.unit,
+        prediction=one.prediction,
+        predictions_per_sample=one.predictions_per_sample,
         baseline=base.one.series if base else "",
         speedup=speedup,
         efficiency=speedup.scaled(1 / one.world_size),

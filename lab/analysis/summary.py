@@ -15,7 +15,7 @@ from lab.analysis.noise import floor_text
 from lab.analysis.records import Study
 from lab.analysis.scalability import scalability
 from lab.analysis.series import CONTEXT
-from lab.analysis.speedup import CEILING, Row, unit_of
+from lab.analysis.speedup import CEILING, Row, prediction_of, unit_of
 from lab.analysis.target import TimeToTarget
 from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval
 from lab.task.metrics import heading, main_metric
@@ -75,9 +75,9 @@ def _table(rows: Sequence[Row]) -> tuple[str, ...]:
 
     No two rows share all columns; a single row is one line.
     """
-    unit = unit_of(rows)
+    unit, predictions = unit_of(rows), prediction_of(rows)
     metric = main_metric(name for row in rows for name in row.final)
-    shown = [_shown(row, unit, metric) for row in rows]
+    shown = [_shown(row, unit, predictions, metric) for row in rows]
     common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
     line = ", ".join(f"{key} {value}" for key, value in common.items())
     if len(rows) == 1:
@@ -86,7 +86,8 @@ def _table(rows: Sequence[Row]) -> tuple[str, ...]:
     return f"all: {line}", columns.to_string(index=False)
 
 
-def _shown(row: Row, unit: str, metric: str) -> dict[str, str]:
+def _shown(row: Row, unit: str, predictions: tuple[str, int], metric: str) -> dict[str, str]:
+    prediction, each = predictions
     title, factor = heading(metric)
     bad = [f"{count} {name}" for name, count in row.statuses.items() if count and name != "done"]
     return {
@@ -98,6 +99,7 @@ def _shown(row: Row, unit: str, metric: str) -> dict[str, str]:
         "step ms": _value(row.step_s, 1e3),
         "mad": _value(row.step_mad_s, 1e3),
         f"{unit}s/s": _value(row.samples_per_s.mid),
+        **({f"{prediction}s/s": _value(row.samples_per_s.mid, each)} if each > 1 else {}),
         "speedup": _interval(row.speedup),
         "efficiency": _interval(row.efficiency),
         "exposed ms": _interval(row.exposed_exchange_s, 1e3),

@@ -21,6 +21,8 @@ class Data(Protocol):
         num_classes: targets are indices from 0 to num_classes - 1; None: they are not indices.
         vocabulary: inputs are indices of tokens below it; None: they are not.
         num_train, num_test: number of samples of each part, over all ranks.
+
+    It may also have `source`, a clause that says what was read: "1000 bytes of 2 files, /tmp/a".
     """
 
     unit: str

@@ -76,6 +76,9 @@ class Record:
         scaling: the batch size that a study fixes as it adds ranks: "strong" batch_size, "weak"
             per_rank_batch_size.
         unit: name of one sample, in the singular: "image".
+        predictions_per_sample: number of predictions of one sample; 1, or tokens of a sequence.
+        prediction: name of one of them, in the singular: "token".
+        data_source: what was read, as the data says it; null: it does not.
         model, data, task: names of their configurations' targets.
         model_source: hash of the source code of the model's classes.
         precision: "fp32", "bf16" or "fp16".
@@ -134,6 +137,9 @@ class Record:
     per_rank_batch_size: int
     scaling: Scaling
     unit: str = "sample"
+    predictions_per_sample: int = 1
+    prediction: str = "prediction"
+    data_source: str | None = None
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     model: str | None = None
     model_source: str | None = None
@@ -182,6 +188,12 @@ class Record:
         """Record how the run ended. ValueError: `status` is not one of STATUSES."""
         self.status = decode(Status, status, "status")
         self.error, self.traceback = error, traceback
+
+    def rates(self, samples_per_s: float) -> str:
+        """Return a throughput as text: "93 sequences/s, 11904 tokens/s"; one rate of images."""
+        text = f"{samples_per_s:.0f} {self.unit}s/s"
+        each = self.predictions_per_sample
+        return f"{text}, {each * samples_per_s:.0f} {self.prediction}s/s" if each > 1 else text
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `record.json` holds."""

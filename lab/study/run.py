@@ -111,10 +111,10 @@ def _already(root: Path, cell: Cell, record: Record) -> str:
 
 
 def _outcome(record: Record) -> str:
-    if record.status != "done" or not record.step_s:
+    if record.status != "done" or not record.step_s or not record.wall_samples_per_s:
         return f"{record.status}: {record.error}"
-    rate = f"{record.wall_samples_per_s:.0f} {record.unit}s/s"
-    return f"{1000 * record.step_s.median:.2f} ms/step, {rate}"
+    rates = record.rates(record.wall_samples_per_s)
+    return f"{1000 * record.step_s.median:.2f} ms/step, {rates}"
 
 
 def _check_launcher(study: Study) -> None:

@@ -16,10 +16,12 @@ class Task(ABC):
 
     Attributes:
         name: the task's choice in the group `task`.
+        prediction: name of one prediction, in the singular.
         num_sums: length of `sums`.
     """
 
     name: ClassVar[str]
+    prediction: ClassVar[str] = "prediction"
     num_sums: ClassVar[int]
 
     @abstractmethod

@@ -27,7 +27,8 @@ class Classification(Task):
         if num_classes is None or targets.dtype != torch.int64 or targets.ndim != 1:
             raise ValueError(
                 f"task={self.name}: targets are {describe(targets)}; they must be class indices, "
-                f"int64 [samples], of data that says how many classes it has"
+                "int64 [samples], of data that says how many classes it has"
+                f"{_hint(targets, num_classes)}"
             )
         smallest, largest = int(targets.min()), int(targets.max())
         if smallest < 0 or largest >= num_classes:
@@ -51,3 +52,9 @@ class Classification(Task):
         """See Task."""
         loss, correct, count = map(float, sums)
         return {"loss": loss / count, "accuracy": correct / count}
+
+
+def _hint(targets: Tensor, num_classes: int | None) -> str:
+    """Lead on to the task that learns indices at each position of a sequence."""
+    listed = num_classes is not None and targets.dtype == torch.int64 and targets.ndim == 2
+    return "; for a token at each position set task=language_modelling" if listed else ""

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 WHEN = ("step", "seconds")  # the keys of an evaluation that are not metrics
 PERCENT = ("accuracy",)  # metrics that are shares, shown in percent
+LOGARITHMIC = ("perplexity",)  # metrics that are powers of e, drawn on a logarithmic axis
 
 Value = TypeVar("Value")
 
@@ -33,4 +34,6 @@ def axis(name: str) -> tuple[str, float]:
 
 def shown(name: str, value: float) -> str:
     """Return a metric's value as text, such as "96.94 %"."""
-    return f"{100 * value:.2f} %" if name in PERCENT else f"{value:.4g}"
+    if name in PERCENT:
+        return f"{100 * value:.2f} %"
+    return f"{value:.2f}" if name in LOGARITHMIC else f"{value:.4g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, Settings, build
+from lab.settings.errors import one_line
 from lab.settings.own_code import callable_at, of_loss
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradient_noise import GradientNoise
@@ -37,11 +39,13 @@ class Assembly:
     """One rank's parts of a run.
 
     Attributes:
+        predictions_per_sample: see lab.record.schema.Record.
         sizes: the model's sizes before and after its transform, as a record holds them.
     """
 
     trainer: Trainer
     worker: Worker
+    predictions_per_sample: int
     sizes: dict[str, Any]
 
 
@@ -108,7 +112,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     _require_sgd(config, sync, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
-    return Assembly(trainer, worker, sizes)
+    return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
 
 
 def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
@@ -178,8 +182,16 @@ def _check_outputs(
 ) -> None:
     """Refuse, before the first step, a model whose outputs do not fit the task."""
     inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=device)
-    with torch.no_grad():
-        outputs = model.eval()(inputs)
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(inputs)
+    except RuntimeError as error:
+        if data.vocabulary is None or "Long" not in str(error):  # as torch names int64
+            raise
+        raise ConfigError(
+            f"model: takes no token ids, int64 {list(data.input_shape)}, which this data has: "
+            f"{one_line(error)}"
+        ) from error
     model.train()
     try:
         for shape in shapes:
@@ -189,7 +201,7 @@ def _check_outputs(
 
 
 def _facts(data: Data, output_size: int) -> dict[str, Any]:
-    """Return what a model may ask for; see OFFERED."""
+    """Return what a model may ask for, by the names of its arguments."""
     shape, classes, vocabulary = data.input_shape, data.num_classes, data.vocabulary
     return {
         "input_shape": shape,

@@ -239,6 +239,7 @@ def summary(record: Record, path: Path) -> str:
         *_step_lines(record),
         *_payload_lines(record),
         *_noise_lines(record),
+        *([f"data            {record.data_source}"] if record.data_source else []),
         *([f"emulated        {emulated}"] if emulated else []),
     ]
     if record.status == "interrupted":
@@ -253,14 +254,14 @@ def _metric_lines(record: Record) -> Iterator[str]:
 
 
 def _step_lines(record: Record) -> Iterator[str]:
-    if record.step_s and record.warmup:
+    if record.step_s and record.wall_samples_per_s and record.warmup:
         step = record.step_s
         stalls = f"{step.num_stalls} stall{'' if step.num_stalls == 1 else 's'}"
         yield (
             f"step time       {1e3 * step.median:.2f} ms median (mad {1e3 * step.mad:.2f}), "
             f"{1e3 * (step.mean or 0):.2f} mean, {1e3 * step.p95:.2f} p95; {stalls}"
         )
-        yield f"throughput      {record.wall_samples_per_s:.0f} {record.unit}s/s by wall clock"
+        yield f"throughput      {record.rates(record.wall_samples_per_s)} by wall clock"
         yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
     elif record.num_steps:
         yield "step time       – none was timed, see warmup_steps"

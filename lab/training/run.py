@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
@@ -26,6 +25,7 @@ from lab.settings.own_code import fingerprint
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
+from lab.training.bar import Bar
 from lab.training.compiled import compiled_as
 from lab.training.failure import failure_of
 
@@ -92,7 +92,7 @@ class Run:
             ConfigError: see `execute`.
         """
         self.parts = assemble(self.config, self.world, self.watch)
-        self.record.unit = self.parts.trainer.data.unit
+        self._note_samples(self.parts)
         self.record.model_source = source_hash(self.parts.trainer.model)
         self._note_sizes(**self.parts.sizes)
         if "_target_" in self.config.recorder:
@@ -113,6 +113,12 @@ class Run:
         self.watch.close()
         if self.parts:
             self.parts.worker.close()
+
+    def _note_samples(self, parts: Assembly) -> None:
+        record, data = self.record, parts.trainer.data
+        record.unit, record.data_source = data.unit, getattr(data, "source", None)
+        record.predictions_per_sample = parts.predictions_per_sample
+        record.prediction = parts.trainer.task.prediction
 
     def _note_sizes(
         self,
@@ -152,15 +158,8 @@ class Run:
 
     def _train(self, parts: Assembly) -> None:
         config, trainer = self.config, parts.trainer
-        bar = tqdm(
-            total=trainer.total_steps,
-            initial=trainer.progress.step,
-            desc=self.directory.path.name,
-            unit="step",
-            disable=self.world.rank != 0,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
-        with bar:
+        shown = self.world.rank == 0
+        with Bar(self.record, trainer.total_steps, trainer.progress.step, shown) as bar:
             for step in trainer.steps():
                 bar.update()
                 is_last = step == trainer.total_steps
@@ -176,7 +175,7 @@ class Run:
             if trainer.progress.step == trainer.total_steps and not trainer.evaluated():
                 self._note(bar, trainer.evaluate())
 
-    def _note(self, bar: tqdm[Any], result: dict[str, float]) -> None:
+    def _note(self, bar: Bar, result: dict[str, float]) -> None:
         metrics = metrics_of(result)
         bar.set_postfix({name: f"{value:.4g}" for name, value in metrics.items()})
         if self.recorder and self.world.rank == 0:

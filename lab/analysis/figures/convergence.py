@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from lab.analysis.figures.sheet import NothingToDraw, Sheet, emulated_handle, finish, line_handle
 from lab.analysis.records import Cell
 from lab.analysis.speedup import CEILING
 from lab.draw import style
 from lab.draw.looks import Look
-from lab.task.metrics import axis, main_metric, metrics_of
+from lab.task.metrics import LOGARITHMIC, axis, main_metric, metrics_of
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50
 AXES = {"step": "step", "seconds": "training time (s)"}
@@ -57,6 +58,8 @@ def convergence(sheet: Sheet) -> Figure:
             panel.grid(linewidth=0.4)
             panel.set_xlabel(text if line is axes[-1] else "")
         line[0].set_ylabel(kind)
+        if kind == label and metric in LOGARITHMIC:
+            _logarithmic(line[0])
     return _finish(figure, sheet, runs)
 
 
@@ -110,6 +113,14 @@ def _evaluated(cell: Cell, metric: str, factor: float) -> pd.DataFrame:
     rows = [e for e in cell.evaluations if e.get(metric) is not None]
     table = pd.DataFrame(rows, columns=["step", "seconds", metric])
     return table.assign(value=factor * table[metric].astype(float))
+
+
+def _logarithmic(panel: Axes) -> None:
+    """Make the vertical axis logarithmic, with labels as on a linear one."""
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # closer where they are too few
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
 
 
 def _draw(panel: Axes, table: pd.DataFrame, x: str, look: Look, emulated: bool) -> None:

@@ -22,7 +22,7 @@ from lab.analysis.figures.sheet import (
     repeats,
     series_of,
 )
-from lab.analysis.speedup import Row, unit_of
+from lab.analysis.speedup import Row, prediction_of, unit_of
 from lab.draw import style
 from lab.measure.intervals import Interval
 from lab.task.metrics import heading, main_metric
@@ -105,6 +105,10 @@ def throughput(sheet: Sheet) -> Figure:
         panel.set_xlabel("ranks")
     axes[0][0].set_ylim(bottom=0)
     axes[0][0].set_ylabel(f"{unit_of(rows)}s/s, all ranks")
+    prediction, each = prediction_of(rows)
+    if each > 1:
+        scales = (lambda rate: rate * each, lambda rate: rate / each)
+        axes[0][-1].secondary_yaxis("right", functions=scales).set_ylabel(f"{prediction}s/s")
     title = f"Throughput, {sheet.scaling} scaling"
     return finish(figure, sheet, title, _handles(sheet, rows), repeats(rows))
 

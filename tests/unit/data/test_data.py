@@ -47,9 +47,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(params=["digits", "synthetic", "imagefolder"])
-def data(request: pytest.FixtureRequest, folder: Path) -> Data:
-    more = {"imagefolder": {"path": str(folder), "size": 16, "workers": 0}}
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a text of 1000 bytes, as many token ids, and arrays of 60 samples."""
+    root, rng = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
+    (root / "text").write_bytes(rng.bytes(1000))
+    rng.integers(1000, size=1000, dtype=np.uint16).tofile(root / "tokens.bin")
+    numbers, classes = rng.normal(size=(60, 2, 3)), rng.integers(4, size=60)
+    np.savez(root / "arrays.npz", inputs=numbers, targets=classes)
+    return root
+
+
+@pytest.fixture(params=["digits", "synthetic", "imagefolder", "text", "tokens", "arrays"])
+def data(request: pytest.FixtureRequest, folder: Path, files: Path) -> Data:
+    more = {
+        "imagefolder": {"path": str(folder), "size": 16, "workers": 0},
+        "text": {"path": str(files / "text"), "context": 16},
+        "tokens": {"path": str(files / "tokens.bin"), "context": 16},
+        "arrays": {"path": str(files / "arrays.npz")},
+    }
     config = OmegaConf.load(conf_dir() / "data" / f"{request.param}.yaml")
     return instantiate(config, seed=3, device=CPU, **more.get(request.param, {}))
 
@@ -74,14 +90,16 @@ def assert_same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
 
 
 def test_batches_have_the_promised_types(data: Data) -> None:
-    images, labels = train(data, 2)
-    assert images.shape == (24, *data.input_shape) and images.dtype == torch.float32
-    assert labels.shape == (24,) and labels.dtype == torch.int64
-    assert labels.min() >= 0 and labels.max() < (data.num_classes or 0)
+    inputs, targets = train(data, 2)
+    assert inputs.shape == (24, *data.input_shape) and inputs.dtype == data.input_dtype
+    positions = data.input_shape if data.vocabulary else ()
+    assert targets.shape == (24, *positions) and targets.dtype == torch.int64
+    assert targets.min() >= 0 and targets.max() < (data.num_classes or 0)
+    assert inputs.dtype == (torch.int64 if data.vocabulary else torch.float32)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_world_size_changes_no_training_image(data: Data, world_size: int) -> None:
+def test_world_size_changes_no_training_sample(data: Data, world_size: int) -> None:
     assert_same(train(data, 4, world_size), train(data, 4))
 
 
@@ -91,7 +109,7 @@ def test_training_resumes_exactly(data: Data) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])
-def test_every_test_image_comes_once_over_the_ranks(data: Data, world_size: int) -> None:
+def test_every_test_sample_comes_once_over_the_ranks(data: Data, world_size: int) -> None:
     ((whole, labels),) = data.test_batches(0, 1, data.num_test)
     for rank in range(world_size):
         batches = list(data.test_batches(rank, world_size, 2))
@@ -160,7 +178,7 @@ def test_targets_are_those_that_are_trained_and_tested_on(data: Data) -> None:
     assert torch.equal(next(data.test_batches(0, 1, data.num_test))[1], test_targets)
     every = GlobalSampler(data.num_train, data.num_train, 0, 1, seed=0)
     _, targets = next(data.train_batches(every))
-    assert torch.equal(targets.sort().values, train_targets.sort().values)
+    assert torch.equal(targets.flatten().sort().values, train_targets.flatten().sort().values)
 
 
 def test_synthetic_depends_on_the_seed_alone() -> None:

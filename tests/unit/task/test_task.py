@@ -11,7 +11,8 @@ from torch import Tensor
 from lab.settings.config import build, choices_of, load
 from lab.task.base import Task
 from lab.task.classification import Classification
-from lab.task.metrics import axis, metrics_of, shown
+from lab.task.language_modelling import LanguageModelling
+from lab.task.metrics import axis, heading, metrics_of, shown
 from lab.task.regression import Regression
 
 SAMPLES = 11
@@ -23,6 +24,8 @@ def batch(task: Task) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     if task.name == "classification":
         return torch.randn(SAMPLES, CLASSES), torch.randint(CLASSES, (SAMPLES,))
+    if task.name == "language_modelling":
+        return torch.randn(SAMPLES, 4, CLASSES), torch.randint(CLASSES, (SAMPLES, 4))
     return torch.randn(SAMPLES, 2), torch.randn(SAMPLES, 2)
 
 
@@ -66,6 +69,25 @@ def test_regression_takes_one_number_with_or_without_a_dimension_for_it() -> Non
         assert task.metrics(task.sums(outputs, targets)) == {"loss": 5.0, "mae": 2.0}
 
 
+def test_a_model_that_knows_nothing_has_the_perplexity_of_the_vocabulary() -> None:
+    task, targets = LanguageModelling(), torch.randint(50, (2, 7))
+    assert task.output_shape(targets, 50) == (7, 50)
+    metrics = task.metrics(task.sums(torch.zeros(2, 7, 50), targets))
+    assert metrics == pytest.approx({"loss": math.log(50), "perplexity": 50})
+
+
+def test_each_position_is_scored_with_its_own_target() -> None:
+    targets = torch.tensor([[0, 1], [2, 0]])
+    sure = 9 * torch.nn.functional.one_hot(targets, 3).float()
+    right, shifted = (LanguageModelling().loss(sure, t) for t in (targets, targets.roll(1, 1)))
+    assert right < 0.001 and shifted > 8
+
+
+def test_the_perplexity_of_a_model_that_has_diverged_is_infinite() -> None:
+    sums = torch.tensor([1e5, 10.0], dtype=torch.float64)
+    assert LanguageModelling().metrics(sums) == {"loss": 1e4, "perplexity": math.inf}
+
+
 @pytest.mark.parametrize(
     ("task", "targets", "num_classes", "message"),
     [
@@ -76,6 +98,9 @@ def test_regression_takes_one_number_with_or_without_a_dimension_for_it() -> Non
         (Classification(), torch.zeros(4).int(), 3, "targets are int32 [4]; they must be class"),
         (Classification(), torch.tensor([0, 3]), 3, "int64 [2] from 0 to 3; class indices must be"),
         (Classification(), torch.tensor([-1, 2]), 3, "from -1 to 2; class indices must be from 0"),
+        (Classification(), torch.zeros(4, 5).long(), 3, "set task=language_modelling"),
+        (LanguageModelling(), torch.tensor([[0, 3]]), 3, "0 to 3; token ids must be from 0 to 2"),
+        (LanguageModelling(), torch.tensor([[-1, 2]]), 3, "from -1 to 2; token ids must be from"),
         (Regression(), torch.zeros(4).long(), 3, "int64 [4], indices of 3 classes; they must be"),
         (Regression(), torch.zeros(4).long(), None, "int64 [4]; they must be numbers, float32"),
         (Regression(), torch.zeros(4).double(), None, "float64 [4]; they must be numbers, float32"),
@@ -93,6 +118,26 @@ def test_targets_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("targets", "vocabulary", "found"),
+    [
+        (torch.zeros(4).long(), 10, "int64 [4]"),
+        (torch.zeros(4, 5).long(), None, "int64 [4, 5]"),
+        (torch.zeros(4, 5), 10, "float32 [4, 5]"),
+        (torch.zeros(4, 5, 6).long(), 10, "int64 [4, 5, 6]"),
+    ],
+)
+def test_a_language_model_needs_tokens_as_targets(
+    targets: Tensor, vocabulary: int | None, found: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        LanguageModelling().output_shape(targets, vocabulary)
+    assert str(caught.value) == (
+        "task=language_modelling: needs the next token at each position as target, int64 [samples, "
+        f"context], as data=text and data=tokens have it; targets are {found}"
+    )
+
+
+@pytest.mark.parametrize(
     "outputs", [torch.zeros(1, 4), torch.zeros(1, 3, 1), torch.zeros(1, 3).long()]
 )
 def test_outputs_that_do_not_fit_are_refused(outputs: Tensor) -> None:
@@ -105,4 +150,5 @@ def test_an_evaluation_is_metrics_and_when_it_was() -> None:
     evaluation = {"step": 3, "seconds": 0.1, "loss": 2.0, "accuracy": 0.5}
     assert metrics_of(evaluation) == {"loss": 2.0, "accuracy": 0.5}
     assert (shown("accuracy", 0.96944), shown("mae", 0.0669912)) == ("96.94 %", "0.06699")
+    assert (shown("perplexity", 50257.0), heading("perplexity")) == ("50257.00", ("perplexity", 1))
     assert (axis("accuracy"), axis("mae")) == (("test accuracy (%)", 100.0), ("test mae", 1.0))

@@ -149,7 +149,7 @@ def test_an_error_in_a_users_constructor_stays_the_users() -> None:
         ("LBFGS", {}, r"optim=torch\.optim\.LBFGS: evaluates the loss several times in a step"),
         ("Optimizer", {}, r"optim\.defaults: must be set"),
         ("lr_scheduler.StepLR", {}, r"StepLR: must be a torch\.optim\.Optimizer, or make one"),
-        ("Sgd", {}, r"_target_=torch\.optim\.Sgd: module 'torch\.optim' has no attribute 'Sgd'"),
+        ("Sgd", {}, r"optim=torch\.optim\.Sgd: torch\.optim has no Sgd; did you mean SGD\?"),
         ("Muon", {}, r"optim=torch\.optim\.Muon: Muon only supports 2D parameters"),
     ],
 )

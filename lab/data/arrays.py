@@ -1,0 +1,153 @@
+"""Inputs and targets from any file of numbers: npz, npy or parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lab.data.files import existing, held_out, reading
+from lab.data.table import read_columns
+from lab.data.tensors import TensorData
+
+LAYOUT = "give an .npz file, a folder of .npy files, or a .parquet table"
+SPLIT = ("x_train", "y_train", "x_test", "y_test")  # as Keras names the arrays of its data sets
+INTEGERS = "biu"  # kinds of numpy dtypes
+
+Part = tuple[np.ndarray, np.ndarray]  # inputs and targets
+
+
+def arrays(
+    *,
+    seed: int,
+    device: torch.device,
+    path: str | None = None,
+    inputs: str | Sequence[str] | None = None,
+    targets: str | None = None,
+    vocabulary: int | None = None,
+    test_share: float = 0.1,
+) -> TensorData:
+    """Return the samples of a file, along the first dimension of its arrays, held on the device.
+
+    Values are neither scaled nor reshaped. Inputs become float32. Targets that are integers become
+    class indices, int64, of as many classes as the largest says; others become float32.
+
+    Args:
+        seed: unused; the split is always the same.
+        device: where samples are kept.
+        path: an .npz file, a folder of .npy files, or a .parquet table.
+        inputs: name of the array (None: "inputs"), or of columns of the table (None: all others).
+        targets: name of the array or column (None: "targets").
+        vocabulary: inputs are token ids below it, and become int64; None: they are numbers.
+        test_share: share of the samples, drawn at random, to test on. Not used if there are arrays
+            x_train, y_train, x_test and y_test, which are taken unless others are named.
+
+    Raises:
+        ValueError: an argument out of range, or a file without what is asked for.
+    """
+    root, share = existing(path, LAYOUT), held_out(test_share)
+    train, test = parts = _parts(root, inputs, targets, share)
+    for part in parts:
+        _check(root, part, vocabulary)
+    indices = all(answers.dtype.kind in INTEGERS for _, answers in parts)
+    num_classes = 1 + max(int(answers.max()) for _, answers in parts) if indices else None
+    of_inputs = np.int64 if vocabulary else np.float32
+    dtypes = of_inputs, np.int64 if indices else np.float32
+    return TensorData(
+        _placed(train, dtypes, device),
+        _placed(test, dtypes, device),
+        unit="sample",
+        num_classes=num_classes,
+        vocabulary=vocabulary,
+    )
+
+
+def _parts(
+    root: Path, inputs: str | Sequence[str] | None, targets: str | None, share: float
+) -> tuple[Part, Part]:
+    """Read the samples to train and to test on."""
+    if root.suffix == ".parquet":
+        return _split(root, read_columns(root, inputs, targets or "targets"), share)
+    found = _read(root)
+    if inputs is None and targets is None and found.keys() >= set(SPLIT):
+        x_train, y_train, x_test, y_test = (found[name] for name in SPLIT)
+        return (x_train, y_train), (x_test, y_test)
+    names = {"inputs": str(inputs or "inputs"), "targets": targets or "targets"}
+    for key, name in names.items():
+        if name not in found:
+            there = f"those there are {', '.join(found)}" if found else LAYOUT
+            raise ValueError(f"data.{key}={name}: {root} has no such array; {there}")
+    return _split(root, (found[names["inputs"]], found[names["targets"]]), share)
+
+
+def _read(root: Path) -> dict[str, np.ndarray]:
+    """Read all arrays of an .npz file, or of a folder of .npy files, by name."""
+    if root.suffix == ".npz":
+        with reading(root), np.load(root, allow_pickle=False) as file:
+            return dict(file)
+    if not root.is_dir():
+        raise ValueError(f"data.path={root}: is neither; {LAYOUT}")
+    return {file.stem: _npy(file) for file in sorted(root.glob("*.npy"))}
+
+
+def _npy(file: Path) -> np.ndarray:
+    with reading(file):
+        return np.load(file, allow_pickle=False)
+
+
+def _split(root: Path, whole: Part, share: float) -> tuple[Part, Part]:
+    """Draw the samples to test on, the same ones in every run."""
+    inputs, targets = whole
+    _check_shapes(root, whole)
+    order = np.random.default_rng(0).permutation(len(inputs))
+    test, train = np.split(order, [round(share * len(order))])
+    return (inputs[train], targets[train]), (inputs[test], targets[test])
+
+
+def _check(root: Path, part: Part, vocabulary: int | None) -> None:
+    """Refuse arrays that no model can learn from, or that contradict each other."""
+    _check_shapes(root, part)
+    inputs, targets = part
+    for name, array in (("inputs", inputs), ("targets", targets)):
+        if array.dtype.kind not in INTEGERS + "f":
+            raise ValueError(f"data.path={root}: {name} are {array.dtype}; they must be numbers")
+        if not np.isfinite(array).all():
+            raise ValueError(f"data.path={root}: {name} are not all finite")
+    if targets.dtype.kind in INTEGERS and targets.min() < 0:
+        raise ValueError(
+            f"data.path={root}: targets are integers from {targets.min()}; as class indices they "
+            "must not be below 0, and numbers to predict must be floating-point"
+        )
+    if vocabulary is not None:
+        _check_ids(root, inputs, vocabulary)
+
+
+def _check_shapes(root: Path, part: Part) -> None:
+    inputs, targets = part
+    if min(inputs.ndim - 1, targets.ndim) < 1 or not len(inputs) or len(inputs) != len(targets):
+        raise ValueError(
+            f"data.path={root}: inputs are {list(inputs.shape)} and targets {list(targets.shape)}; "
+            "they must be [samples, ...], and the targets as many, of each part at least one"
+        )
+
+
+def _check_ids(root: Path, inputs: np.ndarray, vocabulary: object) -> None:
+    if not isinstance(vocabulary, int) or vocabulary < 1:
+        raise ValueError(f"data.vocabulary={vocabulary}: must be an integer of at least 1")
+    smallest, largest = inputs.min(), inputs.max()
+    if inputs.dtype.kind not in "iu" or smallest < 0 or largest >= vocabulary:
+        raise ValueError(
+            f"data.vocabulary={vocabulary}: inputs of {root} are {inputs.dtype} from {smallest} to "
+            f"{largest}; token ids must be integers from 0 to {vocabulary - 1}"
+        )
+
+
+def _placed(part: Part, dtypes: tuple[type, type], device: torch.device) -> tuple[Tensor, Tensor]:
+    inputs, targets = (
+        torch.from_numpy(array.astype(dtype)).to(device)
+        for array, dtype in zip(part, dtypes, strict=True)
+    )
+    return inputs, targets

@@ -1,0 +1,42 @@
+"""The progress bar of a run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from lab.record.schema import Record
+
+
+class Bar(tqdm):
+    """Steps done, and the throughput of the last seconds, evaluations and checkpoints included.
+
+    Args:
+        record: names samples and predictions, and has the batch size.
+        total, first: the run's steps, and those that were done before this start.
+        shown: false on all ranks but one.
+    """
+
+    def __init__(self, record: Record, total: int, first: int, shown: bool) -> None:
+        self._record = record
+        super().__init__(
+            total=total,
+            initial=first,
+            desc=record.cell,
+            unit="step",
+            disable=not shown,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """Return tqdm's values of a display, with the throughput before the metrics."""
+        values = super().format_dict
+        elapsed = values["elapsed"]
+        rate = values["rate"] or (elapsed and (values["n"] - values["initial"]) / elapsed)
+        if rate:
+            rates = self._record.rates(rate * self._record.batch_size)
+            values["postfix"] = ", ".join(filter(None, (rates, values["postfix"])))
+        return values
