@@ -11,23 +11,42 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
+from lab.settings.alone import computation
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
 from lab.settings.names import resolved, run_name, variant
-from lab.settings.overrides import config_dir_of, parse_overrides, split
+from lab.settings.overrides import config_dir_of, split
+from lab.study.conditions import Condition, refuse_idle, separate, under
+from lab.study.lists import expanded, one_value, positive, values_of
 
 SWEEP_SETTINGS = {
     "launcher": ("local", "what starts the ranks of a cell (local | slurm)"),
     "world_size": ("1", "numbers of ranks (a list)"),
     "repeats": ("1", "times that the whole grid is measured, one after the other"),
     "cell_timeout_s": ("3600", "a cell that takes longer is ended and recorded as timeout"),
+    "baselines": (
+        "shared",
+        "runs of one rank: shared by strategies that compute the same there, or all (shared | all)",
+    ),
+    "retry": ("none", "failed: run cells again that failed or ran out of memory or time"),
+    "dry_run": ("false", "print the cells, the time and the disk that they need, and end"),
 }
 DEFAULTS = {key: default for key, (default, _) in SWEEP_SETTINGS.items()} | {
     "study": "default",
     "runs_dir": "runs",
 }
-LAUNCHERS = ("local", "slurm")
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "study": (),
+    "runs_dir": (),
+    "launcher": ("local", "slurm"),
+    "baselines": ("shared", "all"),
+    "retry": ("none", "failed"),
+    "dry_run": ("false", "true"),
+}
+# Keys that say how a sweep runs, not which cells it has; and those of a cell that it sets.
+NOT_OF_GRID = ("study", "runs_dir", "launcher", "cell_timeout_s", "retry", "dry_run")
+SET_BY_SWEEP = ("cell", "repeat", "resume")
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,12 @@ class Cell:
         return resolved(composed)
 
     @property
+    def baseline(self) -> tuple[object, ...] | None:
+        """What a cell of one rank computes, if strategies may share it; see lab.settings.alone."""
+        same = computation(self.settings) if self.world_size == 1 else None
+        return same and (same, self.batch_size, self.config.scaling, self.config.measure)
+
+    @property
     def name(self) -> str:
         return run_name([*self.arguments, f"repeat={self.repeat}"], self.strategy, self.world_size)
 
@@ -83,6 +108,9 @@ class Study:
     launcher: str
     cells: list[Cell]
     cell_timeout_s: float
+    arguments: tuple[str, ...] = ()  # which describe the grid alone
+    retries: bool = False
+    dry_run: bool = False
 
 
 def read(arguments: Sequence[str]) -> Study:
@@ -97,34 +125,68 @@ def read(arguments: Sequence[str]) -> Study:
         ConfigError: a cell has a wrong setting; nothing has run then. (Errors that only a
             constructor can find, with the data at hand, show up in the cell's own run.)
     """
-    texts, run = split([*_of_study_file(arguments), *arguments], DEFAULTS)
+    grid = [*_of_study_file(arguments), *arguments]
+    conditions, plain = separate(grid, (*DEFAULTS, *SET_BY_SWEEP))
+    texts, run = split(plain, DEFAULTS)
     texts = DEFAULTS | texts
-    name, launcher = _only("study", texts), _only("launcher", texts)
-    if launcher not in LAUNCHERS:
-        raise ConfigError(f"launcher={launcher}: allowed are {', '.join(LAUNCHERS)}")
-    repeats, timeout_s = (_integer(key, _only(key, texts)) for key in ("repeats", "cell_timeout_s"))
-    sizes = [_integer("world_size", size) for size in _values("world_size", texts["world_size"])]
-    points = _points(_lists(run), sizes)
+    one = {key: one_value(key, texts, allowed) for key, allowed in ALLOWED.items()}
+    repeats, timeout_s = (positive(k, one_value(k, texts)) for k in ("repeats", "cell_timeout_s"))
+    sizes = [positive("world_size", size) for size in values_of("world_size", texts["world_size"])]
+    points = _points(expanded(run), sizes, conditions)
     if len({point.name for point in points}) < len(points):
-        raise ConfigError(f"study={name}: a value is listed twice, or two differ in signs alone")
+        raise ConfigError(f"study={one['study']}: two values of a list differ in signs alone")
+    if one["baselines"] == "shared":
+        points = _sharing(points)
     cells = [
         dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
     ]
-    return Study(name, _only("runs_dir", texts), launcher, cells, timeout_s)
+    saved = tuple(each for each in grid if each.partition("=")[0] not in NOT_OF_GRID)
+    return Study(
+        one["study"],
+        one["runs_dir"],
+        one["launcher"],
+        cells,
+        timeout_s,
+        saved,
+        one["retry"] == "failed",
+        one["dry_run"] == "true",
+    )
 
 
-def _points(lists: dict[str, list[str]], sizes: list[int]) -> list[Cell]:
+def _points(
+    lists: dict[str, list[str]], sizes: list[int], conditions: Sequence[Condition]
+) -> list[Cell]:
     """Compose the cells of one repeat."""
-    for key in ("cell", "repeat", "resume"):
+    for key in SET_BY_SWEEP:
         if key in lists:
             raise ConfigError(f"{' '.join(lists[key])}: a sweep sets this itself")
     strategies = lists.pop("strategy", ["strategy=allreduce"])
-    return [
-        _cell((strategy, *settings), size)
+    plain = [
+        ((strategy, *settings), size)
         for settings in itertools.product(*lists.values())
         for size in sizes
         for strategy in strategies
     ]
+    refuse_idle(conditions, plain)
+    # A setting that a condition replaces would otherwise give the same cell twice.
+    points = dict.fromkeys(
+        (under_it, size)
+        for arguments, size in plain
+        for under_it in under(conditions, arguments, size)
+    )
+    return [_cell(arguments, size) for arguments, size in points]
+
+
+def _sharing(points: list[Cell]) -> list[Cell]:
+    """Leave out cells of one rank that compute the same as an earlier one."""
+    seen = set[object]()
+    kept = list[Cell]()
+    for point in points:
+        shared = point.baseline
+        if shared is None or shared not in seen:
+            kept.append(point)
+        seen.add(shared)
+    return kept
 
 
 def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
@@ -134,24 +196,10 @@ def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
     return Cell(arguments, config, world_size)
 
 
-def _lists(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Expand lists: for each key, its settings as a command line would take them."""
-    lists = dict[str, list[str]]()
-    for override in parse_overrides(arguments):
-        if override.is_sweep_override() and not override.is_choice_sweep():
-            raise ConfigError(f"{override.input_line}: write the values as a list, a,b,c")
-        settings = [str(override.input_line)]
-        if override.is_choice_sweep():
-            key = override.get_key_element()
-            settings = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        lists[override.key_or_group] = settings
-    return lists
-
-
 def _of_study_file(arguments: Sequence[str]) -> list[str]:
     """Read the settings in conf/study/NAME.yaml; none if there is no such study."""
     texts, others = split(arguments, ("study",))
-    name, config_dir = _only("study", DEFAULTS | texts), config_dir_of(arguments)
+    name, config_dir = one_value("study", DEFAULTS | texts), config_dir_of(arguments)
     load([f"study={name}"])  # becomes the name of a directory, and perhaps names a file
     known = choices_of("study", config_dir)
     if name in known:
@@ -161,20 +209,3 @@ def _of_study_file(arguments: Sequence[str]) -> list[str]:
             f"study={name}: allowed are {', '.join(known)}, or a new name with settings to run"
         )
     return []
-
-
-def _values(key: str, text: str) -> list[str]:
-    return [setting.partition("=")[2] for setting in _lists([f"{key}={text}"])[key]]
-
-
-def _only(key: str, texts: dict[str, str]) -> str:
-    values = _values(key, texts[key])
-    if len(values) > 1:
-        raise ConfigError(f"{key}={texts[key]}: takes one value")
-    return values[0]
-
-
-def _integer(key: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{key}={text}: must be an integer of at least 1")
-    return int(text)
