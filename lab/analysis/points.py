@@ -72,9 +72,7 @@ def own_baseline(points: list[Point], point: Point) -> Point | None:
     return reference(alike, point, point.one.strategy, 1) or shared_baseline(points, point)
 
 
-def shared_baseline(
-    points: list[Point], point: Point, strategy: str | None = None
-) -> Point | None:
+def shared_baseline(points: list[Point], point: Point, strategy: str | None = None) -> Point | None:
     """Find a measured one-rank point that computes what `point`'s strategy does on one rank.
 
     There settings of exchange and buckets change nothing (lab.settings.alone). None if its

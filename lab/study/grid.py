@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Keys that say how a sweep runs, not which cells it has; and those of a cell that it sets.
 NOT_OF_GRID = ("study", "runs_dir", "launcher", "cell_timeout_s", "retry", "dry_run")
 SET_BY_SWEEP = ("cell", "repeat", "resume")
+CEILING = "none"  # the strategy over whose run of one rank speedup is computed, if there is one
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Cell:
         composed: Any = OmegaConf.to_container(self.config, resolve=True)
         return resolved(composed)
 
-    @property
+    @functools.cached_property
     def baseline(self) -> tuple[object, ...] | None:
         """What a cell of one rank computes, if strategies may share it; see lab.settings.alone."""
         same = computation(self.settings) if self.world_size == 1 else None
@@ -101,16 +103,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """Cells in the order in which they run, and the settings of the sweep itself."""
+    """Cells in the order in which they run, and the settings of the sweep itself.
+
+    Attributes:
+        grids: the arguments of each of its grids, without those of the sweep itself.
+        retries: whether cells that failed run again.
+    """
 
     name: str
     runs_dir: str
     launcher: str
     cells: list[Cell]
     cell_timeout_s: float
-    arguments: tuple[str, ...] = ()  # which describe the grid alone
-    retries: bool = False
-    dry_run: bool = False
+    grids: tuple[tuple[str, ...], ...]
+    retries: bool
+    dry_run: bool
 
 
 def read(arguments: Sequence[str]) -> Study:
@@ -125,10 +132,10 @@ def read(arguments: Sequence[str]) -> Study:
         ConfigError: a cell has a wrong setting; nothing has run then. (Errors that only a
             constructor can find, with the data at hand, show up in the cell's own run.)
     """
-    grid = [*_of_study_file(arguments), *arguments]
-    conditions, plain = separate(grid, (*DEFAULTS, *SET_BY_SWEEP))
-    texts, run = split(plain, DEFAULTS)
-    texts = DEFAULTS | texts
+    merged = [*_of_study_file(arguments), *arguments]
+    conditions, plain = separate(merged, (*DEFAULTS, *SET_BY_SWEEP))
+    given, run = split(plain, DEFAULTS)
+    texts = DEFAULTS | given
     one = {key: one_value(key, texts, allowed) for key, allowed in ALLOWED.items()}
     repeats, timeout_s = (positive(k, one_value(k, texts)) for k in ("repeats", "cell_timeout_s"))
     sizes = [positive("world_size", size) for size in values_of("world_size", texts["world_size"])]
@@ -140,16 +147,16 @@ def read(arguments: Sequence[str]) -> Study:
     cells = [
         dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
     ]
-    saved = tuple(each for each in grid if each.partition("=")[0] not in NOT_OF_GRID)
+    own = (f"{key}={text}" for key, text in given.items() if key not in NOT_OF_GRID)
     return Study(
         one["study"],
         one["runs_dir"],
         one["launcher"],
         cells,
         timeout_s,
-        saved,
-        one["retry"] == "failed",
-        one["dry_run"] == "true",
+        grids=((*own, *run, *(condition.text for condition in conditions)),),
+        retries=one["retry"] == "failed",
+        dry_run=one["dry_run"] == "true",
     )
 
 
@@ -178,15 +185,12 @@ def _points(
 
 
 def _sharing(points: list[Cell]) -> list[Cell]:
-    """Leave out cells of one rank that compute the same as an earlier one."""
-    seen = set[object]()
-    kept = list[Cell]()
+    """Keep one of the cells of one rank that compute the same: that of `none`, or the first."""
+    kept = dict[object, Cell]()
     for point in points:
-        shared = point.baseline
-        if shared is None or shared not in seen:
-            kept.append(point)
-        seen.add(shared)
-    return kept
+        if point.baseline and (point.strategy == CEILING or point.baseline not in kept):
+            kept[point.baseline] = point
+    return [point for point in points if not point.baseline or kept[point.baseline] is point]
 
 
 def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
@@ -204,7 +208,8 @@ def _of_study_file(arguments: Sequence[str]) -> list[str]:
     known = choices_of("study", config_dir)
     if name in known:
         return [f"{key}={value}" for key, value in read_file("study", name, config_dir).items()]
-    if name != "default" and not [each for each in others if not each.startswith("config_dir=")]:
+    alone = (*NOT_OF_GRID, "config_dir")
+    if name != "default" and all(each.partition("=")[0] in alone for each in others):
         raise ConfigError(
             f"study={name}: allowed are {', '.join(known)}, or a new name with settings to run"
         )
