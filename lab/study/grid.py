@@ -160,6 +160,19 @@ def read(arguments: Sequence[str]) -> Study:
     )
 
 
+def refuse_bare_study(arguments: Sequence[str]) -> None:
+    """Refuse the name of a grid alone, for a command that runs one cell.
+
+    Raises:
+        ConfigError: nothing but a study of conf/study is given.
+    """
+    given = {key: text for key, _, text in (each.partition("=") for each in arguments)}
+    rest = given.keys() - {"study", "runs_dir", "config_dir"}
+    name = given.get("study", "")
+    if not rest and name in choices_of("study", config_dir_of(arguments)):
+        raise ConfigError(f"study={name}: is a grid of cells: python -m lab.sweep study={name}")
+
+
 def _points(
     lists: dict[str, list[str]], sizes: list[int], conditions: Sequence[Condition]
 ) -> list[Cell]:
@@ -187,9 +200,9 @@ def _points(
 def _sharing(points: list[Cell]) -> list[Cell]:
     """Keep one of the cells of one rank that compute the same: that of `none`, or the first."""
     kept = dict[object, Cell]()
-    for point in points:
-        if point.baseline and (point.strategy == CEILING or point.baseline not in kept):
-            kept[point.baseline] = point
+    for point in sorted(points, key=lambda point: point.strategy != CEILING):
+        if point.baseline:
+            kept.setdefault(point.baseline, point)
     return [point for point in points if not point.baseline or kept[point.baseline] is point]
 
 
