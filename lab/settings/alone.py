@@ -1,7 +1,7 @@
-"""What one rank computes: strategies that send gradients as they are then do the same.
+"""On one rank, strategies that send gradients as they are do the same.
 
-They have nothing to send, so their weights are equal to the bit, and a step's time differs by what
-buckets and hooks cost, and by noise.
+They have nothing to send, so their weights are equal to the bit, and their step times differ by the
+cost of buckets and hooks, and by noise.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def lines(study: Study) -> Iterator[str]:
 def _like(like: Measured | None) -> str:
     if like is None:
         return UNKNOWN
-    return f"{_needs(like.duration_s, like.num_bytes)}, as {like.record.cell}"
+    return f"{needs(like.duration_s, like.num_bytes)}, as {like.record.cell}"
 
 
 def _sum(likes: list[Measured | None]) -> str:
@@ -48,10 +48,15 @@ def _sum(likes: list[Measured | None]) -> str:
         return "nothing is missing"
     if not known:
         return UNKNOWN
-    needs = _needs(sum(k.duration_s for k in known), sum(k.num_bytes for k in known))
+    total = needs(sum(k.duration_s for k in known), sum(k.num_bytes for k in known))
     rest = len(likes) - len(known)
-    return f"{needs}, start-up not counted" + (f"; {rest} of them {UNKNOWN}" if rest else "")
+    return f"{total}, start-up not counted" + (f"; {rest} of them {UNKNOWN}" if rest else "")
 
 
-def _needs(seconds: float, num_bytes: int) -> str:
-    return f"about {seconds / 60:.2g} min, {num_bytes / 1e6:.2g} MB"
+def needs(seconds: float, num_bytes: int) -> str:
+    """Describe a time and a size on disk, in minutes and MB."""
+    return f"about {_short(seconds / 60)} min, {_short(num_bytes / 1e6)} MB"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1g}" if value < 1 else f"{value:.1f}".removesuffix(".0")

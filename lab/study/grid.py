@@ -92,7 +92,7 @@ class Cell:
 
     @functools.cached_property
     def baseline(self) -> tuple[object, ...] | None:
-        """What a cell of one rank computes, if strategies may share it; see lab.settings.alone."""
+        """The computation of a cell of one rank that strategies may share (lab.settings.alone)."""
         same = computation(self.settings) if self.world_size == 1 else None
         return same and (same, self.batch_size, self.config.scaling, self.config.measure)
 

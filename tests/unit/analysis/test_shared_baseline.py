@@ -64,12 +64,12 @@ def test_without_none_a_strategy_takes_the_run_of_one_that_computes_the_same(
 
 
 def test_over_none_buckets_of_any_size_have_one_run_of_one_rank(tmp_path: Path) -> None:
-    seconds = {"none-1": 4.0, "none-2": 2.0, "overlap-2": 2.5, "onebit-1": 8.0, "onebit-2": 5.0}
+    seconds = {"none-1": 4.0, "none-2": 2.0, "overlap-2": 3.2, "onebit-1": 8.0, "onebit-2": 5.0}
     rows = measured(tmp_path, seconds, "strategy=none,overlap,onebit", "bucket_mb=1,4")
     assert [row.series for row in rows if row.world_size == 1].count("none bucket_mb=1.0") == 1
     for size in ("1.0", "4.0"):
-        assert one(rows, f"overlap bucket_mb={size}").speedup.mid == 1.6
-        assert one(rows, f"onebit bucket_mb={size}").speedup.mid == 0.8
+        assert one(rows, f"overlap bucket_mb={size}").speedup.mid == 1.25
+        assert one(rows, f"onebit bucket_mb={size}").speedup.mid == pytest.approx(0.8)
     assert shared_runs(rows).startswith(
         "N=1 of none bucket_mb=1.0 is shared by none bucket_mb=4.0, "
     )
