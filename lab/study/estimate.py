@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,10 @@ def most_similar(cell: Cell, measured: Iterable[Measured]) -> Measured | None:
     return min(same, key=lambda each: _distance(cell, settings, each.record), default=None)
 
 
-def _distance(cell: Cell, settings: dict[str, str], record: Record) -> Sequence[float]:
+def _distance(cell: Cell, settings: dict[str, str], record: Record) -> tuple[float, ...]:
     other = _as_text(record.settings)
     apart = sum(settings.get(key) != other.get(key) for key in settings.keys() | other.keys())
-    larger, smaller = (
-        max(cell.world_size, record.world_size),
-        min(cell.world_size, record.world_size),
-    )
+    smaller, larger = sorted((cell.world_size, record.world_size))
     return (
         larger / smaller,
         abs(cell.batch_size - record.batch_size),

@@ -94,7 +94,9 @@ class Cell:
     def baseline(self) -> tuple[object, ...] | None:
         """The computation of a cell of one rank that strategies may share (lab.settings.alone)."""
         same = computation(self.settings) if self.world_size == 1 else None
-        return same and (same, self.batch_size, self.config.scaling, self.config.measure)
+        if same is None:
+            return None
+        return (same, self.batch_size, self.config.scaling, self.config.measure)
 
     @property
     def name(self) -> str:

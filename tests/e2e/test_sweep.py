@@ -131,7 +131,8 @@ def test_named_studies_compose() -> None:
 def test_repeats_are_the_outermost_loop() -> None:
     from lab.study.grid import read
 
-    study = read(["strategy=none,tree", "world_size=1,2", "batch_size=64,128", "repeats=2"])
+    settings = ["strategy=none,tree", "world_size=1,2", "batch_size=64,128", "repeats=2"]
+    study = read([*settings, "baselines=all"])
     assert [cell.repeat for cell in study.cells] == [0] * 8 + [1] * 8
     assert [cell.strategy for cell in study.cells[:4]] == ["none", "tree"] * 2
 
