@@ -14,6 +14,7 @@ from lab.distributed.launcher import end_on_signals, is_first_rank, was_launched
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
+from lab.study.grid import refuse_bare_study
 from lab.study.run import sweep
 
 COMMAND = Command(
@@ -48,6 +49,7 @@ def _train(line: CommandLine) -> int:
         if was_launched():
             raise ConfigError("--multirun: starts its own ranks; leave the launcher out")
         return sweep(line)
+    refuse_bare_study(line.settings)
     end_on_signals(COMMAND.name)
     config = load(line.settings)
     cluster = cluster_of(config, world_size() if was_launched() else None)

@@ -12,12 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lab.analysis.points import Point
+from lab.analysis.points import Point, is_copy
 from lab.measure.intervals import quantile
 
-# Classes of exchanges and syncs that add nothing to the step of one rank.
-EXACT = ("NoExchange", "AllReduce", "Tree", "DoubleTree", "Ring", "Star")
-PLAIN = ("NoSync", "GradSync", "RootUpdate")
 ENOUGH = 3  # degrees of freedom; fewer would give a floor of any height
 
 
@@ -42,12 +39,6 @@ def floor_text(floor: float) -> str:
         f"noise floor {100 * floor:.1f} %: copies of one computation, on one rank, differ by as "
         "much; no smaller difference in step time counts"
     )
-
-
-def is_copy(point: Point) -> bool:
-    """Return whether this point computes on one rank, and nothing else."""
-    one = point.one
-    return one.world_size == 1 and one.exchange in EXACT and one.sync in PLAIN
 
 
 def _floor(groups: Sequence[Sequence[float]]) -> float:

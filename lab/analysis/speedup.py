@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lab.analysis.points import Point, points_of, reference, same_work
+from lab.analysis.points import (
+    Point,
+    own_baseline,
+    points_of,
+    reference,
+    same_work,
+    shared_baseline,
+)
 from lab.analysis.records import Cell, Study
 from lab.draw.looks import order
 from lab.measure.intervals import (
@@ -40,6 +47,8 @@ class Row:
 
     Attributes:
         context, hosts: see Point.context and Cell.hosts.
+        one_rank: the series whose run of one rank is this series': its own, or if that was not
+            measured one that computes the same there; empty if there is none.
         steps_s: step time by repeat.
         speedups: speedup by repeat.
         unit, prediction: names of one sample, and of each of its predictions_per_sample.
@@ -62,6 +71,7 @@ class Row:
     prediction: str
     predictions_per_sample: int
     baseline: str
+    one_rank: str
     speedup: Interval
     efficiency: Interval
     exposed_exchange_s: Interval
@@ -94,7 +104,8 @@ def table(study: Study, baseline: str | None = None) -> list[Row]:
     Args:
         study: the records.
         baseline: the strategy whose 1-rank runs speedup is measured from. By default `none`, or
-            each series' own 1-rank runs where the study has none of `none`.
+            each series' own 1-rank runs where the study has none of `none`; a series without its
+            own takes those of one that computes the same on one rank.
 
     Raises:
         ValueError: no finished 1-rank throughput run of a `baseline` that was asked for.
@@ -106,8 +117,26 @@ def table(study: Study, baseline: str | None = None) -> list[Row]:
         raise ValueError(f"baseline={baseline!r}: has no 1-rank run here; allowed are {allowed}")
     named = baseline or (CEILING if CEILING in bases else None)
     return [
-        _row(point, _baseline(points, point, named), _ceiling(points, point)) for point in points
+        _row(
+            point,
+            own_baseline(points, point),
+            _baseline(points, point, named),
+            _ceiling(points, point),
+        )
+        for point in points
     ]
+
+
+def shared_runs(rows: Iterable[Row]) -> str:
+    """Say whose runs of one rank count for other series as well; empty if none do."""
+    users: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.one_rank not in ("", row.series):
+            users.setdefault(row.one_rank, {})[row.series] = None
+    return "; ".join(
+        f"N=1 of {name} is shared by {', '.join(others)}: the same computation on one rank"
+        for name, others in users.items()
+    )
 
 
 def unit_of(rows: Iterable[Row]) -> str:
@@ -128,9 +157,9 @@ def prediction_of(rows: Iterable[Row]) -> tuple[str, int]:
 def _baseline(points: list[Point], point: Point, strategy: str | None) -> Point | None:
     """Find the one-rank point; a transform makes another model, whose speedup is over its own."""
     if strategy is not None and not point.one.transform:
-        return reference(points, point, strategy, 1)
-    alike = [p for p in points if p.one.series == point.one.series]
-    return reference(alike, point, point.one.strategy, 1)
+        named = reference(points, point, strategy, 1)
+        return named or shared_baseline(points, point, strategy)
+    return own_baseline(points, point)
 
 
 def _ceiling(points: list[Point], point: Point) -> Point | None:
@@ -140,7 +169,7 @@ def _ceiling(points: list[Point], point: Point) -> Point | None:
     return same_work(points, point, CEILING, point.one.world_size)
 
 
-def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
+def _row(point: Point, alone: Point | None, base: Point | None, ceiling: Point | None) -> Row:
     one, done = point.one, point.done("throughput")
     factor = one.world_size if one.scaling == "weak" else 1
     speedup = _paired(of_ratio, base, point).scaled(factor)
@@ -164,6 +193,7 @@ def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
         prediction=one.prediction,
         predictions_per_sample=one.predictions_per_sample,
         baseline=base.one.series if base else "",
+        one_rank=alone.one.series if alone else "",
         speedup=speedup,
         efficiency=speedup.scaled(1 / one.world_size),
         exposed_exchange_s=_paired(of_difference, point, ceiling),

@@ -15,7 +15,7 @@ from lab.analysis.noise import floor_text
 from lab.analysis.records import Study
 from lab.analysis.scalability import scalability
 from lab.analysis.series import CONTEXT
-from lab.analysis.speedup import CEILING, Row, prediction_of, unit_of
+from lab.analysis.speedup import CEILING, Row, prediction_of, shared_runs, unit_of
 from lab.analysis.target import TimeToTarget
 from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval
 from lab.task.metrics import heading, main_metric
@@ -39,7 +39,7 @@ def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:
     """
     parts = [
         *(_table(rows) if rows else ()),
-        *_advice(rows),
+        "\n".join(line for line in (shared_runs(rows), *_advice(rows)) if line),
         "\n".join(_scalability_lines(rows)),
         "\n".join(line for line in (floor_text(floor), *_leader_lines(rows, floor)) if line),
         "\n".join(_trouble(study)),

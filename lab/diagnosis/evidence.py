@@ -12,7 +12,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from lab.analysis.noise import noise_floor
-from lab.analysis.points import Point, points_of, same_work
+from lab.analysis.points import Point, points_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.analysis.speedup import CEILING
 from lab.measure.intervals import geometric_mean
@@ -103,7 +103,11 @@ def gather(study: Study, cell: Cell) -> Evidence:
     step_s = _step_s(point) if point.step_s() else _median(run.step_s for run in breakdowns)
     if not step_s:
         raise ValueError(f"{cell.folder}: step_s=null: no step was timed; see warmup_steps")
-    base = same_work(points, point, CEILING, 1) or same_work(points, point, cell.strategy, 1)
+    base = (
+        same_work(points, point, CEILING, 1)
+        or same_work(points, point, cell.strategy, 1)
+        or shared_baseline(points, point)
+    )
     ceiling = same_work(points, point, CEILING, cell.world_size)
     pattern = pattern_of(settings)
     # Backward's waits for the exchange are not the rank's own work.

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lab.settings.blame import blame
 from lab.settings.command import Command, CommandLine
 from lab.settings.errors import ConfigError, one_line
+from lab.settings.hints import hint
 from lab.settings.overrides import quoted
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
@@ -116,4 +117,18 @@ def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, st
         if not Path(value).is_dir() or not value:
             raise ConfigError(f"{name} {value}: there is no such folder")
         return "--config-dir", str(Path(value).absolute())
+    if command.runs and (setting := _as_setting(name, argument, value)):
+        raise ConfigError(f"{name}: {setting}")
     raise ConfigError(f"{name}: flags are {command.flags}; settings are written key=value")
+
+
+def _as_setting(name: str, argument: str, value: str) -> str | None:
+    """Return how to write an option of other programs, such as --lr 0.1; None: it is unknown."""
+    from lab.settings.config import FIELDS  # composing takes time to load, and only errors need it
+
+    key = name.lstrip("-").replace("-", "_")
+    if "=" not in argument and ("=" in value or value.startswith("-")):  # the next setting
+        value = ""
+    if key in FIELDS or key.partition(".")[0] in FIELDS:
+        return f"write {key}={value or '...'}"
+    return hint(key, value)

@@ -6,7 +6,6 @@ Nothing here imports torch, so `--help` and a wrong setting answer at once.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -20,6 +19,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from lab.settings import hints
 from lab.settings.blame import reason_of
 from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
@@ -246,14 +246,17 @@ def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.strip("/").rpartition("/")
         group, choice = (group, choice) if group else (choice, "")
-        return f"{group}={choice}: allowed are {', '.join(choices_of(group, config_dir))}"
+        allowed = choices_of(group, config_dir)
+        meant = hints.choice_hint(group, choice, allowed)
+        return f"{group}={choice}: {meant}allowed are {', '.join(allowed)}"
     cause = error.__cause__ or error
     quoted_key = re.search(r"'([^']+)'", str(error))
     key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
     argument = next((a for a in arguments if a.lstrip("+~").split("=")[0] == key), key)
     if "Could not override" in str(error):
         return _unknown(argument, key, config_dir)
-    return f"{argument}: {one_line(cause)}"
+    reason = one_line(cause)
+    return f"{argument}: {hints.value_hint(argument.partition('=')[2], reason) or reason}"
 
 
 def _unknown(argument: str, key: str, config_dir: str | None) -> str:
@@ -263,11 +266,10 @@ def _unknown(argument: str, key: str, config_dir: str | None) -> str:
         return f"{argument}: needs {' or '.join(f'{group}={name}' for name in sorted(has_it))}"
     known = {
         *FIELDS,
-        *(name for choices in keys.values() for names in choices.values() for name in names),
+        *(f"{group}.{name}" for group in keys for names in keys[group].values() for name in names),
     }
-    close = difflib.get_close_matches(key.split(".")[-1], sorted(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{argument}: no such setting{hint} (--help lists them)"
+    hint = hints.hint(key, argument.partition("=")[2]) or hints.nearest(key, known)
+    return f"{argument}: no such setting; {hint or '--help lists them'}"
 
 
 def check_batch(config: DictConfig, world_size: int) -> None:

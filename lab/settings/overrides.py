@@ -11,6 +11,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from lab.settings.errors import ConfigError
+from lab.settings.files import choices_of
+from lab.settings.hints import lonely_hint
 
 __all__ = ["Override", "config_dir_of", "file_to_write", "parse_overrides", "quoted", "split"]
 
@@ -23,17 +25,25 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     """
     parser = OverridesParser.create()
     overrides = []
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
         try:
             overrides.append(parser.parse_override(argument))
         except HydraException:
-            raise ConfigError(
-                f"{argument!r} is not a setting: write key=value, and quote values with "
-                "commas, brackets or '=' as in 'cell=\"a=b\"'"
-            ) from None
+            hint = _hint(arguments, index)
+            raise ConfigError(f"{argument!r} is not a setting: {hint}") from None
         if overrides[-1].key_or_group.split(".")[0] == "hydra":
             raise ConfigError(f"{argument}: Hydra itself has no settings here (--help)")
     return overrides
+
+
+def _hint(arguments: Sequence[str], index: int) -> str:
+    """Return what to write instead of an argument that Hydra's grammar refuses."""
+    if ":" in (argument := arguments[index]) and argument.count("=") > 1:
+        return f"settings under a condition are for grids: python -m lab.sweep {argument}"
+    meant = None if "=" in argument else lonely_hint(arguments, index, choices_of("strategy"))
+    return meant or (
+        "write key=value, and quote values with commas, brackets or '=' as in 'cell=\"a=b\"'"
+    )
 
 
 def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, str], list[str]]:

@@ -59,7 +59,7 @@ def read(arguments: Sequence[str]) -> Request:
     texts = {key: default for key, (default, _) in SETTINGS.items()} | texts
     out = file_to_write("out", texts["out"], ".json", ".png")
     trace = file_to_write("trace", texts["trace"], ".json")
-    cells = [cell for cell in read_grid(run).cells if cell.repeat == 0]
+    cells = [cell for cell in read_grid([*run, "baselines=all"]).cells if cell.repeat == 0]
     if trace and len(cells) > 1:
         raise ConfigError(f"trace={trace}: takes one cell, and these are {len(cells)}")
     config_dir = config_dir_of(run)

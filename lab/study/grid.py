@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +13,44 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
+from lab.settings.alone import computation
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, is_file, read_file
 from lab.settings.names import resolved, run_name, variant
-from lab.settings.overrides import config_dir_of, parse_overrides, split
+from lab.settings.overrides import config_dir_of, split
 from lab.settings.own_code import fingerprint
+from lab.study.conditions import Condition, refuse_idle, separate, under
+from lab.study.lists import expanded, one_value, positive, values_of
 
 SWEEP_SETTINGS = {
     "launcher": ("local", "what starts the ranks of a cell (local | slurm)"),
     "world_size": ("1", "numbers of ranks (a list)"),
     "repeats": ("1", "times that the whole grid is measured, one after the other"),
     "cell_timeout_s": ("3600", "a cell that takes longer is ended and recorded as timeout"),
+    "baselines": (
+        "shared",
+        "runs of one rank: shared by strategies that compute the same there, or all (shared | all)",
+    ),
+    "retry": ("none", "failed: run cells again that failed or ran out of memory or time"),
+    "dry_run": ("false", "print the cells, the time and the disk that they need, and end"),
 }
 DEFAULTS = {key: default for key, (default, _) in SWEEP_SETTINGS.items()} | {
     "study": "default",
     "runs_dir": "runs",
 }
-LAUNCHERS = ("local", "slurm")
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "study": (),
+    "runs_dir": (),
+    "launcher": ("local", "slurm"),
+    "baselines": ("shared", "all"),
+    "retry": ("none", "failed"),
+    "dry_run": ("false", "true"),
+}
+# Keys that say how a sweep runs, not which cells it has; and those of a cell that it sets.
+NOT_OF_GRID = ("study", "runs_dir", "launcher", "cell_timeout_s", "retry", "dry_run")
+SET_BY_SWEEP = ("cell", "repeat", "resume")
+CEILING = "none"  # the strategy over whose run of one rank speedup is computed, if there is one
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,14 @@ class Cell:
         composed: Any = OmegaConf.to_container(self.config, resolve=True)
         return resolved(composed)
 
+    @functools.cached_property
+    def baseline(self) -> tuple[object, ...] | None:
+        """The computation of a cell of one rank that strategies may share (lab.settings.alone)."""
+        same = computation(self.settings) if self.world_size == 1 else None
+        if same is None:
+            return None
+        return (same, self.batch_size, self.config.scaling, self.config.measure)
+
     @property
     def name(self) -> str:
         arguments = [*self.arguments, f"repeat={self.repeat}"]
@@ -79,13 +108,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """Cells in the order in which they run, and the settings of the sweep itself."""
+    """Cells in the order in which they run, and the settings of the sweep itself.
+
+    Attributes:
+        grids: the arguments of each of its grids, without those of the sweep itself.
+        retries: whether cells that failed run again.
+    """
 
     name: str
     runs_dir: str
     launcher: str
     cells: list[Cell]
     cell_timeout_s: float
+    grids: tuple[tuple[str, ...], ...]
+    retries: bool
+    dry_run: bool
 
 
 def read(arguments: Sequence[str]) -> Study:
@@ -100,34 +137,77 @@ def read(arguments: Sequence[str]) -> Study:
         ConfigError: a cell has a wrong setting; nothing has run then. (Errors that only a
             constructor can find, with the data at hand, show up in the cell's own run.)
     """
-    texts, run = split(_with_study_file(arguments), DEFAULTS)
-    texts = DEFAULTS | texts
-    name, launcher = _only("study", texts), _only("launcher", texts)
-    if launcher not in LAUNCHERS:
-        raise ConfigError(f"launcher={launcher}: allowed are {', '.join(LAUNCHERS)}")
-    repeats, timeout_s = (_integer(key, _only(key, texts)) for key in ("repeats", "cell_timeout_s"))
-    sizes = [_integer("world_size", size) for size in _values("world_size", texts["world_size"])]
-    points = _points(_lists(run), sizes)
+    conditions, plain = separate(_with_study_file(arguments), (*DEFAULTS, *SET_BY_SWEEP))
+    given, run = split(plain, DEFAULTS)
+    texts = DEFAULTS | given
+    one = {key: one_value(key, texts, allowed) for key, allowed in ALLOWED.items()}
+    repeats, timeout_s = (positive(k, one_value(k, texts)) for k in ("repeats", "cell_timeout_s"))
+    sizes = [positive("world_size", size) for size in values_of("world_size", texts["world_size"])]
+    points = _points(expanded(run), sizes, conditions)
     if len({point.name for point in points}) < len(points):
-        raise ConfigError(f"study={name}: a value is listed twice, or two differ in signs alone")
+        raise ConfigError(f"study={one['study']}: two values of a list differ in signs alone")
+    if one["baselines"] == "shared":
+        points = _sharing(points)
     cells = [
         dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
     ]
-    return Study(name, _only("runs_dir", texts), launcher, cells, timeout_s)
+    own = (f"{key}={text}" for key, text in given.items() if key not in NOT_OF_GRID)
+    return Study(
+        one["study"],
+        one["runs_dir"],
+        one["launcher"],
+        cells,
+        timeout_s,
+        grids=((*own, *run, *(condition.text for condition in conditions)),),
+        retries=one["retry"] == "failed",
+        dry_run=one["dry_run"] == "true",
+    )
 
 
-def _points(lists: dict[str, list[str]], sizes: list[int]) -> list[Cell]:
+def refuse_bare_study(arguments: Sequence[str]) -> None:
+    """Refuse the name of a grid alone, for a command that runs one cell.
+
+    Raises:
+        ConfigError: nothing but a study of conf/study is given.
+    """
+    given = {key: text for key, _, text in (each.partition("=") for each in arguments)}
+    rest = given.keys() - {"study", "runs_dir", "config_dir"}
+    name = given.get("study", "")
+    if not rest and name in choices_of("study", config_dir_of(arguments)):
+        raise ConfigError(f"study={name}: is a grid of cells: python -m lab.sweep study={name}")
+
+
+def _points(
+    lists: dict[str, list[str]], sizes: list[int], conditions: Sequence[Condition]
+) -> list[Cell]:
     """Compose the cells of one repeat."""
-    for key in ("cell", "repeat", "resume"):
+    for key in SET_BY_SWEEP:
         if key in lists:
             raise ConfigError(f"{' '.join(lists[key])}: a sweep sets this itself")
     strategies = lists.pop("strategy", ["strategy=allreduce"])
-    return [
-        _cell((strategy, *settings), size)
+    plain = [
+        ((strategy, *settings), size)
         for settings in itertools.product(*lists.values())
         for size in sizes
         for strategy in strategies
     ]
+    refuse_idle(conditions, plain)
+    # A setting that a condition replaces would otherwise give the same cell twice.
+    points = dict.fromkeys(
+        (under_it, size)
+        for arguments, size in plain
+        for under_it in under(conditions, arguments, size)
+    )
+    return [_cell(arguments, size) for arguments, size in points]
+
+
+def _sharing(points: list[Cell]) -> list[Cell]:
+    """Keep one of the cells of one rank that compute the same: that of `none`, or the first."""
+    kept = dict[object, Cell]()
+    for point in sorted(points, key=lambda point: point.strategy != CEILING):
+        if point.baseline:
+            kept.setdefault(point.baseline, point)
+    return [point for point in points if not point.baseline or kept[point.baseline] is point]
 
 
 def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
@@ -137,54 +217,24 @@ def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
     return Cell(arguments, config, world_size)
 
 
-def _lists(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Expand lists: for each key, its settings as a command line would take them."""
-    lists = dict[str, list[str]]()
-    for override in parse_overrides(arguments):
-        if override.is_sweep_override() and not override.is_choice_sweep():
-            raise ConfigError(f"{override.input_line}: write the values as a list, a,b,c")
-        settings = [str(override.input_line)]
-        if override.is_choice_sweep():
-            key = override.get_key_element()
-            settings = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        lists[override.key_or_group] = settings
-    return lists
-
-
 def _with_study_file(arguments: Sequence[str]) -> list[str]:
     """Put the settings in conf/study/NAME.yaml, if there is such a study, before those typed."""
     texts, others = split(arguments, ("study",))
-    name, config_dir = _only("study", DEFAULTS | texts), config_dir_of(arguments)
+    name, config_dir = one_value("study", DEFAULTS | texts), config_dir_of(arguments)
     if is_file(name):
         return [*_settings_of(name, config_dir), *arguments, f"study={Path(name).stem}"]
     load([f"study={name}"])  # becomes the name of a directory, and perhaps names a file
     known = choices_of("study", config_dir)
     if name in known:
         return [*_settings_of(name, config_dir), *arguments]
-    if name != "default" and not [each for each in others if not each.startswith("config_dir=")]:
+    alone = (*NOT_OF_GRID, "config_dir")
+    if name != "default" and all(each.partition("=")[0] in alone for each in others):
         raise ConfigError(
-            f"study={name}: allowed are {', '.join(known)}, a path such as "
-            "./mine.yaml, or a new name with settings to run"
+            f"study={name}: allowed are {', '.join(known)}, a path such as ./mine.yaml, or a new "
+            "name with settings to run"
         )
     return list(arguments)
 
 
 def _settings_of(name: str, config_dir: str | None) -> list[str]:
     return [f"{key}={value}" for key, value in read_file("study", name, config_dir).items()]
-
-
-def _values(key: str, text: str) -> list[str]:
-    return [setting.partition("=")[2] for setting in _lists([f"{key}={text}"])[key]]
-
-
-def _only(key: str, texts: dict[str, str]) -> str:
-    values = _values(key, texts[key])
-    if len(values) > 1:
-        raise ConfigError(f"{key}={texts[key]}: takes one value")
-    return values[0]
-
-
-def _integer(key: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{key}={text}: must be an integer of at least 1")
-    return int(text)

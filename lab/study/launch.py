@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from lab.cluster.settings import Cluster
 from lab.record.schema import Record, Status, read_record
+from lab.study.cells import make_directory
 from lab.study.grid import Cell
 
 STOP_S = 40.0  # seconds for a launcher to end its ranks; torchrun itself kills after 30
@@ -51,14 +51,6 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> Record:
             stop(process)
             raise
     return record_of(directory, cell, status, error)
-
-
-def make_directory(root: Path, cell: Cell) -> Path:
-    """Make a cell's directory empty: leftovers of a killed attempt are not a measurement."""
-    directory = root / cell.name
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    return directory
 
 
 def settings_of(root: Path, cell: Cell) -> list[str]:

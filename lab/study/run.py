@@ -12,17 +12,19 @@ from datetime import timedelta
 from pathlib import Path
 
 from lab.cluster import sandbox
-from lab.record.schema import Record, read_record
+from lab.record.schema import Record
 from lab.settings.command import CommandLine
 from lab.settings.command_line import show
 from lab.settings.errors import ConfigError
-from lab.study.grid import Cell, Study, read
+from lab.study import dry_run, saved
+from lab.study.cells import already, recorded
+from lab.study.grid import Study
 
 LOCK_WAIT_S = 60.0
 
 
 def sweep(line: CommandLine) -> int:
-    """Run the missing cells of a study; with `--cfg`, print its cells instead.
+    """Run the missing cells of a study; with `--cfg` or `dry_run`, print its cells instead.
 
     Returns:
         The exit code: 0; 1 if no cell of the study is done; 130 after Ctrl-C.
@@ -30,15 +32,21 @@ def sweep(line: CommandLine) -> int:
     Raises:
         ConfigError: a wrong setting, or a study that cannot be run here.
     """
-    study = read(line.settings)
+    study, source = saved.read(line.settings)
     if line.shows_settings:
         show(cell.config for cell in study.cells)
         return 0
+    if study.dry_run:
+        print(source)
+        dry_run.show(study)
+        return 0
     _check_launcher(study)
     root = _make_root(study)
+    print(source, flush=True)
     run_missing = _run_on_slurm if study.launcher == "slurm" else _run_here
     try:
         with _alone(root) as lock:
+            saved.save(root, study)
             statuses = list(run_missing(study, root, lock))
     except KeyboardInterrupt:
         print("\nstopped; the same command continues from here", file=sys.stderr)
@@ -55,15 +63,15 @@ def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
     durations: list[float] = []
     for number, cell in enumerate(study.cells, start=1):
         print(f"[{number}/{len(study.cells)}] {cell.name}:", end=" ", flush=True)
-        record = _recorded(root, cell)
+        record = recorded(root, cell, study.retries)
         if record is not None:
-            print(_already(root, cell, record), flush=True)
+            print(already(record), flush=True)
         else:
             began = time.monotonic()
             record = run_cell(root, cell, study.cell_timeout_s, lock)
             durations.append(time.monotonic() - began)
-            missing = sum(_recorded(root, later) is None for later in study.cells[number:])
-            eta = timedelta(seconds=round(missing * sum(durations) / len(durations)))
+            later = (recorded(root, each, study.retries) for each in study.cells[number:])
+            eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
             print(f"{_outcome(record)}, ETA {eta}", flush=True)
         yield record.status
 
@@ -72,13 +80,13 @@ def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
     """Submit every cell that has no record yet; yield the status of each as it ends."""
     from lab.study.slurm import run_cells
 
-    records = [(cell, _recorded(root, cell)) for cell in study.cells]
+    records = [(cell, recorded(root, cell, study.retries)) for cell in study.cells]
     missing = [cell for cell, record in records if record is None]
     positions = iter(range(1, len(study.cells) + 1))
     for cell, record in records:
         if record is not None:
             position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
-            print(position, _already(root, cell, record), flush=True)
+            print(position, already(record), flush=True)
             yield record.status
     began = time.monotonic()
     with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as ended:
@@ -88,26 +96,6 @@ def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
             eta = timedelta(seconds=round(remaining_s))
             print(position, f"{_outcome(record)}, ETA {eta}", flush=True)
             yield record.status
-
-
-def _recorded(root: Path, cell: Cell) -> Record | None:
-    """Return the record of a cell that need not run again; an interrupted cell must.
-
-    Raises:
-        ConfigError: the cell's directory holds other files, which must not be lost.
-    """
-    try:
-        record = read_record(root / cell.name / "record.json")
-    except OSError:
-        return None
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return None if record.status == "interrupted" else record
-
-
-def _already(root: Path, cell: Cell, record: Record) -> str:
-    again = "" if record.status == "done" else f" (to try again, delete {root / cell.name})"
-    return f"{record.status} already{again}"
 
 
 def _outcome(record: Record) -> str:

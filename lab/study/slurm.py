@@ -20,8 +20,9 @@ from pathlib import Path
 
 from lab.record.schema import Record, Status
 from lab.settings.config import ConfigError
+from lab.study.cells import make_directory
 from lab.study.grid import Cell
-from lab.study.launch import last_error, make_directory, record_of, settings_of
+from lab.study.launch import last_error, record_of, settings_of
 
 POLL_S = 1.0  # seconds between polls at first; a long sweep polls less often
 LONGEST_POLL_S = 15.0

@@ -44,15 +44,16 @@ def test_a_killed_sweep_leaves_nothing_running_and_goes_on(
     done = started(tmp_path)
     assert len(done) == 1
 
-    again = command("lab.sweep", *grid)
+    again = command("lab.sweep", "study=s")  # its grid is saved
     assert again.code == 0, again.err
+    assert "study=s: the grid saved in runs/s/study.json" in again.out
     assert again.out.count("done already") == 1
     assert "2 of 2 cells done" in again.out
     assert "ETA" in again.out
     assert started(tmp_path).items() > done.items()
     assert not psutil.wait_procs(children, timeout=10)[1]
 
-    # The same study with one cell that does not fit into memory: only this one runs.
+    # The same study with one cell that does not fit into memory: only this one runs, and again.
     before = started(tmp_path)
     more = command(
         "lab.sweep", "study=s", "strategy=onebit", "world_size=1", "model=mlp",
@@ -61,6 +62,10 @@ def test_a_killed_sweep_leaves_nothing_running_and_goes_on(
     assert more.code == 1  # none of its cells is done
     assert "oom: rank 0" in more.out
     assert started(tmp_path).items() > before.items()
+    retried = command("lab.sweep", "study=s", "retry=failed")
+    assert retried.out.count("done already") == 2 and "oom: rank 0" in retried.out
+    (attempt,) = (tmp_path / "runs/s").glob("onebit-*/failed-1")
+    assert record(attempt)["status"] == "oom"
 
     plotted = command("lab.plot", "runs/s", "format=svg")
     assert plotted.code == 0, plotted.err
@@ -126,7 +131,8 @@ def test_named_studies_compose() -> None:
 def test_repeats_are_the_outermost_loop() -> None:
     from lab.study.grid import read
 
-    study = read(["strategy=none,tree", "world_size=1,2", "batch_size=64,128", "repeats=2"])
+    settings = ["strategy=none,tree", "world_size=1,2", "batch_size=64,128", "repeats=2"]
+    study = read([*settings, "baselines=all"])
     assert [cell.repeat for cell in study.cells] == [0] * 8 + [1] * 8
     assert [cell.strategy for cell in study.cells[:4]] == ["none", "tree"] * 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from lab.analysis.noise import floor_text
 from lab.analysis.records import Study
-from lab.analysis.speedup import CEILING, Row
+from lab.analysis.speedup import CEILING, Row, shared_runs
 from lab.draw.looks import Look, order
 from lab.draw.style import GREY, HATCH, frame, unique
 from lab.measure.intervals import ENOUGH_REPEATS
@@ -47,6 +47,25 @@ class Sheet:
         if not rows:
             raise NothingToDraw("no finished throughput run")
         return rows
+
+    def from_one_rank(self) -> list[Row]:
+        """Select the same, and for each series the shared run of one rank, if it has no other.
+
+        Raises:
+            NothingToDraw: there are none.
+        """
+        rows = self.measured()
+        ones = {(r.series, r.fixed_batch_size): r for r in rows if r.world_size == 1}
+        lacking = {
+            (row.series, row.fixed_batch_size): row
+            for row in rows
+            if row.one_rank not in ("", row.series)
+        }
+        shared = [
+            replace(ones[row.one_rank, batch_size], series=series, strategy=row.strategy)
+            for (series, batch_size), row in lacking.items()
+        ]
+        return [*shared, *rows]
 
     def batch_name(self) -> str:
         """Name the batch size that this scaling keeps."""
@@ -105,7 +124,10 @@ def finish(
     """
     how = "; ".join(sheet.emulated())
     floor = floor_text(sheet.floor)
-    footer = [f"{_context(sheet)} · {sample}", floor, notes, f"emulated: {how}" if how else ""]
+    footer = [
+        *(f"{_context(sheet)} · {sample}", floor, notes, shared_runs(sheet.rows)),
+        f"emulated: {how}" if how else "",
+    ]
     return frame(figure, title, handles, footer)
 
 

@@ -89,7 +89,7 @@ def scaling(sheet: Sheet) -> Figure:
 
 def throughput(sheet: Sheet) -> Figure:
     """Draw samples per second against world size; one column per batch."""
-    rows = [row for row in sheet.measured() if not math.isnan(row.samples_per_s.mid)]
+    rows = [row for row in sheet.from_one_rank() if not math.isnan(row.samples_per_s.mid)]
     if not rows:
         raise NothingToDraw("no record gives samples_per_s")
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
@@ -119,7 +119,7 @@ def _width(batch_sizes: list[int]) -> float:
 
 
 def _with_speedup(sheet: Sheet) -> list[Row]:
-    rows = [row for row in sheet.measured() if not math.isnan(row.speedup.mid)]
+    rows = [row for row in sheet.from_one_rank() if not math.isnan(row.speedup.mid)]
     if not rows:
         raise NothingToDraw("no 1-rank run to measure speedup from")
     return rows

@@ -25,6 +25,7 @@ from lab.draw.looks import looks_of
 from lab.record.schema import read_record
 from lab.settings.config import load
 from lab.simulate import view as prediction
+from lab.study import dry_run
 from lab.training import outcome
 from tests.conftest import ROOT
 from tests.support.figures import ys
@@ -87,6 +88,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             "no rank would send more than 100 MB",
         ),
         "lab/simulate/view.py": (prediction.notes({**rows, **profile})[0], "(100.0 MB of"),
+        "lab/study/dry_run.py": (dry_run.needs(60, NUM_BYTES), "about 1 min, 100 MB"),
         "lab/training/outcome.py": (outcome.summary(record, cell.folder), "200.000 MB per"),
     }
 

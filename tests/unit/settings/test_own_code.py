@@ -132,7 +132,7 @@ def test_files_are_choices_of_groups_and_studies(project: Path) -> None:
     strategy = "# @package _global_\ndefaults:\n  - /exchange: tree\n  - _self_\nstrategy: mine\n"
     (project / "own.yaml").write_text(strategy)
     (project / "grid.yaml").write_text("model: ./net.yaml\nstrategy: ./own.yaml,ring\n")
-    study = grid.read(["study=./grid.yaml", "model.width=32"])
+    study = grid.read(["study=./grid.yaml", "model.width=32", "world_size=2"])
     assert study.name == "grid"
     assert [cell.config.strategy for cell in study.cells] == ["mine", "ring"]
     assert [cell.config.model.width for cell in study.cells] == [32, 32]

@@ -1,0 +1,166 @@
+"""Hints that lead on: typical mistakes of a command line, and what to write instead.
+
+The names that other programs use for a setting, and why some things are no setting here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+# By setting, the names that other programs give it.
+NAMES: dict[str, tuple[str, ...]] = {
+    "accumulate": ("accumulation_steps", "gradient_accumulation_steps", "grad_accum", "accum"),
+    "batch_size": ("batch", "bs", "bsz", "global_batch_size", "train_batch_size"),
+    "bucket_mb": ("bucket_cap_mb", "bucket_size_mb", "bucket_size"),
+    "cell": ("name", "run_name", "run"),
+    "clip_grad_norm": ("clip", "grad_clip", "max_grad_norm", "gradient_clip_val"),
+    "data": ("dataset", "data_set"),
+    "data.path": ("data_dir", "data_path", "root", "data.root", "data.dir"),
+    "data.workers": ("num_workers", "workers", "data.num_workers"),
+    "deterministic": ("reproducible",),
+    "device": ("accelerator",),
+    "epochs": ("epoch", "num_epochs", "n_epochs", "max_epochs"),
+    "eval_every": ("eval_steps", "eval_interval", "val_every", "val_check_interval"),
+    "checkpoint_every": ("save_every", "save_steps", "save_interval"),
+    "model": ("network", "net", "arch", "architecture"),
+    "optim": ("optimizer", "opt"),
+    "optim.lr": ("lr", "learning_rate", "optim.learning_rate", "optimizer.lr", "base_lr"),
+    "optim.momentum": ("momentum", "optimizer.momentum"),
+    "optim.schedule": ("scheduler", "lr_scheduler", "schedule", "optim.scheduler"),
+    "optim.weight_decay": ("weight_decay", "wd", "optimizer.weight_decay"),
+    "precision": ("dtype", "mixed_precision"),
+    "recorder": ("logger", "tracker", "report_to"),
+    "resume": ("resume_from", "checkpoint", "load"),
+    "runs_dir": ("output_dir", "log_dir", "logdir", "out_dir", "save_dir"),
+    "seed": ("random_seed", "rng_seed"),
+    "steps": ("max_steps", "num_steps", "n_steps", "iterations", "iters", "max_iters"),
+    "strategy": ("compression", "algorithm", "algo", "method"),
+    "study": ("exp", "experiment"),
+}
+OF_NAME = {name: key for key, names in NAMES.items() for name in names}
+# Switches of other programs, and the setting that does the same.
+SWITCHES = {
+    "fp16": "precision=fp16",
+    "amp": "precision=fp16 or precision=bf16",
+    "bf16": "precision=bf16",
+    "cuda": "device=cuda",
+    "use_cuda": "device=cuda",
+    "cpu": "device=cpu",
+    "no_cuda": "device=cpu",
+    "wandb": "recorder=wandb",
+    "use_wandb": "recorder=wandb",
+}
+RANKS = (
+    *("world_size", "gpus", "num_gpus", "n_gpus", "ngpus", "nproc", "nproc_per_node"),
+    *("num_processes", "num_ranks", "ranks", "devices", "np"),
+)
+GPU = ("gpu", "gpu_id", "gpu_ids", "device_id", "local_rank")
+OF_SWEEP = ("repeats", "launcher", "dry_run", "retry", "baselines", "cell_timeout_s")
+# By choice, as others call it, ours; compared without case, dashes and underscores.
+CHOICES = {
+    "strategy": {
+        "1bit": "onebit",
+        "1bitsgd": "onebit",
+        "signsgd": "signsgd_ef",
+        "hvd": "horovod",
+        "ddpoverlap": "ddp or overlap",
+        "distributeddataparallel": "ddp",
+        "localsgd": "local_sgd",
+        "parameterserver": "tensorflow",
+        "ps": "tensorflow",
+    },
+    "optim": {"adam": "adamw"},
+}
+SHARDED = ("fsdp", "fsdp2", "zero", "zero1", "zero2", "zero3", "deepspeed")
+
+
+def hint(key: str, value: str) -> str | None:
+    """Return what to write instead of a key that is no setting; None if it is no typical mistake.
+
+    Args:
+        key: as typed, also as an option of other programs: batch-size.
+        value: as typed; may be empty.
+    """
+    key = key.lstrip("+~-").replace("-", "_").lower()
+    if key in RANKS:
+        number = value if value.isdigit() else "N"
+        return (
+            f"the launcher says how many ranks run: torchrun --nproc-per-node {number} "
+            f"-m lab.train; in python -m lab.sweep it is world_size={number}"
+        )
+    if key in GPU:
+        return f"the environment chooses GPUs: CUDA_VISIBLE_DEVICES={value or '0'}, and device=cuda"
+    if key in OF_SWEEP:
+        return f"it is a setting of a grid: python -m lab.sweep {key}={value}"
+    if key in SWITCHES:
+        return f"write {SWITCHES[key]}"
+    if key in OF_NAME:
+        return f"write {OF_NAME[key]}={value}"
+    return None
+
+
+def nearest(key: str, known: Collection[str]) -> str | None:
+    """Return a hint at the known setting that is spelled most like `key`; None if none is near."""
+    if close := difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    ends = {name.split(".")[-1]: name for name in sorted(known, reverse=True)}
+    close = difflib.get_close_matches(key.split(".")[-1], list(ends), n=1, cutoff=0.6)
+    return f"did you mean {ends[close[0]]}?" if close else None
+
+
+def choice_hint(group: str, choice: str, allowed: Sequence[str]) -> str:
+    """Return what may have been meant by a choice that a group lacks, ending in a space; or ""."""
+    plain = _plain(choice)
+    if group == "strategy" and plain in SHARDED:
+        return "shards the model, and the lab trains replicas; "
+    by_plain = {_plain(name): name for name in allowed}
+    meant = by_plain.get(plain) or CHOICES.get(group, {}).get(plain)
+    if meant and set(meant.split(" or ")) <= set(allowed):
+        return f"did you mean {meant}? "
+    close = difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.7)
+    return f"did you mean {by_plain[close[0]]}? " if close else ""
+
+
+def value_hint(text: str, reason: str) -> str | None:
+    """Return what a value must be, from the reason why it could not be converted; None: unknown."""
+    if "converted to Integer" in reason:
+        whole = _whole(text)
+        return "must be an integer" + (f": {whole}" if whole else "")
+    if "converted to Float" in reason:
+        return "must be a number"
+    return "must be true or false" if "not a valid bool" in reason else None
+
+
+def lonely_hint(arguments: Sequence[str], index: int, strategies: Collection[str]) -> str | None:
+    """Return what may have been meant by a word without an equals sign, such as `lr 0.1`.
+
+    Args:
+        arguments: all words. index: of this one. strategies: names that `strategy=` takes.
+    """
+    word, *rest = arguments[index:]
+    before = arguments[index - 1] if index else ""
+    if before.endswith("="):
+        return f"write {before}{word}, without spaces"
+    if rest and rest[0] == "=":
+        return f"write {word}={''.join(rest[1:2])}, without spaces"
+    if rest and rest[0].startswith("="):
+        return f"write {word}{rest[0]}, without spaces"
+    if word in strategies:
+        return f"write strategy={word}"
+    if rest and word.isidentifier() and "=" not in rest[0]:
+        return f"write {word}={rest[0]}"
+    return None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _whole(text: str) -> str:
+    """Write a whole number such as 1e3 as an integer; empty if it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return ""
+    return str(int(number)) if number.is_integer() else ""

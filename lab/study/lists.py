@@ -1,0 +1,58 @@
+"""Lists of values on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lab.settings.errors import ConfigError
+from lab.settings.overrides import parse_overrides
+
+
+def expanded(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Expand lists: for each key, its settings as a command line would take them.
+
+    Raises:
+        ConfigError: a value is listed twice, or a list is not written a,b,c.
+    """
+    lists = dict[str, list[str]]()
+    for override in parse_overrides(arguments):
+        if override.is_sweep_override() and not override.is_choice_sweep():
+            raise ConfigError(f"{override.input_line}: write the values as a list, a,b,c")
+        settings = [str(override.input_line)]
+        if override.is_choice_sweep():
+            key = override.get_key_element()
+            settings = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        if len(set(settings)) < len(settings):
+            raise ConfigError(f"{override.input_line}: a value is listed twice")
+        lists[override.key_or_group] = settings
+    return lists
+
+
+def values_of(key: str, text: str) -> list[str]:
+    """Return the values of one key."""
+    return [setting.partition("=")[2] for setting in expanded([f"{key}={text}"])[key]]
+
+
+def one_value(key: str, texts: Mapping[str, str], allowed: Sequence[str] = ()) -> str:
+    """Return the value of a key that takes no list.
+
+    Raises:
+        ConfigError: it has several, or one that is not allowed.
+    """
+    values = values_of(key, texts[key])
+    if len(values) > 1:
+        raise ConfigError(f"{key}={texts[key]}: takes one value")
+    if allowed and values[0] not in allowed:
+        raise ConfigError(f"{key}={values[0]}: allowed are {', '.join(allowed)}")
+    return values[0]
+
+
+def positive(key: str, text: str) -> int:
+    """Convert a text to an integer of at least 1.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{key}={text}: must be an integer of at least 1")
+    return int(text)

@@ -1,0 +1,111 @@
+"""Typical mistakes of a command line get one line that says what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab import predict, sweep, train
+from lab.settings import hints
+from lab.settings.config import FIELDS, GROUPS
+from lab.settings.files import choices_of, keys_of
+
+DOORS = {"train": train, "sweep": sweep, "predict": predict}
+MISTAKES = [
+    # Names that other programs use.
+    ("train", "lr=0.1", "lr=0.1: no such setting; write optim.lr=0.1"),
+    ("train", "optim.learning_rate=0.1", "write optim.lr=0.1"),
+    ("train", "momentum=0", "write optim.momentum=0"),
+    ("train", "weight_decay=1e-4", "write optim.weight_decay=1e-4"),
+    ("train", "optimizer=sgd", "write optim=sgd"),
+    ("train", "scheduler=cosine", "write optim.schedule=cosine"),
+    ("train", "optim.scheduler=cosine", "write optim.schedule=cosine"),
+    ("train", "batch=64", "write batch_size=64"),
+    ("sweep", "bs=64,128", "write batch_size=64"),
+    ("train", "epoch=3", "write epochs=3"),
+    ("train", "max_steps=10", "write steps=10"),
+    ("train", "dataset=digits", "write data=digits"),
+    ("train", "data_dir=photos", "write data.path=photos"),
+    ("train", "num_workers=4", "write data.workers=4"),
+    ("train", "arch=lenet", "write model=lenet"),
+    ("train", "gradient_accumulation_steps=4", "write accumulate=4"),
+    ("train", "max_grad_norm=1", "write clip_grad_norm=1"),
+    ("train", "output_dir=out", "write runs_dir=out"),
+    ("train", "run_name=a", "write cell=a"),
+    ("train", "compression=onebit", "write strategy=onebit"),
+    ("train", "bucket_cap_mb=4", "write bucket_mb=4"),
+    ("predict", "network=lenet", "write model=lenet"),
+    # Switches.
+    ("train", "fp16=true", "write precision=fp16"),
+    ("train", "amp=true", "write precision=fp16 or precision=bf16"),
+    ("train", "wandb=true", "write recorder=wandb"),
+    ("train", "cuda=true", "write device=cuda"),
+    ("train", "gpu=1", "CUDA_VISIBLE_DEVICES=1"),
+    # Numbers of ranks, and grids.
+    ("train", "world_size=4", "torchrun --nproc-per-node 4 -m lab.train"),
+    ("train", "gpus=2", "torchrun --nproc-per-node 2 -m lab.train"),
+    ("sweep", "nproc=2", "in python -m lab.sweep it is world_size=2"),
+    ("train", "--nproc-per-node 4", "torchrun --nproc-per-node 4 -m lab.train"),
+    ("train", "strategy=onebit,tree", "lists are for python -m lab.sweep"),
+    ("train", "repeats=3", "python -m lab.sweep repeats=3"),
+    ("train", "study=kim2017", "python -m lab.sweep study=kim2017"),
+    ("train", "strategy=onebit:bucket_mb=4", "python -m lab.sweep strategy=onebit:bucket_mb=4"),
+    # Another form than key=value.
+    ("train", "--lr 0.1", "--lr: write optim.lr=0.1"),
+    ("train", "--lr strategy=tree", "--lr: write optim.lr="),
+    ("train", "--batch-size=64", "--batch-size: write batch_size=64"),
+    ("sweep", "--strategy onebit", "--strategy: write strategy=onebit"),
+    ("train", "strategy onebit", "write strategy=onebit"),
+    ("train", "strategy = onebit", "write strategy=onebit, without spaces"),
+    ("train", "strategy= onebit", "write strategy=onebit, without spaces"),
+    ("train", "strategy =onebit", "write strategy=onebit, without spaces"),
+    ("train", "onebit", "write strategy=onebit"),
+    # Values.
+    ("train", "strategy=1bit", "strategy=1bit: did you mean onebit? allowed are allreduce, auto,"),
+    ("train", "strategy=one-bit", "did you mean onebit?"),
+    ("train", "strategy=AllReduce", "did you mean allreduce?"),
+    ("sweep", "strategy=none,hvd", "did you mean horovod?"),
+    ("train", "strategy=ddp_overlap", "did you mean ddp or overlap?"),
+    ("train", "strategy=fsdp", "shards the model"),
+    ("train", "model=alexnet_smal", "did you mean alexnet_small?"),
+    ("train", "batch_size=1e3", "batch_size=1e3: must be an integer: 1000"),
+    ("train", "batch_size=many", "batch_size=many: must be an integer"),
+    ("train", "epochs=-1", "must be a number above 0"),
+    ("train", "optim.lr=", "optim.lr=: must be a number"),
+    ("train", "overlap=maybe", "overlap=maybe: must be true or false"),
+    ("train", "precision=half", "allowed are fp32, bf16, fp16"),
+    ("train", "device=gpu", "allowed are auto, cpu, cuda"),
+    # Slips of the pen, with the group that has the setting.
+    ("train", "exchange.treshold=mean", "did you mean exchange.threshold?"),
+    ("train", "bucket_mp=4", "did you mean bucket_mb?"),
+    ("train", "model.hiden=[3]", "did you mean model.hidden?"),
+    ("sweep", "threshold=mean", "did you mean exchange.threshold?"),
+]
+
+
+@pytest.mark.parametrize(("door", "words", "hint"), MISTAKES, ids=lambda value: str(value)[:30])
+def test_a_mistake_is_answered_in_a_line_that_leads_on(
+    door: str, words: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # With --cfg job, a line that were accepted would print settings and not train.
+    assert DOORS[door].main([*words.split(), "--cfg", "job"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert hint in shown.err and shown.err.startswith(f"lab.{door}: error: ")
+
+
+def test_what_is_unlike_any_setting_gets_no_wrong_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["qqqzzz=1", "--cfg", "job"]) == 2
+    assert capsys.readouterr().err.endswith("qqqzzz=1: no such setting; --help lists them\n")
+
+
+def test_hints_name_settings_and_choices_that_are_there() -> None:
+    known = {*FIELDS}
+    for group in GROUPS:
+        for names in keys_of(group).values():
+            known |= {f"{group}.{name}" for name in names}
+    assert set(hints.NAMES) <= known
+    assert not set(hints.OF_NAME) & known
+    strategies = {
+        name for each in hints.CHOICES["strategy"].values() for name in each.split(" or ")
+    }
+    assert strategies <= set(choices_of("strategy"))

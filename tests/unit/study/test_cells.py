@@ -1,0 +1,101 @@
+"""The state of cells: done, to run again, and what a dry run says of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lab import sweep
+from lab.record.schema import Record, Status, read_record
+from lab.study import dry_run
+from lab.study.cells import make_directory, recorded
+from lab.study.grid import Cell, read
+from tests.support.records import make_record
+
+GRID = ("study=s", "strategy=tree,onebit", "world_size=1,2", "batch_size=64", "steps=8")
+
+
+def leave(root: Path, cell: Cell, status: Status, duration_s: float | None = None) -> Record:
+    record = make_record(cell.strategy, cell.world_size, 0.1 if status == "done" else None)
+    about = {"cell": cell.name, "settings": cell.settings, "duration_s": duration_s}
+    record = replace(record, status=status, **about)
+    (root / cell.name).mkdir(parents=True)
+    record.write(root / cell.name / "record.json")
+    return record
+
+
+@pytest.mark.parametrize(
+    ("status", "runs", "runs_with_retry"),
+    [
+        *(("done", False, False), ("interrupted", True, True)),
+        *(("failed", False, True), ("oom", False, True), ("timeout", False, True)),
+    ],
+)
+def test_which_cells_run_again(
+    tmp_path: Path, status: Status, runs: bool, runs_with_retry: bool
+) -> None:
+    cell = read(GRID).cells[0]
+    leave(tmp_path, cell, status)
+    assert (recorded(tmp_path, cell, retries=False) is None) is runs
+    assert (recorded(tmp_path, cell, retries=True) is None) is runs_with_retry
+
+
+def test_a_failed_attempt_is_kept_and_leftovers_are_not(tmp_path: Path) -> None:
+    cell = read(GRID).cells[0]
+    first = leave(tmp_path, cell, "oom")
+    (tmp_path / cell.name / "checkpoints").mkdir()
+    directory = make_directory(tmp_path, cell)
+    assert [path.name for path in directory.iterdir()] == ["failed-1"]
+    assert read_record(directory / "failed-1/record.json") == first
+    assert (directory / "failed-1/checkpoints").is_dir()
+
+    (directory / "checkpoints").mkdir()
+    (directory / "output.log").touch()  # of an attempt that was killed
+    assert [path.name for path in make_directory(tmp_path, cell).iterdir()] == ["failed-1"]
+    second = replace(first, status="timeout")
+    second.write(directory / "record.json")
+    assert sorted(p.name for p in make_directory(tmp_path, cell).iterdir()) == [
+        "failed-1",
+        "failed-2",
+    ]
+    assert read_record(directory / "failed-2/record.json") == second
+
+
+def test_a_dry_run_estimates_by_the_most_similar_cell_that_is_done(tmp_path: Path) -> None:
+    study = read([*GRID, f"runs_dir={tmp_path}"])
+    root = tmp_path / "s"
+    tree_1, onebit_1, tree_2, _ = study.cells
+    leave(root, tree_1, "done", 120)
+    leave(root, tree_2, "done", 90)
+    (root / tree_2.name / "steps.parquet").write_bytes(bytes(5_000_000))
+    leave(root, onebit_1, "failed")
+    *cells, total = dry_run.lines(study)
+    assert [line.partition(": ")[2] for line in cells] == [
+        "done already",
+        "failed already (to try again: retry=failed)",
+        "done already",
+        f"would run: about 1.5 min, 5 MB, as {tree_2.name}",
+    ]
+    assert total == "would run 1 of 4 cells: about 1.5 min, 5 MB, start-up not counted"
+    *_, total = dry_run.lines(replace(study, retries=True))
+    assert total.startswith("would run 2 of 4 cells: about 3.5 min, 5 MB")
+
+
+def test_a_dry_run_knows_nothing_of_other_work(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    leave(root, read(GRID).cells[0], "done", 60)
+    study = read([*GRID[:-1], f"runs_dir={tmp_path}", "steps=8,9", "world_size=2"])
+    *_, total = dry_run.lines(study)
+    assert total.startswith("would run 4 of 4 cells: about 2 min")
+    assert total.endswith("; 2 of them unknown: no cell of the same model, data and steps is done")
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*GRID, f"runs_dir={tmp_path}", "dry_run=true", "device=cuda"]
+    assert sweep.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("study=s: the grid of this command\n[1/4] tree-n1-b64-r0-")
+    assert "would run 4 of 4 cells: unknown" in out
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,159 @@
+"""Grids: settings under conditions, shared runs of one rank, and saved grids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lab.settings.errors import ConfigError
+from lab.study import saved
+from lab.study.grid import Cell, read
+
+
+def cells(*arguments: str) -> list[tuple[str, ...]]:
+    """The arguments of each cell, and its world size."""
+    study = read(["study=s", *arguments])
+    return [(*cell.arguments, f"N={cell.world_size}") for cell in study.cells]
+
+
+def test_a_setting_under_a_condition_is_for_its_cells_alone() -> None:
+    assert cells(
+        *("strategy=allreduce,onebit", "steps=5", "world_size=2"),
+        "strategy=onebit:exchange.threshold=zero,mean",
+    ) == [
+        ("strategy=allreduce", "steps=5", "N=2"),
+        ("strategy=onebit", "steps=5", "exchange.threshold=zero", "N=2"),
+        ("strategy=onebit", "steps=5", "exchange.threshold=mean", "N=2"),
+    ]
+
+
+def test_it_replaces_the_grids_own_list_and_conditions_multiply() -> None:
+    assert cells(
+        *("strategy=ring,onebit", "bucket_mb=1,4", "batch_size=8", "world_size=2"),
+        *("strategy=onebit:bucket_mb=2", "strategy=onebit:exchange.threshold=zero,mean"),
+    ) == [
+        ("strategy=ring", "bucket_mb=1", "batch_size=8", "N=2"),
+        ("strategy=onebit", "batch_size=8", "bucket_mb=2", "exchange.threshold=zero", "N=2"),
+        ("strategy=onebit", "batch_size=8", "bucket_mb=2", "exchange.threshold=mean", "N=2"),
+        ("strategy=ring", "bucket_mb=4", "batch_size=8", "N=2"),
+    ]
+
+
+def test_conditions_on_ranks_and_on_the_default_strategy() -> None:
+    assert cells("world_size=1,2", "world_size=2:steps=7", "strategy=allreduce:tf32=true") == [
+        ("strategy=allreduce", "tf32=true", "N=1"),
+        ("strategy=allreduce", "steps=7", "tf32=true", "N=2"),
+    ]
+
+
+def test_a_study_file_has_conditions(tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    text = "strategy: tree,onebit\nworld_size: 2\nstrategy=onebit:bucket_mb: 1,4\n"
+    (tmp_path / "study/mine.yaml").write_text(text)
+    given = [f"config_dir={tmp_path}", "study=mine"]
+    strategies = [cell.strategy for cell in read(given).cells]
+    assert strategies == ["tree", "onebit", "onebit"]
+    replaced = read([*given, "strategy=onebit:bucket_mb=9"])
+    assert [cell.config.bucket_mb for cell in replaced.cells] == [None, 9]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (
+            "strategy=ring:exchange.chunk_mb=1",
+            "strategy=ring:exchange.chunk_mb=1: no cell has strategy=ring; cells have "
+            "strategy=none, strategy=onebit",
+        ),
+        ("model=mlp:steps=3", "no cell has model=mlp; the grid does not set model"),
+        ("strategy=onebit:world_size=4", "a condition cannot set world_size"),
+        ("strategy=onebit:cell=mine", "a condition cannot set cell"),
+        ("strategy=onebit:exchange.tresh=1", "did you mean exchange.threshold?"),
+        ("strategy=onebit:bucket_mb=1,1", "bucket_mb=1,1: a value is listed twice"),
+        ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
+    ],
+)
+def test_wrong_conditions_and_lists_are_named(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cells("strategy=none,onebit", argument)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def alone(*arguments: str) -> list[str]:
+    """The names of the cells of one rank."""
+    study = read(["study=s", "world_size=1,2", *arguments])
+    assert {cell.world_size for cell in study.cells} == {1, 2}
+    return [cell.name for cell in study.cells if cell.world_size == 1]
+
+
+def test_one_run_of_one_rank_serves_all_that_compute_the_same_there() -> None:
+    lossless = "strategy=allreduce,tree,ring,overlap,star,caffe"
+    assert alone(lossless) == ["allreduce-n1-r0"]
+    assert len(alone(lossless, "baselines=all")) == 6
+    assert alone("strategy=tree,overlap,none") == ["none-n1-r0"]
+    assert alone("strategy=tree,overlap", "repeats=2") == ["tree-n1-r0", "tree-n1-r1"]
+
+
+def test_what_differs_on_one_rank_has_its_own_run() -> None:
+    assert alone("strategy=allreduce,onebit,int8,ddp,local_sgd,fc1x1,auto") == [
+        f"{name}-n1-r0"
+        for name in ("allreduce", "onebit", "int8", "ddp", "local_sgd", "fc1x1", "auto")
+    ]
+    assert len(alone("strategy=allreduce,tree", "batch_size=8,16")) == 2
+    assert len(alone("strategy=allreduce,tree", "model=mlp,lenet")) == 2
+    assert len(alone("strategy=allreduce,tree", "scaling=strong,weak")) == 2
+    assert len(alone("strategy=overlap", "bucket_mb=1,4")) == 1
+    assert len(alone("strategy=onebit", "bucket_mb=1,4")) == 2
+    # A compiled model that overlaps is compiled by buckets.
+    assert len(alone("strategy=overlap", "bucket_mb=1,4", "compile=true")) == 2
+
+
+def test_a_study_alone_goes_on_with_its_saved_grids(tmp_path: Path) -> None:
+    place = [f"runs_dir={tmp_path}", "study=mine"]
+    first, source = saved.read([*place, "strategy=tree,ring", "world_size=2", "launcher=slurm"])
+    assert source == "study=mine: the grid of this command"
+    (tmp_path / "mine").mkdir()
+    saved.save(tmp_path / "mine", first)
+    saved.save(tmp_path / "mine", first)
+    second, source = saved.read([*place, "strategy=onebit", "strategy=onebit:steps=3,4"])
+    assert source.endswith(f"this command, beside 1 saved in {tmp_path}/mine/study.json")
+    saved.save(tmp_path / "mine", second)
+
+    again, source = saved.read([*place, "retry=failed"])
+    assert source == f"study=mine: the 2 grids saved in {tmp_path}/mine/study.json"
+    assert names(again.cells) == names(first.cells) + names(second.cells)
+    assert (again.launcher, again.retries) == ("local", True)
+    longer, _ = saved.read([*place, "repeats=2"])
+    assert len(longer.cells) == 2 * len(again.cells)
+    assert saved.load(tmp_path / "mine") == [
+        ["world_size=2", "strategy=tree,ring"],
+        ["strategy=onebit", "strategy=onebit:steps=3,4"],
+    ]
+
+
+def names(of: list[Cell]) -> list[str]:
+    return [cell.name for cell in of]
+
+
+def test_a_study_of_conf_keeps_its_files_grid(tmp_path: Path) -> None:
+    place = [f"runs_dir={tmp_path}", "study=codecs"]
+    (tmp_path / "codecs").mkdir()
+    saved.save(tmp_path / "codecs", read([*place, "strategy=tree"]))
+    study, source = saved.read(place)
+    assert source == "study=codecs: the grid of conf/study/codecs.yaml"
+    assert names(study.cells) == names(read(["study=codecs"]).cells)
+
+
+def test_a_file_that_holds_no_grids_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for wrong in ("[]", "{", json.dumps({"grids": [{"arguments": "steps=3"}]})):
+        (tmp_path / "mine/study.json").write_text(wrong)
+        with pytest.raises(ConfigError, match=r"mine/study\.json: holds no grids"):
+            saved.read([f"runs_dir={tmp_path}", "study=mine"])
+
+
+def test_a_new_name_alone_is_no_study(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="study=mine: allowed are codecs, .* or a new name"):
+        saved.read([f"runs_dir={tmp_path}", "study=mine", "dry_run=true"])
