@@ -30,6 +30,7 @@ class Cell:
         settings: the settings typed or differing, and the context that runs must share to be
             compared.
         final: metrics of the last evaluation by name.
+        idle: settings that did nothing, a line each.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Cell:
     num_parameters: float
     final: Mapping[str, float]
     evaluations: tuple[Mapping[str, float | None], ...]
+    idle: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -182,6 +184,7 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         num_parameters=number(record.num_parameters),
         final={name: number(value) for name, value in record.final.items()},
         evaluations=tuple(record.evaluations),
+        idle=tuple(record.idle),
     )
 
 

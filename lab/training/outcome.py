@@ -36,6 +36,7 @@ from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
+from lab.training.plan import note_plan
 from lab.training.trainer import Trainer
 
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
@@ -116,6 +117,7 @@ def measured(
     record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
     if sync.keeps_replicas_equal:
         record.replica_hash = replica_hash(trainer.model, trainer.world)
+    note_plan(trainer, record)
     record.choices = sync.exchange.choices()
     record.gradient_noise = _gradient_noise(trainer, warmup)
     return record
@@ -235,6 +237,7 @@ def summary(record: Record, path: Path) -> str:
         *_step_lines(record),
         *_payload_lines(record),
         *_noise_lines(record),
+        *(f"no effect       {line}" for line in record.idle),
         *([f"emulated        {emulated}"] if emulated else []),
     ]
     if record.status == "interrupted":
