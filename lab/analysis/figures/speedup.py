@@ -39,9 +39,9 @@ def speedup_bars(sheet: Sheet) -> Figure:
     rows = _with_speedup(sheet)
     series, sizes = series_of(rows), style.unique(row.world_size for row in rows)
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    lines = math.ceil(len(series) / MOST_COLUMNS)
+    lines = math.ceil(len(series) / sheet.page.num_columns(MOST_COLUMNS))
     columns = math.ceil(len(series) / lines)
-    figure, axes = style.canvas(lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sharey=True)
+    figure, axes = sheet.canvas(lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sharey=True)
     panels = [panel for line in axes for panel in line]
     for panel, name in zip(panels, series, strict=False):
         _panel(panel, sheet, [row for row in rows if row.series == name], sizes, batch_sizes)
@@ -64,7 +64,7 @@ def scaling(sheet: Sheet) -> Figure:
     """Draw speedup above efficiency, against world size; one column per batch."""
     rows = _with_speedup(sheet)
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    figure, axes = style.canvas(
+    figure, axes = sheet.canvas(
         2, len(batch_sizes), _width(batch_sizes), 6, sharex=True, sharey="row"
     )
     sizes = style.unique(row.world_size for row in rows)
@@ -93,7 +93,7 @@ def throughput(sheet: Sheet) -> Figure:
     if not rows:
         raise NothingToDraw("no record gives samples_per_s")
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    figure, axes = style.canvas(1, len(batch_sizes), _width(batch_sizes), 3.8, sharey=True)
+    figure, axes = sheet.canvas(1, len(batch_sizes), _width(batch_sizes), 3.8, sharey=True)
     for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
         _lines(
             panel,
