@@ -13,10 +13,9 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 
 from lab.draw.page import SCREEN, Page
-from lab.draw.paper import on_paper
+from lab.draw.paper import on_paper, paper_canvas
 from lab.measure.intervals import Interval
 
-PAPER_HEIGHT = 0.5  # of the height on a screen, where letters are larger
 LEGEND_ROOM = 2.0  # inches to the right of the axes in every figure
 SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")
 GREY, HATCH = "#767676", "////"
@@ -64,13 +63,12 @@ def canvas(
     """Make a figure with its axes, indexed [row][column].
 
     Args:
-        width, height: inches on a screen. On paper it is as wide as the page, and half as high.
+        width, height: inches on a screen; for a paper see paper_canvas.
         share: `sharex` and `sharey` of matplotlib's `subplots`.
     """
-    if page.width_in is None:
-        figure = Figure(figsize=(width, height), layout="constrained")
-    else:
-        figure = Figure(figsize=(page.width_in, PAPER_HEIGHT * height), layout="constrained")
+    if page.width_in is not None:
+        return paper_canvas(num_rows, num_columns, height, page, **share)
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False, **share)
     return figure, [list(row) for row in axes]
 
@@ -94,7 +92,8 @@ def frame(
     legend = 0.7 + 0.065 * longest  # inches: the line of a legend entry, and letters of 8 pt
     width = figure.get_figwidth() + max(0.0, legend - LEGEND_ROOM)
     figure.set_figwidth(width)
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
+    look = {"frameon": False, "fontsize": 8, "handlelength": 2.6}  # long enough to show dashes
+    figure.legend(handles=handles, loc="outside right upper", **look)
     if page.title:
         title = textwrap.fill(title, int((width - legend) * 11))
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)

@@ -135,7 +135,7 @@ def _context(sheet: Sheet) -> str:
     cells = sheet.study.cells
     shared = [
         f"{key} {', '.join(unique(c.settings[key] for c in cells if key in c.settings))}"
-        for key in ("model", "data", "device", "machine")
+        for key in ("model", "data", *(() if sheet.study.machines else ("device", "machine")))
         if any(key in cell.settings for cell in cells)
     ]
     return " · ".join([f"study {sheet.study.name}", *shared])

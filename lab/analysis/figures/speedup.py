@@ -27,7 +27,8 @@ from lab.draw import style
 from lab.measure.intervals import Interval
 from lab.task.metrics import heading, main_metric
 
-MOST_COLUMNS, TITLE_LETTERS = 4, 32
+MOST_COLUMNS = 4
+TITLE_LETTERS, PAPER_LETTERS = 32, 24  # of a line above a panel
 
 
 def speedup_bars(sheet: Sheet) -> Figure:
@@ -150,7 +151,8 @@ def _panel(
 
 def _panel_title(sheet: Sheet, rows: list[Row]) -> str:
     """Name the series, with its metric: what is fast must also have learnt."""
-    title = textwrap.fill(sheet.label(rows[0].series), TITLE_LETTERS)
+    letters = TITLE_LETTERS if sheet.page.width_in is None else PAPER_LETTERS
+    title = textwrap.fill(sheet.label(rows[0].series), letters)
     metric = main_metric(name for row in sheet.rows for name in row.final)
     known = _range(rows, metric)
     return f"{title}\n{metric} {known}" if known and sheet.learns() else title
