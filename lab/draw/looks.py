@@ -84,7 +84,8 @@ def looks_of(series: Iterable[str]) -> dict[str, Look]:
     for name in ordered:
         look = LOOKS.get(name.split(" ")[0])
         if look and name not in known and " on=" in name:
-            for line in [line for line in LINES if (look.colour, line) not in taken][:1]:
+            line = next((line for line in LINES if (look.colour, line) not in taken), None)
+            if line:
                 known[name] = Look(look.colour, line, look.marker)
                 taken.add((look.colour, line))
     pairs: list[tuple[str, LineStyle]] = [(c, line) for line in LINES for c in COLOURS]

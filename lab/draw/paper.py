@@ -5,30 +5,31 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from lab.draw.page import LETTER_IN, Page
 
 HEIGHT = 0.5  # of the height on a screen, where letters are larger
 TITLE_IN, LEGEND_IN, FOOTER_IN = 0.15, 0.14, 0.1  # heights of a line of 8, 7 and 5.5 pt
 HANDLE_IN = 0.42  # width of a legend entry without its letters
-HANDLE = {"handlelength": 2.4, "handletextpad": 0.5, "columnspacing": 1.0, "borderaxespad": 0.2}
 EVERYWHERE = (True, "all")
 
 
 def paper_canvas(
     num_rows: int,
     num_columns: int,
+    width: float,
     height: float,
-    page: Page,
     sharex: bool | str = False,
     sharey: bool | str = False,
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Make a figure as wide as the page. Columns that do not fit continue below, in a block.
+    """Make a figure of `width` inches. Columns that do not fit continue below, in a block.
 
     Args:
         height: inches that the rows would have on a screen.
@@ -37,10 +38,9 @@ def paper_canvas(
     Returns:
         The figure, and its axes as if nothing had moved: [row][column].
     """
-    fitting = page.num_columns(num_columns)
+    fitting = Page(width).num_columns(num_columns)
     blocks = math.ceil(num_columns / fitting)
-    size = (page.width_in, HEIGHT * height * blocks)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(width, HEIGHT * height * blocks), layout="constrained")
     made = figure.subplots(num_rows * blocks, fitting, squeeze=False)
     axes = [
         [
@@ -62,7 +62,7 @@ def paper_canvas(
     return figure, axes
 
 
-def _share(panel: Axes, first: Axes, axis: str, hides: bool) -> None:
+def _share(panel: Axes, first: Axes, axis: Literal["x", "y"], hides: bool) -> None:
     if panel is not first:
         (panel.sharex if axis == "x" else panel.sharey)(first)
     if hides:
@@ -90,12 +90,22 @@ def on_paper(
     total = above + height + legend + below
     figure.set_figheight(total)
     layout = figure.get_layout_engine()
-    assert layout is not None  # paper_canvas gave it one
+    assert isinstance(layout, ConstrainedLayoutEngine)  # of paper_canvas
     layout.set(rect=(0, (legend + below) / total, 1, height / total))
     figure.text(0.01, 1, title, va="top", fontsize=8)
     figure.text(0.01, 0, notes, va="bottom", fontsize=5.5, color="#444444")
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, below / total), "ncols": len(columns)}
-    figure.legend(handles=handles, frameon=False, fontsize=7, **place, **HANDLE)
+    figure.legend(
+        handles=handles,
+        ncols=len(columns),
+        loc="lower center",
+        bbox_to_anchor=(0.5, below / total),
+        frameon=False,
+        fontsize=7,
+        handlelength=2.4,
+        handletextpad=0.5,
+        columnspacing=1.0,
+        borderaxespad=0.2,
+    )
     return figure
 
 

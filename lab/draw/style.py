@@ -67,7 +67,7 @@ def canvas(
         share: `sharex` and `sharey` of matplotlib's `subplots`.
     """
     if page.width_in is not None:
-        return paper_canvas(num_rows, num_columns, height, page, **share)
+        return paper_canvas(num_rows, num_columns, page.width_in, height, **share)
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False, **share)
     return figure, [list(row) for row in axes]

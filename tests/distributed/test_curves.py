@@ -21,15 +21,17 @@ def test_curves_equal_the_steps_and_evaluations_of_the_record(tmp_path: Path) ->
     assert (first.code, second.code) == (0, 0)
     curves = pd.read_csv(tmp_path / "default/a" / CURVES)
     steps = pd.read_parquet(tmp_path / "default/a" / STEPS).query("rank == 0")
-    assert curves["step"].tolist() == list(range(1, 9)) == (steps["step"] + 1).tolist()
+    assert curves["step"].tolist() == list(range(1, 9))
+    assert steps["step"].tolist() == list(range(8))
     for name, column in (
         *(("train/loss", "loss"), ("train/step_s", "step_s")),
         ("train/exposed_exchange_s", "exchange_s"),
     ):
         assert curves[name].tolist() == pytest.approx(steps[column].tolist()), name
-    assert (curves["train/samples_per_s"] <= 24.001 / curves["train/step_s"]).all()
+    rates = zip(curves["train/samples_per_s"], curves["train/step_s"], strict=True)
+    assert all(0 < rate <= 24.001 / step_s for rate, step_s in rates)
     assert curves["train/lr"].tolist() == pytest.approx([0.02, 0.04, 0.06, *[0.08] * 5])
-    assert (curves["train/payload_bytes"].iloc[1:] > 0).all()
+    assert min(curves["train/payload_bytes"].tolist()[1:]) > 0
     for name in ("loss", "accuracy", "seconds"):
         evaluations = {e["step"]: e[name] for e in first.record["evaluations"]}
         found = curves[["step", f"test/{name}"]].dropna().set_index("step")[f"test/{name}"]

@@ -22,7 +22,7 @@ def curves(path: Path) -> dict[str, dict[int, float]]:
     """Return each curve of the run: value by step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for message in _messages(path.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(message)
+        record = wandb_internal_pb2.Record.FromString(message)  # type: ignore[attr-defined]
         for item in record.history.item:
             name = item.key or "/".join(item.nested_key)
             value = json.loads(item.value_json)

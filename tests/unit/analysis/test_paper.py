@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from lab.draw.page import PAPER, Page
+from lab.draw.page import PAPER
 from lab.draw.paper import paper_canvas
 from lab.draw.style import RC
 from lab.plot import main
@@ -106,7 +106,9 @@ def test_every_batch_has_its_panel_and_every_series_its_name(titled: Drawn) -> N
     assert figure.axes[0].get_ylim() == figure.axes[2].get_ylim()
     assert set(legend(figure)) == {"none (ceiling)", "allreduce", "fc1x1_onebit (another model)"}
     panels = [panel for each in titled.figures.values() for panel in each.axes]
-    assert min(text.get_fontsize() for panel in panels for text in panel.get_xticklabels()) >= 7
+    assert (
+        min(float(text.get_fontsize()) for panel in panels for text in panel.get_xticklabels()) >= 7
+    )
 
 
 def test_a_caption_replaces_title_and_footer(titled: Drawn, bare: Drawn) -> None:
@@ -119,7 +121,7 @@ def test_a_caption_replaces_title_and_footer(titled: Drawn, bare: Drawn) -> None
 
 @pytest.mark.parametrize(("columns", "rows"), [(1, 1), (2, 1), (3, 1), (5, 2), (4, 2)])
 def test_columns_that_do_not_fit_go_below(columns: int, rows: int) -> None:
-    figure, axes = paper_canvas(rows, columns, 3.0, Page(3.3), sharex="col", sharey="row")
+    figure, axes = paper_canvas(rows, columns, WIDTH_IN, 3.0, sharex="col", sharey="row")
     assert [len(line) for line in axes] == [columns] * rows
     assert {id(panel) for line in axes for panel in line} == {id(panel) for panel in figure.axes}
     axes[0][0].set_ylim(0, 7)
