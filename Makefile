@@ -79,7 +79,7 @@ $(VENV)/.run: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(TORCH) $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(PIP_INSTALL) --editable '.[dev,wandb]'
+	$(PIP_INSTALL) --editable '.[dev,wandb,tensorboard]'
 	$(COMPILE)
 	@touch $@ $(VENV)/.run
 

@@ -1,4 +1,4 @@
-"""Draw figures and tables of a study, or the timeline of a cell: `python -m lab.plot runs/demo`."""
+"""Draw figures and tables of studies, or the timeline of a cell: `python -m lab.plot runs/demo`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from pathlib import Path
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer
 from lab.settings.errors import ConfigError
+from lab.settings.texts import listed, number, truth
 
 FORMATS = ("png", "svg", "pdf")
 COMMAND = Command(
     "lab.plot",
     """\
-Write the figures and summary.csv of a study, and print its table; or draw the timeline of a cell
-that ran with measure=breakdown.""",
+Write the figures of a study, summary.csv (a row per point) and records.csv and records.parquet (all
+that is known of each cell), and print its table; or draw the timeline of a cell that ran with
+measure=breakdown. Several studies, as of several machines, are shown as one.""",
     (
         "python -m lab.plot runs/demo",
         "python -m lab.plot runs/demo baseline=allreduce",
         "python -m lab.plot runs/demo/onebit-n2-breakdown",
         "python -m lab.plot runs/demo out=figures format=svg,pdf",
+        "python -m lab.plot runs/demo width_in=3.3 title=false format=pdf only=scaling,payload",
+        "python -m lab.plot machine1/runs/demo machine2/runs/demo out=both",
         "python -m lab.plot runs/demo target=0.9            time to 90 % accuracy",
     ),
     {
-        "out": ("null", "folder to write to; null: STUDY/figures"),
+        "out": ("null", "folder to write to; null: STUDY/figures, or of several studies A+B"),
         "format": ("png,svg", f"a list of {', '.join(FORMATS)}"),
+        "only": ("null", "a list of figures, by their names or how these begin; null: all"),
+        "width_in": ("null", "width in inches, as of a paper's column; null: as contents need"),
+        "title": ("true", "false: print title and footer as a caption instead"),
         "baseline": (
             "null",
             "strategy whose 1-rank runs are the baseline of speedup; null: none, or each series' "
@@ -36,44 +43,33 @@ that ran with measure=breakdown.""",
         ),
     },
     word="STUDY[/CELL]",
+    several=True,
 )
 
 
 def main(arguments: list[str]) -> int:
-    """Plot one study; the exit code is 2 for an input that cannot be plotted."""
+    """Plot studies; the exit code is 2 for an input that cannot be plotted."""
     return answer(COMMAND, arguments, _plot)
 
 
 def _plot(line: CommandLine) -> int:
     texts = COMMAND.texts(line.settings)
-    formats = _formats(texts["format"])
+    given = {key: text for key, text in texts.items() if text != "null"}
+    formats = listed("format", texts["format"], FORMATS)
+    width_in = number("width_in", given["width_in"], at_least=2) if "width_in" in given else None
+    target = number("target", given["target"]) if "target" in given else None
+    title = truth("title", texts["title"])
     # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
-    from lab.analysis.plot import report
+    from lab.analysis.plot import Sink, report
+    from lab.draw.page import Page
 
-    folder = Path(line.word)
-    out = folder / "figures" if texts["out"] == "null" else Path(texts["out"])
-    baseline = None if texts["baseline"] == "null" else texts["baseline"]
-    target = None if texts["target"] == "null" else _number("target", texts["target"])
+    out = Path(given["out"]) if "out" in given else None
+    sink = Sink(out, formats, Page(width_in, title), listed("only", given.get("only", "")))
     try:
-        report(folder, out, formats, baseline, target)
+        report([Path(word) for word in line.words], sink, given.get("baseline"), target)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     return 0
-
-
-def _number(key: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{key}={text}: must be a number") from None
-
-
-def _formats(text: str) -> list[str]:
-    formats = [word.strip() for word in text.strip("[]").split(",")]
-    for name in formats:
-        if name not in FORMATS:
-            raise ConfigError(f"format={name}: allowed are {', '.join(FORMATS)}")
-    return formats
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""The tables and figures that `lab.plot` writes about a study."""
+"""The tables and figures that `lab.plot` writes about studies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from lab.analysis import summary
+from lab.analysis.export import write_records
 from lab.analysis.figures.convergence import convergence
 from lab.analysis.figures.payload import payload
 from lab.analysis.figures.sheet import NothingToDraw, Sheet
@@ -17,10 +19,11 @@ from lab.analysis.figures.step import step_time
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.analysis.noise import noise_floor
 from lab.analysis.points import points_of
-from lab.analysis.records import load_study
+from lab.analysis.records import Study, load_study
 from lab.analysis.speedup import table
 from lab.analysis.target import times_to_target
 from lab.draw.looks import looks_of
+from lab.draw.page import SCREEN, Page
 from lab.draw.save import save
 from lab.record.schema import SCALINGS
 from lab.record.trace import TIMELINE, read_trace
@@ -29,48 +32,69 @@ FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
     *(speedup_bars, scaling, throughput),
     *(step_time, payload, convergence),
 )
+TIMELINES = "timeline"
+NAMES = (*(draw.__name__ for draw in FIGURES), TIMELINES)
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Where figures go, and how they look.
+
+    Attributes:
+        out: folder for the files, made if missing; None: STUDY/figures, or of several studies a
+            folder beside the first.
+        formats: any of png, svg, pdf.
+        only: names of figures (NAMES), or how they begin; empty: all.
+    """
+
+    out: Path | None
+    formats: Sequence[str]
+    page: Page = SCREEN
+    only: Sequence[str] = field(default=())
+
+    def wants(self, name: str) -> bool:
+        """Return whether a figure of this name is to be drawn."""
+        return not self.only or any(name.startswith(word) for word in self.only)
+
+    def check(self) -> None:
+        """Refuse names that are no figure's. ValueError: names one, and those there are."""
+        for word in self.only:
+            if not any(name.startswith(word) for name in NAMES):
+                raise ValueError(f"only={word}: allowed are {', '.join(NAMES)}")
 
 
 def report(
-    folder: Path,
-    out: Path,
-    formats: Sequence[str],
+    folders: Sequence[Path],
+    sink: Sink,
     baseline: str | None = None,
     target: float | None = None,
 ) -> None:
-    """Write summary.csv and all figures of the study in `folder` to `out`; print its table.
+    """Write the tables and figures of the studies in `folders`, as one study; print its table.
 
-    For a single cell, draw its timeline; for a study, also those of its cells that have one.
+    For a single cell, draw its timeline; for studies, also those of their cells that have one.
 
     Args:
-        folder: `runs/<study>`, or `runs/<study>/<cell>`.
-        out: folder for the files; made if missing.
-        formats: any of png, svg, pdf.
+        folders: `runs/<study>`, or one `runs/<study>/<cell>`.
         baseline: as in `speedup.table`.
         target: also print the time to this value of the metric.
 
     Raises:
-        ValueError: the study cannot be read, or has no such baseline; the cell has no timeline.
-        OSError: `out` cannot be written to.
+        ValueError: a study cannot be read, or has no such baseline; the cell has no timeline.
+        OSError: the folder for the files cannot be written to.
     """
-    if (folder / "record.json").is_file():
-        _report_cell(folder, out, formats)
+    sink.check()
+    if len(folders) == 1 and (folders[0] / "record.json").is_file():
+        _report_cell(folders[0], sink)
     else:
-        _report_study(folder, out, formats, baseline, target)
+        _report_study(load_study(*folders), sink, baseline, target)
 
 
-def _report_study(
-    folder: Path,
-    out: Path,
-    formats: Sequence[str],
-    baseline: str | None,
-    target: float | None,
-) -> None:
-    study = load_study(folder)
+def _report_study(study: Study, sink: Sink, baseline: str | None, target: float | None) -> None:
     points = points_of(study.cells)
     rows, floor = table(study, baseline), noise_floor(points)
-    out.mkdir(parents=True, exist_ok=True)
+    out = _made(sink.out or _folder_of(study))
     summary.write_csv(rows, out / "summary.csv")
+    write_records(study, out)
     print(summary.text(rows, study, floor), end="\n\n")
     if target is not None:
         print(summary.target_table(times_to_target(points, target), target), end="\n\n")
@@ -79,34 +103,50 @@ def _report_study(
     for name in present:
         selected = tuple(row for row in rows if row.scaling == name)
         suffix = "_weak" if name == "weak" and len(present) > 1 else ""
-        _draw_all(Sheet(study, name, selected, looks, floor), out, suffix, formats)
+        _draw_all(Sheet(study, name, selected, looks, floor, sink.page), out, suffix, sink)
     for cell in study.cells:
-        if cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
-            _draw_timeline(cell.folder, out / f"timeline_{cell.name}", formats)
+        if sink.wants(TIMELINES) and cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
+            name = study.name_of(cell.folder).replace("/", "_")
+            _draw_timeline(cell.folder, out / f"{TIMELINES}_{name}", sink)
 
 
-def _report_cell(folder: Path, out: Path, formats: Sequence[str]) -> None:
+def _report_cell(folder: Path, sink: Sink) -> None:
     if not (folder / TIMELINE).is_file():
         raise ValueError(f"{folder}: holds no {TIMELINE}; runs with measure=breakdown leave one")
-    out.mkdir(parents=True, exist_ok=True)
-    _draw_timeline(folder, out / "timeline", formats)
+    _draw_timeline(folder, _made(sink.out or folder / "figures") / TIMELINES, sink)
 
 
-def _draw_timeline(cell: Path, stem: Path, formats: Sequence[str]) -> None:
+def _folder_of(study: Study) -> Path:
+    """Return the folder for figures; those of several studies must not replace those of one."""
+    if not study.labels:
+        return study.folder / "figures"
+    return study.folder.parent / "+".join(study.labels.values()).replace("/", "-")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _draw_timeline(cell: Path, stem: Path, sink: Sink) -> None:
     timeline = read_trace(cell / TIMELINE).typical_step()
-    _save(lambda: timeline_of_step(timeline), stem, formats)
+    _save(lambda: timeline_of_step(timeline, sink.page), stem, sink)
 
 
-def _draw_all(sheet: Sheet, out: Path, suffix: str, formats: Sequence[str]) -> None:
+def _draw_all(sheet: Sheet, out: Path, suffix: str, sink: Sink) -> None:
     for draw in FIGURES:
         stem = out / f"{draw.__name__}{suffix}"
+        if not sink.wants(draw.__name__):
+            continue
         try:
-            _save(partial(draw, sheet), stem, formats)
+            _save(partial(draw, sheet), stem, sink)
         except NothingToDraw as reason:
             print(f"skipped {stem.name}: {reason}")
 
 
-def _save(draw: Callable[[], Figure], stem: Path, formats: Sequence[str]) -> None:
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
-    save(draw, *paths)
+def _save(draw: Callable[[], Figure], stem: Path, sink: Sink) -> None:
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in sink.formats]
+    figure = save(draw, *paths, page=sink.page)
     print(f"wrote {', '.join(map(str, paths))}")
+    if not sink.page.title:
+        print(f"caption: {figure.get_label()}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from lab.analysis.machines import labels_of, named_by_study
 from lab.analysis.series import NEEDS, OF_WORK, Identity, differences, identity
 from lab.record.schema import Emulation, Record, Scaling, Status, read_record
 from lab.settings.names import is_of_strategy, root_of
@@ -30,6 +31,7 @@ class Cell:
         settings: the settings typed or differing, and the context that runs must share to be
             compared.
         final: metrics of the last evaluation by name.
+        idle: settings that did nothing, a line each.
     """
 
     folder: Path
@@ -66,6 +68,7 @@ class Cell:
     num_parameters: float
     final: Mapping[str, float]
     evaluations: tuple[Mapping[str, float | None], ...]
+    idle: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -98,12 +101,25 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """All cells of a study folder, and the names of cells that left no record."""
+    """All cells of a study folder, or of several, and the names of cells that left no record.
+
+    Attributes:
+        folder: the first one.
+        labels: a name for each of several folders; empty for one.
+        machines: descriptions of the machines that `on=...` names; empty if there is one.
+    """
 
     folder: Path
     name: str
     cells: tuple[Cell, ...]
     missing: tuple[str, ...]
+    labels: Mapping[Path, str] = field(default_factory=dict)
+    machines: Mapping[str, str] = field(default_factory=dict)
+
+    def name_of(self, folder: Path) -> str:
+        """Name a cell's folder, with its study if there are several."""
+        label = self.labels.get(folder.parent)
+        return f"{label}/{folder.name}" if label else folder.name
 
 
 def commits_of(cells: Iterable[Cell]) -> tuple[str, ...]:
@@ -112,40 +128,55 @@ def commits_of(cells: Iterable[Cell]) -> tuple[str, ...]:
     return () if "" in commits else tuple(sorted(commits))
 
 
-def load_study(folder: Path) -> Study:
-    """Read every `record.json` one level below `folder`.
+def load_study(*folders: Path) -> Study:
+    """Read every `record.json` one level below each of `folders`, as one study.
 
     A sub-folder that holds neither a record nor the tables this package writes is a cell that
-    was killed, and is named in `missing`.
+    was killed, and is named in `missing`. Studies of several machines are told apart by `on=...`
+    (lab.analysis.machines).
 
     Raises:
-        ValueError: no such folder, no record in it, a record that breaks the contract, or two
-            finished runs of the same cell and repeat.
+        ValueError: no such folder, no record in it, a record that breaks the contract, the same
+            folder twice, or two finished runs of the same cell and repeat.
     """
+    below = {folder: _below(folder) for folder in folders}
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"{' '.join(map(str, folders))}: the same folder twice")
+    paths = [path for found in below.values() for path in found]
+    records = {p: read_record(p / "record.json") for p in paths if (p / "record.json").is_file()}
+    for folder in folders:
+        if not any(path.parent == folder for path in records):
+            raise ValueError(f"{folder}: holds no <cell>/record.json; give a study folder of runs")
+    several = dict(zip(folders, labels_of(folders), strict=True)) if len(folders) > 1 else {}
+    identities = [identity(record) for record in records.values()]
+    differing, machines = differences(identities), dict[str, str]()
+    if several:
+        differing, machines = named_by_study(differing, [several[p.parent] for p in records])
+    found = zip(records.items(), identities, differing, strict=True)
+    cells = [_cell(path, record, who, values) for (path, record), who, values in found]
+    names = {record.study or path.parent.name for path, record in records.items()}
+    missing = [p for p in paths if p not in records and not (p / "summary.csv").is_file()]
+    study = Study(folders[0], ", ".join(sorted(names)), tuple(cells), (), several, machines)
+    _refuse_copies(study)
+    return replace(study, missing=tuple(map(study.name_of, missing)))
+
+
+def _below(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a study folder such as runs/demo")
-    below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    records = {p: read_record(p / "record.json") for p in below if (p / "record.json").is_file()}
-    if not records:
-        raise ValueError(f"{folder}: holds no <cell>/record.json; give a study folder of runs")
-    identities = [identity(record) for record in records.values()]
-    found = zip(records.items(), identities, differences(identities), strict=True)
-    cells = [_cell(path, record, who, differing) for (path, record), who, differing in found]
-    _refuse_copies(folder, cells)
-    names = {record.study or folder.name for record in records.values()}
-    missing = [p.name for p in below if p not in records and not (p / "summary.csv").is_file()]
-    return Study(folder, ", ".join(sorted(names)), tuple(cells), tuple(missing))
+    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _refuse_copies(folder: Path, cells: list[Cell]) -> None:
+def _refuse_copies(study: Study) -> None:
     """Refuse runs that cannot be told apart: which of them counts would be chance."""
     seen: dict[tuple[Any, ...], Cell] = {}
-    for cell in (cell for cell in cells if cell.status == "done"):
+    for cell in (cell for cell in study.cells if cell.status == "done"):
         point = cell.series, cell.scaling, cell.batch_size, cell.world_size
         other = seen.setdefault((*point, cell.measure, cell.repeat), cell)
         if other is not cell:
             raise ValueError(
-                f"{folder}: {other.name} and {cell.name} are the same cell, repeat={cell.repeat}; "
+                f"{study.folder}: {study.name_of(other.folder)} and {study.name_of(cell.folder)} "
+                f"are the same cell, repeat={cell.repeat}; "
                 "remove one, or measure it anew with another repeat=..."
             )
 
@@ -186,6 +217,7 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         num_parameters=number(record.num_parameters),
         final={name: number(value) for name, value in record.final.items()},
         evaluations=tuple(record.evaluations),
+        idle=tuple(record.idle),
     )
 
 

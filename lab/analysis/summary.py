@@ -39,6 +39,7 @@ def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:
     """
     parts = [
         *(_table(rows) if rows else ()),
+        "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
         "\n".join(line for line in (shared_runs(rows), *_advice(rows)) if line),
         "\n".join(_scalability_lines(rows)),
         "\n".join(line for line in (floor_text(floor), *_leader_lines(rows, floor)) if line),
@@ -192,5 +193,8 @@ def _leader_line(rows: list[Row], floor: float) -> str:
 
 def _trouble(study: Study) -> list[str]:
     failed = [cell for cell in study.cells if cell.status != "done"]
-    lines = [f"{c.status}: {c.name}: {c.error or 'no error was recorded'}" for c in failed]
+    lines = [
+        f"{c.status}: {study.name_of(c.folder)}: {c.error or 'no error was recorded'}"
+        for c in failed
+    ]
     return [*lines, *(f"missing: {name}: left no record.json" for name in study.missing)]

@@ -59,6 +59,8 @@ def _evidence_lines(e: Evidence) -> Lines:
         yield "input", f"{_ms(e.input_s)} ({_share(e.input_s, e)}) waiting for data"
     if not math.isnan(e.fixed_s):
         yield "fixed", f"{_ms(e.fixed_s)} ({_share(e.fixed_s, e)}) of compute beyond that"
+    for line in e.one.idle:
+        yield "no effect", line
     if floor := floor_text(e.floor):
         yield "noise", floor
     if e.one.emulation:

@@ -71,7 +71,8 @@ def looks_of(series: Iterable[str]) -> dict[str, Look]:
     """Assign a look to each series of a study, all different while there are enough.
 
     A known strategy keeps its look; if a setting splits it into several series, the first keeps
-    it, and the others take looks that the study does not use.
+    it, and the others take looks that the study does not use. On another machine (`on=...`) it
+    keeps its colour and marker, with another line, as long as there is one.
     """
     ordered = sorted(set(series), key=order)
     known: dict[str, Look] = {}
@@ -80,6 +81,13 @@ def looks_of(series: Iterable[str]) -> dict[str, Look]:
         if look and look not in known.values():
             known[name] = look
     taken = {(look.colour, look.line) for look in known.values()}
+    for name in ordered:
+        look = LOOKS.get(name.split(" ")[0])
+        if look and name not in known and " on=" in name:
+            line = next((line for line in LINES if (look.colour, line) not in taken), None)
+            if line:
+                known[name] = Look(look.colour, line, look.marker)
+                taken.add((look.colour, line))
     pairs: list[tuple[str, LineStyle]] = [(c, line) for line in LINES for c in COLOURS]
     free = [pair for pair in pairs if pair not in taken] or pairs
     spare = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections import deque
@@ -153,6 +154,19 @@ class Clock:
         """Return the total duration of all finished steps, in seconds."""
         self._synchronize()
         return self._seconds + sum(seconds(step.begin, step.end) for step in self._recent)
+
+    def finished(self, first: int) -> list[list[float]]:
+        """Return a row for each step `first`, ... that the device has passed; no host waits.
+
+        Returns:
+            Rows of a step's seconds, the gap before it and, in a breakdown, those of each phase
+            (NaN: not marked).
+        """
+        length = self._row_length
+        starts = range(first * length, len(self._rows), length)
+        late = itertools.takewhile(lambda step: _passed(step.end), self._recent)
+        rest = itertools.islice(late, max(0, first - len(self._rows) // length), None)
+        return [*(self._rows[at : at + length].tolist() for at in starts), *map(self._row, rest)]
 
     def step_seconds(self) -> np.ndarray:
         """Return the duration of each finished step in seconds: float64 [steps]."""

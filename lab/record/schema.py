@@ -53,6 +53,19 @@ class StepSeconds:
     num_stalls: int | None = None
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        bytes: their size.
+        parameters: names in the order in which they lie in the bucket, separated by spaces.
+    """
+
+    bytes: int
+    parameters: str
+
+
 @dataclass(kw_only=True)
 class Record:
     """One run: its identity, how it ended, and what it measured.
@@ -114,6 +127,9 @@ class Record:
             was taken from; of runs with measure=noise (lab.measure.noise_scale).
         replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
             `none`, and a run stopped in the middle of a round.
+        buckets: the buckets in the order in which they leave; null: a library plans them, or none
+            is exchanged.
+        idle: settings that did nothing in this run, a line each (lab.sync.idle).
         choices: choices that the exchange made by itself, by bucket.
         attempts: every start of the run: first step, world size, time and, if another one followed,
             its end.
@@ -176,6 +192,8 @@ class Record:
     )
     gradient_noise: dict[str, float | None] | None = None
     replica_hash: str | None = None
+    buckets: list[Bucket] | None = None
+    idle: list[str] = field(default_factory=list[str])
     choices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     attempts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     duration_s: float | None = None

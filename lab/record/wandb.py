@@ -2,77 +2,53 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lab.record.recorder import require_package
 from lab.record.schema import Record
 
 MODES = ("offline", "online")
 
 
 class WandbRecorder:
-    """A wandb run per cell, grouped by study, from rank 0. No failure of wandb ends a run.
+    """A wandb run per cell, grouped by study.
 
     Args:
         project: name of the wandb project.
-        mode: "offline" keeps everything next to the run directory, "online" sends it.
+        mode: "offline" keeps everything in the run directory, "online" sends it.
 
     Raises:
-        ValueError: `mode` is neither.
+        ValueError: `mode` is neither, or wandb is not installed.
     """
 
     def __init__(self, project: str, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"recorder.mode={mode}: allowed are {', '.join(MODES)}")
+        require_package("wandb", "wandb")
         self._project = project
         self._mode = mode
         self._run: Any = None
 
-    def start(self, directory: Path, study: str, config: dict[str, Any]) -> None:
+    def start(self, directory: Path, study: str, config: dict[str, Any], first_step: int) -> None:
         """Open the run of the cell in `directory`."""
-        try:
-            import wandb
+        import wandb
 
-            self._run = wandb.init(
-                project=self._project,
-                mode=self._mode,  # type: ignore[arg-type]
-                dir=str(directory),
-                name=directory.name,
-                group=study,
-                config=config,
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-        except Exception as error:
-            self._give_up(error)
+        self._run = wandb.init(
+            project=self._project,
+            mode=self._mode,  # type: ignore[arg-type]
+            dir=str(directory),
+            name=directory.name,
+            group=study,
+            config=config,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers of one step."""
-
-        def log(run: Any) -> None:
-            run.log(values, step=step)
-
-        self._try(log)
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
 
     def finish(self, record: Record) -> None:
         """Close the run with the record as its summary."""
-
-        def finish(run: Any) -> None:
-            run.summary.update(record.to_json())
-            run.finish()
-
-        self._try(finish)
-
-    def _try(self, action: Callable[[Any], None]) -> None:
-        if self._run is None:
-            return
-        try:
-            action(self._run)
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        print(f"lab.train: recorder=wandb is off: {line}", file=sys.stderr)
+        self._run.summary.update(record.to_json())
+        self._run.finish()

@@ -17,9 +17,9 @@ class Command:
         name: as in `python -m NAME`.
         purpose: its description, in a few lines. examples: command lines. settings: its own
         settings, each with its default and a line of help. word: name of its one positional word;
-        empty: it has none. runs: whether it also takes the settings of a run, and Hydra's flags.
-        sweeps: whether it accepts `--multirun`. stopped: text to print after Ctrl-C; empty:
-        nothing.
+        empty: it has none. several: whether it takes more than one such word. runs: whether it also
+        takes the settings of a run, and Hydra's flags. sweeps: whether it accepts `--multirun`.
+        stopped: text to print after Ctrl-C; empty: nothing.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Command:
     examples: tuple[str, ...]
     settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     word: str = ""
+    several: bool = False
     runs: bool = False
     sweeps: bool = False
     stopped: str = "stopped"
@@ -42,7 +43,8 @@ class Command:
     @property
     def usage(self) -> str:
         """Return the command line that the help shows."""
-        return " ".join(filter(None, ("python -m", self.name, self.word, "[setting=value ...]")))
+        words = f"{self.word} ..." if self.several else self.word
+        return " ".join(filter(None, ("python -m", self.name, words, "[setting=value ...]")))
 
     def texts(self, arguments: Sequence[str]) -> dict[str, str]:
         """Return the texts of a command's own settings, its only ones; defaults if not given.
@@ -60,13 +62,18 @@ class CommandLine:
     """The parsed words of a command line.
 
     Attributes:
-        word: the positional word.
+        words: the positional words.
         settings: `key=value` words, in order; `--config-dir` is one of them.
         shows_settings: whether `--cfg job` asks only to print the settings.
     """
 
-    word: str
+    words: list[str]
     settings: list[str]
     shows_settings: bool
     is_multirun: bool
     asks_help: bool
+
+    @property
+    def word(self) -> str:
+        """The first positional word; empty if there is none."""
+        return self.words[0] if self.words else ""

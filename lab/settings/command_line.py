@@ -76,12 +76,13 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
             words.append(argument)
         else:
             settings.append(argument)
-    if len(words) != bool(command.word) and "--help" not in flags:
+    fits = len(words) == bool(command.word) or (command.several and words)
+    if not fits and "--help" not in flags:
         asked = " ".join(words) or "(nothing)"
-        raise ConfigError(f"{asked}: takes one {command.word}, as in {command.usage}")
+        number = "at least one" if command.several else "one"
+        raise ConfigError(f"{asked}: takes {number} {command.word}, as in {command.usage}")
     shows_settings, is_multirun = "--cfg" in flags, "--multirun" in flags
-    word = words[0] if words else ""
-    return CommandLine(word, settings, shows_settings, is_multirun, "--help" in flags)
+    return CommandLine(words, settings, shows_settings, is_multirun, "--help" in flags)
 
 
 def show(configs: Iterable[DictConfig]) -> None:

@@ -36,6 +36,7 @@ from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
+from lab.training.plan import note_plan
 from lab.training.trainer import Trainer
 
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
@@ -111,6 +112,7 @@ def measured(trainer: Trainer, record: Record, directory: RunDirectory) -> Recor
     _note_ranks(trainer, record, warmup)
     if sync.keeps_replicas_equal:
         record.replica_hash = replica_hash(trainer.model, trainer.world)
+    note_plan(trainer, record)
     record.choices = sync.exchange.choices()
     record.gradient_noise = _gradient_noise(trainer, warmup)
     return record
@@ -240,6 +242,7 @@ def summary(record: Record, path: Path) -> str:
         *_payload_lines(record),
         *_noise_lines(record),
         *([f"data            {record.data_source}"] if record.data_source else []),
+        *(f"no effect       {line}" for line in record.idle),
         *([f"emulated        {emulated}"] if emulated else []),
     ]
     if record.status == "interrupted":

@@ -27,7 +27,9 @@ from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
 from lab.training.bar import Bar
 from lab.training.compiled import compiled_as
+from lab.training.curves import Curves
 from lab.training.failure import failure_of
+from lab.training.trainer import Trainer
 
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
 
@@ -51,7 +53,7 @@ class Run:
         self.launch = launcher.launch_id(arguments)
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
-        self.recorder: Any = None
+        self.curves = Curves()
         self.recorded = False  # a rank lost after this changes nothing
         self.watch = Watchdog(world, config.exchange_timeout_s, self._end_process)
 
@@ -66,7 +68,7 @@ class Run:
             self.watch.listen_to_signals()
             parts = self.build()
             if self.world.rank == 0:
-                self._open_records(parts.trainer.progress.step)
+                self._open_records(parts.trainer)
             self._train(parts)
             outcome.note_end(parts.trainer, self.record, self.watch.stop_signal)
             if self.world.rank == 0:
@@ -96,7 +98,7 @@ class Run:
         self.record.model_source = source_hash(self.parts.trainer.model)
         self._note_sizes(**self.parts.sizes)
         if "_target_" in self.config.recorder:
-            self.recorder = build(self.config.recorder)
+            self.curves = Curves(build(self.config.recorder))  # rank 0 alone starts it
         self._resume(self.parts)
         return self.parts
 
@@ -162,11 +164,13 @@ class Run:
         with Bar(self.record, trainer.total_steps, trainer.progress.step, shown) as bar:
             for step in trainer.steps():
                 bar.update()
+                self.curves.after_step()
                 is_last = step == trainer.total_steps
                 if config.eval_every and step % config.eval_every == 0 and not is_last:
                     self._note(bar, trainer.evaluate())
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
                     self.save(parts)
+            self.curves.send()
             if trainer.progress.step < trainer.total_steps:
                 self.save(parts)
             # Before the last evaluation, so that an error in it costs no measurement.
@@ -176,20 +180,15 @@ class Run:
                 self._note(bar, trainer.evaluate())
 
     def _note(self, bar: Bar, result: dict[str, float]) -> None:
-        metrics = metrics_of(result)
-        bar.set_postfix({name: f"{value:.4g}" for name, value in metrics.items()})
-        if self.recorder and self.world.rank == 0:
-            values = metrics | {"seconds": result["seconds"]}
-            values = {f"test/{name}": value for name, value in values.items()}
-            self.recorder.log(int(result["step"]), values)
+        bar.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
+        self.curves.evaluated(result)
 
-    def _open_records(self, first_step: int) -> None:
-        attempt = {"first_step": first_step, "world_size": self.world.size}
+    def _open_records(self, trainer: Trainer) -> None:
+        attempt = {"first_step": trainer.progress.step, "world_size": self.world.size}
         attempt |= {"started_at": self.record.started_at, "launch": self.launch}
         self.directory.begin_attempt(attempt)
         self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
-        if self.recorder:
-            self.recorder.start(self.directory.path, self.config.study, self._settings())
+        self.curves.start(trainer, self.directory.path, self.config.study, self._settings())
 
     def _settings(self) -> dict[str, Any]:
         settings: Any = OmegaConf.to_container(self.config, resolve=True)
@@ -199,8 +198,7 @@ class Run:
         self.record.attempts = self.directory.attempts()
         self.record.duration_s = time.monotonic() - self.began
         self.directory.write_record(self.record)
-        if self.recorder and self.world.rank == 0:
-            self.recorder.finish(self.record)
+        self.curves.finish(self.record)
 
     def _end_process(self, failure: Failure) -> None:
         """Record a failure and exit, even if threads and devices of this process still wait.

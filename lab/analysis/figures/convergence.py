@@ -47,7 +47,7 @@ def convergence(sheet: Sheet) -> Figure:
     kinds = [kind for kind in sources if any(not one.tables[kind].empty for one in curves)]
     if not kinds:
         raise NothingToDraw("no losses and no evaluations")
-    figure, axes = style.canvas(
+    figure, axes = sheet.canvas(
         len(kinds), 2, 8.6, 2.9 * len(kinds) + 1, sharex="col", sharey="row"
     )
     for line, kind in zip(axes, kinds, strict=True):
@@ -71,6 +71,9 @@ def _finish(figure: Figure, sheet: Sheet, runs: list[Cell]) -> Figure:
     note = ""
     if one.world_size > 1 and any(row.strategy == CEILING for row in sheet.rows):
         note = "none is left out: its replicas are not one model"
+    absent = sorted({row.series for row in sheet.measured()} - {run.series for run in runs})
+    if sheet.study.machines and absent:
+        note = f"not at this point, or not one model: {', '.join(absent)}"
     handles = [line_handle(sheet, run.series) for run in runs]
     hollow = emulated_handle(sheet, bars=False) if any(r.emulation for r in runs) else []
     return finish(figure, sheet, title, [*handles, *hollow], sample, note)

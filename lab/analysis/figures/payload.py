@@ -40,7 +40,7 @@ def payload(sheet: Sheet) -> Figure:
         raise NothingToDraw("no finished run sent anything")
     names, sizes = series_of(rows), style.unique(row.world_size for row in rows)
     width = max(7.0, 0.16 * len(names) * len(sizes) + 5.5)
-    figure, axes = style.canvas(1, 1, width, 4.4)
+    figure, axes = sheet.canvas(1, 1, width, 4.4)
     panel = axes[0][0]
     for row in rows:
         place = (names.index(row.series) + 0.5) / len(names) - 0.5

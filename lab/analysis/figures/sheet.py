@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -15,7 +17,8 @@ from lab.analysis.noise import floor_text
 from lab.analysis.records import Study
 from lab.analysis.speedup import CEILING, Row, shared_runs
 from lab.draw.looks import Look, order
-from lab.draw.style import GREY, HATCH, frame, unique
+from lab.draw.page import SCREEN, Page
+from lab.draw.style import GREY, HATCH, canvas, frame, unique
 from lab.measure.intervals import ENOUGH_REPEATS
 
 
@@ -36,6 +39,13 @@ class Sheet:
     rows: tuple[Row, ...]
     looks: dict[str, Look]
     floor: float = math.nan
+    page: Page = SCREEN
+
+    def canvas(
+        self, num_rows: int, num_columns: int, width: float, height: float, **share: Any
+    ) -> tuple[Figure, list[list[Axes]]]:
+        """Make a figure for this page; see lab.draw.style."""
+        return canvas(num_rows, num_columns, width, height, self.page, **share)
 
     def measured(self) -> list[Row]:
         """Select the rows with throughput runs.
@@ -124,11 +134,11 @@ def finish(
     """
     how = "; ".join(sheet.emulated())
     floor = floor_text(sheet.floor)
-    footer = [
-        *(f"{_context(sheet)} · {sample}", floor, notes, shared_runs(sheet.rows)),
-        f"emulated: {how}" if how else "",
-    ]
-    return frame(figure, title, handles, footer)
+    where = "; ".join(f"on={label}: {text}" for label, text in sheet.study.machines.items())
+    emulated = f"emulated: {how}" if how else ""
+    context = f"{_context(sheet)} · {sample}"
+    footer = [context, where, floor, notes, shared_runs(sheet.rows), emulated]
+    return frame(figure, title, handles, footer, sheet.page)
 
 
 def repeats(rows: Iterable[Row]) -> str:
@@ -145,7 +155,7 @@ def _context(sheet: Sheet) -> str:
     cells = sheet.study.cells
     shared = [
         f"{key} {', '.join(unique(c.settings[key] for c in cells if key in c.settings))}"
-        for key in ("model", "data", "device", "machine")
+        for key in ("model", "data", *(() if sheet.study.machines else ("device", "machine")))
         if any(key in cell.settings for cell in cells)
     ]
     return " · ".join([f"study {sheet.study.name}", *shared])

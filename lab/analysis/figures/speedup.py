@@ -27,7 +27,8 @@ from lab.draw import style
 from lab.measure.intervals import Interval
 from lab.task.metrics import heading, main_metric
 
-MOST_COLUMNS, TITLE_LETTERS = 4, 32
+MOST_COLUMNS = 4
+TITLE_LETTERS, PAPER_LETTERS = 32, 24  # of a line above a panel
 
 
 def speedup_bars(sheet: Sheet) -> Figure:
@@ -39,9 +40,9 @@ def speedup_bars(sheet: Sheet) -> Figure:
     rows = _with_speedup(sheet)
     series, sizes = series_of(rows), style.unique(row.world_size for row in rows)
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    lines = math.ceil(len(series) / MOST_COLUMNS)
+    lines = math.ceil(len(series) / sheet.page.num_columns(MOST_COLUMNS))
     columns = math.ceil(len(series) / lines)
-    figure, axes = style.canvas(lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sharey=True)
+    figure, axes = sheet.canvas(lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sharey=True)
     panels = [panel for line in axes for panel in line]
     for panel, name in zip(panels, series, strict=False):
         _panel(panel, sheet, [row for row in rows if row.series == name], sizes, batch_sizes)
@@ -64,7 +65,7 @@ def scaling(sheet: Sheet) -> Figure:
     """Draw speedup above efficiency, against world size; one column per batch."""
     rows = _with_speedup(sheet)
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    figure, axes = style.canvas(
+    figure, axes = sheet.canvas(
         2, len(batch_sizes), _width(batch_sizes), 6, sharex=True, sharey="row"
     )
     sizes = style.unique(row.world_size for row in rows)
@@ -93,7 +94,7 @@ def throughput(sheet: Sheet) -> Figure:
     if not rows:
         raise NothingToDraw("no record gives samples_per_s")
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    figure, axes = style.canvas(1, len(batch_sizes), _width(batch_sizes), 3.8, sharey=True)
+    figure, axes = sheet.canvas(1, len(batch_sizes), _width(batch_sizes), 3.8, sharey=True)
     for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
         _lines(
             panel,
@@ -154,7 +155,8 @@ def _panel(
 
 def _panel_title(sheet: Sheet, rows: list[Row]) -> str:
     """Name the series, with its metric: what is fast must also have learnt."""
-    title = textwrap.fill(sheet.label(rows[0].series), TITLE_LETTERS)
+    letters = TITLE_LETTERS if sheet.page.width_in is None else PAPER_LETTERS
+    title = textwrap.fill(sheet.label(rows[0].series), letters)
     metric = main_metric(name for row in sheet.rows for name in row.final)
     known = _range(rows, metric)
     return f"{title}\n{metric} {known}" if known and sheet.learns() else title

@@ -93,7 +93,7 @@ def _draw(
     height = 0.2 * len(places) + 1.8
     ticks = _tick_names(sheet, places)
     width = 2.6 * len(batch_sizes) + 0.07 * max(map(len, ticks)) + style.LEGEND_ROOM
-    figure, axes = style.canvas(1, len(batch_sizes), width, height, sharex=True, sharey=True)
+    figure, axes = sheet.canvas(1, len(batch_sizes), width, height, sharex=True, sharey=True)
     for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
         _stack(
             panel,

@@ -10,6 +10,7 @@ from matplotlib.patches import Patch
 from lab.analysis.figures.step import PHASE_LOOKS
 from lab.draw import style
 from lab.draw.looks import ORANGE
+from lab.draw.page import SCREEN, Page
 from lab.measure.spans import Span
 from lab.record.trace import Timeline, lanes
 
@@ -40,7 +41,7 @@ COLOURS = {
 ON_ONE_LINE = ("data", "forward", "backward", "wait", "optimizer")
 
 
-def timeline_of_step(timeline: Timeline) -> Figure:
+def timeline_of_step(timeline: Timeline, page: Page = SCREEN) -> Figure:
     """Draw bars along time: per rank, a track of computation and one or more of transfers.
 
     Transfers that overlap lie below each other. A transfer's own work, encoding and decoding, is a
@@ -54,8 +55,9 @@ def timeline_of_step(timeline: Timeline) -> Figure:
     origin = min(span.start_s for span in spans)
     end = max(span.end_s for span in spans)
     heights, ticks = _rows(spans)
-    figure, axes = style.canvas(1, 1, WIDTH, 1.5 + 0.34 * (max(heights.values()) + 1))
+    figure, axes = style.canvas(1, 1, WIDTH, 1.5 + 0.34 * (max(heights.values()) + 1), page)
     panel = axes[0][0]
+    width = WIDTH - style.LEGEND_ROOM if page.width_in is None else page.width_in
     hatch = style.HATCH if _emulated(timeline) else None
     coded = any(span.row == CODEC for span in spans)
     for span, height, thick in _bars(spans, heights):
@@ -64,7 +66,7 @@ def timeline_of_step(timeline: Timeline) -> Figure:
         colour = COLOURS[span.row]
         shape = [(left, length)], (low, 0.8 * thick)
         panel.broken_barh(*shape, facecolor=colour, edgecolor="black", linewidth=0.4, hatch=hatch)
-        if thick == 1 and (name := _fitting_name(span, end - origin)):
+        if thick == 1 and (name := _fitting_name(span, (width - 1) / (end - origin))):
             up = ABOVE_CODEC if coded and span.row == TRANSFER else 0.0
             _label(panel, name, left + length / 2, height - up, span.row)
     panel.set_xlim(0, 1e3 * (end - origin))
@@ -73,7 +75,7 @@ def timeline_of_step(timeline: Timeline) -> Figure:
     panel.set_xlabel("time from the beginning of the step (ms)")
     panel.grid(axis="x", linewidth=0.4)
     return style.frame(
-        figure, _title(timeline), _legend(spans, hatch), _footer(timeline, num_ranks)
+        figure, _title(timeline), _legend(spans, hatch), _footer(timeline, num_ranks), page
     )
 
 
@@ -120,11 +122,11 @@ def _bars(spans: list[Span], heights: dict[Track, float]) -> list[tuple[Span, fl
     return [*whole, *pieces]
 
 
-def _fitting_name(span: Span, shown_s: float) -> str:
+def _fitting_name(span: Span, inches_per_s: float) -> str:
     """Return as much of the name as fits into the bar, possibly nothing."""
     first = span.name.split(" ")[0]  # the first of a bucket's parameters
     names = (span.name, first, first.rpartition(".")[0])
-    room = (span.end_s - span.start_s) / shown_s * (WIDTH - style.LEGEND_ROOM - 1)
+    room = (span.end_s - span.start_s) * inches_per_s
     fitting = (name for name in names if len(name) * LETTER_INCHES < room)
     return next(fitting, "") if span.row == TRANSFER else NAMES[span.row] * (room > LABEL_INCHES)
 

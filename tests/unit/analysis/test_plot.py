@@ -62,7 +62,7 @@ def test_all_figures_and_the_table_are_written(
     assert main([str(study)]) == 0
     written = {path.name for path in (study / "figures").iterdir()}
     expected = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
-    assert written == expected | {"summary.csv"}
+    assert written == expected | {"summary.csv", "records.csv", "records.parquet"}
     assert "skipped" not in capsys.readouterr().out
 
 
@@ -189,4 +189,29 @@ def test_help_loads_no_heavy_library() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=50, capture_output=True, text=True
     )
-    assert done.stdout.count("python -m lab.plot") == 6
+    assert done.stdout.count("python -m lab.plot") == 8
+
+
+def test_only_some_figures_are_drawn(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(study), "format=svg", "only=speed,payload"]) == 0
+    written = {path.name for path in (study / "figures").glob("*.svg")}
+    assert written == {"speedup_bars.svg", "payload.svg"}
+    assert main([str(study), "only=speedups"]) == 2
+    assert "only=speedups: allowed are speedup_bars, scaling," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("width_in=wide", "width_in=wide: must be a number of at least 2"),
+        ("width_in=0.5", "width_in=0.5: must be a number of at least 2"),
+        ("title=no", "title=no: must be true or false"),
+        ("format=jpg", "format=jpg: allowed are png, svg, pdf"),
+        ("target=x", "target=x: must be a number"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    setting: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs/x", setting]) == 2
+    assert capsys.readouterr().err == f"lab.plot: error: {message}\n"

@@ -293,6 +293,12 @@ def test_the_text_has_verdict_evidence_and_remedy(
     assert "strategy=overlap world_size=4 batch_size=128 model=mlp measure=breakdown" in text
 
 
+def test_what_did_nothing_is_told(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(study, "overlap", 4, 0.3, idle=["overlap=true: nothing overlaps"])
+    assert main([str(run)]) == 0
+    assert "  no effect   overlap=true: nothing overlaps\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ending", [".txt", ".md"])
 def test_out_holds_what_is_printed(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str

@@ -26,6 +26,8 @@ from lab.record.schema import read_record
 from lab.settings.config import load
 from lab.simulate import view as prediction
 from lab.study import dry_run
+from lab.sync.idle import idle
+from lab.sync.pattern import gradsync
 from lab.training import outcome
 from tests.conftest import ROOT
 from tests.support.figures import ys
@@ -34,6 +36,11 @@ from tests.support.records import leave, make_record
 NUM_BYTES = 10**8  # 95.4 MiB
 # Say how much something is, which nothing computes.
 FIXED = {"lab/benchmarks/request.py", "lab/checklist/several_gpus.py"}
+
+IN_ONE_BUCKET: dict[str, Any] = {
+    **{"strategy": "overlap", "world_size": 2, "num_steps": 9},
+    **{"bucket_mb": 25.0, "accumulate": 1},
+}
 
 
 @pytest.fixture
@@ -89,6 +96,10 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
         ),
         "lab/simulate/view.py": (prediction.notes({**rows, **profile})[0], "(100.0 MB of"),
         "lab/study/dry_run.py": (dry_run.needs(60, NUM_BYTES), "about 1 min, 100 MB"),
+        "lab/sync/idle.py": (
+            idle(gradsync(True), **IN_ONE_BUCKET, bucket_bytes=[NUM_BYTES])[0],
+            "all 100 MB of gradients",
+        ),
         "lab/training/outcome.py": (outcome.summary(record, cell.folder), "200.000 MB per"),
     }
 

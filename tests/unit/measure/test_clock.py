@@ -96,6 +96,28 @@ def test_a_pause_is_in_no_gap_and_spans_are_told_from_where_it_begins(
     assert {round(span.end_s - span.start_s, 6) for span in spans} == {1.0}
 
 
+@pytest.mark.parametrize("lag", [0, 7, 40])
+def test_finished_steps_are_told_as_the_device_passes_them_and_nothing_waits(
+    gpu: Callable[[int], Device], lag: int
+) -> None:
+    device, clock, told = (
+        gpu(lag),
+        Clock(torch.device("cuda"), breakdown=False),
+        list[list[float]](),
+    )
+    for _ in range(50):
+        with clock.step():
+            pass
+        before = device.reached
+        told += clock.finished(len(told))
+        assert device.reached == before
+        assert len(told) == device.reached // 2  # each step has two marks
+    device.synchronize(torch.device("cuda"))
+    told += clock.finished(len(told))
+    assert told == [[1.0, 0.0], *[[1.0, 1.0]] * 49]
+    assert clock.finished(50) == []
+
+
 def test_wall_time_counts_what_lies_between_steps() -> None:
     step_s = np.array([[9.0, 2.0, 2.0, 2.0], [9.0, 1.0, 3.0, 1.0]])
     gap_s = np.array([[0.0, 5.0, 0.5, 0.0], [0.0, 5.0, 1.0, 1.0]])

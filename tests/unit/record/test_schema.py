@@ -15,7 +15,7 @@ from lab.analysis import summary
 from lab.analysis.records import load_study
 from lab.analysis.speedup import table
 from lab.measure.intervals import Interval
-from lab.record.schema import SCHEMA, Emulation, Record, read_record, worded
+from lab.record.schema import SCHEMA, Bucket, Emulation, Record, read_record, worded
 from tests.support.records import leave, make_record
 
 BEFORE = Path(__file__).parents[2] / "data" / "study_schema_1"
@@ -35,6 +35,8 @@ def full_record() -> Record:
         phases_s={"data": 0.1, "update": None},
         messages_per_step=[4.0, 3.5],
         evaluations=[{"step": 3, "loss": 0.1, "accuracy": None}],
+        buckets=[Bucket(28, "fc.bias fc.weight")],
+        idle=["one rank: strategy=onebit has nothing to exchange"],
         choices=[{"bucket": "fc", "chosen": "OneBit", "plain_s": 0.1}],
         environment={"cpu": "a processor", "gpus": []},
         emulation=[shared, replay],
@@ -48,6 +50,16 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert written["schema"] == SCHEMA
     assert written.keys() - {"schema"} == {field.name for field in dataclasses.fields(Record)}
     assert read_record(tmp_path / "a" / "record.json") == record
+
+
+def test_a_record_from_before_buckets_were_recorded_is_read(tmp_path: Path) -> None:
+    leave(tmp_path / "a", full_record())
+    path = tmp_path / "a" / "record.json"
+    written = json.loads(path.read_text())
+    del written["buckets"], written["idle"]
+    path.write_text(json.dumps(written))
+    record = read_record(path)
+    assert (record.buckets, record.idle) == (None, [])
 
 
 def test_a_record_has_all_keys_whatever_became_of_the_run(tmp_path: Path) -> None:

@@ -157,9 +157,9 @@ def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:
         (plot.COMMAND, ["runs/a", "--format=svg"], "--format svg: is written format=svg"),
         (verify.COMMAND, ["kim2017", "--runs", "runs/k"], "--runs runs/k: is written runs=runs/k"),
         (explain.COMMAND, ["runs/a", "--why"], "--why: flags are --help; settings are written"),
-        (plot.COMMAND, [], "(nothing): takes one STUDY[/CELL], as in python -m lab.plot"),
-        (plot.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: takes one STUDY[/CELL]"),
-        (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed are out, format, baseline"),
+        (plot.COMMAND, [], "(nothing): takes at least one STUDY[/CELL], as in python -m lab.plot"),
+        (explain.COMMAND, ["runs/a", "runs/b"], "runs/a runs/b: takes one STUDY[/CELL]"),
+        (plot.COMMAND, ["runs/a", "outt=x"], "outt=x: allowed are out, format, only"),
         (plot.COMMAND, ["runs/a", "-m"], "-m: flags are --help; settings are written key=value"),
     ],
 )
@@ -174,6 +174,11 @@ def test_wrong_words_are_answered_in_a_line(
 def test_a_folder_may_have_an_equals_sign() -> None:
     line = read(plot.COMMAND, ["runs/a=b", "out=c"])
     assert (line.word, line.settings) == ("runs/a=b", ["out=c"])
+
+
+def test_a_command_may_take_several_words() -> None:
+    line = read(plot.COMMAND, ["runs/a", "out=c", "runs/b"])
+    assert (line.words, line.word, line.settings) == (["runs/a", "runs/b"], "runs/a", ["out=c"])
 
 
 def test_settings_are_split_by_whose_they_are() -> None:

@@ -1,0 +1,57 @@
+"""Everything that records hold as one table, records.csv and records.parquet: a row per cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lab.analysis.records import Study
+from lab.record.schema import read_record
+
+
+def write_records(study: Study, out: Path) -> None:
+    """Write records.csv and records.parquet of all cells, failed ones too, to the folder `out`.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    table = records_table(study)
+    table.to_csv(out / "records.csv", index=False)
+    table.to_parquet(out / "records.parquet", index=False)
+
+
+def records_table(study: Study) -> pd.DataFrame:
+    """Return a row per cell: its folder, its series, and each value of its record.
+
+    A column is named by the value's dotted key (`step_s.median`, `settings.optim.lr`). Lists, such
+    as evaluations and values by rank, are JSON text. An unknown value is missing. A column whose
+    values have several types, as settings may, is text.
+    """
+    rows = [
+        {
+            "folder": study.name_of(cell.folder),
+            "series": cell.series,
+            **dict(_flat(read_record(cell.folder / "record.json").to_json())),
+        }
+        for cell in study.cells
+    ]
+    table = pd.DataFrame(rows).convert_dtypes()
+    for name in table.select_dtypes("object"):  # of several types, or unknown in all rows
+        table[name] = table[name].map(_text, na_action="ignore").astype("string")
+    return table
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,31 @@
+"""Buckets of a run, and the settings that changed nothing in it, for its record."""
+
+from __future__ import annotations
+
+from lab.record.schema import Bucket, Record
+from lab.sync.gradsync import GradSync
+from lab.sync.idle import idle
+from lab.training.trainer import Trainer
+
+
+def note_plan(trainer: Trainer, record: Record) -> None:
+    """Note the buckets of the last step and what did nothing, of a run whose steps are counted."""
+    record.buckets = _buckets(trainer)
+    record.idle = idle(
+        trainer.sync.pattern,
+        strategy=record.strategy,
+        world_size=record.world_size,
+        num_steps=record.num_steps,
+        bucket_mb=trainer.config.bucket_mb,
+        accumulate=trainer.config.accumulate,
+        bucket_bytes=[bucket.bytes for bucket in record.buckets or ()],
+    )
+
+
+def _buckets(trainer: Trainer) -> list[Bucket] | None:
+    if not isinstance(trainer.sync, GradSync):
+        return None
+    return [
+        Bucket(sum(p.nbytes for p in bucket.parameters.values()), " ".join(bucket.shapes))
+        for bucket in trainer.sync.buckets
+    ]

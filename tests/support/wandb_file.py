@@ -1,0 +1,49 @@
+"""Read the file of an offline wandb run, with wandb's own messages.
+
+wandb's reader is part of a program of its own. The file is a log of LevelDB ("log_format.md"):
+blocks of 32 KiB, each of fragments with a header of checksum, length and type. wandb puts seven
+bytes first, which count as part of the first block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from wandb.proto import wandb_internal_pb2
+
+BLOCK, HEADER, FILE_HEADER = 2**15, 7, 7
+FULL, FIRST, LAST = 1, 2, 4  # types of fragments; 3 is in the middle
+
+
+def curves(path: Path) -> dict[str, dict[int, float]]:
+    """Return each curve of the run: value by step."""
+    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for message in _messages(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(message)  # type: ignore[attr-defined]
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            value = json.loads(item.value_json)
+            if isinstance(value, int | float) and not name.startswith("_"):
+                found[name][record.history.step.num] = value
+    return dict(found)
+
+
+def _messages(content: bytes) -> Iterator[bytes]:
+    message, at = b"", FILE_HEADER
+    while at + HEADER <= len(content):
+        if BLOCK - at % BLOCK < HEADER:  # padding at the end of a block
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        at += HEADER
+        message = (
+            content[at : at + length]
+            if kind in (FULL, FIRST)
+            else message + content[at : at + length]
+        )
+        at += length
+        if kind in (FULL, LAST):
+            yield message

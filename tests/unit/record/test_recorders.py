@@ -1,0 +1,125 @@
+"""Recorders: what they write is read back by the readers of its users; failures are warnings."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from lab.record.csv import CURVES, CsvRecorder
+from lab.record.recorder import Guarded, Recorder
+from lab.record.schema import Record
+from lab.record.tensorboard import TensorBoardRecorder
+from lab.record.wandb import WandbRecorder
+from lab.settings.config import ConfigError, build, load
+from tests.support.records import make_record
+from tests.support.wandb_file import curves
+
+LOGGED: list[tuple[int, dict[str, float]]] = [
+    (1, {"train/loss": 2.5, "train/lr": 0.1}),
+    (2, {"train/loss": 1.25, "train/lr": 0.05}),
+    (2, {"test/accuracy": 0.75}),
+    (3, {"train/loss": math.nan, "train/lr": 0.0}),
+]
+
+
+def use(recorder: Recorder, folder: Path, first_step: int = 0) -> None:
+    """Record LOGGED, after `first_step` steps that another start of the run has done."""
+    folder.mkdir(exist_ok=True)
+    recorder.start(folder, "study", {"strategy": "none"}, first_step)
+    for step, values in LOGGED:
+        recorder.log(first_step + step, values)
+    recorder.finish(make_record("none", 1, 1.0))
+
+
+def test_csv_has_a_row_per_step_and_a_column_per_curve(tmp_path: Path) -> None:
+    use(CsvRecorder(), tmp_path)
+    table = pd.read_csv(tmp_path / CURVES)
+    assert list(table) == ["step", "train/loss", "train/lr", "test/accuracy"]
+    assert table["step"].tolist() == [1, 2, 3]
+    assert table["train/lr"].tolist() == [0.1, 0.05, 0.0]
+    assert table["test/accuracy"].dropna().to_dict() == {1: 0.75}
+    assert table["train/loss"].isna().tolist() == [False, False, True]
+
+
+def test_csv_of_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    use(CsvRecorder(), tmp_path)
+    use(CsvRecorder(), tmp_path, first_step=2)
+    table = pd.read_csv(tmp_path / CURVES)
+    assert table["step"].tolist() == [1, 2, 3, 4, 5]  # the first start's step 3 does not count
+    assert table["train/loss"].tolist()[:4] == [2.5, 1.25, 2.5, 1.25]
+    use(CsvRecorder(), tmp_path)
+    assert pd.read_csv(tmp_path / CURVES)["step"].tolist() == [1, 2, 3]
+
+
+def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    use(TensorBoardRecorder(), tmp_path)
+    use(TensorBoardRecorder(), tmp_path, first_step=2)
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    assert set(shown.Tags()["scalars"]) == {"train/loss", "train/lr", "test/accuracy"}
+    learning = {event.step: event.value for event in shown.Scalars("train/lr")}
+    assert learning == pytest.approx({1: 0.1, 2: 0.05, 3: 0.1, 4: 0.05, 5: 0.0})
+    assert [event.step for event in shown.Scalars("train/lr")] == [1, 2, 3, 4, 5]
+    assert [(e.step, e.value) for e in shown.Scalars("test/accuracy")] == [(2, 0.75), (4, 0.75)]
+
+
+def test_an_offline_run_of_wandb_holds_the_curves(tmp_path: Path) -> None:
+    use(WandbRecorder("lab", "offline"), tmp_path)
+    (path,) = tmp_path.rglob("*.wandb")
+    found = curves(path)
+    assert found["train/lr"] == {1: 0.1, 2: 0.05, 3: 0.0}
+    assert found["test/accuracy"] == {2: 0.75}
+    assert {s: v for s, v in found["train/loss"].items() if s < 3} == {1: 2.5, 2: 1.25}
+    assert math.isnan(found["train/loss"][3])
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_is_named_before_training(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError) as error:
+        build(load([f"recorder={name}"]).recorder)
+    assert str(error.value) == f"recorder={name}: needs the package {name}: pip install {name}"
+
+
+class Broken:
+    """A recorder whose calls fail from `log` on."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self, directory: Path, study: str, config: dict[str, Any], first_step: int) -> None:
+        self.calls.append("start")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append("log")
+        raise ConnectionError("no network\nand more")
+
+    def finish(self, record: Record) -> None:
+        self.calls.append("finish")
+
+
+def test_a_failure_is_one_warning_and_turns_the_recorder_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Broken()
+    guarded = Guarded(broken)
+    assert guarded.works
+    use(guarded, tmp_path)
+    assert not guarded.works
+    assert broken.calls == ["start", "log"]
+    assert capsys.readouterr().err == "lab.train: Broken is off: no network\n"
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"recorder.mode=sometimes: allowed are offline, online"):
+        WandbRecorder("lab", "sometimes")
