@@ -75,7 +75,11 @@ def alexnet_mxnet(*, input_shape: Sequence[int], output_size: int, dropout: floa
     require_size("alexnet_mxnet", input_shape, MXNET_SMALLEST_PX)
     pools = [[nn.MaxPool2d(3, stride=2), nn.LocalResponseNorm(5)] for _ in range(2)]
     features = _features(input_shape[0], FIRST, 0, [*pools, [nn.MaxPool2d(3, stride=2)]])
-    return _trainable(features, input_shape, [4096, 4096], output_size, dropout, after=True)
+    return _trainable(
+        *(features, input_shape, [4096, 4096], output_size, dropout),
+        dropout_after=True,
+        small_outputs=True,
+    )
 
 
 def overfeat(*, input_shape: Sequence[int], output_size: int, dropout: float = 0.5) -> ConvNet:
@@ -101,7 +105,7 @@ def overfeat(*, input_shape: Sequence[int], output_size: int, dropout: float = 0
         *_convolution(1024, 1024),
         nn.MaxPool2d(2),
     )
-    return _trainable(features, input_shape, [3072, 4096], output_size, dropout)
+    return _trainable(features, input_shape, [3072, 4096], output_size, dropout, small_outputs=True)
 
 
 def alexnet_small(
@@ -183,8 +187,10 @@ def _trainable(
     hidden: Sequence[int],
     output_size: int,
     dropout: float,
-    after: bool = False,
+    *,
+    dropout_after: bool = False,
+    small_outputs: bool = False,
 ) -> ConvNet:
-    model = with_fc_head(features, input_shape, hidden, output_size, dropout, after)
-    initialise_for_relu(model)
+    model = with_fc_head(features, input_shape, hidden, output_size, dropout, dropout_after)
+    initialise_for_relu(model, small_outputs=small_outputs)
     return model

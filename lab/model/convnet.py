@@ -67,17 +67,26 @@ def with_fc_head(
     return ConvNet(features, nn.Sequential(*head), shape)
 
 
-def initialise_for_relu(module: nn.Module) -> None:
+def initialise_for_relu(module: nn.Module, *, small_outputs: bool = False) -> None:
     """Draw weights so that ReLU layers keep the variance of their inputs.
 
     He et al. 2015, section 2.2 (fan-in); biases are zero. PyTorch's default shrinks the signal
     layer by layer, and a stack as deep as AlexNet's then hardly begins to learn without BatchNorm.
+
+    Args:
+        module: its convolutions and FC layers get new weights.
+        small_outputs: draw those of the last FC layer from N(0, 0.01) instead (Goyal et al. 2017,
+            section 5.1). Else the first steps are so large that a stack as deep as VGG's is left
+            with outputs that are the same for all images.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+    if small_outputs:
+        *_, last = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
+        nn.init.normal_(last.weight, std=0.01)
 
 
 def output_shape(features: nn.Sequential, input_shape: Sequence[int]) -> tuple[int, int, int]:

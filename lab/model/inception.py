@@ -48,7 +48,7 @@ def googlenet(
     """GoogLeNet, Inception v1 (Szegedy et al. 2015), without its auxiliary classifiers.
 
     6,998,552 parameters for 3 channels and 1000 classes, at any image size. LRN is where figure 3
-    has it. (The paper starts from random weights of unknown kind; these are He's, 2015.)
+    has it. The paper does not say how its weights begin; these are He's (2015).
 
     Args:
         input_shape: (C, H, W) of an image.
@@ -75,7 +75,9 @@ def googlenet(
         channels = module.out_channels
         if name in ("3b", "4e"):
             layers[f"pool{name[0]}"] = _halving()
-    return _with_head(layers, channels, output_size, dropout)
+    model = _with_head(layers, channels, output_size, dropout)
+    initialise_for_relu(model, small_outputs=True)
+    return model
 
 
 def inception_bn(*, input_shape: Sequence[int], output_size: int) -> nn.Sequential:
@@ -103,7 +105,9 @@ def inception_bn(*, input_shape: Sequence[int], output_size: int) -> nn.Sequenti
     for name, widths in BATCH_NORM.items():
         layers[f"inception_{name}"] = module = _inception_bn(channels, *widths)
         channels = module.out_channels
-    return _with_head(layers, channels, output_size, 0.0)
+    model = _with_head(layers, channels, output_size, dropout=0.0)
+    initialise_for_relu(model)
+    return model
 
 
 class Inception(nn.Module):
@@ -193,6 +197,4 @@ def _with_head(
     if dropout:
         layers["dropout"] = nn.Dropout(dropout)
     layers["fc"] = nn.Linear(channels, output_size)
-    model = nn.Sequential(layers)
-    initialise_for_relu(model)
-    return model
+    return nn.Sequential(layers)

@@ -50,8 +50,8 @@ def require_widths(key: str, widths: object) -> None:
     Raises:
         ValueError: not a list of integers of at least 1.
     """
-    listed = isinstance(widths, Sequence) and not isinstance(widths, str)
-    if not listed or not all(isinstance(width, int) and width >= 1 for width in widths):
+    listed = list(widths) if isinstance(widths, Sequence) else [None]
+    if not all(isinstance(width, int) and width >= 1 for width in listed):
         raise ValueError(f"{key}={widths}: must be a list of integers of at least 1")
 
 

@@ -81,5 +81,5 @@ def _vgg(
         layers.append(nn.MaxPool2d(2))
     features = nn.Sequential(*layers)
     model = with_fc_head(features, input_shape, [hidden] * 2, output_size, dropout, True)
-    initialise_for_relu(model)
+    initialise_for_relu(model, small_outputs=True)
     return model

@@ -17,7 +17,10 @@ from lab import profile_layers
 from lab.measure import layers
 from lab.measure.kernels import kernels_ms
 from lab.measure.layers import LayerClock, with_fixed_parts
+from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
+from lab.model.transformer import Transformer
+from lab.settings.files import choices_of
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train
 
@@ -53,6 +56,37 @@ def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.Monkey
     before = next(moments)
     model(torch.ones(2, 3)).sum().backward()
     assert next(moments) == before + 1  # no hook remains
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "without"),
+    [
+        (googlenet(input_shape=(1, 32, 32), output_size=2), torch.ones(1, 1, 32, 32), set()),
+        (
+            Transformer(vocabulary=7, context=4, size="nano"),
+            torch.zeros(1, 4, dtype=torch.int64),
+            {"head"},  # its weight is the embedding's
+        ),
+    ],
+    ids=["branches", "tied"],
+)
+def test_layers_of_branches_and_tied_ones_are_measured(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: torch.Tensor, without: set[str]
+) -> None:
+    moments = count()
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
+    with LayerClock(model, CPU) as clock:
+        model(inputs).sum().backward()
+    found = clock.layers(warmup=0)
+    owned = {layer.name for layer in found if layer.parameters}
+    assert owned == {layer.name for layer in found} - without
+    assert sum(layer.parameters for layer in found) == sum(p.numel() for p in model.parameters())
+    assert sum(layer.forward_ms + layer.backward_ms for layer in found) == 1000 * (
+        next(moments) - 1
+    )
+    timed = {layer.name for layer in found if layer.backward_ms}
+    assert timed == owned
+    Profile("found", "this test", 1, tuple(found)).to_yaml()
 
 
 def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +183,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("steps=5", "steps=5: must be above warmup_steps=5"),
         (
             "model=vgg",
-            "model=vgg: allowed are alexnet, alexnet_paper, alexnet_small, lenet, mlp, replay",
+            f"model=vgg: allowed are {', '.join(choices_of('model'))}",
         ),
     ],
 )

@@ -15,6 +15,8 @@ from lab.model.lenet import lenet
 from lab.model.mlp import mlp
 from lab.settings.config import build, choices_of, load
 
+LANGUAGE = ("lstm", "transformer")
+
 
 def size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
@@ -22,11 +24,16 @@ def size(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", choices_of("model"))
 def test_every_config_makes_a_model_that_trains(name: str) -> None:
-    shape = (3, 64, 64)
     settings = load([f"model={name}", "profile=alexnet_titanx"])  # only replay reads the profile
-    model = build(settings.model, input_shape=shape, output_size=7)
-    logits = model(torch.zeros(2, *shape))
-    assert logits.shape == (2, 7)
+    tokens = {"vocabulary": 7} | ({"context": 5} if name == "transformer" else {})
+    with torch.device("meta"):  # which computes shapes, and gradients' shapes, alone
+        if name in LANGUAGE:
+            model, inputs = build(settings.model, **tokens), torch.zeros(2, 5, dtype=torch.int64)
+        else:
+            model = build(settings.model, input_shape=(3, 96, 96), output_size=7)
+            inputs = torch.zeros(2, 3, 96, 96)
+        logits = model(inputs)
+    assert logits.shape == ((2, 5, 7) if name in LANGUAGE else (2, 7))
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

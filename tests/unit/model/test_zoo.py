@@ -1,0 +1,277 @@
+"""Models of papers and benchmarks: published counts, shapes, smallest images, one step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lab.model.alexnet import alexnet, alexnet_mxnet, overfeat
+from lab.model.convnet import ConvNet
+from lab.model.counts import counts_of
+from lab.model.inception import googlenet, inception_bn
+from lab.model.keras_cnn import keras_cnn
+from lab.model.mlp import fcn5, keras_mlp
+from lab.model.resnet import Subsample, resnet50, resnet56
+from lab.model.vgg import vgg11, vgg16, vgg19
+from lab.settings.config import build, choices_of, load
+from lab.transform.fc1x1 import Fc1x1
+from tests.conftest import ROOT
+
+Make = Callable[..., nn.Module]
+IMAGENET, MNIST = (3, 224, 224), (1, 28, 28)
+PUBLISHED = [
+    # settings, input, classes, parameters, source
+    ("vgg11", IMAGENET, 1000, 132_863_336, "133 M: Simonyan & Zisserman, table 2; torchvision"),
+    ("vgg16", IMAGENET, 1000, 138_357_544, "138 M: Simonyan & Zisserman, table 2; torchvision"),
+    ("vgg19", IMAGENET, 1000, 143_667_240, "144 M: Simonyan & Zisserman, table 2; torchvision"),
+    ("googlenet", IMAGENET, 1000, 6_998_552, "Caffe's bvlc_googlenet without auxiliary heads"),
+    ("resnet50", IMAGENET, 1000, 25_557_032, "torchvision"),
+    ("resnet50 stride_in=3x3", IMAGENET, 1000, 25_557_032, "torchvision"),
+    ("resnet152", IMAGENET, 1000, 60_192_808, "torchvision"),
+    # stem 464; stages 9*4672, 13952+8*18560, 55552+8*73984; FC 650
+    ("resnet56", (3, 32, 32), 10, 853_018, "0.85 M: He et al., table 6"),
+    ("overfeat", (3, 231, 231), 1000, 145_920_872, "145 M: Sermanet et al., table 1's sizes"),
+    ("alexnet widths=[64,192,384,256,256]", IMAGENET, 1000, 61_100_840, "torchvision"),
+    ("alexnet_mxnet", (3, 227, 227), 1000, 62_378_344, "from the example's layers"),
+    ("alexnet_mxnet", IMAGENET, 1000, 50_844_008, "from the example's layers"),
+    ("keras_cnn", (3, 100, 100), 10, 7_998_250, "from the guide's layers"),
+    ("keras_cnn blocks=[[32,64]] hidden=128", MNIST, 10, 1_199_882, "Keras' mnist_cnn"),
+    ("keras_mlp", (20,), 10, 6_154, "from the guide's layers"),
+    (
+        "keras_mlp hidden=[512,512] activation=relu dropout=0.2",
+        *(MNIST, 10, 669_706, "Keras' mnist_mlp"),
+    ),
+    # 785*2048 + 2049*4096 + 4097*1024 + 1025*10
+    ("fcn5", MNIST, 10, 14_205_962, "from dlbench's layers"),
+]
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def convolutions(module: nn.Module) -> list[nn.Conv2d]:
+    return [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+
+
+def made(settings: str, **arguments: Any) -> nn.Module:
+    """Build a choice of the group, without memory for its weights."""
+    name, *values = settings.split()
+    config = load([f"model={name}", *(f"model.{value}" for value in values)])
+    with torch.device("meta"):
+        return build(config.model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "classes", "parameters"), [row[:4] for row in PUBLISHED]
+)
+def test_has_its_published_parameters(
+    settings: str, shape: tuple[int, ...], classes: int, parameters: int
+) -> None:
+    model = made(settings, input_shape=shape, output_size=classes)
+    assert size(model) == parameters
+    assert model(torch.empty(2, *shape, device="meta")).shape == (2, classes)
+
+
+def documented() -> dict[str, tuple[int, list[int]]]:
+    """By settings: the parameters in the table of docs/models.md, and the numbers of its input."""
+    text = re.sub(r"(?<=\d) (?=\d{3})", "", (ROOT / "docs/models.md").read_text())
+    rows = re.findall(r"^\| `([^`]+)` \|.*?\| (\d+) \|([^|]+)\|", text, re.MULTILINE)
+    return {row[0]: (int(row[1]), [int(n) for n in re.findall(r"\d+", row[2])]) for row in rows}
+
+
+def test_every_model_is_documented() -> None:
+    named = {settings.split()[0] for settings in documented()} | {"replay"}
+    assert named == set(choices_of("model"))
+
+
+@pytest.mark.parametrize("settings", documented())
+def test_has_its_documented_parameters(settings: str) -> None:
+    parameters, numbers = documented()[settings]
+    plain = settings.replace("model.", "")
+    if plain.startswith(("lstm", "transformer")):
+        arguments: dict[str, Any] = dict(zip(("vocabulary", "context"), numbers, strict=False))
+        assert size(made(plain, **arguments)) == parameters
+        return
+    *shape, classes = numbers
+    published = {(row[0], row[1], row[2]): row[3] for row in PUBLISHED}  # and asserted above
+    found = published.get((plain, tuple(shape), classes))
+    if found is None:
+        found = size(made(plain, input_shape=tuple(shape), output_size=classes))
+    assert found == parameters
+
+
+def test_inception_bn_has_its_published_parameters_but_for_biases() -> None:
+    model = made("inception_bn", input_shape=IMAGENET, output_size=1000)
+    biases = sum(layer.out_channels for layer in convolutions(model))
+    # The ports of Caffe's BN-Inception, such as Cadene's pretrained-models, have these biases.
+    assert size(model) + biases == 11_295_240
+
+
+def test_modules_of_googlenet_have_the_operations_of_its_table() -> None:
+    # Szegedy et al., table 1, column "ops", in millions of multiply-adds; and heights and widths.
+    # (The 54 of 5a does not follow from the widths in its own row, which make 51.)
+    table = {"3a": (128, 28), "3b": (304, 28), "4a": (73, 14), "4b": (88, 14), "4c": (100, 14)}
+    table |= {"4d": (119, 14), "4e": (170, 14), "5b": (71, 7)}
+    model = made("googlenet", input_shape=IMAGENET, output_size=1000)
+    for name, (millions, pixels) in table.items():
+        layers = convolutions(model.get_submodule(f"inception_{name}"))
+        weights = sum(layer.weight.numel() for layer in layers)
+        assert weights * pixels**2 / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "published"),
+    [
+        (vgg19, 19.6e9),  # He et al., figure 3
+        (resnet50, 3.8e9),  # table 1
+        (partial(resnet50, stride_in="3x3"), 4.1e9),  # torchvision, as 4.09 GFLOPS
+        (googlenet, 1502e6 - 34e6 + 118e6),  # its table 1; a dense first convolution has 118 M
+    ],
+)
+def test_has_its_published_operations(make: Make, published: float) -> None:
+    operations = counts_of(make).operations
+    assert sum(operations.values()) / 2 == pytest.approx(published, rel=0.02)  # multiply-adds
+    last = list(operations)[-1]
+    assert last == f"fc{len(operations)}"
+
+
+@pytest.mark.parametrize(
+    ("make", "smallest"),
+    [
+        *((make, 32) for make in (vgg11, vgg16, vgg19)),
+        *((make, 32) for make in (googlenet, inception_bn, resnet50)),
+        *((resnet56, 4), (overfeat, 71), (alexnet_mxnet, 67), (keras_cnn, 16)),
+    ],
+)
+def test_images_may_be_as_small_as_is_said(make: Make, smallest: int) -> None:
+    with torch.device("meta"):
+        model = make(input_shape=(1, smallest, smallest + 5), output_size=2)
+        assert model(torch.empty(2, 1, smallest, smallest + 5)).shape == (2, 2)
+        if isinstance(model, ConvNet):
+            with pytest.raises(RuntimeError, match="too small|greater than actual"):
+                model.features(torch.empty(2, 1, smallest - 1, smallest))
+    with pytest.raises(ValueError) as caught:
+        make(input_shape=(1, smallest + 5, smallest - 1), output_size=2)
+    name = getattr(make, "__name__", "")
+    said = f"model={name}: images of {smallest + 5}x{smallest - 1} px are too small, it needs at "
+    assert str(caught.value).startswith(said + f"least {smallest} px")
+
+
+@pytest.mark.parametrize(
+    ("make", "channels", "pixels"),
+    [
+        (partial(vgg19, hidden=32, dropout=0.0), 1, 32),
+        (partial(googlenet, dropout=0.0), 3, 32),
+        (inception_bn, 1, 64),
+        (resnet50, 3, 64),
+        (resnet56, 1, 8),
+        (partial(keras_cnn, hidden=32, block_dropout=0.0, dropout=0.0), 1, 16),
+        (partial(keras_mlp, dropout=0.0), 1, 8),
+        (partial(fcn5, hidden=[32, 64, 16]), 1, 8),
+    ],
+)
+def test_a_step_reduces_the_loss(make: Make, channels: int, pixels: int) -> None:
+    torch.manual_seed(0)
+    model = make(input_shape=(channels, pixels, pixels), output_size=3)
+    images, labels = torch.randn(4, channels, pixels, pixels), torch.tensor([0, 1, 2, 0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    before = cross_entropy(model(images), labels)
+    before.backward()
+    optimizer.step()
+    with torch.no_grad():
+        after = cross_entropy(model(images), labels)
+    assert after < before < 5  # ln(3) = 1.1 if the first outputs were equal
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vgg11",
+        "vgg16",
+        "vgg19",
+        "overfeat",
+        "alexnet_mxnet",
+        "alexnet",
+        "alexnet_paper",
+        "keras_cnn",
+    ],
+)
+def test_fc1x1_rewrites_classic_heads(name: str) -> None:
+    shape = (3, 96, 96)
+    model = made(name, input_shape=shape, output_size=7)
+    for mode in ("substitution", "equivalent"):
+        with torch.device("meta"):
+            other = Fc1x1(mode)(model)
+        assert not any(isinstance(layer, nn.Linear) for layer in other.modules())
+        assert other(torch.empty(2, *shape, device="meta")).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_bn", "resnet50", "resnet56", "fcn5"])
+def test_fc1x1_refuses_others_in_one_line(name: str) -> None:
+    model = made(name, input_shape=(3, 64, 64), output_size=7)
+    with pytest.raises(ValueError, match="^transform=fc1x1: Sequential has no FC head.*$"):
+        Fc1x1()(model)
+
+
+@pytest.mark.parametrize("stride_in", ["1x1", "3x3"])
+def test_the_stride_is_where_it_is_said(stride_in: str) -> None:
+    model = made(f"resnet50 stride_in={stride_in}", input_shape=IMAGENET, output_size=2)
+    halving = [
+        layer.kernel_size for layer in convolutions(model.get_submodule("stage2.0.body"))
+        if layer.stride == (2, 2)
+    ]  # fmt: skip
+    assert halving == [(1, 1) if stride_in == "1x1" else (3, 3)]
+
+
+def test_a_shortcut_without_parameters_keeps_every_second_pixel() -> None:
+    images = torch.arange(32.0).view(1, 2, 4, 4)
+    shortened = Subsample(stride=2, more=1)(images)
+    assert shortened.shape == (1, 3, 2, 2)
+    assert shortened[0, 0].tolist() == [[0, 2], [8, 10]]
+    assert not shortened[0, 2].any()
+
+
+def test_where_dropout_stands() -> None:
+    def names(make: Make, pixels: int) -> list[str]:
+        with torch.device("meta"):
+            model = make(input_shape=(1, pixels, pixels), output_size=2)
+        assert isinstance(model, ConvNet)
+        return [type(layer).__name__ for layer in model.classifier]
+
+    after = ["Flatten", *["Linear", "ReLU", "Dropout"] * 2, "Linear"]
+    assert names(vgg11, 32) == names(alexnet_mxnet, 67) == after
+    assert names(overfeat, 71) == ["Flatten", *["Dropout", "Linear", "ReLU"] * 2, "Linear"]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (vgg16, {"hidden": 0}, "model.hidden=0: must be an integer of at least 1"),
+        (vgg16, {"dropout": 1}, "model.dropout=1: must be a number from 0 to below 1"),
+        (googlenet, {"dropout": -1}, "model.dropout=-1: must be a number from 0 to below 1"),
+        (resnet50, {"stride_in": "2x2"}, "model.stride_in=2x2: allowed are 1x1, 3x3"),
+        (overfeat, {"dropout": "a"}, "model.dropout=a: must be a number from 0 to below 1"),
+        (alexnet, {"widths": [64, 192]}, "model.widths=[64, 192]: must be five integers"),
+        (alexnet, {"widths": 64}, "model.widths=64: must be a list of integers of at least 1"),
+        (fcn5, {"hidden": [0]}, "model.hidden=[0]: must be a list of integers of at least 1"),
+        (keras_mlp, {"activation": "gelu"}, "model.activation=gelu: allowed are relu, sigmoid"),
+        (keras_mlp, {"dropout": 2}, "model.dropout=2: must be a number from 0 to below 1"),
+        (keras_cnn, {"blocks": []}, "model.blocks=[]: must be a list of blocks"),
+        (keras_cnn, {"blocks": [32]}, "model.blocks=32: must be a list of integers"),
+        (keras_cnn, {"block_dropout": 1}, "model.block_dropout=1: must be a number from 0"),
+        (keras_cnn, {"hidden": "a"}, "model.hidden=a: must be an integer of at least 1"),
+    ],
+)
+def test_refuses_in_one_line(make: Make, arguments: dict[str, Any], message: str) -> None:
+    with torch.device("meta"), pytest.raises(ValueError) as caught:
+        make(input_shape=(1, 96, 96), output_size=2, **arguments)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
