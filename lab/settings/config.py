@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -193,6 +194,7 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     Args:
         parts: positional arguments, passed unchanged: Hydra would take a dataclass in `runtime` for
             configuration.
+        runtime: arguments that only a run knows; the target gets those that its signature names.
 
     Raises:
         ConfigError: the constructor refused an argument (ValueError), or the target is unknown.
@@ -200,7 +202,7 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     from hydra.utils import instantiate  # imported here: help and wrong settings do not need it
 
     try:
-        return instantiate(node, *parts, **runtime)
+        return instantiate(node, *parts, **_asked_for(node, runtime))
     except HydraException as error:
         cause = error.__cause__
         if isinstance(cause, (ValueError, TypeError)):
@@ -208,6 +210,17 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
         if cause is not None and not isinstance(cause, (ImportError, AttributeError)):
             raise cause from None
         raise ConfigError(f"_target_={node.get('_target_')}: {one_line(error)}") from error
+
+
+def _asked_for(node: DictConfig, runtime: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the `runtime` arguments that the signature of the target names."""
+    from hydra.utils import get_object
+
+    try:
+        named = inspect.signature(get_object(node["_target_"])).parameters
+    except (ImportError, AttributeError, ValueError):  # an error that `instantiate` names
+        return runtime
+    return {name: value for name, value in runtime.items() if name in named}
 
 
 def _validate(config: DictConfig) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import nn
 
@@ -183,15 +181,6 @@ def _facts(data: Data, output_size: int) -> dict[str, Any]:
     }
 
 
-def _asked_for(node: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """Keep the facts that the signature of a target names."""
-    parameters = inspect.signature(get_object(node["_target_"])).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return facts
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in facts.items() if name in names}
-
-
 def _build_model(
     config: DictConfig, data: Data, output_size: int, world: World
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -200,7 +189,7 @@ def _build_model(
             f"channels_last=true: inputs of shape {list(data.input_shape)} are not images "
             "[channels, height, width]; leave it false"
         )
-    model: nn.Module = build(config.model, **_asked_for(config.model, _facts(data, output_size)))
+    model: nn.Module = build(config.model, **_facts(data, output_size))
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)
