@@ -1,15 +1,17 @@
-"""Tasks through `lab.train`: unfit targets are refused at once, and regression learns."""
+"""Tasks through `lab.train`: unfit targets are refused at once, the others learn."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lab.record.schema import Record
 from lab.training import outcome
-from tests.conftest import Finished
+from tests.conftest import ROOT, Finished
 from tests.support.ranks import train
 
 MISFITS = "tests.support.misfits"
@@ -36,7 +38,27 @@ MISFITS = "tests.support.misfits"
         (
             (f"data._target_={MISFITS}.a_word_for_each_pixel",),
             "task=classification: targets are int64 [64, 256]; they must be class indices, int64 "
-            "[samples], of data that says how many classes it has",
+            "[samples], of data that says how many classes it has; for a token at each position "
+            "set task=language_modelling",
+        ),
+        (
+            ("task=language_modelling",),
+            "task=language_modelling: needs the next token at each position as target, int64 "
+            "[samples, context], as data=text and data=tokens have it; targets are int64 [1437]",
+        ),
+        (
+            ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=mlp"),
+            "model: takes no token ids, int64 [128], which this data has: mat1 and mat2 must have "
+            "the same dtype, but got Long and Float",
+        ),
+        (
+            ("task=language_modelling", "data=text", f"data.path={ROOT}/docs", "model=lenet"),
+            "model=lenet: inputs of shape [128] are not images; it needs [channels, height, width]",
+        ),
+        (
+            ("task=language_modelling", "data=text", "channels_last=true"),
+            "channels_last=true: inputs of shape [128] are not images [channels, height, width]; "
+            "leave it false",
         ),
         (
             (f"model._target_={MISFITS}.one_output_too_many",),
@@ -67,3 +89,38 @@ def test_a_regression_learns_and_its_record_holds_its_metrics(
     assert last["mae"] < 0.25 and last["loss"] < first["loss"]
     shown = outcome.summary(Record.from_json(record), tmp_path)
     assert f"test mae        {last['mae']:.4g}" in shown
+
+
+def test_a_language_model_learns_over_ranks_and_resumes_in_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "bigram.yaml").write_text(
+        "_target_: tests.support.bigram.Bigram\nwidth: 8\n"
+    )
+    data = ("data=text", f"data.path={ROOT}/docs", "data.suffix=.md", "data.context=32")
+    settings = ("task=language_modelling", "config_dir=conf", "model=bigram", *data)
+    settings += ("strategy=onebit", "batch_size=32", "optim.lr=4", "warmup_steps=2")
+    once = train(2, *settings, "steps=40", "eval_every=20", "checkpoint_every=20", "cell=a")
+    record = once[0].record
+    first, last = record["evaluations"]
+    assert record["final"] == {name: last[name] for name in ("loss", "perplexity")}
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    assert last["perplexity"] < first["perplexity"] < 256  # of a model that knows nothing
+    assert (record["unit"], record["prediction"]) == ("sequence", "token")
+    assert record["predictions_per_sample"] == 32
+
+    read = Record.from_json(record)
+    assert read.data_source and read.data_source.endswith(f" files, {ROOT}/docs")
+    rate = read.wall_samples_per_s or 0
+    shown = outcome.summary(read, tmp_path)
+    assert f"test perplexity {last['perplexity']:.2f}" in shown
+    assert f"throughput      {rate:.0f} sequences/s, {32 * rate:.0f} tokens/s by wall" in shown
+    assert f"data            {read.data_source}" in shown
+
+    checkpoint = "resume=runs/default/a/checkpoints/step_000020"
+    again = train(2, *settings, "steps=40", checkpoint, "cell=b")
+    assert again[0].record["attempts"][0]["first_step"] == 20
+    for one, other in zip(once, again, strict=True):
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)

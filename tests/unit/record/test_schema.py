@@ -104,6 +104,12 @@ def test_a_wrong_value_is_refused_by_its_key(change: dict[str, Any], message: st
         Record.from_json(full_record().to_json() | change)
 
 
+def test_a_rate_is_in_samples_and_in_predictions_if_there_are_several() -> None:
+    tokens = {"unit": "sequence", "prediction": "token", "predictions_per_sample": 128}
+    assert make_record("none", 1, 0.5).rates(93.4) == "93 images/s"
+    assert make_record("none", 1, 0.5, **tokens).rates(93.5) == "94 sequences/s, 11968 tokens/s"
+
+
 def test_how_a_run_ended_is_one_of_few_words() -> None:
     record = make_record("none", 1, None)
     record.end("oom", "rank 1: out of memory")
