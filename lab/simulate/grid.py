@@ -36,7 +36,7 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     strategies = [Strategy.of(plain(cell.config)) for cell in request.cells]
     points = list(zip(request.cells, request.profiles, strategies, strict=True))
-    groups = _groups(request)
+    groups = groups_of(request)
     rows, scores, spans = [], [], ()
     for group in groups:
         scored = []
@@ -59,7 +59,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     return result, spans
 
 
-def _groups(request: Request) -> tuple[Group, ...]:
+def groups_of(request: Request) -> tuple[Group, ...]:
     """Return the hardware to predict on: as its file says, or fitted."""
     if request.fit and request.fit.suffix != ".json":
         from lab.simulate.observe import fitted_groups  # Imports pandas.

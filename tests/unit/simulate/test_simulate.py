@@ -385,7 +385,7 @@ def test_cells_over_other_links_are_fitted_and_scored_apart(
         (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
         (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
-        (["accumulate=2"], "accumulate=2: must be 1"),
+        (["accumulate=3"], "batch_size=128: 1 rank with accumulate=3"),
         (["fit=nowhere"], "nowhere: no such folder"),
         (["fit=nowhere.json"], "nowhere.json"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),
