@@ -44,7 +44,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
             prediction, row = _predict(group, cell, profile, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
-            series = " ".join([_series(cell, request.cells), *group.conditions.split()])
+            series = " ".join([series_of(cell, request.cells), *group.conditions.split()])
             rows.append({"series": series, **row, **_measured(scored[-1] if observed else None)})
             spans = prediction.step.spans
         found = score(held_out(scored))
@@ -121,7 +121,7 @@ def _per_rank(cell: Cell) -> int:
     return cell.batch_size // cell.world_size
 
 
-def _series(cell: Cell, cells: list[Cell]) -> str:
+def series_of(cell: Cell, cells: list[Cell]) -> str:
     """Name the series: the strategy, and the settings in which cells differ."""
     varying = [
         f"{key}={value}"
