@@ -28,13 +28,13 @@ def advised(advice: Advice) -> dict[str, Any]:
     """Predict and rank all options.
 
     Returns:
-        `rows` (every option, the best first), and by kind, "exact" or "lossy": `best`, places in
-        `rows` of each series' best option; `contenders`, of those that the first cannot be told
-        apart from.
+        `rows` (every option that fits the memory, the best first), and by kind, "exact" or
+        "lossy": `best`, places in `rows` of each series' best option, with the efficiency that the
+        target asks for; `contenders`, of those that the first cannot be told apart from.
 
     Raises:
-        ConfigError: a strategy has no cost model, the hardware has too few ranks, the study to fit
-            to cannot be read, or no option fits the device's memory.
+        ConfigError: a strategy has no cost model, the hardware has too few ranks, or the study to
+            fit to cannot be read.
     """
     request = advice.prediction
     try:
@@ -44,16 +44,15 @@ def advised(advice: Advice) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     kept = fitting(options, group.hardware.memory_bytes)
-    enough = [one for one in kept if one.efficiency >= advice.target.least_efficiency]
-    by_forecast = {id(one.forecast): one for one in enough}
-    ordered = [by_forecast[id(each)] for each in ranked(one.forecast for one in enough)]
+    by_forecast = {id(one.forecast): one for one in kept}
+    ordered = [by_forecast[id(each)] for each in ranked(one.forecast for one in kept)]
     profiles = {profile.name: profile for profile in request.profiles}
     return {
         "target": asdict(advice.target),
         "knee": advice.knee,
         "top": advice.top,
         "rows": [_row(advice, group, option) for option in ordered],
-        **_choices(ordered),
+        **_choices(ordered, advice.target.least_efficiency),
         "most_efficient": max((one.efficiency for one in kept), default=math.nan),
         "too_large": sorted({one.forecast.name for one in options} - _names(kept)),
         "profiles": {name: asdict(profile) for name, profile in profiles.items()},
@@ -67,11 +66,12 @@ def _names(options: Sequence[Option]) -> set[str]:
     return {option.forecast.name for option in options}
 
 
-def _choices(ordered: Sequence[Option]) -> dict[str, Any]:
+def _choices(ordered: Sequence[Option], least_efficiency: float) -> dict[str, Any]:
     """Choose among the best options of each series, apart for exact and lossy ones."""
     places: dict[str, int] = {}
     for place, option in enumerate(ordered):
-        places.setdefault(option.forecast.name, place)
+        if option.efficiency >= least_efficiency:
+            places.setdefault(option.forecast.name, place)
     found: dict[str, Any] = {"best": {}, "contenders": {}}
     for kind in KINDS:
         best = [p for p in places.values() if ordered[p].forecast.lossy == (kind == "lossy")]

@@ -36,7 +36,7 @@ def write(target: Path, result: Row) -> list[Path]:
 
 
 def figure(result: Row) -> Figure:
-    """Draw samples per second over ranks: the best series, each at the batch of its best option."""
+    """Draw each rank's samples per second over ranks: the best series, at their best's batch."""
     kinds = [kind for kind in KINDS if result["best"][kind]]
     drawn, axes = style.canvas(1, len(kinds), 4.2 * len(kinds) + 2.4, 4.0, sharey=True)
     best = {kind: best_rows(result, kind)[:MOST] for kind in kinds}
@@ -44,13 +44,13 @@ def figure(result: Row) -> Figure:
     for panel, kind in zip(axes[0], kinds, strict=True):
         _panel(panel, result["rows"], best[kind], looks)
         panel.set_title(f"{kind}, {_batch_text(best[kind])}")
-    axes[0][0].set_ylabel("samples per second")
+    axes[0][0].set_ylabel("samples per second and rank")
     title = f"Predicted throughput of the best options; target: {result['target']['text']}"
     handles: list[Any] = [
         Line2D([], [], label=f"{name} (predicted)", markerfacecolor="white", **_line(look))
         for name, look in looks.items()
     ]
-    ideal = Line2D([], [], label="first choice at efficiency 1", color=style.GREY, linestyle=":")
+    ideal = Line2D([], [], label="efficiency 1", color=style.GREY, linestyle=":")
     return style.frame(drawn, title, [*handles, ideal], about(result))
 
 
@@ -58,7 +58,7 @@ def _panel(panel: Axes, rows: list[Row], best: list[Row], looks: dict[str, Look]
     sizes = style.unique(row["world_size"] for row in rows)
     first = best[0]
     alone = first["samples_per_s"] / (first["efficiency"] * first["world_size"])
-    panel.plot(sizes, [alone * size for size in sizes], color=style.GREY, ls=":", linewidth=1)
+    panel.axhline(alone, color=style.GREY, linestyle=":", linewidth=1)
     for number, row in enumerate(best):
         shift = APART ** (number - (len(best) - 1) / 2)
         _draw(panel, _same_batch(rows, row), shift, looks[row["series"]])
@@ -71,11 +71,12 @@ def _panel(panel: Axes, rows: list[Row], best: list[Row], looks: dict[str, Look]
 
 
 def _draw(panel: Axes, rows: list[Row], shift: float, look: Look) -> None:
-    x = [shift * row["world_size"] for row in rows]
-    y = [row["samples_per_s"] for row in rows]
+    sizes = [row["world_size"] for row in rows]
+    x = [shift * size for size in sizes]
+    y = [row["samples_per_s"] / row["world_size"] for row in rows]
     ends = [row["samples_per_s_interval"] for row in rows]
-    below = [rate - low for rate, (low, _) in zip(y, ends, strict=True)]
-    above = [high - rate for rate, (_, high) in zip(y, ends, strict=True)]
+    below = [rate - low / size for rate, size, (low, _) in zip(y, sizes, ends, strict=True)]
+    above = [high / size - rate for rate, size, (_, high) in zip(y, sizes, ends, strict=True)]
     shape = {"linewidth": 1.2, "elinewidth": 0.8, "capsize": 2, "markersize": 5}
     panel.errorbar(x, y, [below, above], markerfacecolor="white", **shape, **_line(look))
 
