@@ -86,37 +86,48 @@ def _knee(text: str) -> float:
 
 
 def _top(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not _is_count(text):
         raise ConfigError(f"top={text}: must be an integer of at least 1")
     return int(text)
 
 
 def _with_grid(run: list[str]) -> Request:
-    given = _keys(run)
+    given = _texts(run)
     if "strategy" not in given:
         run = [*run, f"strategy={','.join(_strategies(run))}"]
-    if {"world_size", "batch_size"} <= given:
+    if {"world_size", "batch_size"} <= given.keys():
         return prediction.read(run)
     # Ranks and batches follow from the hardware and the profiles, which this reads.
-    first = prediction.read(run if "world_size" in given else [*run, "world_size=1"])
-    sizes = sorted({cell.world_size for cell in first.cells})
+    unit = math.lcm(*_integers(given.get("accumulate", "1")))
+    batch = [] if "batch_size" in given else [f"batch_size={unit}"]
+    first = prediction.read([*run, "world_size=1", *batch])
     if "batch_size" in given:
         return prediction.read([*run, _listed("world_size", _dividing(first))])
-    if "world_size" not in given:
-        sizes = _powers_of_two(_largest(first.hardware))
-    batches = _batches(first, sizes)
+    sizes = _powers_of_two(_largest(first.hardware))
+    if "world_size" in given:
+        sizes = _integers(given["world_size"])
+    batches = _batches(first, sizes, unit)
     return prediction.read([*run, _listed("world_size", sizes), _listed("batch_size", batches)])
 
 
-def _keys(run: Sequence[str]) -> set[str]:
-    """Collect the keys that the command line, or the file of its study, sets."""
-    keys = {argument.partition("=")[0] for argument in run}
-    config_dir = config_dir_of(run)
-    for argument in run:
-        key, _, name = argument.partition("=")
-        if key == "study" and name in choices_of("study", config_dir):
-            keys |= set(read_file("study", name, config_dir))
-    return keys
+def _texts(run: Sequence[str]) -> dict[str, str]:
+    """Collect the settings of the study's file, if there is one, and of the command line."""
+    pairs = (argument.partition("=") for argument in run)
+    typed = {key: text for key, _, text in pairs}
+    config_dir, study = config_dir_of(run), typed.get("study", "")
+    known = study in choices_of("study", config_dir)
+    of_file = read_file("study", study, config_dir) if known else {}
+    return {key: str(value) for key, value in of_file.items()} | typed
+
+
+def _integers(text: str) -> list[int]:
+    """Parse a list of integers; [1] for any other text, which is refused when it is composed."""
+    values = text.split(",")
+    return [int(value) for value in values] if all(map(_is_count, values)) else [1]
+
+
+def _is_count(text: str) -> bool:
+    return text.isdigit() and int(text) > 0
 
 
 def _listed(key: str, values: Sequence[int]) -> str:
@@ -180,14 +191,15 @@ def _dividing(first: Request) -> list[int]:
     ]
 
 
-def _batches(first: Request, sizes: Sequence[int]) -> list[int]:
+def _batches(first: Request, sizes: Sequence[int], accumulate: int) -> list[int]:
     """Choose three batches: the profile's, that of all ranks together, and one in between.
 
     Weak scaling fixes the batch of a rank: the profile's, twice and four times as much.
     """
     reference = min(profile.reference_batch for profile in first.profiles)
-    weak = first.cells[0].config.scaling == "weak"
-    ranks = 1 if weak else math.lcm(*sizes)
-    unit = ranks * math.lcm(*(cell.config.accumulate for cell in first.cells))
-    factors = (1, 2, 4) if weak else (1, 2 ** round(math.log2(max(sizes)) / 2), max(sizes))
+    if first.cells[0].config.scaling == "weak":
+        unit, factors = accumulate, (1, 2, 4)
+    else:
+        unit, most = accumulate * math.lcm(*sizes), max(sizes)
+        factors = (1, 2 ** round(math.log2(most) / 2), most)
     return sorted({max(1, round(factor * reference / unit)) * unit for factor in factors})
