@@ -82,6 +82,16 @@ def test_it_ranks_exact_and_lossy_ways_apart(
     assert (tmp_path / "advice.png").stat().st_size > 10_000
 
 
+def test_it_says_that_a_profile_is_an_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").mkdir()
+    guess = replace(profile_of("vgg16_p100"), name="guess", source="estimate: counted operations")
+    (tmp_path / "profile/guess.yaml").write_text(guess.to_yaml())
+    assert command.main([*SMALL, "profile=guess", "--config-dir", str(tmp_path)]) == 0
+    assert "predicted: profile guess (an estimate), hardware titanx_x4" in capsys.readouterr().out
+
+
 def test_it_says_when_to_measure_first(capsys: pytest.CaptureFixture[str]) -> None:
     alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
     assert command.main(alike) == 0
