@@ -62,7 +62,8 @@ def _explanation(path: Path) -> str:
         return view.full(evidence, verdict, remedies(evidence, verdict))
     lines = [view.headline(each, judge(each)) for each in gather_all(load_study(path))]
     more = f"evidence, and what to try: python -m lab.explain {path}/CELL"
-    return "\n".join([*lines, "", more])
+    others = f"what was not run, predicted: python -m lab.advise fit={path} hardware=..."
+    return "\n".join([*lines, "", more, others])
 
 
 if __name__ == "__main__":

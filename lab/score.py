@@ -15,7 +15,9 @@ from lab.simulate.request import DEFAULT_PROFILE
 
 COMMAND = Command(
     "lab.score",
-    "Fit hardware to a study's cells of one and two ranks, and score predictions of all others.",
+    """\
+Fit hardware to a study's cells of one and two ranks, and score predictions of all others, and the
+advice that follows from them where several strategies were measured alike.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",
@@ -43,13 +45,17 @@ def _score(line: CommandLine, command: str) -> int:
     folder = config_dir_of(line.settings)
     profile = read_file("profile", texts["profile"], folder)
     hardware = read_file("hardware", texts["hardware"], folder)
+    # Imported here: a wrong setting is answered before pandas and matplotlib load.
+    from lab.advice import score as advice
     from lab.simulate import scorecard
 
     try:
         card = scorecard.of_study(Path(line.word), profile, hardware)
-        print("\n".join(scorecard.summary(card)))
+        advised = advice.report(advice.choices(card.groups))
+        sections = ["## Advice", "", *advised, ""] if advised else []
+        print("\n".join([*scorecard.summary(card), "", *sections]))
         if out:
-            scorecard.write(card, out, command)
+            scorecard.write(card, out, command, sections)
             print(f"wrote {out}")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None

@@ -6,15 +6,12 @@ resets), and of allocated memory on GPUs.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
@@ -23,35 +20,16 @@ from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.steady import least_warmup
 from lab.settings.config import ConfigError
-from lab.simulate.costs import extra_bytes
-from lab.simulate.load import Settings, Sizes
-from lab.sync.ddp import DDPSync
-from lab.sync.double_buffer import DoubleBuffer
+from lab.simulate.load import Sizes
+from lab.simulate.memory import sync_bytes
+from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync
-from lab.sync.local import LocalSync
-from lab.sync.none import NoSync
-from lab.sync.root_update import RootUpdate
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 from lab.training.outcome import surroundings
 
 NUM_STEPS = 7  # after the warm-up
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-
-
-# Bytes besides weights, gradients and momentum, for syncs that need more than their exchange.
-SYNCS: dict[type, Callable[[Sizes, Any, Settings], float]] = {
-    NoSync: lambda s, sync, e: 0,
-    # The anchor, and the outer momentum.
-    LocalSync: lambda s, sync, e: (
-        extra_bytes(s, e) + 4 * s.n * (1 + (sync.outer.defaults["momentum"] > 0))
-    ),
-    # Only the root holds momentum.
-    RootUpdate: lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
-    # A second gradient, which is under way during the step.
-    DoubleBuffer: lambda s, sync, e: extra_bytes(s, e) + (4 * s.n if sync.double_buffer else 0),
-    DDPSync: lambda s, sync, e: 4 * s.n,  # DDP's buckets, to which gradients are copied, and back
-}
 
 
 def measure(request: Request) -> dict[str, Any] | None:
@@ -70,7 +48,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         _check_readable(world.device)
         with assembled(config, world) as part:
             peaks = _peaks(part, least_warmup(config.warmup_steps), world)
-            theory = theory_bytes(part.trainer.sync, config, world)
+            theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
         everyones = world.gather(torch.tensor([theory], dtype=torch.float64))[:, 0].tolist()
         row = {
             "name": request.variants[0].label,
@@ -105,16 +83,6 @@ def _compare(row: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
         "theory_bytes": None if extra is None else base + extra,
         "of_theory": None if extra is None else peaks[rank] / (base + extra),
     }
-
-
-def theory_bytes(sync: Any, config: DictConfig, world: World) -> float:
-    """Compute this rank's bytes besides weights, gradients and momentum; NaN if unknown."""
-    if config.sync.get("hook", "none") != "none":  # DDP's hooks, whose memory is torch's
-        return math.nan
-    sizes = sizes_of(sync, world)
-    if type(sync) is GradSync:
-        return extra_bytes(sizes, config.exchange)
-    return SYNCS[type(sync)](sizes, sync, config.exchange) if type(sync) in SYNCS else math.nan
 
 
 def sizes_of(sync: Any, world: World) -> Sizes:

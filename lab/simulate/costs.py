@@ -1,4 +1,4 @@
-"""One cost card per exchange: its stages, its payload bytes and its memory.
+"""One cost card per exchange: its stages, payload bytes and memory, and whether it is exact.
 
 The simulator, lab.bench memory, and the tests of payload and documents all read these cards.
 """
@@ -20,6 +20,18 @@ def _nothing(sizes: Sizes, exchange: Settings) -> float:
     return 0
 
 
+def _never(exchange: Settings) -> bool:
+    return False
+
+
+def _always(exchange: Settings) -> bool:
+    return True
+
+
+def _rounds(exchange: Settings) -> bool:
+    return exchange["dtype"] != "float32"
+
+
 @dataclass(frozen=True)
 class Card:
     """The cost of an exchange.
@@ -31,12 +43,14 @@ class Card:
         scratch: bytes of memory that a rank needs while it exchanges. Gradients that were gathered
             into a buffer leave free memory behind, which serves as scratch.
         kept: bytes in addition to that: residuals, buffers, and messages under way.
+        lossy: whether an exchange delivers something else than the mean up to rounding.
     """
 
     add_stages: Callable[[Load], None]
     staged: bool = False
     scratch: Callable[[Sizes, Settings], float] = _nothing
     kept: Callable[[Sizes, Settings], float] = _nothing
+    lossy: Callable[[Settings], bool] = _never
 
 
 def card_of(exchange: Settings) -> Card:
@@ -186,11 +200,12 @@ def _double_tree_kept(s: Sizes, exchange: Settings) -> float:
 
 # By class name; each exchange has one entry.
 CARDS: dict[str, Card] = {
-    "NoExchange": Card(lambda load: None, staged=True),
+    "NoExchange": Card(lambda load: None, staged=True, lossy=_always),
     "AllReduce": Card(
         _library,
         staged=True,
-        scratch=lambda s, e: 0 if e["dtype"] == "float32" else 2 * s.n,
+        scratch=lambda s, e: 2 * s.n if _rounds(e) else 0,
+        lossy=_rounds,
     ),
     "Star": Card(
         lambda load: load.wire(load.network.star(load.num_bytes)),
@@ -212,29 +227,34 @@ CARDS: dict[str, Card] = {
     "OneBit": Card(
         _onebit,
         staged=True,
+        lossy=_always,
         # Both residuals, and four messages: sent, received, the shard's sum, and all sums.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
     ),
     "Int8": Card(
         _int8,
         staged=True,
+        lossy=_always,
         scratch=lambda s, e: s.n * (2 + 1 / s.N) + 4 * s.largest / s.N,
     ),
-    "SignSGD": Card(_signsgd, staged=True, kept=lambda s, e: 4 * s.n),
+    "SignSGD": Card(_signsgd, staged=True, lossy=_always, kept=lambda s, e: 4 * s.n),
     "TopK": Card(
         _topk,
         staged=True,
+        lossy=_always,
         # For each value sent: an int64 index; int32 index and value, on this rank and from all.
         kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 8 + 8 * s.N),
     ),
     "RandomK": Card(
         _randomk,
         staged=True,
+        lossy=_always,
         kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 4),
     ),
-    "PowerSGD": Card(_powersgd, kept=lambda s, e: 4 * s.n),
+    "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
     "Auto": Card(
         _auto,
+        lossy=lambda e: any(card_of(way).lossy(way) for way in _ways(e)),
         scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
         kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
     ),

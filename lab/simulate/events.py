@@ -148,14 +148,15 @@ def run(
     schedule: Schedule,
     contention: float,
     burst_s: float = 0.0,
+    micro_batches: int = 1,
 ) -> Rank:
     """Simulate forward, backward and all exchanges.
 
-
     Args:
-        layers: in the order of forward.
+        layers: in the order of forward; their times are those of one micro-batch.
         exchanges: in the order of buckets.
         contention, burst_s: see Hardware.
+        micro_batches: passes over the layers; gradients are exchanged in the last one.
     """
     rank = Rank(contention, burst_s)
     waiting = deque(exchanges)
@@ -165,11 +166,13 @@ def run(
             schedule.submit(waiting.popleft(), rank)
 
     submit_ready(len(layers))
-    for layer in layers:
-        rank.compute("forward", layer.name, layer.forward_s)
-    for place, layer in reversed(list(enumerate(layers))):
-        rank.compute("backward", layer.name, layer.backward_s)
-        schedule.advance(rank)
-        submit_ready(place)
+    for number in range(1, micro_batches + 1):
+        for layer in layers:
+            rank.compute("forward", layer.name, layer.forward_s)
+        for place, layer in reversed(list(enumerate(layers))):
+            rank.compute("backward", layer.name, layer.backward_s)
+            schedule.advance(rank)
+            if number == micro_batches:
+                submit_ready(place)
     schedule.finish(rank)
     return rank

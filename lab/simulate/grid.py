@@ -36,7 +36,7 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     strategies = [Strategy.of(plain(cell.config)) for cell in request.cells]
     points = list(zip(request.cells, request.profiles, strategies, strict=True))
-    groups = _groups(request)
+    groups = groups_of(request)
     rows, scores, spans = [], [], ()
     for group in groups:
         scored = []
@@ -44,7 +44,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
             prediction, row = _predict(group, cell, profile, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
-            series = " ".join([_series(cell, request.cells), *group.conditions.split()])
+            series = " ".join([series_of(cell, request.cells), *group.conditions.split()])
             rows.append({"series": series, **row, **_measured(scored[-1] if observed else None)})
             spans = prediction.step.spans
         found = score(held_out(scored))
@@ -59,7 +59,7 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     return result, spans
 
 
-def _groups(request: Request) -> tuple[Group, ...]:
+def groups_of(request: Request) -> tuple[Group, ...]:
     """Return the hardware to predict on: as its file says, or fitted."""
     if request.fit and request.fit.suffix != ".json":
         from lab.simulate.observe import fitted_groups  # Imports pandas.
@@ -121,7 +121,7 @@ def _per_rank(cell: Cell) -> int:
     return cell.batch_size // cell.world_size
 
 
-def _series(cell: Cell, cells: list[Cell]) -> str:
+def series_of(cell: Cell, cells: list[Cell]) -> str:
     """Name the series: the strategy, and the settings in which cells differ."""
     varying = [
         f"{key}={value}"

@@ -86,6 +86,7 @@ class Hardware:
             and the update then take (ranks per core) times as long. None: every rank has its own.
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
             because they share caches, memory and perhaps the units of one core.
+        memory_bytes: memory of a rank's device. None: unknown.
         assumed: ranges of the values that have no source.
     """
 
@@ -112,6 +113,7 @@ class Hardware:
     protocols: tuple[str, ...] = ("LL", "Simple")
     num_cores: int | None = None
     crowding: float | None = None
+    memory_bytes: float | None = None
     assumed: tuple[Range, ...] = ()
 
     def codec_rate(self, exchange: str) -> float:

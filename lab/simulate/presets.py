@@ -13,13 +13,14 @@ from lab.simulate.nccl import PROTOCOLS
 
 LIBRARIES = ("gloo", "nccl")
 WAYS = ("intra", "inter")
-OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s")
+OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s", "memory_bytes")
 LEAST = {
     "codec_bytes_per_s": 1,
     "codec_s": 0,
     "reduce_bytes_per_s": 1,
     "update_bytes_per_s": 1,
     "input_samples_per_s": 1,
+    "memory_bytes": 1,
     "contention": 0,
     "overhead_s": 0,
     "overhead_s_per_rank": 0,

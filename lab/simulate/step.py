@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.exchange.grouping import group
@@ -13,7 +13,7 @@ from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.simulate.costs import card_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Stage
+from lab.simulate.load import Shape, Stage
 from lab.simulate.network import Network
 from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
 
@@ -28,11 +28,13 @@ class Strategy:
     Attributes:
         exchange: `_target_` and its arguments, as configured.
         pattern: the pattern of the strategy's sync.
+        accumulate: micro-batches of a step; gradients are exchanged in the last one.
     """
 
     exchange: Mapping[str, Any]
     bucket_mb: float | None = None
     pattern: Pattern = gradsync(overlap=False)
+    accumulate: int = 1
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Strategy:
@@ -48,10 +50,14 @@ class Strategy:
             raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
-        if settings["accumulate"] != 1:
-            raise ValueError(f"accumulate={settings['accumulate']}: must be 1 for a prediction")
         card_of(settings["exchange"])
-        return cls(settings["exchange"], settings["bucket_mb"], pattern)
+        return cls(settings["exchange"], settings["bucket_mb"], pattern, settings["accumulate"])
+
+    @property
+    def lossy(self) -> bool:
+        """True if ranks do not take every step with the mean of their gradients."""
+        late = self.pattern.begins is Begin.NEXT_STEP
+        return late or self.pattern.own_replicas or card_of(self.exchange).lossy(self.exchange)
 
 
 CEILING = Strategy(NONE)
@@ -99,15 +105,17 @@ def predict(
 
     Args:
         batch_size: global, in samples.
-        weak: compare with one rank at the same per-rank batch size.
+        weak: compare with one rank at the same per-rank batch size. It accumulates as many
+            micro-batches.
 
     Raises:
         ValueError: the hardware has too few ranks.
     """
     per_rank_batch_size = batch_size // world_size
     step = simulate(profile, hardware, strategy, world_size, per_rank_batch_size)
-    ceiling = simulate(profile, hardware, CEILING, world_size, per_rank_batch_size)
-    alone = simulate(profile, hardware, CEILING, 1, per_rank_batch_size if weak else batch_size)
+    no_exchange = replace(CEILING, accumulate=strategy.accumulate)
+    ceiling = simulate(profile, hardware, no_exchange, world_size, per_rank_batch_size)
+    alone = simulate(profile, hardware, no_exchange, 1, per_rank_batch_size if weak else batch_size)
     speedup = (world_size if weak else 1) * alone.step_s / step.step_s
     exposed_s = step.step_s - ceiling.step_s
     return Prediction(step, exposed_s, speedup, speedup / world_size)
@@ -123,18 +131,20 @@ def simulate(
     """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
     network = Network(hardware, world_size)
     slowest = network.slowest_factor
+    micro_batch_size = per_rank_batch_size // strategy.accumulate
     layers = [
         Compute(
             layer.name,
-            slowest * profile.forward_s(layer, per_rank_batch_size),
-            slowest * profile.backward_s(layer, per_rank_batch_size),
+            slowest * profile.forward_s(layer, micro_batch_size),
+            slowest * profile.backward_s(layer, micro_batch_size),
         )
         for layer in profile.layers
     ]
     in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged
     planned = exchanges(profile, strategy, network)
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
-    rank = run(layers, planned, schedule, hardware.contention, hardware.burst_s)
+    terms = hardware.contention, hardware.burst_s
+    rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
     # After the root's update, weights go back the way that gradients came.
     back = planned if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs else []
     for exchange in back:
@@ -166,21 +176,28 @@ def _input_s(hardware: Hardware, network: Network, per_rank_batch_size: int) -> 
 def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:
     """Plan the buckets of a profile's gradients, each with the stages of its exchange."""
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
+    parts = len(strategy.pattern.legs) * strategy.pattern.every
+    planned = []
+    for bucket in buckets(profile, strategy.bucket_mb):
+        first, *others = bucket
+        label = f"{first} and {len(others)} more" if others else first
+        ready = min(places[name.rpartition(".")[0]] for name in bucket)
+        stages = stages_of(list(bucket.values()), strategy.exchange, network)
+        begins = _begins(strategy.pattern.begins, ready, len(places))
+        planned.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
+    return planned
+
+
+def buckets(profile: Profile, bucket_mb: float | None) -> list[dict[str, Shape]]:
+    """Divide a profile's parameters among buckets: the shapes of each one's, by name."""
     parameters = {
         f"{layer.name}.{kind}": shape
         for layer in profile.layers
         for kind, shape in shapes(profile.values(layer)).items()
     }
     arriving = [(name, VALUE_BYTES * math.prod(parameters[name])) for name in reversed(parameters)]
-    parts = len(strategy.pattern.legs) * strategy.pattern.every
-    planned = []
-    for names in group(arriving, strategy.bucket_mb, profile.bytes_scale):
-        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        ready = min(places[name.rpartition(".")[0]] for name in names)
-        stages = stages_of([parameters[name] for name in names], strategy.exchange, network)
-        begins = _begins(strategy.pattern.begins, ready, len(places))
-        planned.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
-    return planned
+    planned = group(arriving, bucket_mb, profile.bytes_scale)
+    return [{name: parameters[name] for name in names} for names in planned]
 
 
 def _begins(begin: Begin, ready: int, num_layers: int) -> int:

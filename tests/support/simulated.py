@@ -34,23 +34,24 @@ def leave_study(
     hardware: Hardware,
     *more: str,
     sizes: Iterable[int] = (1, 2, 4),
+    batch_size: int = 128,
 ) -> None:
-    """Leave a cell of batch 128 for each strategy and world size.
+    """Leave a cell for each strategy and world size.
 
     Args:
         more: settings of all cells, which tell them from those of another call.
     """
     for name in names:
         for size in sizes:
-            settings = [f"strategy={name}", "batch_size=128", *more]
-            cell = folder / "-".join([name, f"n{size}", *more])
+            settings = [f"strategy={name}", f"batch_size={batch_size}", *more]
+            cell = folder / "-".join([name, f"n{size}", f"b{batch_size}", *more])
             cell.mkdir(parents=True)
             config = load(settings)
             (cell / "config.yaml").write_text(OmegaConf.to_yaml(config))
-            step = simulate(profile, hardware, strategy(name), size, 128 // size)
+            step = simulate(profile, hardware, strategy(name), size, batch_size // size)
             record = make_record(
                 name, size, step.step_s,
-                batch_size=128, num_parameters=profile.gradient_bytes // 4,
+                batch_size=batch_size, num_parameters=profile.gradient_bytes // 4,
                 settings=resolved(plain(config)), variant=variant(more),
             )  # fmt: skip
             record.write(cell / "record.json")

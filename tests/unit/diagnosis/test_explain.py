@@ -326,6 +326,7 @@ def test_a_study_has_a_line_for_each_point(study: Path, capsys: pytest.CaptureFi
     assert main([str(study)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines[:2]] == ["compute-bound", "bandwidth-bound"]
+    assert f"python -m lab.advise fit={study}" in lines[-1]
 
 
 def test_what_cannot_be_explained_is_refused(

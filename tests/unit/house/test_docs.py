@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab import explain, plot, score, verify
+from lab.advice import request as advice
 from lab.benchmarks import request
 from lab.cluster import __main__ as cluster
 from lab.settings import command_line
@@ -21,7 +22,7 @@ from tests.conftest import ROOT
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
     r"lab\.(train|sweep|bench|profile_layers)\b|launch/\S+\.(sh|sbatch)\b|docker run .*scaling-lab"
-    r"|-m lab\.(predict|score|verify|explain|plot|cluster)\b"
+    r"|-m lab\.(predict|advise|score|verify|explain|plot|cluster)\b"
 )
 OF_FOLDERS = {
     "lab.plot": plot.COMMAND,
@@ -78,6 +79,10 @@ def test_settings_in_documents_are_accepted(line: str) -> None:
         assert cluster.task_of(line_of_hosts, words[end + 1 :])[0].num_hosts > 1
     elif name == "lab.predict":
         assert prediction.read(given).cells
+    elif name == "lab.advise":
+        if not any(each.startswith("strategy=") for each in given):
+            given.append("strategy=tree")  # composing all of them takes long, and adds nothing here
+        assert advice.read(given).prediction.cells
     elif name == "lab.sweep":
         assert grid.read(given).cells
     elif name == "lab.bench":

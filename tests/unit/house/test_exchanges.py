@@ -60,6 +60,8 @@ def test_an_exchange_claims_what_its_bytes_allow(exchange: str) -> None:
     """Or else the tests that hold it to its claims would pass it over."""
     made, sent = cases.maker(exchange)(), cases.bytes_per_value(exchange)
     assert (made.exact, made.keeps_replicas_equal) == (sent >= 4, sent > 0)
+    settings = exchange_settings(exchange)
+    assert CARDS[class_of(settings)].lossy(settings) == (not made.exact)
 
 
 def test_no_two_looks_share_colour_and_line() -> None:

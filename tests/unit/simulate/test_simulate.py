@@ -32,7 +32,7 @@ from lab.simulate.load import Load, Stage
 from lab.simulate.nccl import PROTOCOLS
 from lab.simulate.network import Network
 from lab.simulate.presets import parse
-from lab.simulate.step import CEILING, Strategy, predict, simulate
+from lab.simulate.step import CEILING, Step, Strategy, predict, simulate
 from lab.sync.pattern import gradsync
 from tests.support.cases import (
     ALL_STRATEGIES,
@@ -367,6 +367,20 @@ def test_cells_over_other_links_are_fitted_and_scored_apart(
         assert f"held out at cluster.rate={rate}: 1 cells without none" in text
 
 
+def test_micro_batches_are_exchanged_once(profile: Profile) -> None:
+    def step(model: Profile, name: str, accumulate: int) -> Step:
+        return simulate(model, LINKED, strategy(name, f"accumulate={accumulate}"), 4, 32)
+
+    once, four = step(profile, "tree", 1), step(profile, "tree", 4)
+    assert four.step_s == pytest.approx(once.step_s)
+    assert four.payload_bytes == once.payload_bytes
+    fixed = profile.drawn(1.0)  # a part of each layer's time does not depend on the batch
+    again_s = step(fixed, "tree", 4).step_s - step(fixed, "tree", 1).step_s
+    assert again_s == pytest.approx(3 * fixed.compute_s(0)) and again_s > 0
+    # A quarter of backward hides less.
+    assert step(profile, "overlap", 4).step_s > step(profile, "overlap", 1).step_s
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -385,7 +399,7 @@ def test_cells_over_other_links_are_fitted_and_scored_apart(
         (["strategy=ddp"], "strategy=ddp: DDPSync keeps its own schedule"),
         (["strategy=fc1x1"], "strategy=fc1x1: changes the model"),
         (["batch_size=130", "world_size=4"], "batch_size=130: 4 ranks"),
-        (["accumulate=2"], "accumulate=2: must be 1"),
+        (["accumulate=3"], "batch_size=128: 1 rank with accumulate=3"),
         (["fit=nowhere"], "nowhere: no such folder"),
         (["fit=nowhere.json"], "nowhere.json"),
         (["out=table.csv"], "out=table.csv: must name FILE.json or FILE.png"),

@@ -1,0 +1,1 @@
+"""Advice: predicted ways to train, ranked by a target."""

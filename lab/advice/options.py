@@ -1,0 +1,88 @@
+"""Options: the cells of a request, predicted, with their memory, limit and knee."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lab.advice.forecast import Forecast, steps_on
+from lab.advice.limits import limit
+from lab.advice.request import Advice
+from lab.model.profile import Profile
+from lab.simulate.fit import Group
+from lab.simulate.grid import series_of
+from lab.simulate.memory import rank_bytes
+from lab.simulate.request import plain
+from lab.simulate.step import Strategy, predict
+from lab.study.grid import Cell
+
+
+@dataclass(frozen=True)
+class Option:
+    """A cell that may be chosen.
+
+    Attributes:
+        forecast: its predicted steps; its name is the series'.
+        memory_bytes: of the rank that needs most, without activations; NaN: unknown.
+        limit: name and share, as lab.advice.limits finds them.
+        knee: the ranks from which twice as many gain too little; None: there is no such number
+            among the cells.
+    """
+
+    cell: Cell
+    forecast: Forecast
+    efficiency: float
+    memory_bytes: float
+    limit: tuple[str, float]
+    knee: int | None = None
+
+    @property
+    def samples_per_s(self) -> float:
+        return 1 / self.forecast.seconds_per_sample
+
+
+def options_of(advice: Advice, group: Group) -> list[Option]:
+    """Predict the cells of a request on a group's hardware.
+
+    Raises:
+        ValueError: a strategy has no cost model, or the hardware has too few ranks.
+    """
+    request = advice.prediction
+    found = [
+        _option(advice, group, cell, profile)
+        for cell, profile in zip(request.cells, request.profiles, strict=True)
+    ]
+    return [replace(option, knee=_knee(option, found, advice.knee)) for option in found]
+
+
+def fitting(options: Iterable[Option], memory_bytes: float | None) -> list[Option]:
+    """Return the options that fit a device's memory, as far as both are known."""
+    return [o for o in options if not memory_bytes or not o.memory_bytes > memory_bytes]
+
+
+def _option(advice: Advice, group: Group, cell: Cell, profile: Profile) -> Option:
+    settings = plain(cell.config)
+    strategy, size = Strategy.of(settings), cell.world_size
+    weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
+    hardware = group.hardware
+    steps_s = steps_on(group, profile, strategy, size, per_rank)
+    weight = advice.target.weight(size, hardware.ranks_per_node)
+    name = series_of(cell, advice.prediction.cells)
+    return Option(
+        cell,
+        Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),
+        predict(profile, hardware, strategy, size, cell.batch_size, weak).efficiency,
+        rank_bytes(profile, strategy, settings, size, hardware.library),
+        limit(profile, hardware, strategy, size, per_rank),
+    )
+
+
+def _knee(option: Option, options: Sequence[Option], least_gain: float) -> int | None:
+    """Return the smallest number of ranks of an option's series that should not be doubled."""
+    rates = {
+        one.cell.world_size: one.samples_per_s
+        for one in options
+        if one.cell.arguments == option.cell.arguments
+    }
+    knees = (n for n in sorted(rates) if 2 * n in rates and rates[2 * n] < least_gain * rates[n])
+    return next(knees, None)

@@ -1,0 +1,205 @@
+"""The command line of lab.advise: lab.predict's, a target, and a grid of its own by default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lab.advice.target import Target, check_duration
+from lab.advice.target import read as read_target
+from lab.settings.errors import ConfigError
+from lab.settings.files import choices_of, read_file
+from lab.settings.overrides import config_dir_of, split
+from lab.simulate import request as prediction
+from lab.simulate.hardware import Hardware
+from lab.simulate.request import Request, plain
+from lab.simulate.step import Strategy
+from lab.study.grid import Cell
+from lab.study.grid import read as read_grid
+from lab.sync.pattern import class_of
+
+OF_PREDICTION = {key: text for key, text in prediction.SETTINGS.items() if key != "trace"}
+OWN = {
+    "target": (
+        "throughput",
+        "what is best: throughput, hours, 'efficiency>=0.8' (throughput with at least that), cost",
+    ),
+    "samples": ("null", "number of samples of one epoch; epochs=... says how many epochs"),
+    "price_per_hour": ("null", "price of a device, or of a node if price_of=node"),
+    "price_of": ("device", "what has that price (device | node)"),
+    "knee": ("1.5", "throughput gain of twice as many ranks, below which they do not pay"),
+    "top": ("5", "how many strategies to list of either kind"),
+}
+SETTINGS = OWN | OF_PREDICTION
+MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
+# Emulate frameworks of 2016, which nobody would choose today unless named.
+FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A request for advice.
+
+    Attributes:
+        prediction: the cells to choose from, their profiles and hardware.
+        knee, top: see OWN.
+    """
+
+    prediction: Request
+    target: Target
+    knee: float
+    top: int
+
+
+def read(arguments: Sequence[str]) -> Advice:
+    """Read a request; what it leaves open of the grid is filled in.
+
+    Strategies are all that have a cost model and fit the other settings; ranks are powers of two up
+    to the hardware's size; batches go from a rank's in the profile to that of the largest number of
+    ranks.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    texts, run = split(arguments, OWN)
+    texts = {key: default for key, (default, _) in OWN.items()} | texts
+    for argument in run:
+        if argument.startswith("trace="):
+            raise ConfigError(f"{argument}: lab.predict writes the timeline of one cell")
+    target = read_target(texts)
+    knee, top = _knee(texts["knee"]), _top(texts["top"])
+    request = _with_grid(run)
+    for cell in request.cells:
+        check_duration(target, cell.config.epochs, cell.config.steps)
+    return Advice(request, target, knee, top)
+
+
+def _knee(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 2:
+        raise ConfigError(f"knee={text}: must be a number from 1 to 2")
+    return value
+
+
+def _top(text: str) -> int:
+    if not _is_count(text):
+        raise ConfigError(f"top={text}: must be an integer of at least 1")
+    return int(text)
+
+
+def _with_grid(run: list[str]) -> Request:
+    given = _texts(run)
+    if "strategy" not in given:
+        run = [*run, f"strategy={','.join(_strategies(run))}"]
+    if {"world_size", "batch_size"} <= given.keys():
+        return prediction.read(run)
+    # Ranks and batches follow from the hardware and the profiles, which this reads.
+    unit = math.lcm(*_integers(given.get("accumulate", "1")))
+    batch = [] if "batch_size" in given else [f"batch_size={unit}"]
+    first = prediction.read([*run, "world_size=1", *batch])
+    if "batch_size" in given:
+        return prediction.read([*run, _listed("world_size", _dividing(first))])
+    sizes = _powers_of_two(_largest(first.hardware))
+    if "world_size" in given:
+        sizes = _integers(given["world_size"])
+    batches = _batches(first, sizes, unit)
+    return prediction.read([*run, _listed("world_size", sizes), _listed("batch_size", batches)])
+
+
+def _texts(run: Sequence[str]) -> dict[str, str]:
+    """Collect the settings of the study's file, if there is one, and of the command line."""
+    pairs = (argument.partition("=") for argument in run)
+    typed = {key: text for key, _, text in pairs}
+    config_dir, study = config_dir_of(run), typed.get("study", "")
+    known = study in choices_of("study", config_dir)
+    of_file = read_file("study", study, config_dir) if known else {}
+    return {key: str(value) for key, value in of_file.items()} | typed
+
+
+def _integers(text: str) -> list[int]:
+    """Parse a list of integers; [1] for any other text, which is refused when it is composed."""
+    values = text.split(",")
+    return [int(value) for value in values] if all(map(_is_count, values)) else [1]
+
+
+def _is_count(text: str) -> bool:
+    return text.isdigit() and int(text) > 0
+
+
+def _listed(key: str, values: Sequence[int]) -> str:
+    return f"{key}={','.join(map(str, values))}"
+
+
+def _strategies(run: Sequence[str]) -> list[str]:
+    """List the strategies to choose from.
+
+    Raises:
+        ConfigError: no strategy accepts the settings.
+    """
+    _, settings = split(run, (*OF_PREDICTION, "world_size"))
+    fitting, refused = list[str](), list[ConfigError]()
+    for name in choices_of("strategy", config_dir_of(run)):
+        try:
+            cells = read_grid([*settings, f"strategy={name}", "world_size=1"]).cells
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        if all(map(_may_be_chosen, cells)):
+            fitting.append(name)
+    if not fitting:
+        raise refused[0] if refused else ConfigError("strategy: none has a cost model here")
+    return fitting
+
+
+def _may_be_chosen(cell: Cell) -> bool:
+    """Tell whether a strategy exchanges, is no framework's, and can be predicted and run so."""
+    settings = plain(cell.config)
+    try:
+        pattern = Strategy.of(settings).pattern
+    except ValueError:
+        return False
+    if class_of(settings) in FRAMEWORKS or not pattern.legs:
+        return False
+    refused = pattern.no_overlap and settings["overlap"]
+    return not refused and not (pattern.no_fp16 and settings["precision"] == "fp16")
+
+
+def _largest(hardware: Hardware) -> int:
+    """Return the number of ranks of the hardware, or of MOST_NODES if it names none."""
+    nodes = len(hardware.node_rates) or MOST_NODES
+    return hardware.ranks_per_node * (nodes if hardware.inter else 1)
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [2**power for power in range(largest.bit_length())]
+
+
+def _dividing(first: Request) -> list[int]:
+    """Return the numbers of ranks among which every given batch divides."""
+    return [
+        size
+        for size in _powers_of_two(_largest(first.hardware))
+        if all(
+            cell.config.scaling == "weak"
+            or cell.config.batch_size % (size * cell.config.accumulate) == 0
+            for cell in first.cells
+        )
+    ]
+
+
+def _batches(first: Request, sizes: Sequence[int], accumulate: int) -> list[int]:
+    """Choose three batches: the profile's, that of all ranks together, and one in between.
+
+    Weak scaling fixes the batch of a rank: the profile's, twice and four times as much.
+    """
+    reference = min(profile.reference_batch for profile in first.profiles)
+    if first.cells[0].config.scaling == "weak":
+        unit, factors = accumulate, (1, 2, 4)
+    else:
+        unit, most = accumulate * math.lcm(*sizes), max(sizes)
+        factors = (1, 2 ** round(math.log2(most) / 2), most)
+    return sorted({max(1, round(factor * reference / unit)) * unit for factor in factors})

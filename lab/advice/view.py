@@ -1,0 +1,140 @@
+"""Advice as text: tables, first choices and how to check them, and the commands."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import Any
+
+from lab.draw.text import aligned
+
+Row = dict[str, Any]
+TITLES = {
+    "exact": "exact: every step takes the mean of all gradients",
+    "lossy": "lossy: gradients are rounded, thinned out, late or exchanged rarely",
+}
+WIDTH = 110  # letters of a line in words
+
+
+def text(result: Row) -> str:
+    """Write the best option of each series, exact and lossy ones apart, and all about them."""
+    kinds = [kind for kind in TITLES if result["best"][kind]]
+    if not kinds:
+        return "\n".join([_nothing(result), "", *_wrapped(notes(result))])
+    blocks = [_table(result, kind) for kind in kinds]
+    blocks += [_first_choice(result, kind) for kind in kinds]
+    blocks += [_accuracies(result), _commands(result, kinds), _wrapped(notes(result))]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def notes(result: Row) -> list[str]:
+    """Say what was predicted, from what, and what that leaves out."""
+    return [*about(result), *_meanings(result)]
+
+
+def about(result: Row) -> list[str]:
+    """Say what was predicted and from what, and what its intervals are of."""
+    profiles = ", ".join(
+        f"{name} (an estimate)" if profile["source"].startswith("estimate") else name
+        for name, profile in result["profiles"].items()
+    )
+    hardware = result["hardware"]
+    at = f" at {hardware['conditions']}" if hardware["conditions"] else ""
+    fitted = f", fitted to {result['fit']}{at}" if result["fit"] else ""
+    open_values = [each["key"] for each in hardware["assumed"]]
+    open_values += ["the fit"] if result["fit"] else []
+    return [
+        f"predicted: profile {profiles}, hardware {hardware['name']}{fitted}",
+        *([f"held-out cells of the fit: {result['errors']}"] if result["errors"] else []),
+        f"intervals, 95 % of what stays open: {', '.join(open_values) or 'nothing'}",
+    ]
+
+
+def best_rows(result: Row, kind: str) -> list[Row]:
+    """Return the rows to show of a kind: each series' best, the first `top` of them."""
+    return [result["rows"][place] for place in result["best"][kind][: result["top"]]]
+
+
+def _meanings(result: Row) -> list[str]:
+    memory = result["hardware"]["memory_bytes"]
+    device = f"of {memory / 1e9:.3g} GB of a device" if memory else "of a device of unknown size"
+    too_large = ", ".join(result["too_large"])
+    return [
+        f"GB: weights, gradients, optimizer and exchange, {device}; activations come on top",
+        *([f"left out, for they need more: {too_large}"] if too_large else []),
+        "limit: the resource that costs most, and the share of the step that would go without it",
+        f"knee: from so many ranks on, twice as many gain less than a factor of {result['knee']:g}",
+        "a larger batch is another training, with fewer updates for as many samples; "
+        "batch_size=... compares options at one",
+    ]
+
+
+def _table(result: Row, kind: str) -> list[str]:
+    rows = best_rows(result, kind)
+    extra = {"hours": "hours", "cost": _cost_name(rows[0])}
+    extra = {key: name for key, name in extra.items() if rows[0][key] is not None}
+    header = ["strategy", "N", "batch", "samples/s", "[95 %]", "step ms", "efficiency"]
+    header += [*extra.values(), "GB", "limit", "", "knee"]
+    lines = aligned([header, *(_line(row, list(extra)) for row in rows)])
+    more = len(result["best"][kind]) - len(rows)
+    lines += [f"and {more} more (top=... lists them)"] if more else []
+    return [TITLES[kind], *(f"  {line}" for line in lines)]
+
+
+def _cost_name(row: Row) -> str:
+    return "cost" if row["hours"] is not None else "cost of 1e6 samples"
+
+
+def _line(row: Row, extra: list[str]) -> list[str]:
+    low, high = row["samples_per_s_interval"]
+    memory = row["memory_bytes"]
+    return [
+        *(row["series"], str(row["world_size"]), str(row["batch_size"])),
+        *(f"{row['samples_per_s']:.1f}", f"[{low:.1f}, {high:.1f}]" if low < high else ""),
+        *(f"{1e3 * row['step_s']:.2f}", f"{row['efficiency']:.2f}"),
+        *(f"{row[key]:.4g}" for key in extra),
+        "?" if memory is None else f"{memory / 1e9:.3g}",
+        *(row["limit"], f"{100 * row['limit_share']:.0f} %"),
+        str(row["knee"] or "-"),
+    ]
+
+
+def _first_choice(result: Row, kind: str) -> list[str]:
+    """Name the first choice; where others are as good for all we know, the two to measure."""
+    first = result["rows"][result["best"][kind][0]]
+    close = [result["rows"][place] for place in result["contenders"][kind]]
+    lines = [f"first choice, {kind}: {_named(first)}"]
+    if close:
+        names = ", ".join(row["series"] for row in close)
+        lines += _wrapped([f"measure first: the prediction cannot tell it from {names}; run"])
+        lines += [f"  {row['command']}" for row in (first, close[0])]
+    return lines
+
+
+def _named(row: Row) -> str:
+    ranks = "1 rank" if row["world_size"] == 1 else f"{row['world_size']} ranks"
+    return f"{row['series']} on {ranks}, batch {row['batch_size']}"
+
+
+def _accuracies(result: Row) -> list[str]:
+    known = {row["strategy"]: row["accuracy"] for row in best_rows(result, "lossy")}
+    lines = [f"  {name}: {text}" for name, text in known.items()]
+    head = "accuracy of the lossy ones: test accuracy in % on digits, 2 ranks, default settings"
+    return [head, *lines] if lines else []
+
+
+def _commands(result: Row, kinds: list[str]) -> list[str]:
+    rows = (row for kind in kinds for row in best_rows(result, kind))
+    return ["to run:", *(f"  {row['command']}" for row in rows)]
+
+
+def _nothing(result: Row) -> str:
+    highest = result["most_efficient"]
+    if math.isnan(highest):
+        return f"no option fits the memory of {result['hardware']['name']}"
+    return f"no option reaches {result['target']['text']}; the highest is {highest:.2f}"
+
+
+def _wrapped(paragraphs: list[str]) -> list[str]:
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [line for paragraph in paragraphs for line in wrapper.wrap(paragraph)]

@@ -1,0 +1,55 @@
+"""Advise on how to train: `python -m lab.advise model=... hardware=... target=throughput`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from lab.advice.advise import advised
+from lab.advice.request import SETTINGS, read
+from lab.advice.view import text
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer, show
+from lab.study.grid import SWEEP_SETTINGS
+
+COMMAND = Command(
+    "lab.advise",
+    """\
+Rank ways to train, exact and lossy ones apart: strategy, ranks, batch. Settings are those of
+lab.predict. Without strategy=, world_size= or batch_size= a grid is chosen: all strategies with a
+cost model that fit the other settings, and ranks up to the hardware's size.""",
+    (
+        "python -m lab.advise profile=resnet50_p100 hardware=eth25g",
+        "python -m lab.advise hardware=titanx_x4 batch_size=256 target=hours samples=1281167 "
+        "epochs=90",
+        "python -m lab.advise hardware=h200_nvlink_400g 'target=efficiency>=0.8' batch_size=4096",
+        "python -m lab.advise hardware=eth10g target=cost price_per_hour=12 price_of=node",
+        "python -m lab.advise study=links fit=runs/links hardware=emulated_1gbit world_size=4",
+    ),
+    SETTINGS | {"world_size": SWEEP_SETTINGS["world_size"]},
+    runs=True,
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the advice; write it to `out=`. The exit code is 2 for bad input."""
+    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
+    return answer(COMMAND, arguments, lambda line: _advise(line, command))
+
+
+def _advise(line: CommandLine, command: str) -> int:
+    advice = read(line.settings)
+    if line.shows_settings:
+        show(cell.config for cell in advice.prediction.cells)
+        return 0
+    result = {"command": command, **advised(advice)}
+    print(text(result))
+    if advice.prediction.out:
+        from lab.advice.figure import write  # Imports matplotlib.
+
+        print(f"wrote {', '.join(map(str, write(advice.prediction.out, result)))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""The command lab.advise."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import advise as command
+from lab.advice.request import read
+from lab.claims.predicted import profile_of
+from lab.settings.config import check_batch, load
+from lab.simulate.crossover import with_rate
+from tests.conftest import Finished
+from tests.support.simulated import TRUE, leave_study
+
+SMALL = ("strategy=allreduce,overlap,onebit", "batch_size=256", "world_size=1,2,4")
+
+
+def advice(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Write the advice to a file; return it."""
+    out = folder / "advice.json"
+    assert command.main([*arguments, f"out={out}"]) == 0
+    return json.loads(out.read_text())
+
+
+def first(result: dict[str, Any], kind: str) -> dict[str, Any]:
+    return result["rows"][result["best"][kind][0]]
+
+
+def test_the_grid_is_chosen_from_the_hardware_and_the_settings() -> None:
+    cells = read(["hardware=titanx_x4", "batch_size=2"]).prediction.cells
+    assert {cell.world_size for cell in cells} == {1, 2}  # of up to four, those that divide it
+    names = {cell.strategy for cell in cells}
+    assert {"allreduce", "overlap", "onebit", "local_sgd", "tree"} <= names
+    assert not names & {"none", "ddp", "horovod", "fc1x1", "caffe", "torch7", "tensorflow", "cntk"}
+
+
+def test_a_setting_leaves_the_strategies_that_accept_it() -> None:
+    small = ["batch_size=256", "world_size=2"]
+    assert {c.strategy for c in read([*small, "exchange.threshold=mean"]).prediction.cells} == {
+        "onebit"
+    }
+    names = {c.strategy for c in read([*small, "precision=fp16"]).prediction.cells}
+    assert "local_sgd" not in names and "overlap" in names
+    assert {c.strategy for c in read([*small, "strategy=caffe"]).prediction.cells} == {"caffe"}
+
+
+def test_ranks_divide_a_given_batch_and_batches_given_ranks() -> None:
+    cells = read(["hardware=titanx_x4", "strategy=tree"]).prediction.cells
+    assert {cell.world_size for cell in cells} == {1, 2, 4}
+    assert {cell.batch_size for cell in cells} == {256, 512, 1024}  # a rank's, and that of all four
+    some = ["hardware=eth10g", "strategy=tree"]
+    cells = read([*some, "batch_size=24"]).prediction.cells
+    assert [cell.world_size for cell in cells] == [1, 2, 4, 8]
+    cells = read([*some, "world_size=3,6", "accumulate=2"]).prediction.cells
+    assert all(cell.batch_size % (2 * cell.world_size) == 0 for cell in cells)
+    cells = read([*some, "scaling=weak", "world_size=2"]).prediction.cells
+    assert [cell.config.batch_size for cell in cells] == [256, 512, 1024]
+
+
+def test_it_ranks_exact_and_lossy_ways_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = advice(tmp_path, *SMALL)
+    costs = [1 / row["samples_per_s"] for row in result["rows"]]
+    assert costs == sorted(costs) and len(costs) == 9
+    assert (first(result, "exact")["series"], first(result, "lossy")["series"]) == (
+        "overlap",
+        "onebit",
+    )
+    assert first(result, "exact")["knee"] == 2 and first(result, "exact")["limit"] == "bandwidth"
+    text = capsys.readouterr().out
+    assert "first choice, exact: overlap on 4 ranks, batch 256" in text
+    assert "onebit: MLP 96.56 (allreduce 96.5, 5 seeds)" in text
+    assert "torchrun --nproc-per-node 4 -m lab.train strategy=overlap batch_size=256" in text
+    assert (tmp_path / "advice.png").stat().st_size > 10_000
+
+
+def test_it_says_that_a_profile_is_an_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").mkdir()
+    guess = replace(profile_of("vgg16_p100"), name="guess", source="estimate: counted operations")
+    (tmp_path / "profile/guess.yaml").write_text(guess.to_yaml())
+    assert command.main([*SMALL, "profile=guess", "--config-dir", str(tmp_path)]) == 0
+    assert "predicted: profile guess (an estimate), hardware titanx_x4" in capsys.readouterr().out
+
+
+def test_it_says_when_to_measure_first(capsys: pytest.CaptureFixture[str]) -> None:
+    alike = ["strategy=overlap,layerwise,tree", "batch_size=256", "world_size=4"]
+    assert command.main(alike) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = (n for n, line in enumerate(lines) if line.startswith("measure first"))
+    assert lines[place].endswith("cannot tell it from layerwise; run")
+    assert [line.split()[5] for line in lines[place + 1 : place + 3]] == [
+        "strategy=overlap",
+        "strategy=layerwise",
+    ]
+    assert command.main(["strategy=overlap,tree", *alike[1:]]) == 0
+    assert "measure first" not in capsys.readouterr().out
+
+
+def test_a_target_decides_between_ranks(tmp_path: Path) -> None:
+    fast = first(advice(tmp_path, *SMALL, "target=hours", "samples=1e6", "epochs=2"), "exact")
+    assert fast["world_size"] == 4
+    assert fast["hours"] == pytest.approx(2e6 / fast["samples_per_s"] / 3600)
+    efficient = first(advice(tmp_path, *SMALL, "target=efficiency>=0.8"), "exact")
+    assert efficient["world_size"] == 2 and efficient["efficiency"] >= 0.8
+    cheap = first(advice(tmp_path, *SMALL, "target=cost", "price_per_hour=3.6"), "exact")
+    assert cheap["world_size"] == 1
+    assert cheap["cost"] == pytest.approx(1e6 * 0.001 / cheap["samples_per_s"])
+    settings = [*SMALL, "target=cost", "price_per_hour=3.6", "price_of=node"]
+    assert first(advice(tmp_path, *settings), "exact")["world_size"] == 4
+
+
+def test_an_efficiency_that_nothing_reaches_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["strategy=tree", "batch_size=64", "world_size=4", "target=efficiency>=0.9"]
+    assert command.main(settings) == 0
+    assert "no option reaches efficiency>=0.9; the highest is 0." in capsys.readouterr().out
+
+
+def test_an_option_must_fit_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = advice(tmp_path, *SMALL, "hardware.memory_bytes=8e8")
+    assert {row["series"] for row in result["rows"]} == {"overlap"}
+    assert result["too_large"] == ["allreduce", "onebit"]
+    assert command.main([*SMALL, "hardware.memory_bytes=1e6", f"out={tmp_path}/none.json"]) == 0
+    assert "no option fits the memory of titanx_x4" in capsys.readouterr().out
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_accumulation_is_an_option(tmp_path: Path) -> None:
+    result = advice(
+        tmp_path, "profile=resnet50_p100", "hardware=eth10g", "strategy=allreduce",
+        "batch_size=256", "world_size=4", "accumulate=1,4",
+    )  # fmt: skip
+    once, four = result["rows"]
+    assert [row["accumulate"] for row in (once, four)] == [1, 4]
+    assert four["step_s"] == pytest.approx(once["step_s"] + 3 * 36e-3, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("hardware=eth10g", "batch_size=8", "strategy=tree,topk", "profile=vgg16_p100",
+         "profile.bytes_scale=0.5"),
+        ("cluster=emulated", "hardware=emulated_1gbit", "batch_size=4", "strategy=tree,diloco",
+         "model=replay", "profile=vgg16_p100"),
+        ("comm=horovod", "strategy=allreduce", "batch_size=4", "exchange.dtype=bfloat16"),
+    ],
+)  # fmt: skip
+def test_every_command_is_accepted_by_train(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    for row in advice(tmp_path, *settings)["rows"]:
+        launcher, _, words = row["command"].partition(" -m lab.train ")
+        config = load(shlex.split(words))
+        check_batch(config, row["world_size"])
+        assert (config.strategy, config.batch_size) == (row["strategy"], row["batch_size"])
+        if "cluster=emulated" in settings:
+            assert launcher == "python" and config.cluster.hosts == row["world_size"]
+        elif "comm=horovod" in settings:
+            assert launcher == f"horovodrun -np {row['world_size']} python"
+        else:
+            assert ("--nnodes" in launcher) == (row["world_size"] > 4)
+
+
+def test_train_prints_the_settings_of_a_command(
+    tmp_path: Path, command: Callable[..., Finished]
+) -> None:
+    row = advice(tmp_path, "strategy=tree", "batch_size=64", "world_size=1", "epochs=2")["rows"][0]
+    words = shlex.split(row["command"].partition(" -m lab.train ")[2])
+    done = command("lab.train", *words, "--cfg", "job")
+    assert done.code == 0 and "strategy: tree" in done.out
+
+
+def test_it_predicts_on_what_a_study_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = replace(profile_of("alexnet_titanx"), bytes_scale=0.02)
+    study = tmp_path / "study"
+    for rate, links in (("1gbit", TRUE), ("300mbit", with_rate(TRUE, 3e7))):
+        hosts = ("cluster=emulated", f"cluster.rate={rate}")
+        leave_study(study, profile, ("none", "allreduce", "overlap"), links, *hosts, sizes=(1, 2))
+    small = ["strategy=allreduce,overlap", "batch_size=128", "world_size=4", f"fit={study}"]
+    small += ["profile=alexnet_titanx", "profile.bytes_scale=0.02"]
+    small += ["hardware=emulated_1gbit", "cluster=emulated"]
+    slow = first(advice(tmp_path, *small, "cluster.rate=300mbit"), "exact")
+    assert first(advice(tmp_path, *small), "exact")["samples_per_s"] > slow["samples_per_s"]
+    capsys.readouterr()
+    assert command.main([*small, "cluster.rate=10mbit"]) == 2
+    line = capsys.readouterr().err
+    assert "must name one: cluster.rate=1gbit; cluster.rate=300mbit" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["target=speed"], "target=speed: allowed are throughput, hours"),
+        (["target=efficiency"], "target=efficiency: needs a bound, quoted for the shell"),
+        (["target=efficiency>=80"], "efficiency must be above 0 and at most 1"),
+        (["target=efficiency>=most"], "efficiency must be above 0 and at most 1"),
+        (["target=hours", *SMALL], "target=hours: needs samples="),
+        (["target=hours", "epochs=3", *SMALL], "target=hours epochs=3: needs samples="),
+        (["target=cost", *SMALL], "target=cost: needs price_per_hour="),
+        (["price_per_hour=free", *SMALL], "price_per_hour=free: must be a number above 0"),
+        (["price_of=rack", *SMALL], "price_of=rack: allowed are device, node"),
+        (["samples=0", *SMALL], "samples=0: must be a number above 0"),
+        (["knee=3", *SMALL], "knee=3: must be a number from 1 to 2"),
+        (["top=0", *SMALL], "top=0: must be an integer of at least 1"),
+        (["trace=a.json", *SMALL], "trace=a.json: lab.predict writes"),
+        (["out=a.csv", *SMALL], "out=a.csv: must name FILE.json or FILE.png"),
+        (["batch=32"], "batch=32: no such setting"),
+        (["hardware=abacus"], "hardware=abacus: allowed are"),
+        (["world_size=8", "batch_size=64"], "world_size=8: hardware=titanx_x4 has 4 ranks"),
+        (["strategy=ddp", "batch_size=64"], "strategy=ddp: DDPSync keeps its own schedule"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(words) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
