@@ -128,8 +128,8 @@ def commits_of(cells: Iterable[Cell]) -> tuple[str, ...]:
     return () if "" in commits else tuple(sorted(commits))
 
 
-def load_study(*folders: Path) -> Study:
-    """Read every `record.json` one level below each of `folders`, as one study.
+def load_study(folder: Path, *more: Path) -> Study:
+    """Read every `record.json` one level below each folder, as one study.
 
     A sub-folder that holds neither a record nor the tables this package writes is a cell that
     was killed, and is named in `missing`. Studies of several machines are told apart by `on=...`
@@ -139,32 +139,41 @@ def load_study(*folders: Path) -> Study:
         ValueError: no such folder, no record in it, a record that breaks the contract, the same
             folder twice, or two finished runs of the same cell and repeat.
     """
-    below = {folder: _below(folder) for folder in folders}
-    if len({folder.resolve() for folder in folders}) < len(folders):
+    folders = (folder, *more)
+    if len({each.resolve() for each in folders}) < len(folders):
         raise ValueError(f"{' '.join(map(str, folders))}: the same folder twice")
-    paths = [path for found in below.values() for path in found]
-    records = {p: read_record(p / "record.json") for p in paths if (p / "record.json").is_file()}
-    for folder in folders:
-        if not any(path.parent == folder for path in records):
-            raise ValueError(f"{folder}: holds no <cell>/record.json; give a study folder of runs")
-    several = dict(zip(folders, labels_of(folders), strict=True)) if len(folders) > 1 else {}
+    labels = dict(zip(folders, labels_of(folders), strict=True)) if more else {}
+    records, missing = dict[Path, Record](), list[Path]()
+    for each in folders:
+        found = _records_below(each)
+        records |= {path: record for path, record in found.items() if record}
+        missing += [path for path, record in found.items() if record is None]
     identities = [identity(record) for record in records.values()]
     differing, machines = differences(identities), dict[str, str]()
-    if several:
-        differing, machines = named_by_study(differing, [several[p.parent] for p in records])
-    found = zip(records.items(), identities, differing, strict=True)
-    cells = [_cell(path, record, who, values) for (path, record), who, values in found]
-    names = {record.study or path.parent.name for path, record in records.items()}
-    missing = [p for p in paths if p not in records and not (p / "summary.csv").is_file()]
-    study = Study(folders[0], ", ".join(sorted(names)), tuple(cells), (), several, machines)
+    if more:
+        differing, machines = named_by_study(differing, [labels[path.parent] for path in records])
+    each_cell = zip(records.items(), identities, differing, strict=True)
+    cells = tuple(_cell(path, record, who, values) for (path, record), who, values in each_cell)
+    names = sorted({record.study or path.parent.name for path, record in records.items()})
+    study = Study(folder, ", ".join(names), cells, (), labels, machines)
     _refuse_copies(study)
     return replace(study, missing=tuple(map(study.name_of, missing)))
 
 
-def _below(folder: Path) -> list[Path]:
+def _records_below(folder: Path) -> dict[Path, Record | None]:
+    """Read the records of a study's cells by their folders; None for a cell without one."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a study folder such as runs/demo")
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    found: dict[Path, Record | None] = {}
+    for path in below:
+        if (path / "record.json").is_file():
+            found[path] = read_record(path / "record.json")
+        elif not (path / "summary.csv").is_file():
+            found[path] = None
+    if not any(found.values()):
+        raise ValueError(f"{folder}: holds no <cell>/record.json; give a study folder of runs")
+    return found
 
 
 def _refuse_copies(study: Study) -> None:

@@ -84,10 +84,11 @@ def looks_of(series: Iterable[str]) -> dict[str, Look]:
     for name in ordered:
         look = LOOKS.get(name.split(" ")[0])
         if look and name not in known and " on=" in name:
-            line = next((line for line in LINES if (look.colour, line) not in taken), None)
-            if line:
-                known[name] = Look(look.colour, line, look.marker)
-                taken.add((look.colour, line))
+            other: LineStyle | None
+            other = next((each for each in LINES if (look.colour, each) not in taken), None)
+            if other:
+                known[name] = Look(look.colour, other, look.marker)
+                taken.add((look.colour, other))
     pairs: list[tuple[str, LineStyle]] = [(c, line) for line in LINES for c in COLOURS]
     free = [pair for pair in pairs if pair not in taken] or pairs
     spare = (
