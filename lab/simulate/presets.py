@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lab.simulate.devices import parse as parse_device
 from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.nccl import PROTOCOLS
 
@@ -43,6 +44,7 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         links = {way: node[way] and _link(f"{name}: {way}", node[way]) for way in WAYS}
         lists = {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
         plain = {key: value for key, value in node.items() if key != "assumed"}
+        plain["device"] = parse_device(name, node["device"]) if node.get("device") else None
         hardware = Hardware(**{**plain, **links, **lists})
         assumed = tuple(_range(name, *given) for given in node.get("assumed", {}).items())
         _check_hardware(name, hardware)

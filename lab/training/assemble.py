@@ -17,6 +17,7 @@ from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, Settings, build
+from lab.settings.offers import to_model
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.gradsync import GradSync
@@ -165,7 +166,7 @@ def _build_model(
             f"channels_last=true: inputs of shape {list(data.input_shape)} are not images "
             "[channels, height, width]; leave it false"
         )
-    model: nn.Module = build(config.model, input_shape=data.input_shape, output_size=output_size)
+    model: nn.Module = build(config.model, **to_model(data.input_shape, output_size))
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)
