@@ -56,6 +56,8 @@ class Cell:
     step_s: float
     step_mad_s: float
     samples_per_s: float
+    flops_per_s: float
+    mfu: float
     unit: str
     phases_s: Mapping[str, float]
     payload_bytes_per_step: tuple[float, ...]
@@ -174,6 +176,8 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         step_s=number(record.step_s and record.step_s.median),
         step_mad_s=number(record.step_s and record.step_s.mad),
         samples_per_s=number(record.wall_samples_per_s),
+        flops_per_s=number(record.flops_per_s),
+        mfu=number(record.mfu),
         unit=record.unit,
         phases_s={key: number(value) for key, value in record.phases_s.items()},
         payload_bytes_per_step=tuple(record.payload_bytes_per_step or ()),

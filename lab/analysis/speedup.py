@@ -42,6 +42,7 @@ class Row:
         context, hosts: see Point.context and Cell.hosts.
         steps_s: step time by repeat.
         speedups: speedup by repeat.
+        flops_per_s, mfu: of the record, the median over repeats.
         unit: name of one sample.
         emulation: the clauses of all its runs; empty if nothing is emulated.
     """
@@ -58,6 +59,8 @@ class Row:
     speedups: Mapping[int, float]
     step_mad_s: float
     samples_per_s: Interval
+    flops_per_s: float
+    mfu: float
     unit: str
     baseline: str
     speedup: Interval
@@ -149,6 +152,8 @@ def _row(point: Point, base: Point | None, ceiling: Point | None) -> Row:
         speedups={r: factor * base_s[r] / own_s[r] for r in sorted(base_s.keys() & own_s.keys())},
         step_mad_s=_median(cell.step_mad_s for cell in done.values()),
         samples_per_s=of_level(_known(c.samples_per_s for c in done.values())),
+        flops_per_s=_median(cell.flops_per_s for cell in done.values()),
+        mfu=_median(cell.mfu for cell in done.values()),
         unit=one.unit,
         baseline=base.one.series if base else "",
         speedup=speedup,

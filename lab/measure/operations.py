@@ -43,6 +43,7 @@ def count(
     input_dtype: torch.dtype,
     target: Tensor,
     loss: Loss,
+    may_compute: bool = True,
 ) -> Work:
     """Count one training step's forward and backward, as torch.utils.flop_counter counts.
 
@@ -55,12 +56,13 @@ def count(
         input_shape, input_dtype: of one sample.
         target: of one sample [...]; only its shape and type matter on the meta device.
         loss: of outputs and targets [samples, ...].
+        may_compute: whether it may run on its own device if it cannot run on the meta device.
 
     Raises:
         Uncountable: it runs nowhere, or an operation has no formula.
     """
     parameter = next(model.parameters(), None)
-    own = META if parameter is None else parameter.device
+    own = parameter.device if may_compute and parameter is not None else META
     errors: list[str] = []
     for device in dict.fromkeys((META, own)):
         try:

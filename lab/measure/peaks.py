@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 T = 1e12
@@ -34,6 +34,16 @@ class Peak:
     flops_per_s: Mapping[str, float]
     bandwidth_bytes_per_s: float | None
     source: str
+
+    def times(self, num_devices: int) -> Peak:
+        """Return the peak of so many of these devices together."""
+        return replace(
+            self,
+            flops_per_s={key: num_devices * rate for key, rate in self.flops_per_s.items()},
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s
+            and num_devices * self.bandwidth_bytes_per_s,
+            source=f"{num_devices} x {self.source}",
+        )
 
 
 def _gpu(
@@ -106,7 +116,7 @@ def cpu_peak(num_threads: int) -> Peak | None:
         return None
     per_cycle = CPU_FLOPS_PER_CYCLE.get(capability, CPU_FLOPS_PER_CYCLE["DEFAULT"])
     cores = f"{num_threads} core{'s' if num_threads > 1 else ''}"
-    source = f"estimated: {cores} x {clock_hz / 1e9:.2f} GHz x {per_cycle} ({capability})"
+    source = f"estimated: {cores} x {clock_hz / 1e9:.2f} GHz x {per_cycle} FLOP ({capability})"
     return Peak(cpu_model(), {"fp32": num_threads * clock_hz * per_cycle}, None, source)
 
 

@@ -16,8 +16,8 @@ from lab.simulate.calibrate import calibrate
 from lab.simulate.fit import DRAWS, Group
 from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
-from lab.simulate.source import Estimate, Measured, Source
 from lab.simulate.score import ScoredCell, held_out, score, scored_cell
+from lab.simulate.source import Estimate, Measured, Source
 from lab.simulate.step import Prediction, Strategy, predict
 from lab.study.grid import Cell
 

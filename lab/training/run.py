@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
@@ -25,7 +24,9 @@ from lab.settings.names import resolved, run_name, variant
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
+from lab.training.bar import Bar
 from lab.training.compiled import compiled_as
+from lab.training.compute import compute_of
 from lab.training.failure import failure_of
 
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
@@ -97,6 +98,8 @@ class Run:
         self.record.unit = self.parts.trainer.data.unit
         self.record.model_source = source_hash(self.parts.trainer.model)
         self._note_sizes(**self.parts.sizes)
+        if self.world.rank == 0:
+            self.record.compute = compute_of(self.config, self.parts.trainer, self.world)
         if "_target_" in self.config.recorder:
             self.recorder = build(self.config.recorder)
         self._resume(self.parts)
@@ -154,17 +157,19 @@ class Run:
 
     def _train(self, parts: Assembly) -> None:
         config, trainer = self.config, parts.trainer
-        bar = tqdm(
-            total=trainer.total_steps,
-            initial=trainer.progress.step,
-            desc=self.directory.path.name,
-            unit="step",
-            disable=self.world.rank != 0,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
+        compute = self.record.compute
+        bar = Bar(
+            self.directory.path.name,
+            trainer.total_steps,
+            trainer.progress.step,
+            self.world.rank == 0,
+            trainer.batch_size,
+            self.record.unit,
+            compute and compute.flops_per_sample,
         )
         with bar:
             for step in trainer.steps():
-                bar.update()
+                bar.step()
                 if config.eval_every and step % config.eval_every == 0:
                     self._note(bar, trainer.evaluate())
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
@@ -174,9 +179,9 @@ class Run:
             elif not trainer.evaluated():
                 self._note(bar, trainer.evaluate())
 
-    def _note(self, bar: tqdm[Any], result: dict[str, float]) -> None:
+    def _note(self, bar: Bar, result: dict[str, float]) -> None:
         metrics = metrics_of(result)
-        bar.set_postfix({name: f"{value:.4g}" for name, value in metrics.items()})
+        bar.note(metrics)
         if self.recorder and self.world.rank == 0:
             values = metrics | {"seconds": result["seconds"]}
             values = {f"test/{name}": value for name, value in values.items()}

@@ -16,8 +16,8 @@ from torch.autograd import DeviceType
 from lab import profile_layers
 from lab.measure import layers
 from lab.measure.kernels import kernels_ms
-from lab.measure.layers import LayerClock, with_fixed_parts
-from lab.model.profile import Layer, Profile
+from lab.measure.layers import LayerClock
+from lab.model.profile import Layer, Profile, with_fixed_parts
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train
 
@@ -146,7 +146,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("batch_size=3", "batch_size=3: must be at least 4"),
         ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),
         ("compile=true", "compile=True: layers are measured with compile=False"),
-        ("steps=5", "steps=5: must be above warmup_steps=5"),
+        ("steps=11", "steps=11: must be at least 4 above warmup_steps=8"),
         (
             "model=vgg",
             "model=vgg: allowed are alexnet, alexnet_paper, alexnet_small, lenet, mlp, replay",
