@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lab.measure.modules import in_order, layers_of, sizes_of
+from lab.measure.recurrent import count_at_once
 from lab.model.work import LayerWork, Line, Operation, Work
 
 # Two batches give each count's fixed part; one sample is too few for BatchNorm at 1x1 px.
@@ -82,6 +83,7 @@ def _count(
     loss: Loss,
 ) -> Work:
     model = _copied(model, device)
+    count_at_once(model)
     layers = layers_of(model)
     counts: list[list[Counted]] = []
     gpus = [device] if device.type == "cuda" else []
@@ -94,7 +96,7 @@ def _count(
                 loss(model(inputs), targets).backward()
             counts.append(counter.counted)
             order = in_order(counter.called, layers)
-    found = _layers(order, sizes_of(layers), list(_lines(*counts)))
+    found = _layers(order, sizes_of(layers), _lines(*counts))
     return Work(tuple(found), math.prod(input_shape) * input_dtype.itemsize)
 
 
@@ -126,14 +128,14 @@ def _line(at_fewer: float, at_more: float) -> Line:
 
 
 def _layers(
-    order: list[str], sizes: dict[str, int], counted: list[tuple[str, bool, Operation]]
+    order: list[str], sizes: dict[str, int], counted: Iterable[tuple[str, bool, Operation]]
 ) -> Iterator[LayerWork]:
+    found: dict[tuple[str, bool], list[Operation]] = {}
+    for layer, backward, operation in counted:
+        found.setdefault((layer, backward), []).append(operation)
     for name in order:
-        forward, backward = (
-            tuple(op for layer, way, op in counted if layer == name and way is wanted)
-            for wanted in (False, True)
-        )
-        yield LayerWork(name, sizes[name], forward, backward)
+        ways = (tuple(found.get((name, backward), ())) for backward in (False, True))
+        yield LayerWork(name, sizes[name], *ways)
 
 
 class _Counter(TorchDispatchMode):

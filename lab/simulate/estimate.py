@@ -95,6 +95,6 @@ class _Timer:
         device = self._device
         if operation.name in self._op_rates:
             return self._op_rates[operation.name]
-        if num_bytes <= device.cache_bytes:
+        if num_bytes < device.cache_bytes:
             return device.cache_bytes_per_s
         return device.bandwidth_bytes_per_s * device.memory_efficiency

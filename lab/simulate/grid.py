@@ -13,6 +13,7 @@ from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.settings.names import AXES
 from lab.simulate.calibrate import calibrate
+from lab.simulate.compare import comparison, measured_steps
 from lab.simulate.fit import DRAWS, Group
 from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
@@ -63,7 +64,12 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
         "scores": scores,
         "fit": str(request.fit) if request.fit else None,
+        "measured": str(request.measured) if request.measured else None,
     }
+    if request.measured:
+        steps = measured_steps(request.measured, request.cells)
+        for row, seconds in zip(rows, steps, strict=True):
+            row.update(comparison(seconds, row["step_s"]) if seconds else {})
     return result, spans
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from lab.simulate.devices import parse as parse_device
 from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.nccl import PROTOCOLS
 
+HERE = "here"  # num_cores: those that this process may use
 LIBRARIES = ("gloo", "nccl")
 WAYS = ("intra", "inter")
 OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s")
@@ -44,6 +46,8 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         links = {way: node[way] and _link(f"{name}: {way}", node[way]) for way in WAYS}
         lists = {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
         plain = {key: value for key, value in node.items() if key != "assumed"}
+        if plain.get("num_cores") == HERE:
+            plain["num_cores"] = len(os.sched_getaffinity(0))
         plain["device"] = parse_device(name, node["device"]) if node.get("device") else None
         hardware = Hardware(**{**plain, **links, **lists})
         assumed = tuple(_range(name, *given) for given in node.get("assumed", {}).items())

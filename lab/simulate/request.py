@@ -27,6 +27,7 @@ SETTINGS = {
         "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
         "or FILE.json of lab.bench collective or codec",
     ),
+    "measured": ("null", "runs/STUDY: compare with its cells of these settings, without a fit"),
     "out": ("null", "FILE.json for the result, its figure next to it; or FILE.png alone"),
     "trace": ("null", "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure"),
 }
@@ -40,6 +41,7 @@ class Request:
         profiles: one for each cell; None: its model has none, and is estimated.
         by_default: neither a model nor a profile was given.
         fit: a study's folder or a benchmark's JSON; the hardware is fitted to it.
+        measured: a study's folder, to compare with.
     """
 
     cells: list[Cell]
@@ -47,6 +49,7 @@ class Request:
     by_default: bool
     hardware: Hardware
     fit: Path | None
+    measured: Path | None
     out: Path | None
     trace: Path | None
 
@@ -76,8 +79,11 @@ def read(arguments: Sequence[str]) -> Request:
             f"fit={fit}: an exchange cannot be fitted beside an estimated model; measure it with "
             "lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
         )
+    measured = None if texts["measured"] == "null" else Path(texts["measured"])
+    if fit and measured:
+        raise ConfigError(f"fit={fit} measured={measured}: a fit is scored on its own; set one")
     by_default = not any(map(_is_given, cells))
-    return Request(cells, profiles, by_default, hardware, fit, out, trace)
+    return Request(cells, profiles, by_default, hardware, fit, measured, out, trace)
 
 
 def plain(node: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
+from lab.simulate.compare import summary as comparison
 from lab.simulate.estimate import ESTIMATE
 from lab.simulate.hardware import Hardware
 from lab.simulate.request import DEFAULT_PROFILE
@@ -162,7 +163,7 @@ def _line(row: Row) -> list[str]:
         f"{row['efficiency']:.2f}",
         f"{1e3 * row['measured_s']:.2f}" if measured else "-",
         _percent(row["error"] if measured else math.nan),
-        _percent(row["exposed_error"] if measured else math.nan),
+        _percent(row.get("exposed_error", math.nan)),
         row["evidence"],
     ]
 
@@ -203,6 +204,8 @@ def _estimates(result: Row) -> list[str]:
 
 
 def _fitted(result: Row) -> list[str]:
+    if result["measured"]:
+        return [comparison(result["rows"], result["measured"])]
     if not result["fit"]:
         return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
@@ -226,6 +229,8 @@ def _values(hardware: Row) -> str:
 
 def _held_out(result: Row) -> list[str]:
     """Summarise the errors on cells that were not fitted, for each group of conditions."""
+    if result["measured"]:
+        return []
     lines = [
         f"held out{_where(score['conditions'])}: {score['text']}"
         for score in result["scores"]
