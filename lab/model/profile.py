@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
+
+from lab.model.numbers import is_number, is_whole, require_positive
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
@@ -230,7 +231,7 @@ def _make(kind: type[T], node: Any, where: str) -> T:
 def _share(where: str, ends: Any) -> tuple[float, float] | None:
     if ends is None:
         return None
-    numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(_is_number, ends))
+    numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(is_number, ends))
     if not numbers or not 0 <= ends[0] <= ends[1] < 1:
         raise ValueError(f"{where}: fixed_share={ends}: must be [lowest, highest] from 0 to 1")
     return ends[0], ends[1]
@@ -241,7 +242,7 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
         raise ValueError(f"{where}: layers=[]: must have at least one")
     require_positive(f"{where}: bytes_scale", profile.bytes_scale)
     batch = profile.reference_batch
-    if not _is_whole(batch) or batch < 1:
+    if not is_whole(batch) or batch < 1:
         raise ValueError(f"{where}: reference_batch={batch}: must be an integer of at least 1")
     _check_rest(where, profile)
     for index, layer in enumerate(layers):
@@ -257,45 +258,25 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
 def _check_rest(where: str, profile: Profile) -> None:
     for key in ("rest_ms", "step_ms"):
         value = getattr(profile, key)
-        if value is not None and (not _is_number(value) or value < 0):
+        if value is not None and (not is_number(value) or value < 0):
             raise ValueError(f"{where}: {key}={value}: must be a number of at least 0")
     fixed, rest = profile.fixed_rest_ms, profile.rest_ms or 0.0
-    if not _is_number(fixed) or not 0 <= fixed <= rest:
+    if not is_number(fixed) or not 0 <= fixed <= rest:
         raise ValueError(f"{where}: fixed_rest_ms={fixed}: must be from 0 to rest_ms={rest}")
     threads = profile.num_threads
-    if threads is not None and (not _is_whole(threads) or threads < 1):
+    if threads is not None and (not is_whole(threads) or threads < 1):
         raise ValueError(f"{where}: num_threads={threads}: must be an integer of at least 1")
 
 
 def _check_layer(where: str, layer: Layer) -> None:
-    if not _is_whole(layer.parameters) or layer.parameters < 0:
+    if not is_whole(layer.parameters) or layer.parameters < 0:
         raise ValueError(f"{where}.parameters={layer.parameters}: must be an integer of at least 0")
     for key, fixed_key in zip(TIMES, FIXED_TIMES, strict=True):
         whole, fixed = getattr(layer, key), getattr(layer, fixed_key)
-        if not _is_number(whole) or whole < 0:
+        if not is_number(whole) or whole < 0:
             raise ValueError(f"{where}.{key}={whole}: must be a number of at least 0")
-        if not _is_number(fixed) or not 0 <= fixed <= whole:
+        if not is_number(fixed) or not 0 <= fixed <= whole:
             raise ValueError(f"{where}.{fixed_key}={fixed}: must be from 0 to {key}={whole}")
-
-
-def require_positive(key: str, value: object) -> None:
-    """Refuse a value that is not a number above 0.
-
-    Raises:
-        ValueError: the message names the key.
-    """
-    if not _is_number(value) or value <= 0:
-        raise ValueError(f"{key}={value}: must be a number above 0")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value)
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shapes(values: int) -> dict[str, tuple[int, ...]]:

@@ -62,12 +62,14 @@ def parse(node: Mapping[str, Any]) -> Hardware:
 def draws(hardware: Hardware, number: int) -> Iterator[Hardware]:
     """Draw each assumed value anew, `number` times: logarithms evenly over their range.
 
-    The draws are the same each time, so that two strategies meet the same machines.
+    The draws are the same each time, so that two strategies meet the same machines. Those of the
+    device have a generator of their own: only estimates need it, and no other prediction moves.
     """
-    chance = random.Random(0)
+    chances = {False: random.Random(0), True: random.Random(2)}
     for _ in range(number):
         drawn = hardware
         for each in hardware.assumed:
+            chance = chances[each.key.startswith("device.")]
             drawn = with_value(drawn, each.key, _between(each, chance.random()))
         yield drawn
 
