@@ -104,6 +104,8 @@ class LayerClock:
 
     def _note(self, way: str, name: str) -> Callable[..., None]:
         def note(*_: Any) -> None:
+            if way == "forward" and self._passes[-1].middle is not None:
+                return  # backward computes the layer again
             getattr(self._passes[-1], way).append((name, mark(self._device)))
             self._noted_s = time.perf_counter()
 

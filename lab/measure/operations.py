@@ -26,12 +26,13 @@ NAMESPACES = ("aten", "prim", "prims")
 # Fused kernels of products that torch has no formula for; on the meta device they are separate.
 WITHOUT_FORMULA = (
     *("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_fused_sdp_choice"),
+    "_scaled_dot_product_flash_attention_for_cpu",
 )
 LAST = 2**63  # nodes that accumulate gradients have the largest number there is
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Counted = tuple[str, bool, str, float, float]  # layer, backward, operation, flops, bytes
+Place = tuple[str, bool, str, bool]  # layer, in backward, operation, computed again
+Counted = tuple[Place, float, float]  # and operations, and bytes
 
 
 class Uncountable(Exception):
@@ -116,10 +117,12 @@ def _copied(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _lines(fewer: list[Counted], more: list[Counted]) -> Iterator[tuple[str, bool, Operation]]:
     """Join two batches' counts of the same operations."""
-    if [each[:3] for each in fewer] != [each[:3] for each in more]:
+    if [place for place, *_ in fewer] != [place for place, *_ in more]:
         raise Uncountable("its operations depend on the size of the batch")
-    for (layer, backward, name, *one), (*_, flops, num_bytes) in zip(fewer, more, strict=True):
-        yield layer, backward, Operation(name, _line(one[0], flops), _line(one[1], num_bytes))
+    for (place, *one), (_, flops, num_bytes) in zip(fewer, more, strict=True):
+        layer, backward, name, again = place
+        lines = _line(one[0], flops), _line(one[1], num_bytes)
+        yield layer, backward, Operation(name, *lines, again)
 
 
 def _line(at_fewer: float, at_more: float) -> Line:
@@ -165,7 +168,9 @@ class _Counter(TorchDispatchMode):
         self._stack.close()
 
     def _begin(self, name: str) -> None:
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        if torch._C._current_autograd_node() is not None:
+            return  # computed again
+        self._starts.append(torch.autograd._get_sequence_nr())
         self.called.append(name)
 
     def __torch_dispatch__(
@@ -184,16 +189,18 @@ class _Counter(TorchDispatchMode):
             _require_formula(func)
         tensors = (each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
         num_bytes = sum(math.prod(each.shape) * each.itemsize for each in tensors)
-        place = self._place(node)
-        self.counted.append((place, node is not None, packet.__name__, flops, num_bytes))
+        again = node is not None and torch.is_grad_enabled()  # an activation checkpoint
+        place = self._layer(node), node is not None, packet.__name__, again
+        self.counted.append((place, flops, num_bytes))
         return out
 
-    def _place(self, node: Any) -> str:
+    def _layer(self, node: Any) -> str:
+        """Return the layer that an operation belongs to; `node` is None in forward."""
         if not self.called:
             return next(iter(self._layers))
         number = LAST if node is None else node._sequence_nr()
         if node is not None and number >= LAST:
-            return self.counted[-1][0]
+            return self.counted[-1][0][0]
         return self.called[max(0, bisect_right(self._starts, number) - 1)]
 
 

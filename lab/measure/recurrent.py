@@ -39,7 +39,7 @@ def _at_once(layer: nn.RNNBase, inputs: Tensor, _state: Any = None) -> tuple[Ten
 
 
 def _direction(layer: nn.RNNBase, inputs: Tensor, suffix: str, width: int) -> Tensor:
-    weight = {name: getattr(layer, f"{name}{suffix}", None) for name in PARAMETERS}
+    weight: dict[str, Any] = {name: getattr(layer, f"{name}{suffix}", None) for name in PARAMETERS}
     gates = linear(inputs, weight["weight_ih"], weight["bias_ih"])
     gates = gates + linear(gates[..., :width], weight["weight_hh"], weight["bias_hh"])
     outputs = gates[..., : layer.hidden_size].tanh()

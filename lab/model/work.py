@@ -26,11 +26,13 @@ class Operation:
         flops: floating-point operations of matrix products, convolutions and attention, a
             multiply-add being two; of all other operations 0.
         num_bytes: read and written, as if no cache kept any.
+        again: backward computes it again, because forward did not keep the result.
     """
 
     name: str
     flops: Line
     num_bytes: Line
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Work:
 
     @property
     def flops_per_sample(self) -> float:
-        """Floating-point operations of forward and backward, for one sample."""
+        """Floating-point operations of forward and backward, for one sample, each counted once."""
         backward = _flops(op for layer in self.layers for op in layer.backward)
         return self.forward_flops_per_sample + backward
 
@@ -76,4 +78,4 @@ class Work:
 
 
 def _flops(operations: Iterable[Operation]) -> float:
-    return sum(operation.flops.per_sample for operation in operations)
+    return sum(each.flops.per_sample for each in operations if not each.again)

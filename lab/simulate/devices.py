@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from lab.measure.peaks import Peak, cpu_peak, gpu_peak
+from lab.model.numbers import is_number
 from lab.simulate.hardware import THIS_CPU, Device
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -96,6 +96,5 @@ def _pairs(key: str, node: object) -> tuple[tuple[str, float], ...]:
 
 
 def _check(key: str, value: object, least: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value < math.inf:
+    if not is_number(value) or value < least:
         raise ValueError(f"{key}={value}: must be a number of at least {least:g}")

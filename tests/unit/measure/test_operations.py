@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.measure.operations import Uncountable, count
@@ -116,7 +117,7 @@ def test_both_directions_of_a_recurrent_layer_are_counted(kind: type[nn.RNNBase]
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = kind(4, 6, bidirectional=True, batch_first=True)
+            self.layer = kind(input_size=4, hidden_size=6, bidirectional=True, batch_first=True)
 
         def forward(self, inputs: Tensor) -> Tensor:
             outputs, state = self.layer(inputs)
@@ -187,11 +188,29 @@ def _(inputs: Tensor) -> Tensor:
 
 def test_an_operation_without_a_formula_is_not_counted_as_nothing() -> None:
     class Custom(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(twice(inputs))
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(twice(input))
 
     with pytest.raises(Uncountable, match=r"lab_test.twice has no formula"):
         count(Custom(4, 4), (4,), torch.float32, torch.zeros(4), mse_loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_takes_time_but_is_no_work(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.inner = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            kept = self.below(inputs)
+            return checkpoint(self.inner, kept, use_reentrant=reentrant)  # type: ignore[return-value]
+
+    work = count(Checkpointed(), (4,), torch.float32, torch.zeros(4), mse_loss)
+    product = 2 * 4 * 4
+    assert work.flops_per_sample == 2 * product + 3 * product  # inputs need no gradient
+    every = [op for layer in work.layers for op in (*layer.forward, *layer.backward)]
+    assert sum(op.flops.per_sample for op in every) == 6 * product
 
 
 def test_frozen_weights_have_no_gradient_to_exchange() -> None:
