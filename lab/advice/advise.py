@@ -15,7 +15,7 @@ from lab.advice.options import Option, fitting, options_of
 from lab.advice.request import Advice
 from lab.settings.errors import ConfigError
 from lab.simulate.fit import Group
-from lab.simulate.grid import groups_of
+from lab.simulate.grid import groups_of, source_of
 from lab.simulate.score import held_out, score, scored_cells
 from lab.study.grid import Cell
 
@@ -46,7 +46,8 @@ def advised(advice: Advice) -> dict[str, Any]:
     kept = fitting(options, group.hardware.memory_bytes)
     by_forecast = {id(one.forecast): one for one in kept}
     ordered = [by_forecast[id(each)] for each in ranked(one.forecast for one in kept)]
-    profiles = {profile.name: profile for profile in request.profiles}
+    sources = map(source_of, request.cells, request.profiles)
+    profiles = {each.name: each for each in (one.on(group.hardware) for one in sources)}
     return {
         "target": asdict(advice.target),
         "knee": advice.knee,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lab.model.profile import Profile
 from lab.simulate.fit import Group
 from lab.simulate.presets import places
+from lab.simulate.source import Source
 from lab.simulate.step import Strategy, simulate
 
 # Steps of held-out cells are predicted within 3.6 % in the median (docs/results/links.md), which no
@@ -48,15 +48,18 @@ class Forecast:
 
 
 def steps_on(
-    group: Group, profile: Profile, strategy: Strategy, world_size: int, per_rank_batch_size: int
+    group: Group, source: Source, strategy: Strategy, world_size: int, per_rank_batch_size: int
 ) -> tuple[float, ...]:
     """Predict a step on a group's hardware, and on each of its draws.
 
     Raises:
         ValueError: the hardware has too few ranks.
     """
-    drawn = map(profile.drawn, places(len(group.draws)))
-    machines = [(profile, group.hardware), *zip(drawn, group.draws, strict=True)]
+    drawn = zip(places(len(group.draws)), group.draws, strict=True)
+    machines = [
+        (source.on(group.hardware), group.hardware),
+        *((source.on(each).drawn(place), each) for place, each in drawn),
+    ]
     point = strategy, world_size, per_rank_batch_size
     return tuple(simulate(model, hardware, *point).step_s for model, hardware in machines)
 

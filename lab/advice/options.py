@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from lab.advice.forecast import Forecast, steps_on
 from lab.advice.limits import limit
 from lab.advice.request import Advice
-from lab.model.profile import Profile
 from lab.simulate.fit import Group
-from lab.simulate.grid import series_of
+from lab.simulate.grid import series_of, source_of, strategy_of
 from lab.simulate.memory import rank_bytes
 from lab.simulate.request import plain
-from lab.simulate.step import Strategy, predict
+from lab.simulate.source import Source
+from lab.simulate.step import predict
 from lab.study.grid import Cell
 
 
@@ -49,7 +49,7 @@ def options_of(advice: Advice, group: Group) -> list[Option]:
     """
     request = advice.prediction
     found = [
-        _option(advice, group, cell, profile)
+        _option(advice, group, cell, source_of(cell, profile))
         for cell, profile in zip(request.cells, request.profiles, strict=True)
     ]
     return [replace(option, knee=_knee(option, found, advice.knee)) for option in found]
@@ -60,19 +60,19 @@ def fitting(options: Iterable[Option], memory_bytes: float | None) -> list[Optio
     return [o for o in options if not memory_bytes or not o.memory_bytes > memory_bytes]
 
 
-def _option(advice: Advice, group: Group, cell: Cell, profile: Profile) -> Option:
-    settings = plain(cell.config)
-    strategy, size = Strategy.of(settings), cell.world_size
+def _option(advice: Advice, group: Group, cell: Cell, source: Source) -> Option:
+    strategy, size = strategy_of(cell, source), cell.world_size
     weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
     hardware = group.hardware
-    steps_s = steps_on(group, profile, strategy, size, per_rank)
+    profile = source.on(hardware)
+    steps_s = steps_on(group, source, strategy, size, per_rank)
     weight = advice.target.weight(size, hardware.ranks_per_node)
     name = series_of(cell, advice.prediction.cells)
     return Option(
         cell,
         Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),
         predict(profile, hardware, strategy, size, cell.batch_size, weak).efficiency,
-        rank_bytes(profile, strategy, settings, size, hardware.library),
+        rank_bytes(profile, strategy, plain(cell.config), size, hardware.library),
         limit(profile, hardware, strategy, size, per_rank),
     )
 

@@ -32,6 +32,7 @@ OWN = {
     "top": ("5", "how many strategies to list of either kind"),
 }
 SETTINGS = OWN | OF_PREDICTION
+ESTIMATED_BATCH = 64  # samples of a rank
 MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
 # Emulate frameworks of 2016, which nobody would choose today unless named.
 FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
@@ -194,9 +195,11 @@ def _dividing(first: Request) -> list[int]:
 def _batches(first: Request, sizes: Sequence[int], accumulate: int) -> list[int]:
     """Choose three batches: the profile's, that of all ranks together, and one in between.
 
-    Weak scaling fixes the batch of a rank: the profile's, twice and four times as much.
+    An estimated model has no batch of its own: ESTIMATED_BATCH stands for it. Weak scaling fixes the batch of a rank: the profile's, twice and four times as much.
     """
-    reference = min(profile.reference_batch for profile in first.profiles)
+    reference = min(
+        (profile.reference_batch for profile in first.profiles if profile), default=ESTIMATED_BATCH
+    )
     if first.cells[0].config.scaling == "weak":
         unit, factors = accumulate, (1, 2, 4)
     else:

@@ -58,6 +58,8 @@ class Cell:
     step_s: float
     step_mad_s: float
     samples_per_s: float
+    flops_per_s: float
+    mfu: float
     unit: str
     prediction: str
     predictions_per_sample: int
@@ -216,6 +218,8 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         step_s=number(record.step_s and record.step_s.median),
         step_mad_s=number(record.step_s and record.step_s.mad),
         samples_per_s=number(record.wall_samples_per_s),
+        flops_per_s=number(record.flops_per_s),
+        mfu=number(record.mfu),
         unit=record.unit,
         prediction=record.prediction,
         predictions_per_sample=record.predictions_per_sample,

@@ -52,6 +52,8 @@ class Row:
         steps_s: step time by repeat.
         speedups: speedup by repeat.
         unit, prediction: names of one sample, and of each of its predictions_per_sample.
+        flops_per_s, mfu: of the record, the median over repeats.
+        unit: name of one sample.
         emulation: the clauses of all its runs; empty if nothing is emulated.
     """
 
@@ -67,6 +69,8 @@ class Row:
     speedups: Mapping[int, float]
     step_mad_s: float
     samples_per_s: Interval
+    flops_per_s: float
+    mfu: float
     unit: str
     prediction: str
     predictions_per_sample: int
@@ -189,6 +193,8 @@ def _row(point: Point, alone: Point | None, base: Point | None, ceiling: Point |
         speedups={r: factor * base_s[r] / own_s[r] for r in sorted(base_s.keys() & own_s.keys())},
         step_mad_s=_median(cell.step_mad_s for cell in done.values()),
         samples_per_s=of_level(_known(c.samples_per_s for c in done.values())),
+        flops_per_s=_median(cell.flops_per_s for cell in done.values()),
+        mfu=_median(cell.mfu for cell in done.values()),
         unit=one.unit,
         prediction=one.prediction,
         predictions_per_sample=one.predictions_per_sample,

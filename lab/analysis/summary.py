@@ -21,6 +21,8 @@ from lab.measure.intervals import ENOUGH_REPEATS, UNKNOWN, Interval
 from lab.task.metrics import heading, main_metric
 from lab.task.metrics import shown as shown_value
 
+UNMEASURED = "-"
+
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
     """Write one line per row; empty fields were not measured.
@@ -79,6 +81,9 @@ def _table(rows: Sequence[Row]) -> tuple[str, ...]:
     unit, predictions = unit_of(rows), prediction_of(rows)
     metric = main_metric(name for row in rows for name in row.final)
     shown = [_shown(row, unit, predictions, metric) for row in rows]
+    for column in ("TFLOP/s", "MFU %"):  # which only counted models have
+        if all(one[column] == UNMEASURED for one in shown):
+            shown = [{k: v for k, v in one.items() if k != column} for one in shown]
     common = {k: v for k, v in shown[0].items() if all(one[k] == v for one in shown)}
     line = ", ".join(f"{key} {value}" for key, value in common.items())
     if len(rows) == 1:
@@ -101,6 +106,8 @@ def _shown(row: Row, unit: str, predictions: tuple[str, int], metric: str) -> di
         "mad": _value(row.step_mad_s, 1e3),
         f"{unit}s/s": _value(row.samples_per_s.mid),
         **({f"{prediction}s/s": _value(row.samples_per_s.mid, each)} if each > 1 else {}),
+        "TFLOP/s": _value(row.flops_per_s, 1e-12),
+        "MFU %": _value(row.mfu, 100),
         "speedup": _interval(row.speedup),
         "efficiency": _interval(row.efficiency),
         "exposed ms": _interval(row.exposed_exchange_s, 1e3),
@@ -132,11 +139,11 @@ def target_table(found: Sequence[TimeToTarget], target: float) -> str:
 
 
 def _value(value: float, scale: float = 1.0) -> str:
-    return "-" if math.isnan(value) else f"{value * scale:.4g}"
+    return UNMEASURED if math.isnan(value) else f"{value * scale:.4g}"
 
 
 def _interval(value: Interval, scale: float = 1.0) -> str:
-    middle = "-" if math.isnan(value.mid) else f"{value.mid * scale:.2f}"
+    middle = UNMEASURED if math.isnan(value.mid) else f"{value.mid * scale:.2f}"
     if math.isnan(value.lo):
         return middle
     return f"{middle} [{value.lo * scale:.2f}, {value.hi * scale:.2f}]"

@@ -14,7 +14,9 @@ from lab.settings.errors import ConfigError
 from lab.settings.overrides import file_to_write
 
 FEWER = 4  # the second batch is smaller by this factor
-DEFAULTS = ("strategy=none", "steps=30", "warmup_steps=5")
+# A rate of 0 keeps the weights, so that no model diverges however many steps are timed.
+DEFAULTS = ("strategy=none", "steps=48", "warmup_steps=8", "optim.lr=0", "measure=breakdown")
+TIMED = 4  # steps of which two have clocks
 
 
 def read(settings: Sequence[str]) -> list[DictConfig]:
@@ -23,11 +25,14 @@ def read(settings: Sequence[str]) -> list[DictConfig]:
         if setting.startswith("strategy="):
             raise ConfigError(f"{setting}: nothing is exchanged here; take transform=fc1x1 alone")
     config = load([*DEFAULTS, *settings])
-    for key, needed in (("accumulate", 1), ("compile", False)):
+    for key, needed in (("accumulate", 1), ("compile", False), ("measure", "breakdown")):
         if config[key] != needed:
             raise ConfigError(f"{key}={config[key]}: layers are measured with {key}={needed}")
-    if config.warmup_steps >= config.steps:
-        raise ConfigError(f"steps={config.steps}: must be above warmup_steps={config.warmup_steps}")
+    if config.steps < config.warmup_steps + TIMED:
+        raise ConfigError(
+            f"steps={config.steps}: must be at least {TIMED} above "
+            f"warmup_steps={config.warmup_steps}"
+        )
     if config.batch_size < FEWER:
         raise ConfigError(f"batch_size={config.batch_size}: must be at least {FEWER}")
     if world_size() > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.measure.clock import Mark, mark, seconds
 from lab.measure.hold import hold
+from lab.measure.modules import in_order, layers_of, owners_of, sizes_of
 from lab.model.profile import Layer
 
 
@@ -53,11 +54,8 @@ class LayerClock:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._modules = {
-            name.replace(".", "_") or "model": module
-            for name, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        }
+        self._modules = layers_of(model)
+        self.parameters = sizes_of(self._modules)
         self._passes: list[Pass] = []
         self._hooks: list[RemovableHandle] = []
         # Host times: begin of a pass, its last gradient, and the shortest pass.
@@ -68,18 +66,11 @@ class LayerClock:
             self._model.register_forward_pre_hook(self._begin),
             self._model.register_forward_hook(self._turn),
         ]
-        owners: dict[nn.Parameter, str] = {}
         for name, module in self._modules.items():
             self._hooks.append(module.register_forward_pre_hook(self._note("forward", name)))
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(parameter, name)  # a shared parameter belongs to its first layer
-        for parameter, name in owners.items():
+        for parameter, name in owners_of(self._modules).items():
             note = self._note("backward", name)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
-        self.parameters = {
-            name: sum(p.numel() for p, owner in owners.items() if owner == name)
-            for name in self._modules
-        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,7 +82,7 @@ class LayerClock:
         """Return medians over all passes after the first `warmup`, in the order of forward."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        order = dict.fromkeys([*(name for name, _ in self._passes[0].forward), *self.parameters])
+        order = in_order((name for name, _ in self._passes[0].forward), self._modules)
         position = {name: index for index, name in enumerate(order)}
         passes = [_milliseconds(one, position) for one in self._passes[warmup:]]
         forward_ms, backward_ms = np.median(np.array(passes), axis=0)
@@ -113,6 +104,8 @@ class LayerClock:
 
     def _note(self, way: str, name: str) -> Callable[..., None]:
         def note(*_: Any) -> None:
+            if way == "forward" and self._passes[-1].middle is not None:
+                return  # backward computes the layer again
             getattr(self._passes[-1], way).append((name, mark(self._device)))
             self._noted_s = time.perf_counter()
 
@@ -132,26 +125,3 @@ def _milliseconds(one: Pass, position: dict[str, int]) -> np.ndarray:
         times[1, position[name]] += 1000 * seconds(before, moment)
         before = moment
     return times
-
-
-def with_fixed_parts(whole: list[Layer], fewer: list[Layer], ratio: float) -> list[Layer]:
-    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
-
-    A line through both times gives it, at batch size 0. It is clamped to between 0 and the whole.
-
-    Args:
-        whole: layers at the reference batch size.
-        fewer: the same layers at a batch size `ratio` times smaller.
-    """
-
-    def fixed(at_whole: float, at_fewer: float) -> float:
-        return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
-
-    return [
-        replace(
-            layer,
-            fixed_forward_ms=fixed(layer.forward_ms, less.forward_ms),
-            fixed_backward_ms=fixed(layer.backward_ms, less.backward_ms),
-        )
-        for layer, less in zip(whole, fewer, strict=True)
-    ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
+
+from lab.model.numbers import is_number, is_whole, require_positive
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
@@ -46,6 +47,11 @@ class Profile:
         measured. bytes_scale: factor on parameters, which keeps the ratio of compute to
         communication on a slow link. fixed_share: assumed range of the share of all times that
         does not depend on the batch size, where no layer gives it; None: nothing is assumed.
+        rest_ms: time of a step besides its layers (optimizer, data, host) at the reference batch,
+        and fixed_rest_ms the part that does not depend on the batch size; None: unknown.
+        step_ms: of a whole step without any clock on its layers, of which these are parts.
+        num_threads: threads that computed, on CPU cores that ranks of one machine share; None: a
+        device of the rank's own.
     """
 
     name: str
@@ -54,6 +60,10 @@ class Profile:
     layers: tuple[Layer, ...]
     bytes_scale: float = 1.0
     fixed_share: tuple[float, float] | None = None
+    rest_ms: float | None = None
+    fixed_rest_ms: float = 0.0
+    step_ms: float | None = None
+    num_threads: int | None = None
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Profile:
@@ -92,8 +102,15 @@ class Profile:
 
     def to_yaml(self) -> str:
         """Return the text of a file that `parse` reads."""
-        head = f"name: {self.name}\nsource: {json.dumps(self.source)}\n"
+        head = f"name: {json.dumps(self.name)}\nsource: {json.dumps(self.source)}\n"
         head += f"reference_batch: {self.reference_batch}\nbytes_scale: {self.bytes_scale}\n"
+        if self.fixed_share:
+            head += f"fixed_share: {list(self.fixed_share)}\n"
+        for key in ("rest_ms", "fixed_rest_ms", "step_ms"):
+            if getattr(self, key) is not None:
+                head += f"{key}: {getattr(self, key):.4f}\n"
+        if self.num_threads is not None:
+            head += f"num_threads: {self.num_threads}\n"
         return head + "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
 
     def scaled(self, bytes_scale: float = 1.0, time_scale: float = 1.0) -> Profile:
@@ -101,13 +118,15 @@ class Profile:
 
         Args: bytes_scale: factor on the profile's `bytes_scale`. time_scale: factor on all times.
         """
+        whole = {key: getattr(self, key) for key in ("rest_ms", "fixed_rest_ms", "step_ms")}
+        slow = {key: value and value * time_scale for key, value in whole.items()}
 
         def slower(layer: Layer) -> Layer:
             keys = (*TIMES, *FIXED_TIMES)
             return replace(layer, **{key: getattr(layer, key) * time_scale for key in keys})
 
         layers = tuple(map(slower, self.layers))
-        return replace(self, layers=layers, bytes_scale=self.bytes_scale * bytes_scale)
+        return replace(self, layers=layers, bytes_scale=self.bytes_scale * bytes_scale, **slow)
 
     def forward_s(self, layer: Layer, per_rank_batch_size: int) -> float:
         """Return the seconds of one layer's forward pass over a rank's batch."""
@@ -124,6 +143,12 @@ class Profile:
             for layer in self.layers
         )
         return sum(each)
+
+    def rest_s(self, per_rank_batch_size: int) -> float | None:
+        """Return the seconds of a step besides its layers; None if they are not known."""
+        if self.rest_ms is None:
+            return None
+        return self._scaled(self.rest_ms, self.fixed_rest_ms, per_rank_batch_size)
 
     def values(self, layer: Layer) -> int:
         """Return the scaled number of float32 values of one layer's gradient."""
@@ -143,12 +168,40 @@ class Profile:
 def replayed(settings: Mapping[str, Any]) -> Profile | None:
     """Return the profile that a run with these settings replays; None for a real model.
 
+    Ranks that wait share no cores, however the profile was measured.
+
     Raises: ValueError: a value of the profile is out of range.
     """
     model = settings["model"]
     if "profile" not in model:
         return None
-    return Profile.parse(settings["profile"]).scaled(model["bytes_scale"], model["time_scale"])
+    scaled = Profile.parse(settings["profile"]).scaled(model["bytes_scale"], model["time_scale"])
+    return replace(scaled, num_threads=None)
+
+
+def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:
+    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
+
+    Args:
+        whole: layers at the reference batch size.
+        fewer: the same layers at a batch size `ratio` times smaller.
+    """
+    return [
+        replace(
+            layer,
+            fixed_forward_ms=fixed_part(layer.forward_ms, less.forward_ms, ratio),
+            fixed_backward_ms=fixed_part(layer.backward_ms, less.backward_ms, ratio),
+        )
+        for layer, less in zip(whole, fewer, strict=True)
+    ]
+
+
+def fixed_part(at_whole: float, at_fewer: float, ratio: float) -> float:
+    """Return the value at batch size 0 of a line through two batches, the second smaller.
+
+    It is clamped to between 0 and the whole.
+    """
+    return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
 
 
 def _flow(layer: Layer) -> str:
@@ -178,7 +231,7 @@ def _make(kind: type[T], node: Any, where: str) -> T:
 def _share(where: str, ends: Any) -> tuple[float, float] | None:
     if ends is None:
         return None
-    numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(_is_number, ends))
+    numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(is_number, ends))
     if not numbers or not 0 <= ends[0] <= ends[1] < 1:
         raise ValueError(f"{where}: fixed_share={ends}: must be [lowest, highest] from 0 to 1")
     return ends[0], ends[1]
@@ -189,8 +242,9 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
         raise ValueError(f"{where}: layers=[]: must have at least one")
     require_positive(f"{where}: bytes_scale", profile.bytes_scale)
     batch = profile.reference_batch
-    if not _is_whole(batch) or batch < 1:
+    if not is_whole(batch) or batch < 1:
         raise ValueError(f"{where}: reference_batch={batch}: must be an integer of at least 1")
+    _check_rest(where, profile)
     for index, layer in enumerate(layers):
         if not isinstance(layer.name, str) or not re.fullmatch(r"\w+", layer.name):
             raise ValueError(
@@ -201,35 +255,28 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
         _check_layer(f"{where}: {layer.name}", layer)
 
 
+def _check_rest(where: str, profile: Profile) -> None:
+    for key in ("rest_ms", "step_ms"):
+        value = getattr(profile, key)
+        if value is not None and (not is_number(value) or value < 0):
+            raise ValueError(f"{where}: {key}={value}: must be a number of at least 0")
+    fixed, rest = profile.fixed_rest_ms, profile.rest_ms or 0.0
+    if not is_number(fixed) or not 0 <= fixed <= rest:
+        raise ValueError(f"{where}: fixed_rest_ms={fixed}: must be from 0 to rest_ms={rest}")
+    threads = profile.num_threads
+    if threads is not None and (not is_whole(threads) or threads < 1):
+        raise ValueError(f"{where}: num_threads={threads}: must be an integer of at least 1")
+
+
 def _check_layer(where: str, layer: Layer) -> None:
-    if not _is_whole(layer.parameters) or layer.parameters < 0:
+    if not is_whole(layer.parameters) or layer.parameters < 0:
         raise ValueError(f"{where}.parameters={layer.parameters}: must be an integer of at least 0")
     for key, fixed_key in zip(TIMES, FIXED_TIMES, strict=True):
         whole, fixed = getattr(layer, key), getattr(layer, fixed_key)
-        if not _is_number(whole) or whole < 0:
+        if not is_number(whole) or whole < 0:
             raise ValueError(f"{where}.{key}={whole}: must be a number of at least 0")
-        if not _is_number(fixed) or not 0 <= fixed <= whole:
+        if not is_number(fixed) or not 0 <= fixed <= whole:
             raise ValueError(f"{where}.{fixed_key}={fixed}: must be from 0 to {key}={whole}")
-
-
-def require_positive(key: str, value: object) -> None:
-    """Refuse a value that is not a number above 0.
-
-    Raises:
-        ValueError: the message names the key.
-    """
-    if not _is_number(value) or value <= 0:
-        raise ValueError(f"{key}={value}: must be a number above 0")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value)
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shapes(values: int) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.model.profile import SLOW_FACTOR, Layer, Profile, require_positive, shapes
+from lab.model.numbers import require_positive
+from lab.model.profile import SLOW_FACTOR, Layer, Profile, shapes
 
 SLACK_S = 0.002
 

@@ -66,6 +66,24 @@ class Bucket:
     parameters: str
 
 
+@dataclass(frozen=True)
+class Compute:
+    """Floating-point operations of a run and what its devices could do; null is unknown.
+
+    Attributes:
+        flops_per_sample: operations of forward and backward over one sample, of matrix products,
+            convolutions and attention; a multiply-add is two.
+        flops_unknown: why they are not known.
+        peak_flops_per_s: of all devices of the run together, at its precision.
+        peak_source: where that figure comes from; it says if it is an estimate.
+    """
+
+    flops_per_sample: float | None
+    flops_unknown: str | None
+    peak_flops_per_s: float | None
+    peak_source: str | None
+
+
 @dataclass(kw_only=True)
 class Record:
     """One run: its identity, how it ended, and what it measured.
@@ -113,6 +131,9 @@ class Record:
         samples_per_s: batch_size over the median step; stalls do not count.
         wall_samples_per_s: throughput: samples from the first timed step's begin to the last one's
             end, over the time that passed, evaluations and checkpoints left out.
+        compute: operations of a sample, and the peak of the devices.
+        flops_per_s: operations of all samples in a second of wall_samples_per_s.
+        mfu: model FLOP utilisation: flops_per_s over the peak, a share of 1.
         phases_s: seconds of a step by phase, the median over steps of the mean over ranks; only
             of breakdowns.
         payload_bytes_per_step: by rank, bytes handed to the network in a step.
@@ -179,6 +200,9 @@ class Record:
     step_s: StepSeconds | None = None
     samples_per_s: float | None = None
     wall_samples_per_s: float | None = None
+    compute: Compute | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
     phases_s: dict[str, float | None] = field(default_factory=dict[str, float | None])
     payload_bytes_per_step: list[int] | None = None
     messages_per_step: list[float] | None = None

@@ -7,15 +7,18 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from lab.measure.peaks import arithmetic_of
 from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.settings.names import AXES
 from lab.simulate.calibrate import calibrate
+from lab.simulate.compare import comparison, measured_steps
 from lab.simulate.fit import DRAWS, Group
 from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
 from lab.simulate.score import ScoredCell, held_out, score, scored_cell
+from lab.simulate.source import Estimate, Measured, Source
 from lab.simulate.step import Prediction, Strategy, predict
 from lab.study.grid import Cell
 
@@ -34,14 +37,18 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 
 
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
-    strategies = [Strategy.of(plain(cell.config)) for cell in request.cells]
-    points = list(zip(request.cells, request.profiles, strategies, strict=True))
+    sources = [source_of(*each) for each in zip(request.cells, request.profiles, strict=True)]
+    strategies = list(map(strategy_of, request.cells, sources))
+    points = list(zip(request.cells, sources, strategies, strict=True))
     groups = groups_of(request)
+    known: dict[str, Profile] = {}
     rows, scores, spans = [], [], ()
     for group in groups:
         scored = []
-        for cell, profile, strategy in points:
-            prediction, row = _predict(group, cell, profile, strategy)
+        for cell, source, strategy in points:
+            profile = source.on(group.hardware)
+            known[profile.name] = profile
+            prediction, row = _predict(group, cell, source, strategy)
             observed = group.observed(profile, strategy, cell.world_size, _per_rank(cell))
             scored += [scored_cell(group, observed)] if observed else []
             series = " ".join([series_of(cell, request.cells), *group.conditions.split()])
@@ -51,12 +58,38 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
         scores.append({"conditions": group.conditions, **asdict(found), "text": str(found)})
     result = {
         "rows": rows,
-        "profiles": {profile.name: profile.gradient_bytes for profile in request.profiles},
+        "profiles": {name: profile.gradient_bytes for name, profile in known.items()},
+        "sources": {name: profile.source for name, profile in known.items()},
+        "by_default": request.by_default,
         "hardware": [{"conditions": g.conditions, **asdict(g.hardware)} for g in groups],
         "scores": scores,
         "fit": str(request.fit) if request.fit else None,
+        "measured": str(request.measured) if request.measured else None,
     }
+    if request.measured:
+        steps = measured_steps(request.measured, request.cells)
+        for row, seconds in zip(rows, steps, strict=True):
+            row.update(comparison(seconds, row["step_s"]) if seconds else {})
     return result, spans
+
+
+def source_of(cell: Cell, profile: Profile | None) -> Source:
+    """Return the source of a cell's times: its profile, or an estimate of its model."""
+    if profile:
+        return Measured(profile)
+    from lab.simulate.counting import work_of  # Imports torch.
+
+    config, work = cell.config, work_of(cell.config)
+    model = config.model["_target_"].rpartition(".")[2]
+    name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
+    precision = arithmetic_of(config.precision, config.tf32)
+    return Estimate(work, precision, (_per_rank(cell), cell.batch_size), name)
+
+
+def strategy_of(cell: Cell, source: Source) -> Strategy:
+    """Read a cell's strategy; what is counted includes the transform, a profile cannot."""
+    counted = {"transform": {}} if isinstance(source, Estimate) else {}
+    return Strategy.of({**plain(cell.config), **counted})
 
 
 def groups_of(request: Request) -> tuple[Group, ...]:
@@ -64,6 +97,7 @@ def groups_of(request: Request) -> tuple[Group, ...]:
     if request.fit and request.fit.suffix != ".json":
         from lab.simulate.observe import fitted_groups  # Imports pandas.
 
+        assert request.profiles[0]  # or the request would have been refused
         return fitted_groups(request.fit, request.profiles[0], request.hardware)
     hardware = request.hardware
     if request.fit:
@@ -72,16 +106,17 @@ def groups_of(request: Request) -> tuple[Group, ...]:
 
 
 def _predict(
-    group: Group, cell: Cell, profile: Profile, strategy: Strategy
+    group: Group, cell: Cell, source: Source, strategy: Strategy
 ) -> tuple[Prediction, dict[str, Any]]:
     """Predict a cell, and what the hardware's open values make of it."""
     point = strategy, cell.world_size, cell.batch_size, cell.config.scaling == "weak"
-    prediction = predict(profile, group.hardware, *point)
-    drawn = map(profile.drawn, places(len(group.draws)))
-    others = zip(drawn, group.draws, strict=True)
-    all_of_them = [prediction, *(predict(each, other, *point) for each, other in others)]
+    prediction = predict(source.on(group.hardware), group.hardware, *point)
+    drawn = zip(places(len(group.draws)), group.draws, strict=True)
+    others = (predict(source.on(each).drawn(place), each, *point) for place, each in drawn)
+    all_of_them = [prediction, *others]
     return prediction, {
         "conditions": group.conditions,
+        "basis": source.basis,
         "strategy": cell.strategy,
         "world_size": cell.world_size,
         "batch_size": cell.batch_size,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+THIS_CPU = "this CPU"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -53,6 +55,38 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Device:
+    """The processor of one rank, as far as an estimate of its compute needs it.
+
+    Attributes:
+        name: as torch reports it, or THIS_CPU, whose peak is asked of this machine.
+        source: of the peaks.
+        peak_flops_per_s: by precision: fp32, tf32, bf16, fp16.
+        bandwidth_bytes_per_s: peak of its memory.
+        compute_efficiency: share of the peak that matrix products and convolutions reach.
+        memory_efficiency: share of the bandwidth that other operations reach.
+        op_s: time of an operation, whatever its size: its launch.
+        cache_bytes: an operation that moves less finds it all in a cache, at
+        `cache_bytes_per_s`; 0: no cache is considered.
+        op_rates: bytes per second of single operations, by torch's name, that neither memory nor
+            products bound.
+        num_threads: threads of a rank on CPU cores that ranks share; None: a device of its own.
+    """
+
+    name: str
+    source: str = ""
+    peak_flops_per_s: tuple[tuple[str, float], ...] = ()
+    bandwidth_bytes_per_s: float = 0.0
+    compute_efficiency: float = 0.5
+    memory_efficiency: float = 0.7
+    op_s: float = 0.0
+    cache_bytes: float = 0.0
+    cache_bytes_per_s: float = 0.0
+    op_rates: tuple[tuple[str, float], ...] = ()
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Nodes of several ranks, joined by a fabric.
 
@@ -87,6 +121,7 @@ class Hardware:
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,
             because they share caches, memory and perhaps the units of one core.
         memory_bytes: memory of a rank's device. None: unknown.
+        device: a rank's processor; None: estimates are refused, because nothing is known of it.
         assumed: ranges of the values that have no source.
     """
 
@@ -114,6 +149,7 @@ class Hardware:
     num_cores: int | None = None
     crowding: float | None = None
     memory_bytes: float | None = None
+    device: Device | None = None
     assumed: tuple[Range, ...] = ()
 
     def codec_rate(self, exchange: str) -> float:
@@ -126,3 +162,13 @@ class Hardware:
             return 1.0
         busy = min(1.0, num_ranks / self.num_cores)
         return max(1.0, num_ranks / self.num_cores) * (1 + busy * (self.crowding or 0.0))
+
+    def compute_factor(self, num_ranks: int, num_threads: int | None) -> float:
+        """Return the factor by which ranks slow each other that compute on shared cores.
+
+        Args:
+            num_threads: of one rank; None: each has a device of its own.
+        """
+        if num_threads is None or num_ranks == 1:
+            return 1.0
+        return self.host_factor(num_ranks * num_threads)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
+from lab.simulate.devices import parse as parse_device
 from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.nccl import PROTOCOLS
 
+HERE = "here"  # num_cores: those that this process may use
 LIBRARIES = ("gloo", "nccl")
 WAYS = ("intra", "inter")
 OPTIONAL = ("reduce_bytes_per_s", "update_bytes_per_s", "input_samples_per_s", "memory_bytes")
@@ -45,6 +48,9 @@ def parse(node: Mapping[str, Any]) -> Hardware:
         links = {way: node[way] and _link(f"{name}: {way}", node[way]) for way in WAYS}
         lists = {key: tuple(node[key]) for key in ("node_rates", "protocols") if key in node}
         plain = {key: value for key, value in node.items() if key != "assumed"}
+        if plain.get("num_cores") == HERE:
+            plain["num_cores"] = len(os.sched_getaffinity(0))
+        plain["device"] = parse_device(name, node["device"]) if node.get("device") else None
         hardware = Hardware(**{**plain, **links, **lists})
         assumed = tuple(_range(name, *given) for given in node.get("assumed", {}).items())
         _check_hardware(name, hardware)
@@ -58,12 +64,14 @@ def parse(node: Mapping[str, Any]) -> Hardware:
 def draws(hardware: Hardware, number: int) -> Iterator[Hardware]:
     """Draw each assumed value anew, `number` times: logarithms evenly over their range.
 
-    The draws are the same each time, so that two strategies meet the same machines.
+    The draws are the same each time, so that two strategies meet the same machines. Those of the
+    device have a generator of their own: only estimates need it, and no other prediction moves.
     """
-    chance = random.Random(0)
+    chances = {False: random.Random(0), True: random.Random(2)}
     for _ in range(number):
         drawn = hardware
         for each in hardware.assumed:
+            chance = chances[each.key.startswith("device.")]
             drawn = with_value(drawn, each.key, _between(each, chance.random()))
         yield drawn
 

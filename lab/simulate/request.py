@@ -27,6 +27,7 @@ SETTINGS = {
         "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
         "or FILE.json of lab.bench collective or codec",
     ),
+    "measured": ("null", "runs/STUDY: compare with its cells of these settings, without a fit"),
     "out": ("null", "FILE.json for the result, its figure next to it; or FILE.png alone"),
     "trace": ("null", "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure"),
 }
@@ -37,14 +38,18 @@ class Request:
     """The cells to predict, and their hardware.
 
     Attributes:
-        profiles: one for each cell.
+        profiles: one for each cell; None: its model has none, and is estimated.
+        by_default: neither a model nor a profile was given.
         fit: a study's folder or a benchmark's JSON; the hardware is fitted to it.
+        measured: a study's folder, to compare with.
     """
 
     cells: list[Cell]
-    profiles: list[Profile]
+    profiles: list[Profile | None]
+    by_default: bool
     hardware: Hardware
     fit: Path | None
+    measured: Path | None
     out: Path | None
     trace: Path | None
 
@@ -65,11 +70,20 @@ def read(arguments: Sequence[str]) -> Request:
     config_dir = config_dir_of(run)
     try:
         hardware = parse_hardware(_hardware(texts, config_dir))
-        profiles = [_profile(plain(cell.config)) for cell in cells]
+        profiles = [_profile(cell) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     fit = None if texts["fit"] == "null" else Path(texts["fit"])
-    return Request(cells, profiles, hardware, fit, out, trace)
+    if fit and fit.suffix != ".json" and None in profiles:
+        raise ConfigError(
+            f"fit={fit}: an exchange cannot be fitted beside an estimated model; measure it with "
+            "lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
+        )
+    measured = None if texts["measured"] == "null" else Path(texts["measured"])
+    if fit and measured:
+        raise ConfigError(f"fit={fit} measured={measured}: a fit is scored on its own; set one")
+    by_default = not any(map(_is_given, cells))
+    return Request(cells, profiles, by_default, hardware, fit, measured, out, trace)
 
 
 def plain(node: Any) -> dict[str, Any]:
@@ -79,10 +93,20 @@ def plain(node: Any) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def _profile(settings: Mapping[str, Any]) -> Profile:
-    """Return the profile of a cell's layers."""
-    named = settings["profile"] or read_file("profile", DEFAULT_PROFILE)
-    return replayed(settings) or Profile.parse(named)
+def _profile(cell: Cell) -> Profile | None:
+    """Return the profile of a cell's layers; None if its model is given without one."""
+    settings = plain(cell.config)
+    if settings["profile"]:
+        return replayed(settings) or Profile.parse(settings["profile"])
+    if _is_given(cell):
+        return replayed(settings)  # refuses model=replay, which needs one
+    return Profile.parse(read_file("profile", DEFAULT_PROFILE))
+
+
+def _is_given(cell: Cell) -> bool:
+    """Return whether a cell's settings name a model or a profile, or change one."""
+    keys = (word.lstrip("+~").partition("=")[0] for word in cell.arguments)
+    return any(key.partition(".")[0] in ("model", "profile") for key in keys)
 
 
 def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:

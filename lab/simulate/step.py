@@ -132,6 +132,7 @@ def simulate(
     network = Network(hardware, world_size)
     slowest = network.slowest_factor
     micro_batch_size = per_rank_batch_size // strategy.accumulate
+    slowest *= hardware.compute_factor(world_size, profile.num_threads)
     layers = [
         Compute(
             layer.name,
@@ -152,18 +153,25 @@ def simulate(
     schedule.finish(rank)
     payload_bytes = sum(stage.payload_bytes for each in [*planned, *back] for stage in each.stages)
     step_s = max(
-        rank.now_s + _besides_s(profile, hardware, network),
+        rank.now_s + _besides_s(profile, hardware, network, per_rank_batch_size),
         _input_s(hardware, network, per_rank_batch_size),
     )
     return Step(step_s, payload_bytes, tuple(rank.spans))
 
 
-def _besides_s(profile: Profile, hardware: Hardware, network: Network) -> float:
-    """Return the time of a step besides forward, backward and exchange."""
-    updated = UPDATE_PASSES * profile.gradient_bytes
-    update_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
-    update_s *= hardware.host_factor(network.size)
-    return hardware.overhead_s + update_s + hardware.overhead_s_per_rank * (network.local - 1)
+def _besides_s(
+    profile: Profile, hardware: Hardware, network: Network, per_rank_batch_size: int
+) -> float:
+    """Return the time of a step besides forward, backward and exchange.
+
+    A profile that has it includes the update; `overhead_s` comes on top.
+    """
+    rest_s = profile.rest_s(per_rank_batch_size)
+    if rest_s is None:
+        updated = UPDATE_PASSES * profile.gradient_bytes
+        rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
+    rest_s *= hardware.host_factor(network.size)
+    return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
 
 
 def _input_s(hardware: Hardware, network: Network, per_rank_batch_size: int) -> float:

@@ -20,10 +20,13 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
+from lab.simulate.compare import summary as comparison
+from lab.simulate.estimate import ESTIMATE
 from lab.simulate.hardware import Hardware
+from lab.simulate.request import DEFAULT_PROFILE
 
 Row = dict[str, Any]
-HEADER = ["strategy", "N", "batch", "step ms", "exposed ms", "speedup", "efficiency"]
+HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "efficiency"]
 SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
 FITTED = (
     "latency_s",
@@ -49,11 +52,12 @@ def notes(result: Row) -> list[str]:
     profiles = ", ".join(
         f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
     )
+    bases = "/".join(dict.fromkeys(row["basis"] for row in result["rows"]))
     about = (
-        f"predicted: profile {profiles}, hardware "
+        f"predicted: {bases} {profiles}, hardware "
         f"{name}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
     )
-    return [about, *_open(result), *_fitted(result), *_held_out(result)]
+    return [about, *_estimates(result), *_open(result), *_fitted(result), *_held_out(result)]
 
 
 def write(target: Path, result: Row) -> list[Path]:
@@ -152,15 +156,22 @@ def _line(row: Row) -> list[str]:
         row["series"],
         str(row["world_size"]),
         str(_fixed_batch_size(row)),
-        f"{1e3 * row['step_s']:.2f}",
+        row["basis"],
+        f"{1e3 * row['step_s']:.2f}{_step_interval(row)}",
         f"{1e3 * row['exposed_s']:.2f}",
         f"{row['speedup']:.2f}{_interval(row['speedup_interval'])}",
         f"{row['efficiency']:.2f}",
         f"{1e3 * row['measured_s']:.2f}" if measured else "-",
         _percent(row["error"] if measured else math.nan),
-        _percent(row["exposed_error"] if measured else math.nan),
+        _percent(row.get("exposed_error", math.nan)),
         row["evidence"],
     ]
+
+
+def _step_interval(row: Row) -> str:
+    """Write the interval of an estimated step; that of a profile's is in the speedup."""
+    low, high = row["step_s_interval"]
+    return _interval((1e3 * low, 1e3 * high)) if row["basis"] == ESTIMATE else ""
 
 
 def _interval(ends: tuple[float, float]) -> str:
@@ -174,12 +185,27 @@ def _percent(error: float) -> str:
 def _open(result: Row) -> list[str]:
     """Say where the intervals come from."""
     keys = {each["key"] for hardware in result["hardware"] for each in hardware["assumed"]}
+    if not any(row["basis"] == ESTIMATE for row in result["rows"]):
+        keys = {key for key in keys if not key.startswith("device.")}  # a profile needs no device
     fitted = ["the fit"] if result["fit"] and not result["fit"].endswith(".json") else []
     sources = [*fitted, *sorted(keys)]
     return [f"in brackets, 95 % of what stays open: {', '.join(sources)}"] if sources else []
 
 
+def _estimates(result: Row) -> list[str]:
+    """Say which times are estimates, and which nobody asked for."""
+    lines = [f"{s}; not measured" for s in result["sources"].values() if s.startswith(ESTIMATE)]
+    if result["by_default"]:
+        lines.append(
+            f"neither a model nor a profile was given: profile={DEFAULT_PROFILE}; model=NAME "
+            "estimates another"
+        )
+    return lines
+
+
 def _fitted(result: Row) -> list[str]:
+    if result["measured"]:
+        return [comparison(result["rows"], result["measured"])]
     if not result["fit"]:
         return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
@@ -203,6 +229,8 @@ def _values(hardware: Row) -> str:
 
 def _held_out(result: Row) -> list[str]:
     """Summarise the errors on cells that were not fitted, for each group of conditions."""
+    if result["measured"]:
+        return []
     lines = [
         f"held out{_where(score['conditions'])}: {score['text']}"
         for score in result["scores"]

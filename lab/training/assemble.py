@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,21 +11,19 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lab.data import Data
-from lab.data.own import as_data
 from lab.distributed import replicas
 from lab.distributed import world as worlds
 from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
+from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import one_line
-from lab.settings.own_code import callable_at, of_loss
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.gradsync import GradSync
 from lab.task.base import Task
-from lab.task.own import OwnLoss
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
 from lab.training.optim import make_optim
@@ -81,9 +78,9 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     """
     seed = config.seed + config.repeat
     torch.manual_seed(seed)
-    data = _build_data(config.data, seed, world.device)
-    task = _build_task(config.task)
-    shapes = _output_shapes(task, data)
+    data = build_data(config.data, seed, world.device)
+    task = build_task(config.task)
+    shapes = output_shapes(task, data)
     model, sizes = _build_model(config, data, shapes[0][-1], world)
     _check_outputs(task, model, data, shapes, world.device)
     batch_size = global_batch_size(config, world.size)
@@ -147,32 +144,6 @@ def count(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _build_data(node: DictConfig, seed: int, device: torch.device) -> Data:
-    made = build(node, seed=seed, device=device)
-    try:
-        return as_data(made, device, f"data={node._target_}")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _build_task(node: DictConfig) -> Task:
-    """Build a task, or make one of a user's loss function."""
-    target = callable_at(node._target_, f"task={node._target_}")
-    if of_loss(target):
-        settings = {str(key): value for key, value in node.items() if key != "_target_"}
-        return OwnLoss(node._target_, functools.partial(target, **settings))
-    made = build(node)
-    return made if isinstance(made, Task) else OwnLoss(node._target_, made)
-
-
-def _output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
-    """Return the output shapes that a training and a test sample need."""
-    try:
-        return [task.output_shape(targets, data.num_classes) for targets in data.targets()]
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def _check_outputs(
     task: Task,
     model: nn.Module,
@@ -200,18 +171,6 @@ def _check_outputs(
         raise ConfigError(str(error)) from error
 
 
-def _facts(data: Data, output_size: int) -> dict[str, Any]:
-    """Return what a model may ask for, by the names of its arguments."""
-    shape, classes, vocabulary = data.input_shape, data.num_classes, data.vocabulary
-    return {
-        "input_shape": shape,
-        "output_size": output_size,
-        **({"image_shape": shape} if len(shape) == 3 else {}),
-        **({"num_classes": classes} if classes is not None else {}),
-        **({"vocabulary": vocabulary, "context": shape[0]} if vocabulary is not None else {}),
-    }
-
-
 def _build_model(
     config: DictConfig, data: Data, output_size: int, world: World
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -220,7 +179,7 @@ def _build_model(
             f"channels_last=true: inputs of shape {list(data.input_shape)} are not images "
             "[channels, height, width]; leave it false"
         )
-    model: nn.Module = build(config.model, **_facts(data, output_size))
+    model: nn.Module = build_model(config.model, data, output_size)
     sizes: dict[str, Any] = {"transform": None, "untransformed": None}
     if "_target_" in config.transform:
         transform = build(config.transform)

@@ -37,6 +37,16 @@ class Bar(tqdm):
         elapsed = values["elapsed"]
         rate = values["rate"] or (elapsed and (values["n"] - values["initial"]) / elapsed)
         if rate:
-            rates = self._record.rates(rate * self._record.batch_size)
-            values["postfix"] = ", ".join(filter(None, (rates, values["postfix"])))
+            samples_per_s = rate * self._record.batch_size
+            rates = (self._record.rates(samples_per_s), self._compute(samples_per_s))
+            values["postfix"] = ", ".join(filter(None, (*rates, values["postfix"])))
         return values
+
+    def _compute(self, samples_per_s: float) -> str:
+        """Return operations per second, and their share of the peak, as far as they are known."""
+        compute = self._record.compute
+        if compute is None or compute.flops_per_sample is None:
+            return ""
+        rate = samples_per_s * compute.flops_per_sample
+        text = f"{rate / 1e12:.3g} TFLOP/s"
+        return f"{text}, MFU {rate / peak:.1%}" if (peak := compute.peak_flops_per_s) else text

@@ -36,6 +36,7 @@ from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
+from lab.training.compute import note_rates
 from lab.training.plan import note_plan
 from lab.training.trainer import Trainer
 
@@ -108,6 +109,7 @@ def measured(trainer: Trainer, record: Record, directory: RunDirectory) -> Recor
         record.step_s = StepSeconds(**statistics)
         record.samples_per_s = trainer.batch_size / record.step_s.median
     record.wall_samples_per_s = _wall_samples_per_s(trainer, step_s, warmup)
+    note_rates(record)
     record.phases_s = {**phase_statistics(_timed(trainer, phase_s, warmup), PHASES)}
     _note_ranks(trainer, record, warmup)
     if sync.keeps_replicas_equal:
@@ -265,9 +267,18 @@ def _step_lines(record: Record) -> Iterator[str]:
             f"{1e3 * (step.mean or 0):.2f} mean, {1e3 * step.p95:.2f} p95; {stalls}"
         )
         yield f"throughput      {record.rates(record.wall_samples_per_s)} by wall clock"
+        yield from _compute_lines(record)
         yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
     elif record.num_steps:
         yield "step time       – none was timed, see warmup_steps"
+
+
+def _compute_lines(record: Record) -> Iterator[str]:
+    if record.compute is None or record.flops_per_s is None:
+        return
+    peak = f"peak ({record.compute.peak_source})"
+    share = f", {100 * record.mfu:.3g} % of the {peak}" if record.mfu is not None else ""
+    yield f"compute         {record.flops_per_s / 1e12:.3g} TFLOP/s{share}"
 
 
 def _noise_lines(record: Record) -> Iterator[str]:

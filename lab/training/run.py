@@ -27,6 +27,7 @@ from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
 from lab.training.bar import Bar
 from lab.training.compiled import compiled_as
+from lab.training.compute import compute_of
 from lab.training.curves import Curves
 from lab.training.failure import failure_of
 from lab.training.trainer import Trainer
@@ -97,6 +98,8 @@ class Run:
         self._note_samples(self.parts)
         self.record.model_source = source_hash(self.parts.trainer.model)
         self._note_sizes(**self.parts.sizes)
+        if self.world.rank == 0:
+            self.record.compute = compute_of(self.config, self.parts.trainer, self.world)
         if "_target_" in self.config.recorder:
             self.curves = Curves(build(self.config.recorder))  # rank 0 alone starts it
         self._resume(self.parts)

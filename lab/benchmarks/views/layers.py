@@ -33,9 +33,21 @@ def present(profile: Profile, kernels_ms: float | None, out: Path | None) -> Non
 
 
 def table(profile: Profile) -> str:
-    """List the times of each layer."""
+    """List the times of each layer, and of the step around them."""
     header = ["layer", "parameters", "forward ms", "of it fixed", "backward ms", "of it fixed"]
-    return "\n".join(aligned([header, *map(_line, profile.layers), _line(_sum(profile.layers))]))
+    lines = aligned([header, *map(_line, profile.layers), _line(_sum(profile.layers))])
+    return "\n".join([*lines, *_step_lines(profile)])
+
+
+def _step_lines(profile: Profile) -> list[str]:
+    if profile.step_ms is None or profile.rest_ms is None:
+        return []
+    return [
+        "",
+        f"step {profile.step_ms:.3f} ms without clocks on its layers; besides them "
+        f"{profile.rest_ms:.3f} ms (optimizer, data, host), of which "
+        f"{profile.fixed_rest_ms:.3f} fixed",
+    ]
 
 
 def _line(layer: Layer) -> list[str]:

@@ -69,8 +69,9 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
     peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
     profile = {"profiles": {"p": NUM_BYTES}, "fit": None, "scores": []}
+    profile |= {"sources": {"p": "measured"}, "by_default": False, "measured": None}
     profile |= {"hardware": [{"name": "h", "conditions": "", "assumed": []}]}
-    rows = {"rows": [{"scaling": "strong", "evidence": "", "conditions": ""}]}
+    rows = {"rows": [{"scaling": "strong", "evidence": "", "conditions": "", "basis": "profile"}]}
     return {
         "lab/analysis/summary.py": (summary.text([row], study), "payload MB 200,"),
         "lab/analysis/figures/payload.py": (

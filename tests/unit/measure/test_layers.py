@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from lab import profile_layers
+from lab.benchmarks.layers import clocked, scaled_to
 from lab.measure import layers
 from lab.measure.kernels import kernels_ms
-from lab.measure.layers import LayerClock, with_fixed_parts
+from lab.measure.layers import LayerClock
 from lab.model.inception import googlenet
-from lab.model.profile import Layer, Profile
+from lab.model.profile import Layer, Profile, with_fixed_parts
 from lab.model.transformer import Transformer
 from lab.settings.files import choices_of
 from tests.support.fake_gpu import CUDA, FakeGpu
@@ -104,6 +106,43 @@ def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(layer.forward_ms for layer in found.values()) == pytest.approx(90)
 
 
+def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights, weights that another module uses, and tied ones."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below = nn.Linear(4, 4)
+            self.mix = nn.MultiheadAttention(4, 1)  # uses out_proj's weight without a call
+            self.head = nn.Linear(4, 4, bias=False)
+            self.head.weight = self.below.weight
+            self.below.bias.requires_grad_(False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            mixed, _ = self.mix(*[self.below(inputs)] * 3)
+            return self.head(mixed)
+
+    moments = count()
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
+    model = Odd()
+    with LayerClock(model, CPU) as clock:
+        for _ in range(2):
+            model(torch.ones(2, 3, 4)).sum().backward()
+    found = clock.layers(warmup=0)
+    names = [layer.name for layer in found]
+    assert names == ["below", "mix", "mix_out_proj", "head"]
+    assert [layer.parameters for layer in found] == [16, 60, 20, 0]
+    assert found[0].backward_ms > 0 == found[3].backward_ms  # the tied gradient comes last
+    assert found[2].forward_ms == 0 < found[2].backward_ms
+
+
+def test_layers_are_scaled_to_a_pass_without_clocks() -> None:
+    scaled = scaled_to(12.0, [Layer("a", 1, 4.0, 2.0), Layer("b", 1, 1.0, 1.0)])
+    assert [(x.forward_ms, x.backward_ms) for x in scaled] == [(6.0, 3.0), (1.5, 1.5)]
+    turns = [clocked(number) for number in range(8)]
+    assert turns == [True, False, False, True, True, False, False, True]
+
+
 def launched(gpu: FakeGpu) -> nn.Module:
     """Two layers, whose kernels run for 20 us forward and 40 us backward, and launch in 100 us."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -164,10 +203,11 @@ def test_the_fixed_part_is_what_a_line_has_at_no_images() -> None:
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     odd = [Layer("1", 5, 1.5, 2.25, 0.5, 0.125), Layer("on", 0, 0.0, 0.0)]
     profile = Profile("mine", 'a "source": here', 8, tuple(odd), 0.5)
-    path = tmp_path / "mine.yaml"
-    path.write_text(profile.to_yaml())
-    read = OmegaConf.load(path)
-    assert Profile.parse(read) == profile  # type: ignore[arg-type]
+    whole = replace(profile, rest_ms=1.5, fixed_rest_ms=0.25, step_ms=5.0, num_threads=2)
+    path = tmp_path / "on.yaml"
+    for each in (profile, whole, replace(profile, fixed_share=(0.0, 0.12), name="on")):
+        path.write_text(each.to_yaml())
+        assert Profile.parse(OmegaConf.load(path)) == each  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +220,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("batch_size=3", "batch_size=3: must be at least 4"),
         ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),
         ("compile=true", "compile=True: layers are measured with compile=False"),
-        ("steps=5", "steps=5: must be above warmup_steps=5"),
+        ("measure=noise", "measure=noise: layers are measured with measure=breakdown"),
+        ("steps=11", "steps=11: must be at least 4 above warmup_steps=8"),
         (
             "model=vgg",
             f"model=vgg: allowed are {', '.join(choices_of('model'))}",

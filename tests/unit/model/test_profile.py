@@ -65,9 +65,22 @@ def test_an_assumed_fixed_share_is_drawn_and_costs_small_batches() -> None:
     assert vgg16.drawn(0.5) is vgg16 and vgg16.layers[3].fixed_forward_ms > 0
 
 
+def test_the_rest_of_a_step_scales_like_a_layer() -> None:
+    profile = Profile.parse({**NODE, "rest_ms": 2.0, "fixed_rest_ms": 1.0, "step_ms": 18.0})
+    assert profile.rest_s(8) == pytest.approx(0.002)
+    assert profile.rest_s(16) == pytest.approx(0.003)
+    slower = profile.scaled(time_scale=2)
+    assert (slower.rest_s(8), slower.step_ms) == (pytest.approx(0.004), 36.0)
+    assert Profile.parse(NODE).scaled(time_scale=2).rest_s(8) is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"rest_ms": -1}, "rest_ms=-1: must be a number of at least 0"),
+        ({"step_ms": "a"}, "step_ms=a: must be a number of at least 0"),
+        ({"fixed_rest_ms": 1.0}, "fixed_rest_ms=1.0: must be from 0 to rest_ms=0.0"),
+        ({"num_threads": 0}, "num_threads=0: must be an integer of at least 1"),
         ({"fixed_share": [0.2, 0.1]}, "fixed_share=[0.2, 0.1]: must be [lowest, highest]"),
         ({"fixed_share": 0.1}, "fixed_share=0.1: must be [lowest, highest]"),
         ({"reference_batch": 0}, "reference_batch=0: must be an integer of at least 1"),

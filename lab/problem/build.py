@@ -1,0 +1,74 @@
+"""Build data, task and model from settings; each may be the user's own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from lab.data import Data
+from lab.data.own import as_data
+from lab.settings.config import build
+from lab.settings.errors import ConfigError
+from lab.settings.own_code import callable_at, of_loss
+from lab.task.base import Task
+from lab.task.own import OwnLoss
+
+
+def build_data(node: DictConfig, seed: int, device: torch.device) -> Data:
+    """Build a data set, or make one of what a user's callable returns.
+
+    Raises:
+        ConfigError: a setting is wrong, or the callable returns no data.
+    """
+    made = build(node, seed=seed, device=device)
+    try:
+        return as_data(made, device, f"data={node._target_}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def build_task(node: DictConfig) -> Task:
+    """Build a task, or make one of a user's loss function.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    target = callable_at(node._target_, f"task={node._target_}")
+    if of_loss(target):
+        settings = {str(key): value for key, value in node.items() if key != "_target_"}
+        return OwnLoss(node._target_, functools.partial(target, **settings))
+    made = build(node)
+    return made if isinstance(made, Task) else OwnLoss(node._target_, made)
+
+
+def output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
+    """Return the output shapes that a training and a test sample need.
+
+    Raises:
+        ConfigError: the task cannot learn these targets.
+    """
+    try:
+        return [task.output_shape(targets, data.num_classes) for targets in data.targets()]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def build_model(node: DictConfig, data: Data, output_size: int) -> nn.Module:
+    """Build a model, with those facts of its data that its signature asks for.
+
+    Raises:
+        ConfigError: a setting is wrong, or the model does not fit the data.
+    """
+    shape, classes, vocabulary = data.input_shape, data.num_classes, data.vocabulary
+    facts: dict[str, Any] = {
+        "input_shape": shape,
+        "output_size": output_size,
+        **({"image_shape": shape} if len(shape) == 3 else {}),
+        **({"num_classes": classes} if classes is not None else {}),
+        **({"vocabulary": vocabulary, "context": shape[0]} if vocabulary is not None else {}),
+    }
+    return build(node, **facts)

@@ -1,0 +1,100 @@
+"""Estimate a profile from counted work and a device's peaks: a roofline for each operation.
+
+(S. Williams, A. Waterman and D. Patterson, Roofline: An Insightful Visual Performance Model,
+Communications of the ACM 52(4), 2009.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lab.model.profile import VALUE_BYTES, Layer, Profile, fixed_part, with_fixed_parts
+from lab.model.work import LayerWork, Line, Operation, Work
+from lab.simulate.hardware import Device
+from lab.simulate.step import UPDATE_PASSES
+
+INPUT_PASSES = 2  # a batch is gathered from the data set
+ESTIMATE = "estimate"  # begins the source of such a profile
+HALF = ("bf16", "fp16")  # activations and products take two bytes a value
+RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
+
+
+def estimated(
+    work: Work, device: Device, precision: str, batches: tuple[int, int], name: str
+) -> Profile:
+    """Estimate the layers' times on a device.
+
+    An operation takes the longer of its products at `compute_efficiency` of the peak and its bytes
+    at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the update, and
+    the gathering of the batch.
+
+    Args:
+        precision: a key of the device's peaks.
+        batches: samples per rank, the smallest and the largest of interest: the profile holds at
+            both, and on a line between them.
+        name: of the profile.
+
+    Raises:
+        ValueError: the peak at this precision is not known.
+    """
+    peaks = dict(device.peak_flops_per_s)
+    if precision not in peaks:
+        raise ValueError(
+            f"precision={precision}: device.peak_flops_per_s of {device.name} has "
+            f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
+        )
+    fewer, more = min(batches), max(*batches, RATIO * min(batches))
+    timer = _Timer(device, peaks[precision], precision in HALF)
+    layers, layers_of_fewer = (
+        [timer.layer(layer, batch) for layer in work.layers] for batch in (more, fewer)
+    )
+    rest_ms, rest_of_fewer = (timer.milliseconds(_rest(work), batch) for batch in (more, fewer))
+    return Profile(
+        name,
+        f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
+        f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
+        more,
+        tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
+        rest_ms=rest_ms,
+        fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
+        num_threads=device.num_threads,
+    )
+
+
+def _rest(work: Work) -> tuple[Operation, ...]:
+    update = Line(UPDATE_PASSES * VALUE_BYTES * work.num_parameters, 0.0)
+    gathered = Line(0.0, INPUT_PASSES * work.input_bytes)
+    nothing = Line(0.0, 0.0)
+    return Operation("update", nothing, update), Operation("input", nothing, gathered)
+
+
+class _Timer:
+    """The roofline of a device at one precision."""
+
+    def __init__(self, device: Device, peak_flops_per_s: float, half: bool) -> None:
+        self._device, self._half = device, half
+        self._flops_per_s = peak_flops_per_s * device.compute_efficiency
+        self._op_rates = dict(device.op_rates)
+
+    def layer(self, layer: LayerWork, batch: int) -> Layer:
+        """Return a layer with its times at a batch."""
+        times = (self.milliseconds(way, batch) for way in (layer.forward, layer.backward))
+        return Layer(layer.name, layer.parameters, *times)
+
+    def milliseconds(self, operations: Iterable[Operation], batch: int) -> float:
+        """Return the time of operations one after the other."""
+        return 1000 * sum(self._seconds(operation, batch) for operation in operations)
+
+    def _seconds(self, operation: Operation, batch: int) -> float:
+        num_bytes = operation.num_bytes.at(batch) / (2 if self._half else 1)
+        products_s = operation.flops.at(batch) / self._flops_per_s
+        return self._device.op_s + max(products_s, num_bytes / self._rate(operation, num_bytes))
+
+    def _rate(self, operation: Operation, num_bytes: float) -> float:
+        """Return the bytes per second at which an operation moves its data."""
+        device = self._device
+        if operation.name in self._op_rates:
+            return self._op_rates[operation.name]
+        if num_bytes < device.cache_bytes:
+            return device.cache_bytes_per_s
+        return device.bandwidth_bytes_per_s * device.memory_efficiency

@@ -1,0 +1,226 @@
+"""Estimates: a roofline by hand, and predictions that say what they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lab import predict
+from lab.model.profile import Profile
+from lab.model.work import LayerWork, Line, Operation, Work
+from lab.settings.config import load
+from lab.settings.errors import ConfigError
+from lab.settings.files import choices_of, read_file
+from lab.settings.names import resolved
+from lab.simulate import counting, view
+from lab.simulate.devices import parse as parse_device
+from lab.simulate.estimate import estimated
+from lab.simulate.grid import predicted
+from lab.simulate.hardware import Device
+from lab.simulate.presets import parse
+from lab.simulate.request import plain, read
+from lab.simulate.step import CEILING, simulate
+from tests.support.records import leave, make_record
+from tests.support.simulated import FLAT
+
+DEVICE = Device(
+    "made up",
+    "this test",
+    (("fp32", 1e9), ("bf16", 4e9)),
+    bandwidth_bytes_per_s=1e9,
+    compute_efficiency=0.5,
+    memory_efficiency=0.1,
+    op_s=1e-3,
+    op_rates=(("pool", 1e6),),
+)
+NONE = Line(0.0, 0.0)
+PRODUCT = Operation("product", Line(0.0, 1e7), Line(4e4, 1e3))
+RELU = Operation("relu", NONE, Line(0.0, 1e5))
+POOL = Operation("pool", NONE, Line(0.0, 1e3))
+WORK = Work((LayerWork("a", 500, (PRODUCT, RELU), (PRODUCT,)), LayerWork("b", 0, (POOL,), ())), 50)
+
+
+def test_an_operation_takes_the_longer_of_products_and_bytes() -> None:
+    profile = estimated(WORK, DEVICE, "fp32", (2, 8), "mine")
+    a, b = profile.layers
+    for batch in (2, 8):
+        product_s = 1e-3 + batch * 1e7 / 5e8
+        relu_s = 1e-3 + batch * 1e5 / 1e8
+        assert profile.forward_s(a, batch) == pytest.approx(product_s + relu_s)
+        assert profile.backward_s(a, batch) == pytest.approx(product_s)
+        assert profile.forward_s(b, batch) == pytest.approx(1e-3 + batch * 1e3 / 1e6)
+        update_s, gather_s = 5 * 4 * 500 / 1e8, 2 * 50 * batch / 1e8
+        assert profile.rest_s(batch) == pytest.approx(2e-3 + update_s + gather_s)
+    assert [layer.parameters for layer in profile.layers] == [500, 0]
+    assert profile.source.startswith("estimate: 2e+07 FLOP per sample")
+
+
+def test_half_precision_has_its_own_peak_and_half_the_bytes() -> None:
+    a, _ = estimated(WORK, DEVICE, "bf16", (2, 8), "mine").layers
+    assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / 2e9 * 1e3)
+    assert a.forward_ms - a.backward_ms == pytest.approx(1 + 8 * 1e5 / 2 / 1e8 * 1e3)
+    with pytest.raises(ValueError, match=r"precision=fp16: .* of made up has fp32, bf16; give "):
+        estimated(WORK, DEVICE, "fp16", (2, 8), "mine")
+
+
+def test_what_fits_into_the_cache_moves_at_its_rate() -> None:
+    cached = replace(DEVICE, cache_bytes=3e5, cache_bytes_per_s=1e10)
+    a, _ = estimated(WORK, cached, "fp32", (2, 2), "mine").layers  # batches of 2 and 4
+    relu_ms = a.forward_ms - a.backward_ms
+    assert relu_ms == pytest.approx(1 + 4 * 1e5 / 1e8 * 1e3)  # 400 kB do not fit
+    assert a.fixed_forward_ms - a.fixed_backward_ms < 0.5  # half of them do
+
+
+def test_ranks_that_share_cores_slow_each_others_compute() -> None:
+    shared = replace(FLAT, num_cores=2, crowding=0.5)
+    profile = estimated(WORK, replace(DEVICE, num_threads=1), "fp32", (8, 16), "mine")
+    alone, four = (simulate(profile, shared, CEILING, size, 8).step_s for size in (1, 4))
+    assert four == pytest.approx(2 * 1.5 * alone)
+    own = replace(profile, num_threads=None)
+    rest_s = own.rest_s(8) or 0.0
+    assert simulate(own, shared, CEILING, 4, 8).step_s == pytest.approx(alone + 2 * rest_s)
+
+
+def test_a_profile_predicts_its_own_step() -> None:
+    node = {**read_file("profile", "alexnet_titanx"), "rest_ms": 12.5, "step_ms": 212.5}
+    profile = Profile.parse(node)
+    step = simulate(profile, FLAT, CEILING, 1, profile.reference_batch)
+    assert 1e3 * step.step_s == pytest.approx(212.5, rel=1e-3)
+    # The rest includes the update: a rate of the hardware's does not come on top.
+    slow = replace(FLAT, update_bytes_per_s=1e6)
+    assert simulate(profile, slow, CEILING, 1, profile.reference_batch) == step
+
+
+def result_of(*words: str) -> dict[str, Any]:
+    return predicted(read(words))[0]
+
+
+def test_without_model_and_profile_the_papers_alexnet_is_said_to_be_meant() -> None:
+    result = result_of("strategy=none")
+    assert result["profiles"].keys() == {"alexnet_titanx"}
+    assert "neither a model nor a profile was given: profile=alexnet_titanx" in view.table(result)
+    given = result_of("strategy=none", "profile=resnet50_p100")
+    assert given["profiles"].keys() == {"resnet50_p100"}
+    assert "neither" not in view.table(given) and "estimate" not in view.table(given)
+
+
+def test_a_model_without_a_profile_is_estimated_and_says_so() -> None:
+    result = result_of("strategy=none", "model=lenet", "batch_size=64", "world_size=1,2")
+    assert {row["basis"] for row in result["rows"]} == {"estimate"}
+    (name,) = result["profiles"]
+    assert name == "lenet, 0.02035 GFLOP per sample (estimate)"
+    assert result["profiles"][name] == 4 * 656_080  # and not AlexNet's
+    text = view.table(result)
+    assert text.count("  estimate ") == 2 and "; not measured" in text
+    assert "device.compute_efficiency" in text
+    low, high = result["rows"][0]["step_s_interval"]
+    assert low < result["rows"][0]["step_s"] < high
+
+
+def test_a_profile_that_is_given_wins() -> None:
+    result = result_of("strategy=none", "model=lenet", "profile=alexnet_p100")
+    assert result["rows"][0]["basis"] == "profile"
+
+
+def test_a_grid_counts_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    real = counting.count
+    monkeypatch.setattr(counting, "count", lambda *all: counted.append(all) or real(*all))
+    counting._work.cache_clear()
+    grid = ("strategy=none,tree", "world_size=1,2", "batch_size=64,128", "model.hidden=[4],[5]")
+    result = result_of(*grid, "model=mlp")
+    assert len(result["rows"]) == 16 and len(counted) == 2
+
+
+def test_a_transform_is_counted_with_its_model() -> None:
+    whole, small = (
+        result_of(f"strategy={name}", "model=alexnet_small")["profiles"]
+        for name in ("overlap", "fc1x1")
+    )
+    assert sum(small.values()) < 0.3 * sum(whole.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model=lenet", "hardware=wan100m"), "hardware=wan100m: has no device to estimate"),
+        (("model=lenet", "precision=bf16"), "precision=bf16: device.peak_flops_per_s of GeForce"),
+        (("model=alexnet",), "model=alexnet: images of 32x32 px are too small"),
+        (("model=lenet", "data=imagefolder"), "data.path is not set"),
+        (("model=replay",), "profile=none: must be one, a file of conf/profile"),
+        (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted beside an"),
+        (("fit=a.json", "measured=b"), "fit=a.json measured=b: a fit is scored on its own"),
+        (("measured=no/such",), "measured=no/such: holds no <cell>/record.json"),
+    ],
+)
+def test_refuses_in_one_line(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        predicted(read(("strategy=none", *words)))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_predictions_are_compared_with_measured_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["strategy=none", "model=mlp", "batch_size=64", "hardware=this_machine"]
+    (row,) = result_of(*words)["rows"]
+    settings = resolved(plain(load(words[:2])))
+    for repeat, factor in enumerate((0.5, 1.25, 2.0)):
+        record = make_record("none", 1, factor * row["step_s"], settings=settings, repeat=repeat)
+        leave(tmp_path / str(repeat), record)
+    leave(tmp_path / "other", make_record("none", 1, 9.0, settings={**settings, "data.size": 9}))
+    assert predict.main([*words, f"measured={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert f"against 1 measured cells of {tmp_path}: median error 20.0 %, worst 20.0 %" in out
+    assert "-20.0" in out
+
+
+@pytest.mark.parametrize("name", choices_of("hardware"))
+def test_devices_of_presets_are_complete(name: str) -> None:
+    device = parse(read_file("hardware", name)).device
+    if device is None:
+        assert name == "wan100m"
+        return
+    assert device.bandwidth_bytes_per_s > 0
+    assert dict(device.peak_flops_per_s).keys() >= {"fp32"} or device.num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (3, "device=3: must have a name"),
+        ({"name": "NVIDIA H200", "speed": 1}, "device.speed: no such key; allowed are name,"),
+        ({"name": "abacus"}, "device.name=abacus: lab/measure/peaks.py does not know it; give"),
+        (
+            {"name": "NVIDIA H200", "compute_efficiency": 0},
+            "device.compute_efficiency=0: must be a number of at least 0.001",
+        ),
+        (
+            {"name": "NVIDIA H200", "peak_flops_per_s": {"fp64": 1e12}},
+            "device.peak_flops_per_s.fp64: allowed are fp32, tf32, bf16, fp16",
+        ),
+        (
+            {"name": "NVIDIA H200", "op_rates": [1]},
+            r"device.op_rates=\[1\]: must be values by name",
+        ),
+    ],
+)
+def test_a_wrong_device_is_named(node: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^hardware=mine: {message}"):
+        parse_device("hardware=mine", node)
+
+
+def test_a_written_profile_is_read_and_predicted_as_it_was(tmp_path: Path) -> None:
+    profile = estimated(WORK, replace(DEVICE, num_threads=1), "fp32", (2, 8), "mine")
+    measured = replace(profile, step_ms=30.0, source="measured: here")
+    path = tmp_path / "mine.yaml"
+    path.write_text(measured.to_yaml())
+    read_again = Profile.parse(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+    assert read_again.num_threads == 1 and read_again.step_ms == 30.0
+    steps = (simulate(each, FLAT, CEILING, 1, 8).step_s for each in (measured, read_again))
+    assert next(steps) == pytest.approx(next(steps), abs=1e-6)

@@ -1,0 +1,104 @@
+"""A run's operations: MFU's arithmetic, what is printed, and what cannot be counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab.distributed.world import World
+from lab.measure.operations import Uncountable
+from lab.measure.peaks import Peak
+from lab.record.schema import Compute, read_record
+from lab.settings.config import load
+from lab.training import bar, compute
+from lab.training.bar import Bar
+from lab.training.compute import flops_per_sample, note_rates, peak_of
+from lab.training.outcome import summary
+from tests.support.records import leave, make_record
+
+COUNTED = Compute(2e9, None, 1e12, "estimated: a core")
+
+
+def test_mfu_is_the_share_of_the_peak_that_the_model_needs(tmp_path: Path) -> None:
+    record = make_record("none", 1, 0.5, compute=COUNTED, batch_size=64)  # 128 images/s
+    note_rates(record)
+    assert record.flops_per_s == pytest.approx(256e9)
+    assert record.mfu == pytest.approx(0.256)
+    line = "compute         0.256 TFLOP/s, 25.6 % of the peak (estimated: a core)"
+    assert line in summary(replace(record, warmup=_warmup()), Path())
+    leave(tmp_path / "a", record)
+    assert read_record(tmp_path / "a" / "record.json") == record
+
+
+def _warmup() -> Any:
+    return SimpleNamespace(num_steps=5, reason="asked")
+
+
+def test_without_a_peak_there_are_operations_but_no_share() -> None:
+    record = make_record("none", 1, 0.5, compute=replace(COUNTED, peak_flops_per_s=None))
+    note_rates(record)
+    assert record.flops_per_s and record.mfu is None
+    text = summary(replace(record, warmup=_warmup()), Path())
+    assert "compute         0.256 TFLOP/s\n" in text
+
+
+@pytest.mark.parametrize("known", [None, Compute(None, "why", 1e12, "a source")])
+def test_what_is_not_counted_has_no_rate(known: Compute | None) -> None:
+    record = make_record("none", 1, 0.5, compute=known)
+    note_rates(record)
+    assert (record.flops_per_s, record.mfu) == (None, None)
+    assert "compute" not in summary(replace(record, warmup=_warmup()), Path())
+
+
+def test_a_replayed_model_computes_nothing() -> None:
+    config = load(["model=replay", "profile=alexnet_titanx"])
+    with pytest.raises(Uncountable, match="model=replay waits and computes nothing"):
+        flops_per_sample(config, None, None)  # type: ignore[arg-type]
+
+
+def world(size: int, device: str, num_hosts: int = 1) -> World:
+    place: Any = SimpleNamespace(size=size, device=torch.device(device), num_hosts=num_hosts)
+    return place
+
+
+def test_ranks_on_one_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(compute, "cpu_peak", asked.append)
+    monkeypatch.setattr(compute, "num_cores", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for size in (1, 2, 8):
+        peak_of(world(size, "cpu"))
+    peak_of(world(16, "cpu", num_hosts=2))
+    monkeypatch.setenv("LAB_EMULATED_HOSTS", "set by the emulated cluster")
+    monkeypatch.setattr(compute, "EMULATION", "LAB_EMULATED_HOSTS")
+    peak_of(world(16, "cpu", num_hosts=2))
+    assert asked == [1, 2, 4, 8, 4]
+
+
+def test_ranks_that_share_gpus_do_not_multiply_their_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Peak("a GPU", {"fp32": 1e12}, 1e9, "a datasheet")
+    monkeypatch.setattr(compute, "gpu_peak", {"a GPU": one}.get)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    for size, num_gpus in ((1, 1), (2, 2), (8, 2)):
+        peak = peak_of(world(size, "cuda"))
+        assert peak and peak.flops_per_s["fp32"] == num_gpus * 1e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
+    assert peak_of(world(2, "cuda")) is None
+
+
+def test_the_bar_shows_throughput_operations_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter([0.0, 0.5, 2.0])
+    monkeypatch.setattr(bar.time, "monotonic", lambda: next(now_s))
+    with Bar("mine", 3, 0, False, 64, "image", 2e9) as shown:
+        texts: list[str] = []
+        monkeypatch.setattr(shown._bar, "set_postfix_str", lambda text, **_: texts.append(text))
+        shown.step()
+        shown.step()
+        shown.note({"accuracy": 0.9})
+    assert texts == ["64 images/s, 0.128 TFLOP/s", "64 images/s, 0.128 TFLOP/s, accuracy=0.9"]
