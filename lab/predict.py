@@ -15,11 +15,14 @@ COMMAND = Command(
     "lab.predict",
     """\
 Predict the step time of a grid of cells. Any setting of lab.train takes a list, as in lab.sweep;
-profile=... names the times of the model's layers (alexnet_titanx), and hardware.KEY=... and
-profile.KEY=... change single figures. Cells of model=replay have the profile that they replay.""",
+profile=... names the measured times of a model's layers; without it those of model=... are
+estimated from its counted operations and the hardware's device. hardware.KEY=... and
+profile.KEY=... change single figures. With neither, the profile is alexnet_titanx.""",
     (
         "python -m lab.predict strategy=none,tree,overlap,onebit world_size=1,2,4 "
         "batch_size=128,256",
+        "python -m lab.predict model=alexnet data=synthetic 'data.shape=[3,224,224]' "
+        "hardware=dgx1_p100 world_size=1,8",
         "python -m lab.predict hardware=h200_nvlink_400g scaling=weak world_size=8,64,512,4096",
         "python -m lab.predict strategy=allreduce,onebit world_size=2,4 hardware=eth10g "
         "hardware.inter.bandwidth_bytes_per_s=1e9 out=slow.json",

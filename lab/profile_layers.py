@@ -13,16 +13,16 @@ from lab.settings.overrides import split
 COMMAND = Command(
     "lab.profile_layers",
     """\
-Measure forward and backward of each layer and write a profile, which model=replay can replay.
-Two batches, of batch_size images and of a quarter, separate the time that grows with the batch
-from the fixed part.""",
+Measure forward and backward of each layer, and the rest of a step, and write a profile, which
+model=replay replays and lab.predict reads. Two batches, of batch_size samples and of a quarter,
+separate the time that grows with the batch from the fixed part.""",
     (
         "python -m lab.profile_layers model=lenet",
-        "python -m lab.profile_layers model=alexnet_small batch_size=64 out=conf/profile/mine.yaml",
+        "python -m lab.profile_layers model=alexnet_small batch_size=64 out=mine.yaml",
         "python -m lab.profile_layers model=alexnet data=synthetic 'data.shape=[3,224,224]' "
         "batch_size=256 precision=bf16",
     ),
-    {"out": ("null", "FILE.yaml for the profile; profile=NAME reads conf/profile/NAME.yaml")},
+    {"out": ("null", "FILE.yaml for the profile, which profile=FILE.yaml opens")},
     runs=True,
 )
 

@@ -15,7 +15,7 @@ from lab.advice.options import Option, fitting, options_of
 from lab.advice.request import Advice
 from lab.settings.errors import ConfigError
 from lab.simulate.fit import Group
-from lab.simulate.grid import groups_of, source_of
+from lab.simulate.grid import groups_of, sources_of
 from lab.simulate.score import held_out, score, scored_cells
 from lab.study.grid import Cell
 
@@ -46,8 +46,8 @@ def advised(advice: Advice) -> dict[str, Any]:
     kept = fitting(options, group.hardware.memory_bytes)
     by_forecast = {id(one.forecast): one for one in kept}
     ordered = [by_forecast[id(each)] for each in ranked(one.forecast for one in kept)]
-    sources = map(source_of, request.cells, request.profiles)
-    profiles = {each.name: each for each in (one.on(group.hardware) for one in sources)}
+    known = (source.on(group.hardware) for source in sources_of(request))
+    profiles = {profile.name: profile for profile in known}
     return {
         "target": asdict(advice.target),
         "knee": advice.knee,

@@ -9,7 +9,7 @@ from lab.advice.forecast import Forecast, steps_on
 from lab.advice.limits import limit
 from lab.advice.request import Advice
 from lab.simulate.fit import Group
-from lab.simulate.grid import series_of, source_of, strategy_of
+from lab.simulate.grid import series_of, sources_of, strategy_of
 from lab.simulate.memory import rank_bytes
 from lab.simulate.request import plain
 from lab.simulate.source import Source
@@ -49,8 +49,8 @@ def options_of(advice: Advice, group: Group) -> list[Option]:
     """
     request = advice.prediction
     found = [
-        _option(advice, group, cell, source_of(cell, profile))
-        for cell, profile in zip(request.cells, request.profiles, strict=True)
+        _option(advice, group, cell, source)
+        for cell, source in zip(request.cells, sources_of(request), strict=True)
     ]
     return [replace(option, knee=_knee(option, found, advice.knee)) for option in found]
 

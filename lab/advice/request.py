@@ -195,7 +195,9 @@ def _dividing(first: Request) -> list[int]:
 def _batches(first: Request, sizes: Sequence[int], accumulate: int) -> list[int]:
     """Choose three batches: the profile's, that of all ranks together, and one in between.
 
-    An estimated model has no batch of its own: ESTIMATED_BATCH stands for it. Weak scaling fixes the batch of a rank: the profile's, twice and four times as much.
+    An estimated model has no batch of its own: ESTIMATED_BATCH stands for it.
+
+    Weak scaling fixes the batch of a rank: the profile's, twice and four times as much.
     """
     reference = min(
         (profile.reference_batch for profile in first.profiles if profile), default=ESTIMATED_BATCH

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from lab.measure.peaks import arithmetic_of
 from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
@@ -18,7 +17,7 @@ from lab.simulate.fit import DRAWS, Group
 from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
 from lab.simulate.score import ScoredCell, held_out, score, scored_cell
-from lab.simulate.source import Estimate, Measured, Source
+from lab.simulate.source import Estimate, Source, source_of
 from lab.simulate.step import Prediction, Strategy, predict
 from lab.study.grid import Cell
 
@@ -37,7 +36,7 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 
 
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
-    sources = [source_of(*each) for each in zip(request.cells, request.profiles, strict=True)]
+    sources = sources_of(request)
     strategies = list(map(strategy_of, request.cells, sources))
     points = list(zip(request.cells, sources, strategies, strict=True))
     groups = groups_of(request)
@@ -73,17 +72,12 @@ def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
     return result, spans
 
 
-def source_of(cell: Cell, profile: Profile | None) -> Source:
-    """Return the source of a cell's times: its profile, or an estimate of its model."""
-    if profile:
-        return Measured(profile)
-    from lab.simulate.counting import work_of  # Imports torch.
-
-    config, work = cell.config, work_of(cell.config)
-    model = config.model["_target_"].rpartition(".")[2]
-    name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
-    precision = arithmetic_of(config.precision, config.tf32)
-    return Estimate(work, precision, (_per_rank(cell), cell.batch_size), name)
+def sources_of(request: Request) -> list[Source]:
+    """Return the source of each cell's times."""
+    return [
+        source_of(cell.config, profile, (_per_rank(cell), cell.batch_size))
+        for cell, profile in zip(request.cells, request.profiles, strict=True)
+    ]
 
 
 def strategy_of(cell: Cell, source: Source) -> Strategy:

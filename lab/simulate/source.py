@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from omegaconf import DictConfig
+
+from lab.measure.peaks import arithmetic_of
 from lab.model.profile import Profile
 from lab.model.work import Work
 from lab.simulate.devices import of_this_machine
@@ -55,3 +58,24 @@ class Estimate:
 
 
 Source = Measured | Estimate
+
+
+def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, int]) -> Source:
+    """Return the source of the times of a run: its profile, or else an estimate of its model.
+
+    Args:
+        config: settings of the run; its model is counted at most once in a process.
+        profile: measured; None: the model is estimated.
+        batches: samples per rank, the smallest and the largest of interest.
+
+    Raises:
+        ConfigError: the model cannot be built or counted.
+    """
+    if profile:
+        return Measured(profile)
+    from lab.simulate.counting import work_of  # Imports torch.
+
+    work = work_of(config)
+    model = config.model["_target_"].rpartition(".")[2]
+    name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
+    return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)
