@@ -11,12 +11,14 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -183,8 +185,21 @@ def _names_group(override: Override, config_dir: str | None) -> bool:
 @functools.lru_cache(maxsize=128)
 def _composed(lines: tuple[str, ...], config_dir: str | None) -> DictConfig:
     search = [f"hydra.searchpath=[{quoted(f'file://{config_dir}')}]"] if config_dir else []
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with _apart(), initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return compose("train", overrides=[*lines, *search])
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Leave the Hydra of a program that uses the lab, if it is a Hydra application, as it was."""
+    programs = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+        if programs is not None:
+            GlobalHydra.instance().initialize(programs)
 
 
 def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:

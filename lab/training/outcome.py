@@ -36,7 +36,7 @@ from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
-from lab.training.trainer import Trainer
+from lab.training.loop import Loop
 
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
 
@@ -86,7 +86,7 @@ def _sharing(world: World, one_machine: bool) -> Emulation | None:
 
 
 def measured(
-    trainer: Trainer, record: Record, directory: RunDirectory, stop_signal: str | None
+    trainer: Loop, record: Record, directory: RunDirectory, stop_signal: str | None
 ) -> Record:
     """Return the record of a run that ended or was stopped. All ranks call it together.
 
@@ -121,7 +121,7 @@ def measured(
     return record
 
 
-def _gradient_noise(trainer: Trainer, warmup: int) -> dict[str, float | None] | None:
+def _gradient_noise(trainer: Loop, warmup: int) -> dict[str, float | None] | None:
     """Compute the gradient noise scale over the steps after warm-up; all ranks call it together."""
     noise = trainer.sync.noise if isinstance(trainer.sync, GradSync) else None
     if noise is None:
@@ -133,7 +133,7 @@ def _gradient_noise(trainer: Trainer, warmup: int) -> dict[str, float | None] | 
     return {"samples": found.mid, "lo": found.lo, "hi": found.hi, "num_steps": len(mean)}
 
 
-def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
+def write_steps(trainer: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
     """Write the steps of all ranks so far to disk; all ranks call it together.
 
     Returns:
@@ -151,7 +151,7 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
     return step_s, phase_s
 
 
-def write_timeline(trainer: Trainer, record: Record, directory: RunDirectory) -> None:
+def write_timeline(trainer: Loop, record: Record, directory: RunDirectory) -> None:
     """Write a breakdown's spans of all ranks to disk; all ranks call it together.
 
     Args: record: the run's record; the timeline repeats the facts needed to read it.
@@ -175,29 +175,30 @@ def _on_one_clock(texts: list[str]) -> Iterator[Span]:
             yield Span(rank, row, name, start_s - ahead_s, end_s - ahead_s)
 
 
-def _note_end(trainer: Trainer, record: Record, stop_signal: str | None) -> None:
+def _note_end(trainer: Loop, record: Record, stop_signal: str | None) -> None:
     if trainer.progress.step < trainer.total_steps:
         record.end("interrupted", f"stopped by {stop_signal}")
         return
     record.end("done", None)
-    record.final = metrics_of(trainer.progress.evaluations[-1])
+    if evaluations := trainer.progress.evaluations:
+        record.final = metrics_of(evaluations[-1])
 
 
-def _warmup(trainer: Trainer, step_s: np.ndarray) -> Warmup:
+def _warmup(trainer: Loop, step_s: np.ndarray) -> Warmup:
     return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every)
 
 
-def _timed(trainer: Trainer, values: np.ndarray, warmup: int) -> np.ndarray:
+def _timed(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:
     """Keep the `values` [ranks, steps, ...] that statistics count, by step or by round."""
     return round_means(*_after_warmup(trainer, values, warmup))
 
 
-def _after_warmup(trainer: Trainer, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
+def _after_warmup(trainer: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
     """Return values [ranks, steps, ...], the number of the first step, and steps per round."""
     return values[:, warmup:], trainer.first_step + warmup, trainer.sync.every
 
 
-def _note_ranks(trainer: Trainer, record: Record, warmup: int) -> None:
+def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
     """Record each rank's memory and its payload of a step: the median of timed steps or, if none,
     the mean of all.
     """
@@ -215,7 +216,7 @@ def _note_ranks(trainer: Trainer, record: Record, warmup: int) -> None:
     record.device_memory_bytes = in_use
 
 
-def _wall_samples_per_s(trainer: Trainer, step_s: np.ndarray, warmup: int) -> float | None:
+def _wall_samples_per_s(trainer: Loop, step_s: np.ndarray, warmup: int) -> float | None:
     """Return samples per second from the first to the last timed step, without pauses."""
     gap_s = trainer.world.gather(torch.from_numpy(trainer.clock.gap_seconds())).numpy()
     after = (_after_warmup(trainer, seconds, warmup) for seconds in (step_s, gap_s))
