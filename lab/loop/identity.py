@@ -41,7 +41,8 @@ def settings_of(
     if taken := {*scalars, *OF_STRATEGY, "strategy"} & set(own):
         raise ConfigError(f"settings: {min(taken)} is a name of the lab's; choose another")
     if composed is None and strategy in choices_of("strategy"):
-        composed = {str(k): v for k, v in load([f"strategy={strategy}"]).items()}
+        found: Any = OmegaConf.to_container(load([f"strategy={strategy}"]), resolve=True)
+        composed = found
     known = {key: value for key, value in (composed or {}).items() if key in OF_STRATEGY}
     name = strategy or (composed or {})["strategy"]
     return OmegaConf.create({"strategy": name, **scalars, **known, **own})

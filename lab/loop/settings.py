@@ -33,12 +33,17 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
             raise ConfigError(f"{key}={value}: allowed here are {', '.join(allowed)}")
     folder = overrides.get("config_dir")
     words = [f"{key}={_text(value)}" for key, value in overrides.items()]
+    exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
     if strategy in choices_of("strategy", folder):
         config = load([f"strategy={strategy}", *words])
-    else:
+        reason = _refusal(config)
+    elif strategy in exchanges or not strategy.isidentifier():  # a path to one's own
         config = load(["strategy=overlap", f"exchange={strategy}", *words])
-    if reason := _refusal(config):
-        names = ", ".join(name for name in choices_of("exchange", folder) if name != "none")
+        reason = _refusal(config)
+    else:
+        config, reason = None, "there is no such strategy or exchange"
+    if config is None or reason:
+        names = ", ".join(exchanges)
         raise ConfigError(f"strategy={strategy}: {reason}; in your own loop works any of {names}")
     return config
 
@@ -46,7 +51,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
 def _refusal(config: DictConfig) -> str:
     """Return why a strategy is no average of gradients in every step; empty if it is."""
     if class_of(config) != "GradSync":
-        return "is more than an average of gradients in every step"
+        return "is not one average of gradients in every step"
     if "_target_" in config.transform:
         return "also rewrites the model"
     if config.exchange._target_.endswith(".NoExchange"):

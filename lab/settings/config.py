@@ -197,9 +197,7 @@ def _apart() -> Iterator[None]:
     try:
         yield
     finally:
-        GlobalHydra.instance().clear()
-        if programs is not None:
-            GlobalHydra.instance().initialize(programs)
+        GlobalHydra.instance().hydra = programs
 
 
 def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
