@@ -237,7 +237,9 @@ def _to_run(
 def _own_loop(study: Study, cell: Cell, strategy: str, sizes: str) -> str:
     """Return how to add comparable runs of a user's own loop to the study."""
     ranks = " and ".join(sizes.split(","))
-    return f"the same loop on {ranks} ranks, with lab.Run(study={study.name!r}, strategy={strategy!r}, …)"
+    return (
+        f"the same loop on {ranks} ranks: lab.Run(study={study.name!r}, strategy={strategy!r}, …)"
+    )
 
 
 def _sweep(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:
