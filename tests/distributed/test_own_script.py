@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import runpy
+import importlib.util
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import parallel
 
 import lab
 from tests.conftest import ROOT
@@ -19,14 +18,23 @@ from tests.support.ranks import CREW
 FOLDER = ROOT / "examples/own_loop"
 
 
+def script(name: str) -> Any:
+    """Import a script of the folder, anew."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def run_script(name: str) -> list[float]:
     """Run a script of the folder as a rank; return its losses."""
-    return runpy.run_path(str(FOLDER / name))["main"]()
+    return script(name).main()
 
 
 def run_with_grad_sync() -> list[float]:
     """Run the plain script with GradSync in the place of DDP, waiting before each update."""
-    syncs = []
+    plain, syncs = script("train"), []
 
     def enter(model: nn.Module) -> nn.Module:
         syncs.append(lab.grad_sync(model, "onebit").__enter__())
@@ -38,15 +46,15 @@ def run_with_grad_sync() -> list[float]:
             super().step()
 
     with (
-        mock.patch.object(parallel, "DistributedDataParallel", enter),
+        mock.patch.object(plain, "DistributedDataParallel", enter),
         mock.patch.object(torch.optim, "AdamW", AdamW),
     ):
-        return run_script("train.py")
+        return plain.main()
 
 
 def test_two_lines_more_make_the_script_one_bit_with_the_losses_of_grad_sync() -> None:
-    plain = CREW.call(2, run_script, "train.py")
-    onebit = CREW.call(2, run_script, "train_onebit.py")
+    plain = CREW.call(2, run_script, "train")
+    onebit = CREW.call(2, run_script, "train_onebit")
     reference = CREW.call(2, run_with_grad_sync)
     for rank in range(2):
         assert onebit[rank] == pytest.approx(reference[rank], rel=0, abs=1e-6)
