@@ -1,4 +1,4 @@
-"""What a record says of a user's own loop before its first step."""
+"""The identity of a user's own loop, for its record, and its settings."""
 
 from __future__ import annotations
 

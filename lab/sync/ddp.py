@@ -44,8 +44,8 @@ class DDPSync(LibrarySync):
             raise ValueError(f"sync.hook={hook}: allowed are {', '.join(HOOKS)}")
         if not parts.overlap or not parts.bucket_mb:
             raise ValueError(
-                f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: DDP always overlaps, with "
-                "buckets above 0 MiB"
+                f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=ddp always "
+                "overlaps, with buckets above 0 MiB"
             )
         gradient_bytes = sum(p.nbytes for p in parts.model.parameters() if p.requires_grad)
         super().__init__("ddp", parts, ddp(hook), gradient_bytes)
