@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, cast, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket as DDPBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
@@ -78,10 +78,9 @@ class HookState:
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
         if exchange.asynchronous(comm):
-            # Exchanges under way go on whenever a gradient arrives, as GradSync's do.
             for parameter in trainable.values():
                 register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                self._hooks.append(cast(RemovableHandle, register(lambda _: worker.advance())))
+                self._hooks.append(cast(RemovableHandle, register(self._advance)))
 
     @property
     def keeps_replicas_equal(self) -> bool:
@@ -111,7 +110,7 @@ class HookState:
         self._hooks.clear()
         self.worker.close()
 
-    def submit(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def submit(self, bucket: DDPBucket) -> Future[Tensor]:
         """Begin to exchange one of DDP's buckets; the result is its buffer, with the mean."""
         if bucket.index() == 0:
             self._exchanged = []
@@ -129,6 +128,10 @@ class HookState:
         if bucket.is_last():
             self._end_step()
         return future
+
+    def _advance(self, _parameter: Tensor) -> None:
+        """Let exchanges under way go on whenever a gradient arrives, as GradSync does."""
+        self.worker.advance()
 
     def _pack(self, parameters: list[nn.Parameter], buffer: Tensor) -> GradBucket:
         shapes = {self._names[id(parameter)]: parameter.shape for parameter in parameters}
@@ -159,7 +162,7 @@ class HookState:
         self.step += 1
 
 
-def exchange_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
+def exchange_hook(state: HookState, bucket: DDPBucket) -> Future[Tensor]:
     """Average one of DDP's buckets: `ddp.register_comm_hook(state, exchange_hook)`."""
     return state.submit(bucket)
 

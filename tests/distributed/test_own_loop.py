@@ -122,15 +122,20 @@ class Loop:
 def way_of(way: str, case: Case, net: Net) -> Iterator[Loop]:
     """Enter one of the ways to exchange gradients: "ddp", "hook STRATEGY" or "sync STRATEGY"."""
     kind, _, strategy = way.partition(" ")
-    backend = torch.compile(backend="aot_eager") if case.compiled else lambda module: module
+
+    def compiled(module: nn.Module) -> nn.Module:
+        if not case.compiled:
+            return module
+        return cast(nn.Module, torch.compile(module, backend="aot_eager"))
+
     if kind == "sync":
         with lab.grad_sync(net, strategy, overlap=True, bucket_mb=0.02) as sync:
-            yield Loop(backend(net), sync.accumulate, sync.finish)
+            yield Loop(compiled(net), sync.accumulate, sync.finish)
         return
     ddp = DistributedDataParallel(net, **case.ddp)
     if kind == "hook":
         lab.attach(ddp, strategy)
-    yield Loop(backend(ddp), cast(Any, ddp.no_sync), nothing)
+    yield Loop(compiled(ddp), cast(Any, ddp.no_sync), nothing)
 
 
 def train(way: str, case: Case) -> dict[str, Tensor]:

@@ -31,9 +31,10 @@ def record_loop(runs: Path, way: str, fails_at: tuple[int, int] | None = None) -
         torch.manual_seed(rank)  # grad_sync broadcasts rank 0's weights
         model = nn.Linear(128, 4)
         wrapped: Any = model if way == "grad_sync" else DistributedDataParallel(model)
+        small_blocks: dict[str, Any] = {"exchange.block_size": 64}
         sync: Any = {
             "attach": lambda: lab.attach(wrapped, "onebit"),
-            "grad_sync": lambda: lab.grad_sync(model, "int8", **{"exchange.block_size": 64}),
+            "grad_sync": lambda: lab.grad_sync(model, "int8", **small_blocks),
             "ddp": lambda: None,
         }[way]()
         if way == "grad_sync":
@@ -52,8 +53,9 @@ def record_loop(runs: Path, way: str, fails_at: tuple[int, int] | None = None) -
             for number in range(STEPS):
                 with run.step() as step:
                     optimizer.zero_grad()
-                    step.loss = wrapped(torch.randn(8, 128)).square().mean()
-                    step.loss.backward()
+                    loss = wrapped(torch.randn(8, 128)).square().mean()
+                    loss.backward()
+                    step.loss = loss
                     if (number, rank) == fails_at:
                         raise ValueError("the data set has ended")
                     if way == "grad_sync":
