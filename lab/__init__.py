@@ -1,1 +1,51 @@
-"""A lab that measures, explains and predicts how data-parallel training scales."""
+"""The lab in a program of one's own; `python -m lab` lists its commands.
+
+Nothing is imported before it is used, so that commands answer their help at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lab.loop.attach import attach as attach
+    from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
+    from lab.loop.grad_sync import grad_sync as grad_sync
+    from lab.loop.run import Run as Run
+    from lab.settings.errors import ConfigError as ConfigError
+
+    __version__: str
+
+_HOME = {
+    "attach": "lab.loop.attach",
+    "ddp_comm_hook": "lab.loop.attach",
+    "grad_sync": "lab.loop.grad_sync",
+    "Run": "lab.loop.run",
+    "ConfigError": "lab.settings.errors",
+}
+__all__ = ["ConfigError", "Run", "__version__", "attach", "ddp_comm_hook", "grad_sync"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
+    if name not in _HOME:
+        raise AttributeError(f"module 'lab' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    """Return the version that pyproject.toml holds: in a checkout itself, else in the wheel's."""
+    import tomllib
+    from importlib import metadata
+    from pathlib import Path
+
+    checkout = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    if checkout.is_file():
+        return tomllib.loads(checkout.read_text(encoding="utf-8"))["project"]["version"]
+    return metadata.version("scaling-lab")

@@ -15,9 +15,10 @@ from lab.settings.errors import ConfigError
 COMMAND = Command(
     "lab.bench",
     """\
+Compare exchanges, codecs, steps or memory on this machine, with intervals.
 collective: all-reduces by size, exchange=A,B,..., with nccl-tests' columns.
 codec: encode and decode, compared with torch.add on the same tensors.
-step: step times of strategy=A,B,... in turns, as ratios to the last.
+step: step times of strategy=A,B,... in turns, as ratios to the last; hook: of hooks in DDP.
 memory: peak memory of strategy=A,B,... next to theory.
 recording: what the lab's own book-keeping adds to a step.
 
@@ -26,8 +27,7 @@ Compared are the values of the one setting with a list, or sets of settings: a='
         "python -m lab.bench collective 'sizes=[4KiB,1MiB,64MiB]' exchange=ring,tree world_size=4",
         "python -m lab.bench codec num_values=25_000_000 threads=2 out=codec.json",
         "python -m lab.bench step strategy=none,onebit,ddp model=mlp 'model.hidden=[4096]' steps=9",
-        "python -m lab.bench step a='strategy=overlap bucket_mb=4' b='strategy=ddp' steps=60",
-        "python -m lab.bench memory strategy=overlap,onebit model=mlp 'model.hidden=[4096,4096]'",
+        "python -m lab.bench hook model=mlp 'model.hidden=[1024]' steps=60 out=hook.json",
         "torchrun --nproc-per-node 2 -m lab.bench step strategy=onebit,bf16 model=alexnet_small",
     ),
     OWN,

@@ -9,6 +9,7 @@ from lab.advice.forecast import Forecast, contenders, ranked, steps_on
 from lab.draw.text import markdown
 from lab.simulate.fit import Group, Observation
 from lab.simulate.score import NONE
+from lab.simulate.source import Measured
 
 CLOSE = 0.05  # a choice with less regret is as good as the best
 
@@ -99,7 +100,7 @@ def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:
 
 def _forecast(group: Group, cell: Observation, place: int) -> Forecast:
     """Predict a cell; its name is its place, as one strategy may have been measured twice."""
-    point = cell.profile, cell.strategy, cell.world_size, cell.per_rank_batch_size
+    point = Measured(cell.profile), cell.strategy, cell.world_size, cell.per_rank_batch_size
     batch_size = cell.world_size * cell.per_rank_batch_size
     return Forecast(str(place), cell.strategy.lossy, batch_size, 1, steps_on(group, *point))
 

@@ -57,6 +57,8 @@ class Bench:
         only: settings of a run that it uses; empty: all of them.
         apart: each variant has fresh ranks of its own.
         environment: variables set for its ranks.
+        sets: sets of settings that it compares, unless others are given.
+        runs: the benchmark that measures them; empty: itself.
     """
 
     own: tuple[str, ...]
@@ -66,6 +68,8 @@ class Bench:
     only: tuple[str, ...] = ()
     apart: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+    sets: tuple[tuple[str, ...], ...] = ()
+    runs: str = ""
 
 
 BENCHES = {
@@ -82,6 +86,18 @@ BENCHES = {
         ("codec", "num_values", "columns", "threads", "rounds"), default="none", only=("device",)
     ),
     "step": Bench(("world_size",), num_variants=2),
+    "hook": Bench(
+        ("world_size",),
+        sets=(
+            ("strategy=onebit", "sync=ddp", "sync.hook=lab"),
+            # One bucket: over Gloo torch's hook fails with several.
+            ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=10000"),
+            ("strategy=ddp", "sync.hook=fp16"),
+            ("strategy=ddp",),
+            ("strategy=onebit",),
+        ),
+        runs="step",
+    ),
     "memory": Bench(
         ("world_size",),
         default="allreduce,overlap,onebit,ddp",
@@ -155,7 +171,7 @@ def read(arguments: list[str]) -> Request:
     variants = _variants(name, others)
     for variant in () if BENCHES[name].only else variants:
         check_batch(variant.config, own["world_size"] or NUM_RANKS)
-    request = Request(name, variants, own, arguments)
+    request = Request(BENCHES[name].runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not BENCHES[name].apart:
         raise ConfigError("cluster: what is compared takes turns on the same one")
     return request
@@ -206,7 +222,7 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
     variants = [
         Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets
     ]
-    if name == "step":
+    if "step" in (name, BENCHES[name].runs):
         _refuse_incomparable(variants)
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
@@ -246,7 +262,7 @@ def _compared(name: str, settings: list[str]) -> tuple[list[str], list[list[str]
     if not chosen and default:
         chosen = parse_overrides([f"{group}={default}"])
     if not chosen:
-        return common, [[]]
+        return common, [list(each) for each in BENCHES[name].sets or ((),)]
     common = [text for text in common if text != chosen[-1].input_line]
     return common, [[f"{chosen[-1].get_key_element()}={value}"] for value in _values(chosen[-1])]
 

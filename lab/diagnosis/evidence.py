@@ -224,16 +224,26 @@ def _to_run(
     study: Study, point: Point, base: Point | None, ceiling: Point | None
 ) -> dict[str, str]:
     cell, size = point.one, str(point.one.world_size)
+    own = "name" in _settings(cell).get("model", {})  # of a loop that lab.Run recorded
+    command = _own_loop if own else _sweep
     lacking = [ranks for ranks, at in (("1", base), (size, ceiling)) if at is None]
     commands = {}
     if lacking:
         missing = " and ".join("one rank" if ranks == "1" else "the ceiling" for ranks in lacking)
-        commands[missing] = _sweep(study, cell, CEILING, ",".join(lacking))
+        commands[missing] = command(study, cell, CEILING, ",".join(lacking))
     if not point.step_s():
-        commands["its step, unmarked"] = _sweep(study, cell, cell.strategy, size)
-    if not point.done("breakdown"):
+        commands["its step, unmarked"] = command(study, cell, cell.strategy, size)
+    if not point.done("breakdown") and not own:
         commands["its phases"] = _sweep(study, cell, cell.strategy, size, "measure=breakdown")
     return commands
+
+
+def _own_loop(study: Study, cell: Cell, strategy: str, sizes: str) -> str:
+    """Return how to add comparable runs of a user's own loop to the study."""
+    ranks = " and ".join(sizes.split(","))
+    return (
+        f"the same loop on {ranks} ranks: lab.Run(study={study.name!r}, strategy={strategy!r}, …)"
+    )
 
 
 def _sweep(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:

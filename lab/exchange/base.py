@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
@@ -39,6 +40,16 @@ class Exchange(ABC):
         self.average(bucket, comm)
         yield from ()
 
+    def check_reach(self, comm: Comm) -> None:
+        """Refuse a comm that cannot carry this exchange.
+
+        Raises:
+            ValueError: it sends from rank to rank, and `comm` does not.
+        """
+        if self.needs_send_recv and comm.no_send_recv:
+            name = type(self).__name__
+            raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
+
     def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
 
@@ -50,8 +61,25 @@ class Exchange(ABC):
         """Return the tensors that this rank keeps between steps, by parameter name."""
         return {}
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of `state_dict` that later steps do not change, to undo a step."""
+        state = self.state_dict()
+        return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of `state_dict` on the same rank of the same number of ranks."""
+
+    def resume(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from a result of `state_dict`, wherever its tensors lie.
+
+        Raises:
+            ValueError: it is of another exchange.
+        """
+        if set(state) != (own := set(self.state_dict())):
+            found, needed = (", ".join(sorted(keys)) or "nothing" for keys in (state, own))
+            raise ValueError(f"state_dict: holds {found}; {type(self).__name__} keeps {needed}")
+        moved = {key: {n: v.to(device) for n, v in values.items()} for key, values in state.items()}
+        self.load_state_dict(moved)
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Return this rank's state among `size` ranks, made from another number of states."""

@@ -16,6 +16,13 @@ from lab.exchange.grouping import group
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
 
+class ScratchBuffers(defaultdict[str, ScratchBuffer]):
+    """Memory that an exchange keeps for one bucket from step to step, by name."""
+
+    def __init__(self) -> None:
+        super().__init__(ScratchBuffer)
+
+
 @dataclass
 class GradBucket:
     """The input of an exchange: one flat tensor, and where each parameter lies in it.
@@ -27,7 +34,7 @@ class GradBucket:
         step: the optimizer step this exchange belongs to, counted from 0.
         divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
         finite: 0-dim bool tensor, set by an exchange that checks; None: not checked.
-        buffers: by name, memory that an exchange keeps for this bucket from step to step.
+        buffers: see ScratchBuffers.
     """
 
     shapes: dict[str, torch.Size]
@@ -35,7 +42,7 @@ class GradBucket:
     step: int = 0
     divided: bool = False
     finite: Tensor | None = None
-    buffers: dict[str, ScratchBuffer] = field(default_factory=lambda: defaultdict(ScratchBuffer))
+    buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield each parameter's name and its range in `flat`."""
@@ -70,7 +77,7 @@ class BucketPlan:
         self.in_place = in_place
         self._in_memory = _aligned_first(parameters)
         self.shapes = {name: parameter.shape for name, parameter in self._in_memory.items()}
-        self._buffers = defaultdict[str, ScratchBuffer](ScratchBuffer)
+        self._buffers = ScratchBuffers()
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
@@ -102,7 +103,7 @@ def _composed(
         folders = [f"file://{each}" for each in (config_dir, folder) if each]
         paths = ",".join(quoted(each) for each in folders)
         search = [f"hydra.searchpath=[{paths}]"] if folders else []
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with _apart(), initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return compose("train", overrides=[*lines, *search])
 
 
@@ -118,3 +119,14 @@ def _linked(files: Files) -> Iterator[str | None]:
             link.parent.mkdir(exist_ok=True)
             link.symlink_to(file_at(group, file).absolute())
         yield folder
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Leave the Hydra of a program that uses the lab, if it is a Hydra application, as it was."""
+    programs = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = programs

@@ -38,7 +38,8 @@ def work_of(config: DictConfig) -> Work:
 def _work(parts: str, seed: int) -> Work:
     config: Any = OmegaConf.create(parts)
     few = {key: value for key, value in FEW.items() if key in config.data}
-    data = build_data(OmegaConf.merge(config.data, few), seed, torch.device("cpu"))
+    config.data.update(few)
+    data = build_data(config.data, seed, torch.device("cpu"))
     task = build_task(config.task)
     shape, _ = output_shapes(task, data)
     try:

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel and its communication hooks, unchanged: outside references."""
+"""torch's DistributedDataParallel, with its own communication hooks or the lab's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -15,23 +16,27 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lab.distributed.torch_comm import TorchComm
+from lab.exchange.grouping import MIB
+from lab.exchange.none import NoExchange
 from lab.sync.base import SyncParts
+from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.library import LibrarySync
 from lab.sync.pattern import ddp
 
-HOOKS = ("none", "noop", "bf16", "fp16", "powersgd")
+HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 
 
 class DDPSync(LibrarySync):
-    """A sync in which DDP exchanges the gradients, and finishes inside backward.
+    """A sync in which DDP buckets the gradients, and finishes inside backward.
 
     Args:
         hook: torch's communication hook (torch.distributed.algorithms.ddp_comm_hooks). "noop" moves
             nothing, for timing alone: replicas drift apart. "powersgd" is its PowerSGD of rank 1
-            after two exact steps; its errors are DDP's own, and not in checkpoints.
+            after two exact steps; its errors are DDP's own, and not in checkpoints. "lab" is the
+            lab's hook (lab.sync.ddp_hook), for any exchange.
 
     Raises:
-        ValueError: settings that unmodified DDP does not support.
+        ValueError: settings that DDP or its hook does not support.
     """
 
     def __init__(self, parts: SyncParts, *, hook: str) -> None:
@@ -46,24 +51,26 @@ class DDPSync(LibrarySync):
         super().__init__("ddp", parts, ddp(hook), gradient_bytes)
         if not isinstance(parts.comm, TorchComm):
             raise ValueError("strategy=ddp: runs over torch.distributed only")
-        if hook == "bf16" and parts.comm.backend != "nccl":
-            raise ValueError("sync.hook=bf16: torch has it over NCCL only; use sync.hook=fp16")
+        _check(hook, parts, parts.comm.backend, gradient_bytes)
         self.wrapped = DistributedDataParallel(
             parts.module, bucket_cap_mb=parts.bucket_mb, process_group=parts.comm.group
         )
         self.module = self.wrapped
         self._power: powerSGD_hook.PowerSGDState | None = None
+        self._lab: HookState | None = None
         self._sent = 0  # values, by PowerSGD since it began
-        self._register(hook, parts.comm.group)
+        self._register(hook, parts, parts.comm.group)
 
-    def _register(self, hook: str, group: ProcessGroup) -> None:
+    def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
         self.needs_like_gpus = hook == "powersgd"  # orthogonalises on every rank
-        state, call = self._hook(hook, group)
+        state, call = self._hook(hook, parts, group)
         if call is not None:
             self.wrapped.register_comm_hook(state, call)  # pyright: ignore[reportUnknownMemberType]
 
-    def _hook(self, hook: str, group: ProcessGroup) -> tuple[object, Callable[..., Any] | None]:
-        """Return torch's hook of that name and its state; adapt the counted bytes."""
+    def _hook(
+        self, hook: str, parts: SyncParts, group: ProcessGroup
+    ) -> tuple[object, Callable[..., Any] | None]:
+        """Return the hook of that name and its state; adapt the counted bytes."""
         if hook == "noop":
             self._wire_bytes = 0
             return None, debugging_hooks.noop_hook
@@ -73,12 +80,25 @@ class DDPSync(LibrarySync):
         if hook == "powersgd":
             self._power = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
             return self._power, powerSGD_hook.powerSGD_hook
+        if hook == "lab":
+            self._wire_bytes = 0  # the comm counts what its exchange sends
+            self._lab = HookState(parts.model, parts.exchange, parts.comm, parts.worker)
+            return self._lab, exchange_hook
         return None, None
 
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return super().keeps_replicas_equal and (
+            self._lab is None or self._lab.keeps_replicas_equal
+        )
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        if self._lab is not None:
+            self._lab.step, self._lab.loss_scale = self.step, self.loss_scale
+            self._lab.clock = self.clock
         return nullcontext() if last else self.wrapped.no_sync()
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor | None:
         """Count what DDP sent; backward has exchanged the gradients."""
         if self._power is not None:
             sent = int(self._power.compression_stats()[2])
@@ -86,3 +106,28 @@ class DDPSync(LibrarySync):
                 self._wire_bytes = 4 * (sent - self._sent)
             self._sent = sent
         super().finish()
+        return self._lab.finite if self._lab is not None else None
+
+
+def _check(hook: str, parts: SyncParts, backend: str, gradient_bytes: int) -> None:
+    """Refuse hooks that cannot run here.
+
+    Raises:
+        ValueError: names the setting, and what to use instead.
+    """
+    if hook == "lab" and isinstance(parts.exchange, NoExchange):
+        raise ValueError(
+            "sync.hook=lab: needs one of the lab's exchanges, as in "
+            "strategy=onebit sync=ddp sync.hook=lab"
+        )
+    if backend != "gloo":
+        return
+    if hook == "bf16":
+        raise ValueError("sync.hook=bf16: torch has it over NCCL only; use sync.hook=fp16")
+    # Over Gloo the callbacks of several buckets run at once and share torch's state: it aborts.
+    if hook == "powersgd" and gradient_bytes > (parts.bucket_mb or 0) * MIB:
+        mib = -(-gradient_bytes // MIB)
+        raise ValueError(
+            f"sync.hook=powersgd bucket_mb={parts.bucket_mb:g}: over Gloo, torch's hook fails with "
+            f"several buckets; use bucket_mb={mib}, or strategy=powersgd"
+        )

@@ -39,9 +39,7 @@ class GradSync(Sync):
 
     def __init__(self, parts: SyncParts, pattern: Pattern | None = None) -> None:
         super().__init__(parts, pattern or gradsync(parts.overlap))
-        if self.exchange.needs_send_recv and self.comm.no_send_recv:
-            name = type(self.exchange).__name__
-            raise ValueError(f"exchange={name}: sends from rank to rank; {self.comm.no_send_recv}")
+        self.exchange.check_reach(self.comm)
         self.worker = parts.worker
         self._during_backward = self.pattern.begins is Begin.DURING_BACKWARD
         self.divides_loss = self.exchange.takes_divided

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from lab.exchange.none import NoExchange
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import Pattern
@@ -16,11 +18,11 @@ class LibrarySync(Sync):
         strategy: name to show in messages. wire_bytes: bytes of all gradients on the wire.
 
     Raises:
-        ValueError: one of the lab's exchanges is set, which would be ignored.
+        ValueError: one of the lab's exchanges is set, which the pattern says would be ignored.
     """
 
     def __init__(self, strategy: str, parts: SyncParts, pattern: Pattern, wire_bytes: int) -> None:
-        if not isinstance(parts.exchange, NoExchange):
+        if pattern.by_library and not isinstance(parts.exchange, NoExchange):
             raise ValueError(
                 f"exchange={type(parts.exchange).__name__}: strategy={strategy} has its own, leave "
                 "exchange=none"
@@ -32,7 +34,7 @@ class LibrarySync(Sync):
     def keeps_replicas_equal(self) -> bool:
         return bool(self.pattern.legs)
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor | None:
         """Unscale, and count what the library sent. Call it when the library is done."""
         self._unscale()
         if self._wire_bytes:
@@ -40,3 +42,4 @@ class LibrarySync(Sync):
             self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
             self.comm.traffic.num_messages += steps
         self.step += 1
+        return None

@@ -119,9 +119,12 @@ def double_buffer(buffered: bool) -> Pattern:
 
 
 def ddp(hook: str) -> Pattern:
-    """Leave gradients to DistributedDataParallel; its hook "noop" moves nothing."""
+    """Leave gradients to DistributedDataParallel.
+
+    Its hook "noop" moves nothing; "lab" hands its buckets to one of the lab's exchanges.
+    """
     legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
-    return Pattern(Begin.DURING_BACKWARD, legs, by_library=True, waits_in_backward=True)
+    return Pattern(Begin.DURING_BACKWARD, legs, by_library=hook != "lab", waits_in_backward=True)
 
 
 def horovod() -> Pattern:

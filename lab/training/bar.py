@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 from tqdm import tqdm
@@ -31,7 +32,7 @@ class Bar(tqdm):
         )
 
     @property
-    def format_dict(self) -> dict[str, Any]:
+    def format_dict(self) -> MutableMapping[str, Any]:
         """Return tqdm's values of a display, with the throughput before the metrics."""
         values = super().format_dict
         elapsed = values["elapsed"]

@@ -37,8 +37,8 @@ from lab.record.trace import TIMELINE, write_trace
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
 from lab.training.compute import note_rates
+from lab.training.loop import Loop
 from lab.training.plan import note_plan
-from lab.training.trainer import Trainer
 
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
 
@@ -87,7 +87,7 @@ def _sharing(world: World, one_machine: bool) -> Emulation | None:
     return None
 
 
-def measured(trainer: Trainer, record: Record, directory: RunDirectory) -> Record:
+def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     """Return the record with all that the steps were measured for; all ranks call it together.
 
     Args: record: from the run's start; left unchanged, so that it shows no measurement if this
@@ -120,7 +120,7 @@ def measured(trainer: Trainer, record: Record, directory: RunDirectory) -> Recor
     return record
 
 
-def _gradient_noise(trainer: Trainer, warmup: int) -> dict[str, float | None] | None:
+def _gradient_noise(trainer: Loop, warmup: int) -> dict[str, float | None] | None:
     """Compute the gradient noise scale over the steps after warm-up; all ranks call it together."""
     noise = trainer.sync.noise if isinstance(trainer.sync, GradSync) else None
     if noise is None:
@@ -132,7 +132,7 @@ def _gradient_noise(trainer: Trainer, warmup: int) -> dict[str, float | None] | 
     return {"samples": found.mid, "lo": found.lo, "hi": found.hi, "num_steps": len(mean)}
 
 
-def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
+def write_steps(trainer: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.ndarray]:
     """Write the steps of all ranks so far to disk; all ranks call it together.
 
     Returns:
@@ -150,7 +150,7 @@ def write_steps(trainer: Trainer, directory: RunDirectory) -> tuple[np.ndarray, 
     return step_s, phase_s
 
 
-def write_timeline(trainer: Trainer, record: Record, directory: RunDirectory) -> None:
+def write_timeline(trainer: Loop, record: Record, directory: RunDirectory) -> None:
     """Write a breakdown's spans of all ranks to disk; all ranks call it together.
 
     Args: record: the run's record; the timeline repeats the facts needed to read it.
@@ -174,38 +174,39 @@ def _on_one_clock(texts: list[str]) -> Iterator[Span]:
             yield Span(rank, row, name, start_s - ahead_s, end_s - ahead_s)
 
 
-def note_progress(trainer: Trainer, record: Record) -> None:
+def note_progress(trainer: Loop, record: Record) -> None:
     """Record what this rank knows alone, also of a run that fails."""
     progress = trainer.progress
     record.num_steps, record.num_skipped_steps = progress.step, progress.num_skipped_steps
     record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
 
 
-def note_end(trainer: Trainer, record: Record, stop_signal: str | None) -> None:
+def note_end(trainer: Loop, record: Record, stop_signal: str | None) -> None:
     """Record that a run ended or was stopped, and its last evaluation."""
     note_progress(trainer, record)
     if trainer.progress.step < trainer.total_steps:
         record.end("interrupted", f"stopped by {stop_signal}")
         return
     record.end("done", None)
-    record.final = metrics_of(trainer.progress.evaluations[-1])
+    if evaluations := trainer.progress.evaluations:
+        record.final = metrics_of(evaluations[-1])
 
 
-def _warmup(trainer: Trainer, step_s: np.ndarray) -> Warmup:
+def _warmup(trainer: Loop, step_s: np.ndarray) -> Warmup:
     return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every)
 
 
-def _timed(trainer: Trainer, values: np.ndarray, warmup: int) -> np.ndarray:
+def _timed(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:
     """Keep the `values` [ranks, steps, ...] that statistics count, by step or by round."""
     return round_means(*_after_warmup(trainer, values, warmup))
 
 
-def _after_warmup(trainer: Trainer, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
+def _after_warmup(trainer: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
     """Return values [ranks, steps, ...], the number of the first step, and steps per round."""
     return values[:, warmup:], trainer.first_step + warmup, trainer.sync.every
 
 
-def _note_ranks(trainer: Trainer, record: Record, warmup: int) -> None:
+def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
     """Record each rank's memory and its payload of a step: the median of timed steps or, if none,
     the mean of all.
     """
@@ -223,7 +224,7 @@ def _note_ranks(trainer: Trainer, record: Record, warmup: int) -> None:
     record.device_memory_bytes = in_use
 
 
-def _wall_samples_per_s(trainer: Trainer, step_s: np.ndarray, warmup: int) -> float | None:
+def _wall_samples_per_s(trainer: Loop, step_s: np.ndarray, warmup: int) -> float | None:
     """Return samples per second from the first to the last timed step, without pauses."""
     gap_s = trainer.world.gather(torch.from_numpy(trainer.clock.gap_seconds())).numpy()
     after = (_after_warmup(trainer, seconds, warmup) for seconds in (step_s, gap_s))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from lab.record.schema import Bucket, Record
+from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.sync.idle import idle
-from lab.training.trainer import Trainer
+from lab.training.loop import Loop
 
 
-def note_plan(trainer: Trainer, record: Record) -> None:
+def note_plan(trainer: Loop, record: Record) -> None:
     """Note the buckets of the last step and what did nothing, of a run whose steps are counted."""
+    if not isinstance(trainer.sync, Sync):  # DDP's buckets, or none of the lab's
+        return
     record.buckets = _buckets(trainer)
     record.idle = idle(
         trainer.sync.pattern,
@@ -22,7 +25,7 @@ def note_plan(trainer: Trainer, record: Record) -> None:
     )
 
 
-def _buckets(trainer: Trainer) -> list[Bucket] | None:
+def _buckets(trainer: Loop) -> list[Bucket] | None:
     if not isinstance(trainer.sync, GradSync):
         return None
     return [

@@ -134,7 +134,7 @@ class Trainer:
         with clock.phase("data"):
             inputs, targets = next(batches)
             micro_batches = list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
-        before = self._exchange_state()
+        before = self.sync.exchange.snapshot() if self.loss_scale else {}
         sync.loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         total = torch.zeros((), device=self.world.device)
         for number, (inputs, targets) in enumerate(micro_batches, start=1):
@@ -167,13 +167,6 @@ class Trainer:
         self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def _exchange_state(self) -> dict[str, Any]:
-        """Copy the exchange's state before a step that may be undone."""
-        if not self.loss_scale:
-            return {}
-        state = self.sync.exchange.state_dict()
-        return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
 
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.

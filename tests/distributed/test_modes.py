@@ -88,6 +88,24 @@ def test_hooks_of_ddp_train_and_their_bytes_are_counted(
     assert (record["messages_per_step"][0] == 0) == (hook == "noop")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("onebit", ()), ("onebit", ("precision=fp16", "accumulate=2")), ("tree_overlap", ())],
+)
+def test_the_labs_hook_in_ddp_does_what_the_labs_own_sync_does(
+    strategy: str, more: tuple[str, ...]
+) -> None:
+    run = (f"strategy={strategy}", "bucket_mb=0.05", *more, *RUN)
+    own, hook = train(2, *run), train(2, *run, "sync=ddp", "sync.hook=lab")
+    assert apart(hook, own) < 1e-6
+    assert hook[0].record["num_skipped_steps"] == own[0].record["num_skipped_steps"]
+    # Own buckets are sent in another order from the second step on, which rank 0 broadcasts.
+    sent = [run[0].record["payload_bytes_per_step"] for run in (own, hook)]
+    assert sent[1] == pytest.approx(sent[0], rel=0.01)
+    for one, other in zip(own, hook, strict=True):
+        assert one.exchange_state.keys() == other.exchange_state.keys()
+
+
 def test_an_exchange_that_outlasts_its_step_is_counted_once() -> None:
     """Evaluations wait for it, and its payload is neither lost nor counted twice."""
     cntk = ("strategy=cntk", "exchange=tree", "eval_every=3", *RUN)

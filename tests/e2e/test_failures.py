@@ -70,6 +70,11 @@ def test_wrong_settings(
         (("+exchange.nope=3",), r"AllReduce.*unexpected keyword argument 'nope'"),
         (("strategy=ddp", "overlap=false"), r"overlap=False .* strategy=ddp always overlaps"),
         (("strategy=ddp", "sync.hook=bf16"), r"sync\.hook=bf16: torch has it over NCCL only"),
+        (("strategy=ddp", "sync.hook=lab"), r"sync\.hook=lab: needs one of the lab's exchanges"),
+        (
+            ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=0.01"),
+            r"sync\.hook=powersgd bucket_mb=0\.01: over Gloo, .* use bucket_mb=\d+, or strategy=po",
+        ),
         (("strategy=ddp", "exchange=onebit"), r"exchange=OneBit: strategy=ddp has its own"),
         (("optim.nesterov=maybe",), r"optim.nesterov=maybe: must be true or false"),
         (

@@ -56,6 +56,12 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(strategy: str) -> None:
         ),
         ("strategy=none", Begin.NEVER, (), 1),
         ("strategy=ddp sync.hook=noop", Begin.DURING_BACKWARD, (), 1),
+        (
+            "strategy=onebit sync=ddp sync.hook=lab",
+            Begin.DURING_BACKWARD,
+            (Leg.MEAN_OF_GRADIENTS,),
+            1,
+        ),
     ],
 )
 def test_patterns(settings: str, begins: Begin, legs: tuple[Leg, ...], every: int) -> None:

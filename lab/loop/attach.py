@@ -1,0 +1,103 @@
+"""The lab's exchanges in a DistributedDataParallel of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lab.distributed import replicas
+from lab.distributed.worker import make_worker
+from lab.exchange.base import Exchange
+from lab.exchange.grouping import MIB
+from lab.loop.settings import compose
+from lab.loop.world import world_of
+from lab.settings.config import ConfigError, build
+from lab.sync.ddp_hook import HookState, exchange_hook
+from lab.sync.spoiled import Scaler, SpoiledState
+
+Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
+
+
+def ddp_comm_hook(
+    strategy: str, ddp: nn.Module, *, scaler: Scaler | None = None, **overrides: Any
+) -> tuple[HookState, Hook]:
+    """Make a communication hook: `ddp.register_comm_hook(state, hook)`.
+
+    DDP's buckets are exchanged while backward computes, by process groups of the hook's own. All
+    ranks of DDP's process group call this together.
+
+    Args:
+        strategy: a choice of strategy= or exchange= that averages gradients in every step.
+        ddp: a DistributedDataParallel, or what torch.compile made of it.
+        scaler: the loop's torch.amp.GradScaler, if it has one: exchanges with residuals need its
+            scale, and are undone where the scaler skips the step.
+        overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
+
+    Returns:
+        The hook's state, with `state_dict` and `load_state_dict`; and the hook.
+
+    Raises:
+        ConfigError: a setting, or a module, that a hook does not support.
+    """
+    config = compose(strategy, overrides)
+    wrapped = _checked(ddp)
+    exchange: Exchange = build(config.exchange)
+    device = next(wrapped.parameters()).device
+    world = world_of(wrapped.process_group, device, config.exchange_timeout_s)
+    worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
+    guard = SpoiledState(exchange, scaler)
+    try:
+        if exchange.needs_like_gpus:
+            replicas.require_like_gpus(type(exchange).__name__, world)
+        state = HookState(wrapped.module, exchange, world.comm, worker, guard)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    state.settings = settings | {
+        "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
+        "overlap": True,
+        "bucket_mb": wrapped.bucket_bytes_cap / MIB,
+    }
+    return state, exchange_hook
+
+
+def attach(
+    ddp: nn.Module, strategy: str, *, scaler: Scaler | None = None, **overrides: Any
+) -> HookState:
+    """Let `ddp` exchange its gradients by `strategy`, in one line.
+
+    Returns:
+        The hook's state, with `state_dict` and `load_state_dict`.
+
+    Raises:
+        ConfigError: see `ddp_comm_hook`.
+    """
+    state, hook = ddp_comm_hook(strategy, ddp, scaler=scaler, **overrides)
+    _checked(ddp).register_comm_hook(state, hook)
+    return state
+
+
+def _checked(module: nn.Module) -> DistributedDataParallel:
+    """Return the DistributedDataParallel in `module`, if it is one.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    inner = getattr(module, "_orig_mod", module)  # of torch.compile
+    kinds = {kind.__name__ for kind in type(inner).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise ConfigError(
+            "FSDP: reduces gradients to shards, where no exchange of the lab ends (docs/"
+            "your_own.md); wrap the model in DistributedDataParallel, or use lab.grad_sync"
+        )
+    if not isinstance(inner, DistributedDataParallel):
+        raise ConfigError(
+            f"{type(inner).__name__}: is no DistributedDataParallel; without it, use lab.grad_sync"
+        )
+    return inner

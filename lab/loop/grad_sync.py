@@ -1,0 +1,159 @@
+"""GradSync in a training loop of the user's own, without DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lab.distributed import replicas
+from lab.distributed.worker import make_worker
+from lab.distributed.world import World
+from lab.exchange.base import Exchange
+from lab.loop.settings import compose
+from lab.loop.world import world_of
+from lab.settings.config import ConfigError, build
+from lab.sync.base import SyncParts, SyncState
+from lab.sync.gradsync import GradSync
+from lab.sync.spoiled import Scaler, SpoiledState
+
+
+class LoopSync(GradSync):
+    """A GradSync for a loop that knows nothing of it but
+
+        with grad_sync(model) as sync:
+            for …:
+                loss(model(inputs)).backward()
+                sync.finish()
+                optimizer.step()
+
+    On entry all ranks get rank 0's weights and buffers. Micro-batches before a step's last one go
+    into `with sync.accumulate():`. A parameter that backward does not reach counts as zeros: after
+    `finish` it has the mean of the other ranks' gradients.
+
+    Attributes:
+        settings: the composed settings that made the sync.
+    """
+
+    def __init__(
+        self, parts: SyncParts, world: World, settings: Mapping[str, Any], scaler: Scaler | None
+    ) -> None:
+        super().__init__(parts)
+        self.divides_loss = False  # the loop's loss is what it is
+        self.settings = settings
+        self._model, self._world = parts.model, world
+        self._guard = SpoiledState(self.exchange, scaler)
+
+    def __enter__(self) -> Self:
+        replicas.broadcast_state(self._model, self._world)
+        super().__enter__()
+        self._armed = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.worker.close()
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Enclose forward and backward of a micro-batch that is not its step's last."""
+        self._armed = False
+        yield
+        self._armed = True
+
+    def finish(self) -> Tensor | None:
+        """Leave the mean of all ranks' gradients in `grad`; call it once, after a step's backward.
+
+        Raises:
+            FloatingPointError: see SpoiledState.
+            Exception: the first error of an exchange.
+        """
+        finite = super().finish()
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        if self.loss_scale != 1.0:
+            torch._foreach_mul_(gradients, self.loss_scale)
+        self._guard.end_step(gradients, finite)
+        return finite
+
+    def state_dict(self) -> SyncState:
+        """Return this rank's state, to save beside the model; every rank has its own."""
+        exchange = {f"exchange.{key}": v for key, v in self.exchange.state_dict().items()}
+        return {**super().state_dict(), **exchange, "step": {"step": torch.tensor(self.step)}}
+
+    def load_state_dict(self, state: SyncState) -> None:
+        """Continue from `state_dict` of the same rank among as many ranks.
+
+        Raises:
+            ValueError: it is of another exchange.
+        """
+        prefix = "exchange."
+        kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        self.exchange.resume(kept, self._world.device)
+        super().load_state_dict(state)
+        self.step = int(state["step"]["step"])
+
+    def _submit_next(self) -> None:
+        if not self._exchanged:
+            self.loss_scale = self._guard.begin_step()
+        super()._submit_next()
+
+    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+        if self._armed and self._during_backward and not self._missing[self._bucket_of[name]]:
+            raise RuntimeError(
+                "backward ran twice before finish(): all micro-batches of a step but the last "
+                "belong into `with sync.accumulate():`"
+            )
+        super()._gradient_ready(name, _parameter)
+
+
+def grad_sync(
+    model: nn.Module,
+    strategy: str = "onebit",
+    *,
+    group: dist.ProcessGroup | None = None,
+    scaler: Scaler | None = None,
+    **overrides: Any,
+) -> LoopSync:
+    """Average the gradients of `model` over the ranks, in a loop of one's own without DDP.
+
+    Args:
+        model: on its device; its parameters are float32.
+        strategy: a choice of strategy= or exchange= that averages gradients in every step.
+        group: the ranks; None: all that a launcher started. The default process group is made if
+            the program has not done so. All its ranks call this together.
+        scaler: see `lab.attach`.
+        overrides: settings by dotted key; also `overlap` and `bucket_mb`, which a strategy sets.
+
+    Raises:
+        ConfigError: a setting, or a model, that is not supported.
+    """
+    config = compose(strategy, overrides, ("overlap", "bucket_mb"))
+    _check(model)
+    exchange: Exchange = build(config.exchange)
+    device = next(model.parameters()).device
+    world = world_of(group, device, config.exchange_timeout_s)
+    comm = world.comm
+    worker = make_worker(config.overlap, device, comm.backend, exchange.asynchronous(comm))
+    parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    try:
+        if exchange.needs_like_gpus:
+            replicas.require_like_gpus(type(exchange).__name__, world)
+        return LoopSync(parts, world, settings, scaler)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check(model: nn.Module) -> None:
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigError(f"{name}: is {kind}; lab.grad_sync exchanges float32 gradients")

@@ -1,0 +1,90 @@
+"""The measurements of a user's own loop, as lab.training.outcome reads them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from lab.distributed.comm import Comm
+from lab.distributed.world import World
+from lab.exchange.base import Exchange
+from lab.exchange.none import NoExchange
+from lab.measure.clock import Clock
+from lab.measure.memory import Memory
+from lab.measure.steady import least_warmup
+from lab.settings.config import Settings
+from lab.training.loop import Synced
+from lab.training.losses import Losses
+from lab.training.progress import Progress
+
+
+class LabSync(Synced, Protocol):
+    """A result of `lab.attach` or `lab.grad_sync`."""
+
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """A sync whose replicas cannot be compared: the model is not known, or it is not the lab's."""
+
+    every: int = 1
+    exchange: Exchange = field(default_factory=NoExchange)
+    keeps_replicas_equal: bool = False
+
+
+class OwnLoop:
+    """One rank's loop; see lab.training.loop.Loop.
+
+    Args:
+        model: the module that trains; None: it is not known.
+        sync: exchanges its gradients; None: it is not the lab's.
+    """
+
+    first_step = 0
+
+    def __init__(
+        self, config: DictConfig, world: World, model: nn.Module | None, sync: Synced | None
+    ) -> None:
+        self.config, self.world = cast(Settings, config), world
+        self.model = model or nn.Module()
+        self.sync: Synced = sync or Unchecked()
+        if model is None and sync:
+            self.sync = Unchecked(sync.every, sync.exchange)
+        self.batch_size = self.config.batch_size
+        self.clock, self.memory = Clock(world.device, breakdown=False), Memory(world.device)
+        self.losses, self.progress = Losses(), Progress(total_steps=0)
+        self.traffic = array("q")
+
+    @property
+    def total_steps(self) -> int:
+        """Steps so far: the loop alone knows when it ends."""
+        return self.progress.step
+
+    def before_step(self) -> None:
+        """Begin to measure memory, once warm-up is over."""
+        if self.progress.step >= least_warmup(self.config.warmup_steps):
+            self.memory.resume()
+
+    def after_step(self, loss: Tensor | float, sent: tuple[int, int]) -> None:
+        """Note a step's loss, and the payload bytes and messages that it sent."""
+        value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)
+        self.losses.append(value.detach().clone())
+        self.traffic.extend(sent)
+        self.progress.step += 1
+        self.progress.samples += self.batch_size
+
+    def pause(self) -> None:
+        """Wait for the device; the time until the next step is not the loop's."""
+        self.clock.pause()
+        self.memory.pause()
+        self.losses.read_last()

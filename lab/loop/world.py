@@ -1,0 +1,82 @@
+"""A World beside the process groups of a user's own program."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lab.distributed import nccl
+from lab.distributed.launcher import was_launched
+from lab.distributed.rank_info import RankInfo
+from lab.distributed.torch_comm import TorchComm
+from lab.distributed.world import World
+
+
+def world_of(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 300.0
+) -> World:
+    """Make process groups of the same ranks as `group`, for the lab alone. A collective call.
+
+    The program's own collectives and the lab's then need no common order.
+
+    Args:
+        group: a process group that this rank is in; None: all ranks that a launcher started, whose
+            default group is made if the program has not. Ranks outside need not call this.
+        device: where tensors to exchange lie.
+        timeout_s: longest time of a collective.
+    """
+    group = group or _default_group()
+    ranks = dist.get_process_group_ranks(group)
+    limit = timedelta(seconds=timeout_s)
+    backend = _backend(group, device)
+    control = _beside(ranks, "gloo", limit)
+    if backend == "nccl":
+        main = _beside(ranks, "nccl", limit, nccl.options(limit))
+        comm = TorchComm(main, main, device)
+    else:
+        comm = TorchComm(_beside(ranks, backend, limit), _beside(ranks, backend, limit), device)
+    place, num_hosts = _place(control)
+    return World(place, device, dist.PrefixStore("lab", place.store), comm, control, num_hosts)
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(**({} if was_launched() else alone))
+    group = dist.group.WORLD
+    assert group is not None  # it is initialised
+    return group
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend of `group` for tensors on `device`."""
+    config = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
+    return dict(entry.split(":") for entry in config.split(","))[device.type]
+
+
+def _beside(
+    ranks: list[int], backend: str, limit: timedelta, options: Any = None
+) -> dist.ProcessGroup:
+    group = dist.new_group(
+        ranks, limit, backend, pg_options=options, use_local_synchronization=True
+    )
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    return group
+
+
+def _place(control: dist.ProcessGroup) -> tuple[RankInfo, int]:
+    """Return this rank's place among those of `control`, and their number of hosts."""
+    hosts: list[Any] = [None] * control.size()
+    dist.all_gather_object(hosts, socket.gethostname(), control)
+    rank = control.rank()
+    local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    launcher = "torchrun" if dist.is_torchelastic_launched() else "env"
+    launcher = launcher if was_launched() else "python"
+    store = cast(Any, distributed_c10d)._get_default_store()
+    place = RankInfo(launcher, rank, control.size(), local_rank, local_size, store)
+    return place, len(set(hosts))

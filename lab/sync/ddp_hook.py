@@ -1,0 +1,171 @@
+"""The lab's exchanges as a communication hook of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, cast, get_type_hints
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket as DDPBucket  # pyright: ignore[reportPrivateImportUsage]
+from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
+
+from lab.distributed.comm import Collective, Comm
+from lab.distributed.worker import Worker
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import GradBucket, ScratchBuffers
+from lab.measure.clock import Clock
+from lab.sync.spoiled import SpoiledState
+
+COMPILED = "_orig_mod."  # torch.compile puts it into names
+
+
+class HookState:
+    """The state of `exchange_hook`: an exchange, whose own state is kept by parameter name.
+
+    DDP plans its buckets anew after the first backward, and a resumed run begins with the first
+    plan, so nothing that is kept depends on them. One exchange of all gradients is a step; DDP
+    asks for one in each backward outside `no_sync`. The last bucket's call waits for all exchanges,
+    as DDP itself would: backward has nothing left to compute.
+
+    Args:
+        model: DDP's module; names the parameters.
+        exchange: averages buckets.
+        comm: connects the ranks, apart from DDP's own process group.
+        worker: runs exchanges while backward computes.
+        guard: protects the exchange's state; None: the caller does.
+
+    Attributes:
+        step: exchanges of all gradients so far.
+        finite: bool [], the exchange's finding in the last step; None: it did not check.
+        loss_scale: gradients are divided by it for the exchange, and multiplied again, so that
+            residuals do not depend on it.
+        clock: records when exchanges run; None: nothing is recorded.
+        settings: the composed settings that made the exchange; {}: it was not made from any.
+
+    Raises:
+        ValueError: the exchange cannot run over this comm, or a parameter is float64.
+    """
+
+    every = 1  # steps from one exchange to the next
+
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        comm: Comm,
+        worker: Worker,
+        guard: SpoiledState | None = None,
+    ) -> None:
+        exchange.check_reach(comm)
+        self.exchange, self.comm, self.worker = exchange, comm, worker
+        self.step = 0
+        self.finite: Tensor | None = None
+        self.loss_scale = 1.0
+        self.clock: Clock | None = None
+        self.settings: Mapping[str, Any] = {}
+        self._guard = guard
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, parameter in trainable.items():
+            if parameter.dtype == torch.float64:
+                raise ValueError(f"{name}: is float64; gradients are exchanged as float32")
+        self._device = next(iter(trainable.values())).device
+        self._names = {id(p): name.replace(COMPILED, "") for name, p in trainable.items()}
+        self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)
+        self._exchanged: list[tuple[GradBucket, Tensor]] = []
+        self._hooks: list[RemovableHandle] = []
+        if exchange.asynchronous(comm):
+            for parameter in trainable.values():
+                register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+                self._hooks.append(cast(RemovableHandle, register(self._advance)))
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """True if all ranks have the same weights after each step."""
+        return self.exchange.keeps_replicas_equal
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to save beside the model; every rank has its own.
+
+        As with a model, its tensors are not copied: they change with the next step.
+        """
+        return {"step": self.step, "exchange": self.exchange.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict` of the same rank among as many ranks.
+
+        Raises:
+            ValueError: it is of another exchange.
+        """
+        self.exchange.resume(state["exchange"], self._device)
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.worker.close()
+
+    def submit(self, bucket: DDPBucket) -> Future[Tensor]:
+        """Begin to exchange one of DDP's buckets; the result is its buffer, with the mean."""
+        if bucket.index() == 0:
+            self._exchanged = []
+            if self._guard:
+                self.loss_scale = self._guard.begin_step()
+        buffer = bucket.buffer()
+        packed = self._pack(cast(list[nn.Parameter], bucket.parameters()), buffer)
+        self._exchanged.append((packed, buffer))
+        # With its device, the future holds an event of the exchange's stream to wait for.
+        future = Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        job = partial(self._stages, packed, buffer, future)
+        if self.clock:
+            job = self.clock.traced(str(packed), job, coded=not self.exchange.exact)
+        self.worker.submit(f"{type(self.exchange).__name__} of bucket {packed}", job)
+        if bucket.is_last():
+            self._end_step()
+        return future
+
+    def _advance(self, _parameter: Tensor) -> None:
+        """Let exchanges under way go on whenever a gradient arrives, as GradSync does."""
+        self.worker.advance()
+
+    def _pack(self, parameters: list[nn.Parameter], buffer: Tensor) -> GradBucket:
+        shapes = {self._names[id(parameter)]: parameter.shape for parameter in parameters}
+        memory = self._buffers[next(iter(shapes))]
+        return GradBucket(shapes, buffer.float(), self.step, buffers=memory)
+
+    def _stages(
+        self, packed: GradBucket, buffer: Tensor, future: Future[Tensor]
+    ) -> Iterator[Collective]:
+        if self.loss_scale != 1.0:
+            packed.flat.div_(self.loss_scale)
+        yield from self.exchange.stages(packed, self.comm)
+        if self.loss_scale != 1.0:
+            packed.flat.mul_(self.loss_scale)
+        if packed.flat is not buffer:  # its gradients are bfloat16 or float16
+            buffer.copy_(packed.flat)
+        future.set_result(buffer)
+
+    def _end_step(self) -> None:
+        self.worker.wait()
+        buckets = [packed for packed, _ in self._exchanged]
+        looked = [bucket.finite for bucket in buckets if bucket.finite is not None]
+        self.finite = torch.stack(looked).all() if looked else None
+        if self._guard:
+            self._guard.end_step([buffer for _, buffer in self._exchanged], self.finite)
+        for planned_before in set(self._buffers) - {next(iter(b.shapes)) for b in buckets}:
+            del self._buffers[planned_before]
+        self.step += 1
+
+
+def exchange_hook(state: HookState, bucket: DDPBucket) -> Future[Tensor]:
+    """Average one of DDP's buckets: `ddp.register_comm_hook(state, exchange_hook)`."""
+    return state.submit(bucket)
+
+
+# DDP compares annotations with types, and here they are strings.
+exchange_hook.__annotations__ = get_type_hints(exchange_hook)

@@ -1,0 +1,408 @@
+"""Loops of one's own: what the table in docs/your_own.md says works is run here.
+
+In each case two ranks train the same small model four times. DDP alone and DDP with the lab's
+all-reduce must agree to the bit; DDP with 1-bit SGD and lab.grad_sync with it, to 1e-6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import lab
+from tests.conftest import ROOT
+from tests.support.ranks import CREW
+
+STEPS, WIDTH, CLASSES = 5, 64, 10
+Optimizers = list[torch.optim.Optimizer]
+
+
+def nothing() -> None: ...
+
+
+class Net(nn.Module):
+    """Layers of which some may be tied, frozen, or reached on some ranks and steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rare, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor, rare: bool = True) -> Tensor:
+        hidden = self.second(self.first(inputs).relu()).relu()
+        return self.last(self.rare(hidden).relu() if rare else hidden)
+
+
+def sgd(net: nn.Module) -> Optimizers:
+    return [torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)]
+
+
+def two_kinds(net: nn.Module) -> Optimizers:
+    """Return two optimizers, each with a part of the parameters."""
+    first, *rest = net.parameters()
+    return [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(rest, lr=1e-3)]
+
+
+def tied(net: Net) -> None:
+    net.second.weight = net.first.weight
+
+
+def frozen(net: Net) -> None:
+    net.first.requires_grad_(False)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(8, WIDTH, generator=generator)
+    return inputs, torch.randint(CLASSES, (8,), generator=generator)
+
+
+@dataclass
+class Case:
+    """A loop of one's own: its options, and how it differs from the plainest one.
+
+    Attributes:
+        ddp: arguments of DistributedDataParallel.
+        micro_batches: of a step; all but the last are accumulated.
+        rare: whether a rank's step reaches `Net.rare`.
+        compiled: torch.compile, with the backend that needs no compiler.
+    """
+
+    ddp: dict[str, Any]
+    prepare: Callable[[Net], None] = lambda net: None
+    optimizers: Callable[[nn.Module], Optimizers] = sgd
+    micro_batches: int = 1
+    clip: float | None = None
+    autocast: bool = False
+    compiled: bool = False
+    rare: Callable[[int, int], bool] = lambda step, rank: True
+
+
+CASES = {
+    "plain": Case({}),
+    "several buckets": Case({"bucket_cap_mb": 0.02}),
+    "`no_sync`, accumulation": Case({}, micro_batches=3),
+    "several optimizers": Case({}, optimizers=two_kinds),
+    "clipping": Case({}, clip=0.1),
+    "autocast to bfloat16": Case({}, autocast=True),
+    "tied weights": Case({}, prepare=tied),
+    "frozen weights": Case({}, prepare=frozen),
+    "`find_unused_parameters=True`": Case(
+        {"find_unused_parameters": True, "bucket_cap_mb": 0.02},
+        rare=lambda step, rank: (step + rank) % 2 == 0,
+    ),
+    "`static_graph=True`": Case({"static_graph": True, "bucket_cap_mb": 0.02}),
+    "`gradient_as_bucket_view=True`": Case({"gradient_as_bucket_view": True}),
+    "`torch.compile`": Case({}, compiled=True),
+}
+
+
+@dataclass
+class Loop:
+    """The parts of a loop that depend on the way in which gradients are exchanged."""
+
+    module: nn.Module
+    accumulate: Callable[[], contextlib.AbstractContextManager[None]]
+    finish: Callable[[], object]
+
+
+@contextlib.contextmanager
+def way_of(way: str, case: Case, net: Net) -> Iterator[Loop]:
+    """Enter one of the ways to exchange gradients: "ddp", "hook STRATEGY" or "sync STRATEGY"."""
+    kind, _, strategy = way.partition(" ")
+
+    def compiled(module: nn.Module) -> nn.Module:
+        if not case.compiled:
+            return module
+        return cast(nn.Module, torch.compile(module, backend="aot_eager"))
+
+    if kind == "sync":
+        with lab.grad_sync(net, strategy, overlap=True, bucket_mb=0.02) as sync:
+            yield Loop(compiled(net), sync.accumulate, sync.finish)
+        return
+    ddp = DistributedDataParallel(net, **case.ddp)
+    if kind == "hook":
+        lab.attach(ddp, strategy)
+    yield Loop(compiled(ddp), cast(Any, ddp.no_sync), nothing)
+
+
+def train(way: str, case: Case) -> dict[str, Tensor]:
+    net, rank = Net(), dist.get_rank()
+    case.prepare(net)
+    optimizers = case.optimizers(net)
+    with way_of(way, case, net) as loop:
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for part in range(case.micro_batches):
+                last = part == case.micro_batches - 1
+                inputs, targets = batch(10 * step + part, rank)
+                with contextlib.nullcontext() if last else loop.accumulate():
+                    with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                        outputs = loop.module(inputs, rare=case.rare(step, rank))
+                    F.cross_entropy(outputs.float(), targets).backward()
+            loop.finish()
+            if case.clip:
+                nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+            for optimizer in optimizers:
+                optimizer.step()
+    return {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[int]:
+    """Join the crew's ranks as a user's program does, and yield the rank."""
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+WAYS = ("ddp", "hook allreduce", "hook onebit", "sync onebit")
+
+
+def all_ways(name: str) -> dict[str, dict[str, Tensor]]:
+    with joined():
+        return {way: train(way, CASES[name]) for way in WAYS}
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest difference between two states of a model."""
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_of_ones_own_works(name: str) -> None:
+    first, second = CREW.call(2, all_ways, name)
+    assert all(apart(first[way], second[way]) == 0 for way in WAYS)
+    assert apart(first["ddp"], first["hook allreduce"]) == 0
+    assert apart(first["hook onebit"], first["sync onebit"]) <= 1e-6
+    assert apart(first["hook onebit"], first["ddp"]) > 1e-4
+
+
+def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
+    text = (ROOT / "docs/your_own.md").read_text().partition("### The matrix")[2]
+    rows = re.findall(r"^\| ([^|]+) \| works \|", text.partition("\n#")[0], re.MULTILINE)
+    assert set(rows) == {*CASES, *ELSEWHERE}
+
+
+# Rows that other tests below hold.
+ELSEWHERE = ("`GradScaler`", "weights in bfloat16", "a process group of some ranks", "resuming")
+
+
+def scaled(way: str, skipped: int | None, scaler: Any = None) -> dict[str, Tensor]:
+    """Train with a scaler, in which rank 1 overflows at step `skipped`; or without that step."""
+    net, rank = Net(), dist.get_rank()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kind, _, strategy = way.partition(" ")
+    with contextlib.ExitStack() as stack:
+        finish: Callable[[], object] = nothing
+        module: nn.Module = net
+        if kind == "sync":
+            finish = stack.enter_context(lab.grad_sync(net, strategy, scaler=scaler)).finish
+        else:
+            module = DistributedDataParallel(net)
+            lab.attach(module, strategy, scaler=scaler)
+        for step in range(STEPS):
+            if scaler is None and step == skipped:
+                continue
+            optimizer.zero_grad()
+            inputs, targets = batch(step, rank)
+            loss = F.cross_entropy(module(inputs), targets)
+            if scaler is None:
+                loss.backward()
+                finish()
+                optimizer.step()
+                continue
+            overflow = torch.inf if (step, rank) == (skipped, 1) else 1.0
+            (scaler.scale(loss) * overflow).backward()
+            finish()
+            scaler.step(optimizer)
+            scaler.update()
+    return {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+
+def with_and_without_scaler(strategy: str) -> list[list[dict[str, Tensor]]]:
+    with joined():
+        return [
+            [
+                scaled(f"{kind} {strategy}", 2, torch.amp.GradScaler("cpu", init_scale=2.0**10)),
+                scaled(f"{kind} {strategy}", 2),
+            ]
+            for kind in ("hook", "sync")
+        ]
+
+
+@pytest.mark.parametrize("strategy", ["onebit", "topk", "randomk", "allreduce"])
+def test_a_step_that_a_scaler_skips_leaves_no_trace(strategy: str) -> None:
+    """Scales are powers of two, so residuals in true units are the same bits."""
+    first, second = CREW.call(2, with_and_without_scaler, strategy)
+    for mine, other in zip(first, second, strict=True):
+        assert apart(mine[0], other[0]) == 0
+        if strategy != "randomk":  # its draw depends on the number of the step
+            assert apart(mine[0], mine[1]) == 0
+        assert all(value.isfinite().all() for value in mine[0].values())
+
+
+def spoiled() -> list[str]:
+    with joined() as rank:
+        messages = []
+        for kind in ("hook", "sync"):
+            net = Net()
+            inputs = batch(0, rank)[0] * (torch.nan if rank else 1.0)
+            with contextlib.ExitStack() as stack:
+                finish: Callable[[], object] = nothing
+                module: nn.Module = net
+                if kind == "sync":
+                    finish = stack.enter_context(lab.grad_sync(net, "onebit")).finish
+                else:
+                    module = DistributedDataParallel(net)
+                    lab.attach(module, "onebit")
+                try:
+                    for _ in range(2):
+                        module(inputs).sum().backward()
+                        finish()
+                except FloatingPointError as error:
+                    messages.append(str(error))
+        return messages
+
+
+def test_without_a_scaler_gradients_that_are_not_finite_are_an_error() -> None:
+    for messages in CREW.call(2, spoiled):
+        assert len(messages) == 2
+        assert all(m.startswith("exchange=OneBit: gradients of the last step") for m in messages)
+
+
+def in_bfloat16() -> dict[str, Tensor]:
+    with joined() as rank:
+        net = Net().bfloat16()
+        ddp = DistributedDataParallel(net)
+        lab.attach(ddp, "onebit")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            inputs, targets = batch(step, rank)
+            F.cross_entropy(ddp(inputs.bfloat16()).float(), targets).backward()
+            optimizer.step()
+        with pytest.raises(lab.ConfigError, match="first.weight: is bfloat16; lab.grad_sync"):
+            lab.grad_sync(net)
+        return {name: parameter.detach().float() for name, parameter in net.named_parameters()}
+
+
+def test_weights_in_bfloat16_train_by_the_hook() -> None:
+    first, second = CREW.call(2, in_bfloat16)
+    assert apart(first, second) == 0
+    assert apart(first, dict(Net().bfloat16().float().named_parameters())) > 1e-3
+
+
+def among_some() -> float | None:
+    with joined() as rank:
+        group = dist.new_group([0, 2])
+        if rank == 1:
+            return None
+        net = Net()
+        ddp = DistributedDataParallel(net, process_group=group)
+        state = lab.attach(ddp, "onebit")
+        assert (state.comm.rank, state.comm.size) == (rank // 2, 2)
+        ddp(batch(0, rank)[0]).sum().backward()
+        assert net.first.weight.grad is not None
+        return float(net.first.weight.grad.sum())
+
+
+def test_a_ddp_among_some_ranks_needs_no_others() -> None:
+    first, outside, second = CREW.call(3, among_some)
+    assert first == second
+    assert outside is None
+
+
+def stretch(way: str, steps: range, saved: bytes | None) -> tuple[dict[str, Tensor], bytes]:
+    """Train over `steps`, from a checkpoint if there is one; return the weights, and a checkpoint
+    from before the last two steps."""
+    net, buffer = Net(), io.BytesIO()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kind, _, strategy = way.partition(" ")
+    with contextlib.ExitStack() as stack:
+        finish: Callable[[], object] = nothing
+        module: nn.Module = net
+        if kind == "sync":
+            kept: Any = stack.enter_context(lab.grad_sync(net, strategy, bucket_mb=0.02))
+            finish = kept.finish
+        else:
+            module = DistributedDataParallel(net, bucket_cap_mb=0.02)
+            kept = lab.attach(module, strategy)
+        if saved is not None:
+            state = torch.load(io.BytesIO(saved), weights_only=True)
+            net.load_state_dict(state["net"])
+            kept.load_state_dict(state["kept"])
+        for step in steps:
+            if step == steps[-2]:
+                torch.save({"net": net.state_dict(), "kept": kept.state_dict()}, buffer)
+            optimizer.zero_grad()
+            inputs, targets = batch(step, dist.get_rank())
+            F.cross_entropy(module(inputs), targets).backward()
+            finish()
+            optimizer.step()
+    return dict(net.named_parameters()), buffer.getvalue()
+
+
+def whole_and_resumed(way: str) -> list[dict[str, Tensor]]:
+    with joined():
+        whole, saved = stretch(way, range(6), None)
+        resumed, _ = stretch(way, range(4, 6), saved)
+        return [{name: p.detach() for name, p in net.items()} for net in (whole, resumed)]
+
+
+# int8's blocks follow the buckets, which DDP plans anew after the first step of a process.
+RESUMED = [f"hook {name}" for name in ("onebit", "topk", "randomk", "signsgd_ef", "powersgd")]
+
+
+@pytest.mark.parametrize("way", [*RESUMED, "sync onebit", "sync powersgd", "sync int8"])
+def test_a_resumed_loop_goes_on_with_the_same_bits(way: str) -> None:
+    for whole, resumed in CREW.call(2, whole_and_resumed, way):
+        assert apart(whole, resumed) == 0
+
+
+def other_states() -> list[str]:
+    with joined():
+        messages = []
+        state = lab.attach(DistributedDataParallel(Net()), "topk").state_dict()
+        for kept in (lab.attach(DistributedDataParallel(Net()), "onebit"),):
+            with pytest.raises(ValueError, match="state_dict: holds") as caught:
+                kept.load_state_dict(state)
+            messages.append(str(caught.value))
+        with lab.grad_sync(Net(), "onebit") as sync:
+            Net()(batch(0, 0)[0]).sum().backward()
+            with pytest.raises(ValueError, match="state_dict: holds"):
+                sync.load_state_dict({"step": {"step": torch.tensor(1)}})
+        return messages
+
+
+def test_a_state_of_another_exchange_is_refused() -> None:
+    expected = "state_dict: holds residual; OneBit keeps residual, stripe_residual"
+    assert CREW.call(2, other_states) == [[expected], [expected]]
+
+
+def backward_twice() -> str:
+    with joined(), lab.grad_sync(net := Net(), "onebit", bucket_mb=0.02) as sync:
+        net(batch(0, 0)[0]).sum().backward()
+        with pytest.raises(RuntimeError, match="backward ran twice before") as caught:
+            net(batch(0, 0)[0]).sum().backward()
+        sync.worker.wait()
+        return str(caught.value)
+
+
+def test_a_second_backward_without_accumulate_is_an_error() -> None:
+    assert all("with sync.accumulate():" in text for text in CREW.call(2, backward_twice))

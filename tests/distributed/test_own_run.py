@@ -1,0 +1,143 @@
+"""lab.Run leaves the run directory that a run of lab.train leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lab
+from lab.analysis.records import load_study
+from lab.diagnosis import view
+from lab.diagnosis.evidence import gather
+from lab.diagnosis.rules import judge
+from lab.record.schema import Record, read_record
+from tests.support.ranks import CREW
+
+STEPS = 12
+
+
+def record_loop(runs: Path, way: str, fails_at: tuple[int, int] | None = None) -> str:
+    """Train for STEPS steps by lab.attach, by lab.grad_sync or ("ddp") without the lab."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        torch.manual_seed(rank)  # grad_sync broadcasts rank 0's weights
+        model = nn.Linear(128, 4)
+        wrapped: Any = model if way == "grad_sync" else DistributedDataParallel(model)
+        small_blocks: dict[str, Any] = {"exchange.block_size": 64}
+        sync: Any = {
+            "attach": lambda: lab.attach(wrapped, "onebit"),
+            "grad_sync": lambda: lab.grad_sync(model, "int8", **small_blocks),
+            "ddp": lambda: None,
+        }[way]()
+        if way == "grad_sync":
+            sync.__enter__()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with lab.Run(
+            study="mine",
+            model=wrapped,
+            batch_size=16,
+            strategy=None if sync else "ddp",
+            sync=sync,
+            settings={"lr": 0.01},
+            runs_dir=runs,
+            unit="row",
+        ) as run:
+            for number in range(STEPS):
+                with run.step() as step:
+                    optimizer.zero_grad()
+                    loss = wrapped(torch.randn(8, 128)).square().mean()
+                    loss.backward()
+                    step.loss = loss
+                    if (number, rank) == fails_at:
+                        raise ValueError("the data set has ended")
+                    if way == "grad_sync":
+                        sync.finish()
+                    optimizer.step()
+                if number % 5 == 4:
+                    run.evaluated(loss=0.5 / (number + 1), accuracy=0.1 * number)
+        return str(run.path)
+    finally:
+        dist.destroy_process_group()
+
+
+def recorded(runs: Path, way: str) -> tuple[Path, Record]:
+    first, second = CREW.call(2, record_loop, runs, way)
+    assert first == second
+    return Path(first), read_record(Path(first) / "record.json")
+
+
+@pytest.mark.parametrize(("way", "strategy"), [("attach", "onebit"), ("grad_sync", "int8")])
+def test_a_loop_of_ones_own_is_recorded_and_read_as_any_run(
+    tmp_path: Path, way: str, strategy: str
+) -> None:
+    path, record = recorded(tmp_path, way)
+    assert (record.status, record.num_steps, record.strategy) == ("done", STEPS, strategy)
+    assert (record.model, record.unit, record.per_rank_batch_size) == ("Linear", "row", 8)
+    assert record.num_parameters == 4 * 128 + 4
+    assert record.variant == {"lr": "0.01"}
+    assert record.replica_hash is not None  # so the ranks' weights were compared
+    assert record.payload_bytes_per_step is not None and min(record.payload_bytes_per_step) > 0
+    assert [each["step"] for each in record.evaluations] == [5, 10]
+    assert record.final == pytest.approx({"loss": 0.05, "accuracy": 0.9})
+    assert record.step_s is not None
+    steps = pd.read_parquet(path / "steps.parquet")
+    assert len(steps) == 2 * STEPS
+    assert steps.loss.between(0.01, 10).all() and steps.step_s.gt(0).all()
+
+    study = load_study(tmp_path / "mine")
+    evidence = gather(study, study.cells[0])
+    assert evidence.pattern.takes_any_exchange
+    assert evidence.pattern.waits_in_backward == (way == "attach")
+    text = view.full(evidence, judge(evidence), [])
+    assert "the same loop on 1 and 2 ranks: lab.Run(study='mine', strategy='none', …)" in text
+    assert "lab.sweep" not in text
+
+
+def test_what_the_lab_does_not_know_is_null(tmp_path: Path) -> None:
+    path, record = recorded(tmp_path, "ddp")
+    assert record.payload_bytes_per_step is None and record.messages_per_step is None
+    assert record.replica_hash is None
+    assert record.settings["sync._target_"].endswith("DDPSync")
+    assert path.name == "ddp-n2-b16-lr_0.01"
+
+
+@pytest.mark.parametrize("fails_at", [(7, 0), (7, 1)])
+def test_the_rank_that_fails_first_says_why(tmp_path: Path, fails_at: tuple[int, int]) -> None:
+    with pytest.raises(AssertionError, match="data set has ended|losed by peer|reset"):
+        CREW.call(2, record_loop, tmp_path, "attach", fails_at)
+    record = read_record(tmp_path / "mine/onebit-n2-b16-lr_0.01/record.json")
+    assert record.status == "failed"
+    assert record.error == f"rank {fails_at[1]}: ValueError: the data set has ended"
+    assert record.num_steps == 7
+
+
+def wrong_settings() -> list[str]:
+    """Collect refusals; a single rank needs no launcher and no process group of its own."""
+    messages = []
+    for wrong in (
+        {"strategy": None},
+        {"strategy": "ddp", "batch_size": 0},
+        {"strategy": "ddp", "settings": {"overlap": True}},
+    ):
+        with pytest.raises(lab.ConfigError) as caught:
+            lab.Run(**{"study": "mine", "model": "mine", "batch_size": 8, **wrong})
+        messages.append(str(caught.value))
+    dist.destroy_process_group()
+    return messages
+
+
+def test_wrong_settings_are_one_line() -> None:
+    (messages,) = CREW.call(1, wrong_settings)
+    assert messages == [
+        "strategy=None: name how gradients are exchanged, or pass sync=",
+        "batch_size=0: is global, a multiple of the 1 ranks",
+        "settings: overlap is a name of the lab's; choose another",
+    ]
