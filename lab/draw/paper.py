@@ -17,6 +17,7 @@ from lab.draw.page import LETTER_IN, Page
 
 HEIGHT = 0.5  # of the height on a screen, where letters are larger
 TITLE_IN, LEGEND_IN, FOOTER_IN = 0.15, 0.14, 0.1  # heights of a line of 8, 7 and 5.5 pt
+MARGIN_IN = 0.02
 HANDLE_IN = 0.42  # width of a legend entry without its letters
 EVERYWHERE = (True, "all")
 
@@ -84,16 +85,16 @@ def on_paper(
     notes = "\n".join(wrapped) if page.title else ""
     columns = _in_columns([str(handle.get_label()) for handle in handles], width)
     lines = max(sum(map(_num_lines, column)) for column in columns)
-    above = TITLE_IN * _num_lines(title)
-    below = FOOTER_IN * _num_lines(notes)
+    above = TITLE_IN * _num_lines(title) + MARGIN_IN
+    below = FOOTER_IN * _num_lines(notes) + MARGIN_IN
     legend = LEGEND_IN * (lines + 0.7)
     total = above + height + legend + below
     figure.set_figheight(total)
     layout = figure.get_layout_engine()
     assert isinstance(layout, ConstrainedLayoutEngine)  # of paper_canvas
     layout.set(rect=(0, (legend + below) / total, 1, height / total))
-    figure.text(0.01, 1, title, va="top", fontsize=8)
-    figure.text(0.01, 0, notes, va="bottom", fontsize=5.5, color="#444444")
+    figure.text(0.01, 1 - MARGIN_IN / total, title, va="top", fontsize=8)
+    figure.text(0.01, MARGIN_IN / total, notes, va="bottom", fontsize=5.5, color="#444444")
     figure.legend(
         handles=handles,
         ncols=len(columns),
