@@ -104,10 +104,7 @@ class Run:
         )
         device = next(module.parameters()).device if module else torch.device("cpu")
         self._world = world_of(None, device)
-        if not isinstance(batch_size, int) or batch_size < 1 or batch_size % self._world.size:
-            raise ConfigError(
-                f"batch_size={batch_size}: is global, a multiple of the {self._world.size} ranks"
-            )
+        _check_batch(batch_size, self._world.size)
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
         self._sync = sync
@@ -225,6 +222,19 @@ class Run:
         if verdict == "no":
             raise ConfigError(text)
         return claimed or RunDirectory(Path(text))
+
+
+def _check_batch(batch_size: object, num_ranks: int) -> None:
+    """Refuse a global batch that is not shared evenly.
+
+    Raises:
+        ConfigError: names the value.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1 or batch_size % num_ranks:
+        raise ConfigError(
+            f"batch_size={batch_size}: is global, must be a multiple of the number of ranks, "
+            f"{num_ranks}"
+        )
 
 
 def _name(model: nn.Module) -> str:

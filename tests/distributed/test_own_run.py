@@ -138,6 +138,6 @@ def test_wrong_settings_are_one_line() -> None:
     (messages,) = CREW.call(1, wrong_settings)
     assert messages == [
         "strategy=None: name how gradients are exchanged, or pass sync=",
-        "batch_size=0: is global, a multiple of the 1 ranks",
+        "batch_size=0: is global, must be a multiple of the number of ranks, 1",
         "settings: overlap is a name of the lab's; choose another",
     ]
