@@ -480,8 +480,9 @@ def test_a_second_backward_without_accumulate_is_an_error() -> None:
 
 def without_a_process_group() -> tuple[dict[str, Tensor], int]:
     rank = int(os.environ["RANK"])
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    nn.init.constant_(net[0].weight, rank + 1.0)
+    first = nn.Linear(4, 4)
+    nn.init.constant_(first.weight, rank + 1.0)
+    net = nn.Sequential(first, nn.BatchNorm1d(4))
     net.register_buffer("mask", torch.tensor([rank == 0, True]))
     with lab.grad_sync(net, "tree") as sync:
         size = dist.get_world_size()
