@@ -87,7 +87,7 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     """Return the DistributedDataParallel in `module`, if it is one.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not, or has a hook already.
     """
     inner = getattr(module, "_orig_mod", module)  # of torch.compile
     kinds = {kind.__name__ for kind in type(inner).__mro__}
@@ -99,5 +99,10 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(
             f"{type(inner).__name__}: is no DistributedDataParallel; without it, use lab.grad_sync"
+        )
+    if inner._comm_hooks:
+        raise ConfigError(
+            "DistributedDataParallel: has a communication hook, by register_comm_hook or "
+            "mixed_precision=, and takes one"
         )
     return inner

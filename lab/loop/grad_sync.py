@@ -56,9 +56,10 @@ class LoopSync(GradSync):
         self._armed = True
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         super().__exit__()
-        self.worker.close()
+        if kind is None:  # after an error, an exchange may wait for a rank that is lost
+            self.worker.close()
 
     @contextmanager
     def accumulate(self) -> Generator[None]:

@@ -9,43 +9,56 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lab.distributed.world import World
+from lab.loop.settings import text_of
 from lab.measure.environment import git_commit
 from lab.measure.source import source_hash
 from lab.record.schema import Record
-from lab.settings.config import ConfigError, load
+from lab.settings.config import FIELDS, ConfigError, check_batch, load
 from lab.settings.files import choices_of
 from lab.settings.names import OF_STRATEGY, resolved, variant
 from lab.training import outcome
-from lab.training.assemble import count
+from lab.training.assemble import count, global_batch_size
 
 
 def settings_of(
     strategy: str | None,
     composed: Mapping[str, Any] | None,
+    model: str,
     own: Mapping[str, Any],
+    world_size: int,
     **scalars: Any,
 ) -> DictConfig:
-    """Return the settings of a run, as `config.yaml` holds them.
+    """Return the settings of a run, checked, as `config.yaml` holds them.
 
     Args:
         strategy: names how gradients are exchanged; None: as `composed` does.
         composed: the settings behind a result of `lab.attach` or `lab.grad_sync`.
         own: settings of the user's own.
-        scalars: settings of the lab that are known.
+        scalars: settings that lab.train has too.
 
     Raises:
-        ConfigError: neither strategy nor `composed`, or an own setting with a name of the lab's.
+        ConfigError: neither strategy nor `composed`, a value that lab.train would refuse, or an own
+            setting with a name of the lab's.
     """
     if composed is None and strategy is None:
         raise ConfigError("strategy=None: name how gradients are exchanged, or pass sync=")
-    if taken := {*scalars, *OF_STRATEGY, "strategy"} & set(own):
+    if taken := {*FIELDS} & set(own):
         raise ConfigError(f"settings: {min(taken)} is a name of the lab's; choose another")
-    if composed is None and strategy in choices_of("strategy"):
-        found: Any = OmegaConf.to_container(load([f"strategy={strategy}"]), resolve=True)
-        composed = found
-    known = {key: value for key, value in (composed or {}).items() if key in OF_STRATEGY}
-    name = strategy or (composed or {})["strategy"]
-    return OmegaConf.create({"strategy": name, **scalars, **known, **own})
+    known = strategy in choices_of("strategy")
+    words = [f"strategy={strategy}"] if known else []
+    checked = load([*words, *(f"{key}={text_of(value)}" for key, value in scalars.items())])
+    check_batch(checked, world_size)
+    settings: Any = OmegaConf.to_container(checked, resolve=True)
+    source = composed or (settings if known else {})
+    return OmegaConf.create(
+        {
+            "strategy": strategy or source["strategy"],
+            "model": {"name": model},
+            **{key: settings[key] for key in scalars},
+            **{key: source[key] for key in OF_STRATEGY if key in source},
+            **own,
+        }
+    )
 
 
 def identity(
@@ -64,6 +77,7 @@ def identity(
         known: more of the record's values.
     """
     settings: Any = OmegaConf.to_container(config, resolve=True)
+    batch_size = global_batch_size(config, world.size)
     described = {**count(model), "model_source": source_hash(model)} if model else {}
     return Record(
         status="failed",
@@ -75,8 +89,8 @@ def identity(
         settings=resolved(settings),
         model=config.model.name,
         world_size=world.size,
-        batch_size=config.batch_size,
-        per_rank_batch_size=config.batch_size // world.size,
+        batch_size=batch_size,
+        per_rank_batch_size=batch_size // world.size,
         scaling=config.scaling,
         precision=config.precision,
         launcher=world.place.launcher,

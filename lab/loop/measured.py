@@ -19,6 +19,7 @@ from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
 from lab.settings.config import Settings
+from lab.training.assemble import global_batch_size
 from lab.training.loop import Synced
 from lab.training.losses import Losses
 from lab.training.progress import Progress
@@ -60,7 +61,7 @@ class OwnLoop:
         self.sync: Synced = sync or Unchecked()
         if model is None and sync:
             self.sync = Unchecked(sync.every, sync.exchange)
-        self.batch_size = self.config.batch_size
+        self.batch_size = global_batch_size(config, world.size)
         self.clock, self.memory = Clock(world.device, breakdown=False), Memory(world.device)
         self.losses, self.progress = Losses(), Progress(total_steps=0)
         self.traffic = array("q")

@@ -54,14 +54,13 @@ class Run:
         study: folder under `runs_dir`.
         model: the module that trains, or a name for it. Only a module's size, code and equality
             over the ranks can be recorded.
-        batch_size: global, in samples.
+        batch_size: samples of a step: of all ranks, or of each if `scaling` is "weak".
         strategy: names how gradients are exchanged; None: that of `sync`.
         sync: the result of `lab.attach` or `lab.grad_sync`; with it payloads are recorded, and that
             replicas are equal. None: the loop exchanges gradients by itself.
         settings: the loop's own settings that tell its runs apart, by name.
         data, task, unit: names, for the record; a unit is that of one sample.
-        scaling: what `batch_size` fixes as ranks are added: "strong" the global batch, "weak" that
-            of a rank.
+        scaling: "strong" or "weak".
         precision: "fp32", "bf16" or "fp16".
         repeat: which repetition of the same settings this is.
         warmup_steps: first steps that statistics leave out; None: until steady.
@@ -89,12 +88,15 @@ class Run:
         runs_dir: str | Path = "runs",
     ) -> None:
         module = model if isinstance(model, nn.Module) else None
+        device = next(module.parameters()).device if module else torch.device("cpu")
+        self._world = world_of(None, device)
         config = settings_of(
             strategy,
             sync.settings if sync else None,
+            model if isinstance(model, str) else _name(model),
             settings or {},
+            self._world.size,
             study=study,
-            model={"name": model if isinstance(model, str) else _name(model)},
             batch_size=batch_size,
             scaling=scaling,
             precision=precision,
@@ -102,12 +104,6 @@ class Run:
             warmup_steps=warmup_steps,
             runs_dir=str(runs_dir),
         )
-        device = next(module.parameters()).device if module else torch.device("cpu")
-        self._world = world_of(None, device)
-        if not isinstance(batch_size, int) or batch_size < 1 or batch_size % self._world.size:
-            raise ConfigError(
-                f"batch_size={batch_size}: is global, a multiple of the {self._world.size} ranks"
-            )
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
         self._sync = sync

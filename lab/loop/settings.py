@@ -32,7 +32,7 @@ def compose(strategy: str, overrides: Mapping[str, Any], own: tuple[str, ...] = 
         if key.split(".")[0] not in (allowed := (*COMMON, *own)):
             raise ConfigError(f"{key}={value}: allowed here are {', '.join(allowed)}")
     folder = overrides.get("config_dir")
-    words = [f"{key}={_text(value)}" for key, value in overrides.items()]
+    words = [f"{key}={text_of(value)}" for key, value in overrides.items()]
     exchanges = [name for name in choices_of("exchange", folder) if name != "none"]
     if strategy in choices_of("strategy", folder):
         config = load([f"strategy={strategy}", *words])
@@ -59,7 +59,7 @@ def _refusal(config: DictConfig) -> str:
     return ""
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Write a Python value in the grammar of the command line."""
     plain = isinstance(value, str) and re.fullmatch(r"[\w./:+-]+", value)
     if plain or not isinstance(value, str):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import lab
 from tests.conftest import ROOT
@@ -200,7 +202,10 @@ def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
 
 
 # Rows that other tests below hold.
-ELSEWHERE = ("`GradScaler`", "weights in bfloat16", "a process group of some ranks", "resuming")
+ELSEWHERE = (
+    *("`GradScaler`", "weights in bfloat16", "a process group of some ranks", "resuming"),
+    "`ddp.join()`, uneven inputs",
+)
 
 
 def scaled(way: str, skipped: int | None, scaler: Any = None) -> dict[str, Tensor]:
@@ -328,6 +333,71 @@ def test_a_ddp_among_some_ranks_needs_no_others() -> None:
     assert outside is None
 
 
+def uneven() -> list[dict[str, Tensor]]:
+    with joined() as rank:
+        trained = []
+        for way in ("ddp", "allreduce", "onebit"):
+            net = Net()
+            ddp = DistributedDataParallel(net, bucket_cap_mb=0.02)
+            if way != "ddp":
+                lab.attach(ddp, way)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            with ddp.join():
+                for step in range(STEPS - 2 * rank):
+                    optimizer.zero_grad()
+                    inputs, targets = batch(step, rank)
+                    F.cross_entropy(ddp(inputs), targets).backward()
+                    optimizer.step()
+            trained.append({name: p.detach() for name, p in net.named_parameters()})
+        return trained
+
+
+def test_a_rank_may_have_fewer_inputs_in_join() -> None:
+    first, second = CREW.call(2, uneven)
+    assert all(apart(one, other) == 0 for one, other in zip(first, second, strict=True))
+    plain, allreduce, onebit = first
+    assert apart(plain, allreduce) == 0
+    assert 1e-4 < apart(plain, onebit) < 0.1
+
+
+def hooked_already() -> list[str]:
+    with joined():
+        messages = []
+        policy = _MixedPrecision(param_dtype=torch.bfloat16)
+        hooked = DistributedDataParallel(Net())
+        lab.attach(hooked, "onebit")
+        for ddp in (hooked, DistributedDataParallel(Net(), mixed_precision=policy)):
+            with pytest.raises(lab.ConfigError) as caught:
+                lab.attach(ddp, "onebit")
+            messages.append(str(caught.value))
+        return messages
+
+
+def test_ddp_takes_one_hook() -> None:
+    (messages,) = CREW.call(1, hooked_already)
+    assert len(messages) == 2
+    assert all("has a communication hook" in message for message in messages)
+
+
+def names_when_compiled() -> list[set[str]]:
+    with joined():
+        found = []
+        for outside in (False, True):
+            net: Any = Net() if outside else torch.compile(Net(), backend="aot_eager")
+            ddp: Any = DistributedDataParallel(net)
+            ddp = torch.compile(ddp, backend="aot_eager") if outside else ddp
+            state = lab.attach(ddp, "onebit")
+            ddp(batch(0, 0)[0]).sum().backward()
+            found.append(set(state.state_dict()["exchange"]["residual"]))
+        return found
+
+
+def test_residuals_have_the_models_names_however_it_is_compiled() -> None:
+    (found,) = CREW.call(1, names_when_compiled)
+    names = {f"{layer}.weight" for layer in ("first", "second", "rare", "last")}
+    assert found == [names, names]
+
+
 def stretch(way: str, steps: range, saved: bytes | None) -> tuple[dict[str, Tensor], bytes]:
     """Train over `steps`, from a checkpoint if there is one; return the weights, and a checkpoint
     from before the last two steps."""
@@ -406,3 +476,23 @@ def backward_twice() -> str:
 
 def test_a_second_backward_without_accumulate_is_an_error() -> None:
     assert all("with sync.accumulate():" in text for text in CREW.call(2, backward_twice))
+
+
+def without_a_process_group() -> tuple[dict[str, Tensor], int]:
+    rank = int(os.environ["RANK"])
+    first = nn.Linear(4, 4)
+    nn.init.constant_(first.weight, rank + 1.0)
+    net = nn.Sequential(first, nn.BatchNorm1d(4))
+    net.register_buffer("mask", torch.tensor([rank == 0, True]))
+    with lab.grad_sync(net, "tree") as sync:
+        size = dist.get_world_size()
+        assert (sync.comm.rank, sync.comm.size) == (rank, size)
+    dist.destroy_process_group()
+    return {name: value.float() for name, value in net.state_dict().items()}, size
+
+
+def test_grad_sync_makes_the_process_group_and_replicas_equal() -> None:
+    (first, size), (second, _) = CREW.call(2, without_a_process_group)
+    assert size == 2
+    assert apart(first, second) == 0
+    assert first["0.weight"].eq(1).all() and first["mask"].all()

@@ -125,6 +125,8 @@ def wrong_settings() -> list[str]:
     for wrong in (
         {"strategy": None},
         {"strategy": "ddp", "batch_size": 0},
+        {"strategy": "my way", "scaling": "both"},
+        {"strategy": "ddp", "study": "a/b"},
         {"strategy": "ddp", "settings": {"overlap": True}},
     ):
         with pytest.raises(lab.ConfigError) as caught:
@@ -138,6 +140,9 @@ def test_wrong_settings_are_one_line() -> None:
     (messages,) = CREW.call(1, wrong_settings)
     assert messages == [
         "strategy=None: name how gradients are exchanged, or pass sync=",
-        "batch_size=0: is global, a multiple of the 1 ranks",
+        "batch_size=0: must be a number of at least 1",
+        "scaling=both: allowed are strong, weak",
+        "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
+        ". , = + _ - (not first a dot)",
         "settings: overlap is a name of the lab's; choose another",
     ]

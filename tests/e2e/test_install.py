@@ -20,6 +20,7 @@ OF_RUNS = ("lab.train", "lab.sweep", "lab.bench", "lab.predict", "lab.profile_la
 def test_help_names_settings_and_examples(command: Callable[..., Finished], module: str) -> None:
     done = command(module, "--help")
     assert done.code == 0
+    module = module.removesuffix(".__main__")
     assert done.out.startswith(f"usage: python -m {module} ")
     examples = done.out[done.out.index("examples:") :]
     assert examples.count(f"-m {module}") >= 2
