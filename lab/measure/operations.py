@@ -97,7 +97,9 @@ def _count(
                 loss(model(inputs), targets).backward()
             counts.append(counter.counted)
             order = in_order(counter.called, layers)
-    found = _layers(order, sizes_of(layers), _lines(*counts))
+    fused = {name for name, module in layers.items() if isinstance(module, nn.RNNBase)}
+    lines = (each for each in _lines(*counts) if each[0] not in fused or each[2].flops.per_sample)
+    found = _layers(order, sizes_of(layers), lines)
     return Work(tuple(found), math.prod(input_shape) * input_dtype.itemsize)
 
 

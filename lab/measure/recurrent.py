@@ -16,7 +16,8 @@ def count_at_once(model: nn.Module) -> None:
     """Replace forward of every LSTM, GRU and RNN in `model` by the same products without a loop.
 
     Step by step, a sequence takes as many operations as it has steps, and seconds to count; fused
-    kernels have no formula. The outputs are meaningless and have the shapes of the layer's own.
+    kernels have no formula. The outputs are meaningless and have the shapes of the layer's own;
+    element-wise operations among them do not count, as a fused kernel's move no memory.
     """
     for module in model.modules():
         if isinstance(module, nn.RNNBase):

@@ -11,7 +11,7 @@ from lab.model.numbers import is_number
 from lab.simulate.hardware import THIS_CPU, Device
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-MAPPINGS = ("peak_flops_per_s", "op_rates")
+MAPPINGS = {"peak_flops_per_s": 1.0, "op_efficiency": 1e-3, "op_rates": 1.0}  # least values
 LEAST = {
     "bandwidth_bytes_per_s": 0.0,
     "compute_efficiency": 1e-3,
@@ -37,7 +37,11 @@ def parse(name: str, node: Mapping[str, Any]) -> Device:
     for key in node:
         if key not in allowed:
             raise ValueError(f"{name}: device.{key}: no such key; allowed are {', '.join(allowed)}")
-    pairs = {key: _pairs(f"{name}: device.{key}", node[key]) for key in MAPPINGS if key in node}
+    pairs = {
+        key: _pairs(f"{name}: device.{key}", node[key], least)
+        for key, least in MAPPINGS.items()
+        if key in node
+    }
     device = Device(**{**node, **pairs})
     for precision, _ in device.peak_flops_per_s:
         if precision not in PRECISIONS:
@@ -87,11 +91,11 @@ def _filled(device: Device, peak: Peak) -> Device:
     )
 
 
-def _pairs(key: str, node: object) -> tuple[tuple[str, float], ...]:
+def _pairs(key: str, node: object, least: float) -> tuple[tuple[str, float], ...]:
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be values by name")
     for name, value in node.items():
-        _check(f"{key}.{name}", value, 1.0)
+        _check(f"{key}.{name}", value, least)
     return tuple((str(name), float(value)) for name, value in node.items())
 
 

@@ -74,7 +74,7 @@ class _Timer:
     def __init__(self, device: Device, peak_flops_per_s: float, half: bool) -> None:
         self._device, self._half = device, half
         self._flops_per_s = peak_flops_per_s * device.compute_efficiency
-        self._op_rates = dict(device.op_rates)
+        self._op_efficiency, self._op_rates = dict(device.op_efficiency), dict(device.op_rates)
 
     def layer(self, layer: LayerWork, batch: int) -> Layer:
         """Return a layer with its times at a batch."""
@@ -87,7 +87,8 @@ class _Timer:
 
     def _seconds(self, operation: Operation, batch: int) -> float:
         num_bytes = operation.num_bytes.at(batch) / (2 if self._half else 1)
-        products_s = operation.flops.at(batch) / self._flops_per_s
+        flops_per_s = self._flops_per_s * self._op_efficiency.get(operation.name, 1.0)
+        products_s = operation.flops.at(batch) / flops_per_s
         return self._device.op_s + max(products_s, num_bytes / self._rate(operation, num_bytes))
 
     def _rate(self, operation: Operation, num_bytes: float) -> float:

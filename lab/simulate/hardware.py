@@ -68,8 +68,9 @@ class Device:
         op_s: time of an operation, whatever its size: its launch.
         cache_bytes: an operation that moves less finds it all in a cache, at
         `cache_bytes_per_s`; 0: no cache is considered.
-        op_rates: bytes per second of single operations, by torch's name, that neither memory nor
-            products bound.
+        op_efficiency: factors on `compute_efficiency` for the products of single operations, by
+            torch's name.
+        op_rates: bytes per second of single operations, that neither memory nor products bound.
         num_threads: threads of a rank on CPU cores that ranks share; None: a device of its own.
     """
 
@@ -82,6 +83,7 @@ class Device:
     op_s: float = 0.0
     cache_bytes: float = 0.0
     cache_bytes_per_s: float = 0.0
+    op_efficiency: tuple[tuple[str, float], ...] = ()
     op_rates: tuple[tuple[str, float], ...] = ()
     num_threads: int | None = None
 

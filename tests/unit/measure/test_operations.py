@@ -106,6 +106,9 @@ def test_a_recurrent_layer_is_counted_at_every_step() -> None:
     work = count(model, (steps,), torch.int64, tokens, token_loss)
     cells = 2 * steps * 2 * (width * 4 * width + width * 4 * width)
     assert work.flops_per_sample == 3 * (cells + steps * 2 * width * 11)
+    recurrent = work.layers[1]
+    every = [*recurrent.forward, *recurrent.backward]
+    assert {op.name for op in every} == {"addmm", "mm"} and len(every) == 3 * 2 * 2
     # The head's weight is the embedding's: exchanged once.
     assert work.num_parameters == sum(p.numel() for p in model.parameters())
     assert [layer.parameters for layer in work.layers][-1] == 0

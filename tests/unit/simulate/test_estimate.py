@@ -67,6 +67,12 @@ def test_half_precision_has_its_own_peak_and_half_the_bytes() -> None:
         estimated(WORK, DEVICE, "fp16", (2, 8), "mine")
 
 
+def test_single_operations_have_their_own_share_of_the_peak() -> None:
+    slower = replace(DEVICE, op_efficiency=(("product", 0.25),))
+    a, _ = estimated(WORK, slower, "fp32", (2, 8), "mine").layers
+    assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / (0.25 * 5e8) * 1e3)
+
+
 def test_what_fits_into_the_cache_moves_at_its_rate() -> None:
     cached = replace(DEVICE, cache_bytes=3e5, cache_bytes_per_s=1e10)
     a, _ = estimated(WORK, cached, "fp32", (2, 2), "mine").layers  # batches of 2 and 4
