@@ -14,9 +14,9 @@ FORMATS = ("png", "svg", "pdf")
 COMMAND = Command(
     "lab.plot",
     """\
-Write the figures of a study, summary.csv (a row per point) and records.csv and records.parquet (all
-that is known of each cell), and print its table; or draw the timeline of a cell that ran with
-measure=breakdown. Several studies, as of several machines, are shown as one.""",
+Draw the figures of a study and print its table; or draw the timeline of a measure=breakdown cell.
+Writes summary.csv (a row per point), records.csv and records.parquet (all that is known of each
+cell) too. Several studies, as of several machines, are shown as one.""",
     (
         "python -m lab.plot runs/demo",
         "python -m lab.plot runs/demo baseline=allreduce",

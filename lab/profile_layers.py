@@ -13,8 +13,8 @@ from lab.settings.overrides import split
 COMMAND = Command(
     "lab.profile_layers",
     """\
-Measure forward and backward of each layer, and the rest of a step, and write a profile, which
-model=replay replays and lab.predict reads. Two batches, of batch_size samples and of a quarter,
+Measure forward and backward of each layer, and the rest of a step, as a profile of the model.
+model=replay replays it and lab.predict reads it. Two batches, of batch_size samples and of a quarter,
 separate the time that grows with the batch from the fixed part.""",
     (
         "python -m lab.profile_layers model=lenet",

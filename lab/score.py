@@ -16,8 +16,8 @@ from lab.simulate.request import DEFAULT_PROFILE
 COMMAND = Command(
     "lab.score",
     """\
-Fit hardware to a study's cells of one and two ranks, and score predictions of all others, and the
-advice that follows from them where several strategies were measured alike.""",
+Fit hardware to a study's cells of one and two ranks; score predictions of all others. The advice
+that follows from them is scored where several strategies were measured alike.""",
     (
         "python -m lab.sweep study=links                       measures cells (root)",
         "python -m lab.score runs/links                        scores, by links and by strategy",

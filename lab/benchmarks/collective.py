@@ -29,7 +29,7 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.settings.config import ConfigError, build
 from lab.training.assemble import join
-from lab.training.outcome import surroundings
+from lab.training.surroundings import surroundings
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 CALLS_BYTES = 2**22  # most bytes timed together where the host waits for each call

@@ -26,7 +26,7 @@ from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
-from lab.training.outcome import surroundings
+from lab.training.surroundings import surroundings
 
 NUM_STEPS = 7  # after the warm-up
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")

@@ -18,7 +18,7 @@ from lab.measure.statistics import round_means
 from lab.measure.steady import least_warmup
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
-from lab.training.outcome import surroundings
+from lab.training.surroundings import surroundings
 
 CEILING, REFERENCE = "none", "ddp"
 

@@ -16,8 +16,8 @@ from lab.record.schema import Record
 from lab.settings.config import FIELDS, ConfigError, check_batch, load
 from lab.settings.files import choices_of
 from lab.settings.names import OF_STRATEGY, resolved, variant
-from lab.training import outcome
 from lab.training.assemble import count, global_batch_size
+from lab.training.surroundings import emulation, environment_of
 
 
 def settings_of(
@@ -96,8 +96,8 @@ def identity(
         launcher=world.place.launcher,
         device=world.device.type,
         backend=world.comm.backend,
-        emulation=outcome.emulation(world, config),
-        environment=outcome.environment_of(world),
+        emulation=emulation(world, config),
+        environment=environment_of(world),
         git_commit=git_commit(),
         **described,
         **known,

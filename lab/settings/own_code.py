@@ -172,8 +172,9 @@ def _import_failed(error: Exception, setting: str) -> ConfigError:
 
 def _missing(owner: Any, name: str) -> str:
     names = [each for each in vars(owner) if not each.startswith("_")]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    by_lower = {each.lower(): each for each in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    hint = f"; did you mean {by_lower[close[0]]}?" if close else ""
     return f"{getattr(owner, '__name__', owner)} has no {name}{hint}"
 
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
-from lab.cluster.settings import EMULATION
 from lab.distributed.replicas import replica_hash
-from lab.distributed.world import World
-from lab.measure.environment import environment, git_commit, num_cores
 from lab.measure.noise_scale import noise_scale
 from lab.measure.spans import PHASES, Span
 from lab.measure.statistics import (
@@ -31,7 +25,7 @@ from lab.measure.statistics import (
 from lab.measure.steady import Warmup, warmup_of
 from lab.record import steps
 from lab.record.run_directory import RunDirectory
-from lab.record.schema import Emulation, Record, StepSeconds, worded
+from lab.record.schema import Record, StepSeconds, worded
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.sync.gradsync import GradSync
@@ -41,50 +35,6 @@ from lab.training.loop import Loop
 from lab.training.plan import note_plan
 
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
-
-
-def surroundings(world: World, *configs: DictConfig) -> dict[str, Any]:
-    """Describe machine, software and emulation, for the result of a benchmark.
-
-    Args: configs: settings of the runs.
-    """
-    return {
-        "emulation": worded(emulation(world, *configs)) or "none",
-        "comm_settings": world.comm.settings,
-        "environment": environment_of(world),
-        "git_commit": git_commit(),
-    }
-
-
-def environment_of(world: World) -> dict[str, Any]:
-    """Describe machine and software of this rank."""
-    return environment(world.num_hosts, asks_tools=world.place.local_rank == 0)
-
-
-def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
-    """List the ways in which ranks that run `configs` are emulated."""
-    hosts = os.environ.get(EMULATION)
-    shared = _sharing(world, bool(hosts))
-    replays = [config for config in configs if "profile" in config.model]
-    profiles = dict.fromkeys(config.profile.get("name") for config in replays)
-    return [
-        *([Emulation("hosts", hosts)] if hosts else []),
-        *([shared] if shared else []),
-        *(Emulation("replay", f"compute replayed from profile {name}") for name in profiles),
-    ]
-
-
-def _sharing(world: World, one_machine: bool) -> Emulation | None:
-    """List the processors that ranks of this host (or of `one_machine`) share."""
-    num_ranks = world.size if one_machine else world.place.local_size
-    num_gpus = torch.cuda.device_count()
-    if world.device.type == "cuda" and num_ranks > num_gpus:
-        return Emulation("shared_gpus", f"{num_ranks} ranks share {num_gpus} GPUs")
-    threads = num_ranks * torch.get_num_threads()
-    if world.device.type == "cpu" and threads > num_cores():
-        detail = f"{threads} threads of {num_ranks} ranks share {num_cores()} CPU cores"
-        return Emulation("shared_cores", detail)
-    return None
 
 
 def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:

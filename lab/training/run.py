@@ -30,6 +30,7 @@ from lab.training.compiled import compiled_as
 from lab.training.compute import compute_of
 from lab.training.curves import Curves
 from lab.training.failure import failure_of
+from lab.training.surroundings import emulation, environment_of
 from lab.training.trainer import Trainer
 
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
@@ -262,9 +263,9 @@ class Run:
             device=world.device.type,
             backend=world.comm.backend,
             started_at=self.started_at.isoformat(),
-            emulation=outcome.emulation(world, config),
+            emulation=emulation(world, config),
             comm_settings=world.comm.settings,
-            environment=outcome.environment_of(world),
+            environment=environment_of(world),
             git_commit=git_commit(),
         )
 

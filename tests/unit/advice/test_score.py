@@ -11,7 +11,8 @@ import pytest
 from lab import score as command
 from lab.advice.score import choices, report
 from lab.model.profile import Profile, replayed
-from lab.settings.config import choices_of, conf_dir, load
+from lab.settings.config import load
+from lab.settings.files import choices_of, conf_dir
 from lab.simulate.crossover import with_rate
 from lab.simulate.fit import Group, Observation
 from lab.simulate.request import plain

@@ -73,7 +73,10 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
     [
         ([], "(nothing): takes one collective|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs two"),
-        (["step", "strategy=overlap,nope"], "strategy=nope: allowed are allreduce"),
+        (
+            ["step", "strategy=overlap,nope"],
+            "strategy=nope: did you mean none? allowed are",
+        ),
         (["step", "strategy=ddp,ddp"], "ddp, ddp: the same is listed twice"),
         (["step", "strategy=tree,ddp", "bucket_mb=1,4"], "one list at a time"),
         (["step", "strategy=tree,ddp", "world_size=3"], "nearest are 126 and 129"),

@@ -91,5 +91,5 @@ def test_of_ddps_hooks_powersgd_needs_gpus_of_one_kind(hook: str, needs: bool) -
     sync = DDPSync.__new__(DDPSync)
     sync.wrapped = SimpleNamespace(register_comm_hook=lambda *_: None)  # type: ignore[assignment]
     sync._wire_bytes = 4
-    sync._register(hook, None)  # type: ignore[arg-type]
+    sync._register(hook, None, None)  # type: ignore[arg-type]
     assert sync.needs_like_gpus is needs

@@ -224,7 +224,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("steps=11", "steps=11: must be at least 4 above warmup_steps=8"),
         (
             "model=vgg",
-            f"model=vgg: allowed are {', '.join(choices_of('model'))}",
+            f"model=vgg: did you mean vgg19? allowed are {', '.join(choices_of('model'))}",
         ),
     ],
 )

@@ -155,5 +155,5 @@ def test_a_file_that_holds_no_grids_is_named(tmp_path: Path) -> None:
 
 
 def test_a_new_name_alone_is_no_study(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="study=mine: allowed are codecs, .* or a new name"):
+    with pytest.raises(ConfigError, match="study=mine: allowed are .* or a new name"):
         saved.read([f"runs_dir={tmp_path}", "study=mine", "dry_run=true"])

@@ -15,8 +15,7 @@ from lab.measure.operations import Uncountable
 from lab.measure.peaks import Peak
 from lab.record.schema import Compute, read_record
 from lab.settings.config import load
-from lab.training import bar, compute
-from lab.training.bar import Bar
+from lab.training import compute
 from lab.training.compute import flops_per_sample, note_rates, peak_of
 from lab.training.outcome import summary
 from tests.support.records import leave, make_record
@@ -90,15 +89,3 @@ def test_ranks_that_share_gpus_do_not_multiply_their_peak(monkeypatch: pytest.Mo
         assert peak and peak.flops_per_s["fp32"] == num_gpus * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
     assert peak_of(world(2, "cuda")) is None
-
-
-def test_the_bar_shows_throughput_operations_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = iter([0.0, 0.5, 2.0])
-    monkeypatch.setattr(bar.time, "monotonic", lambda: next(now_s))
-    with Bar("mine", 3, 0, False, 64, "image", 2e9) as shown:
-        texts: list[str] = []
-        monkeypatch.setattr(shown._bar, "set_postfix_str", lambda text, **_: texts.append(text))
-        shown.step()
-        shown.step()
-        shown.note({"accuracy": 0.9})
-    assert texts == ["64 images/s, 0.128 TFLOP/s", "64 images/s, 0.128 TFLOP/s, accuracy=0.9"]
