@@ -14,8 +14,8 @@ COMMAND = Command(
     "lab.profile_layers",
     """\
 Measure forward and backward of each layer, and the rest of a step, as a profile of the model.
-model=replay replays it and lab.predict reads it. Two batches, of batch_size samples and of a quarter,
-separate the time that grows with the batch from the fixed part.""",
+model=replay replays it and lab.predict reads it. Two batches, of batch_size samples and of a
+quarter, separate the time that grows with the batch from the fixed part.""",
     (
         "python -m lab.profile_layers model=lenet",
         "python -m lab.profile_layers model=alexnet_small batch_size=64 out=mine.yaml",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def read_columns(
     return np.stack([values[name] for name in listed], axis=1), values[target]
 
 
-def _numbers(file: Path, name: str, column: object) -> np.ndarray:
+def _numbers(file: Path, name: str, column: Any) -> np.ndarray:
     """Return the values of a column (pyarrow.ChunkedArray), [rows]."""
     if column.null_count:
         raise ValueError(f"data.path={file}: column {name} lacks {column.null_count} values")

@@ -55,10 +55,11 @@ def test_images_have_one_rate(tmp_path: Path) -> None:
 
 
 def test_the_figure_has_a_second_axis(tmp_path: Path) -> None:
-    (panel,) = throughput(sheet(*study_of(tmp_path, **TOKENS))).axes
+    figure = throughput(sheet(*study_of(tmp_path, **TOKENS)))
+    (panel,) = figure.axes
     (right,) = panel.child_axes
     assert (panel.get_ylabel(), right.get_ylabel()) == ("sequences/s, all ranks", "tokens/s")
-    panel.figure.savefig(tmp_path / "a.svg")
+    figure.savefig(tmp_path / "a.svg")
     assert right.get_ylim() == pytest.approx([128 * end for end in panel.get_ylim()])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,10 +12,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.codec.scratch import ScratchBuffer
 from lab.distributed.comm import Comm, Done, Transfer
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.bucket import GradBucket
+from lab.exchange.bucket import GradBucket, ScratchBuffers
 from lab.settings.config import build, load
 from lab.simulate.costs import extra_bytes, payload_bytes
 from lab.simulate.load import Sizes
@@ -87,7 +85,7 @@ class EchoComm(Comm):
 
 def allocated_bytes(make: Callable[[], Any], rank: int, size: int, trace: Path) -> int:
     """The most that a rank has allocated for its exchange at once, in three steps of a bucket."""
-    flat, buffers = torch.randn(SHAPE.numel()), defaultdict(ScratchBuffer)
+    flat, buffers = torch.randn(SHAPE.numel()), ScratchBuffers()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         exchange = make()
         for step in range(3):
