@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.record.files import write_json
 from lab.settings.errors import ConfigError
-from lab.settings.files import choices_of
+from lab.settings.files import choices_of, is_file
 from lab.settings.overrides import config_dir_of, split
 from lab.study.grid import DEFAULTS, NOT_OF_GRID, Study
 from lab.study.grid import read as read_grid
@@ -24,7 +24,7 @@ NOT_ALONE = (*NOT_OF_GRID, "repeats", "config_dir")  # no grid by themselves
 def read(arguments: Sequence[str]) -> tuple[Study, str]:
     """Read the study that a command line asks for, and say in words where its grid comes from.
 
-    A study of conf/study keeps that file's grid, and settings on the command line are a grid.
+    A study of conf/study, or of a file by path, keeps that file's grid, and settings on the command line are a grid.
     Without either, the study goes on with the grids saved in its folder.
 
     Raises:
@@ -33,6 +33,8 @@ def read(arguments: Sequence[str]) -> tuple[Study, str]:
     texts, _ = split(arguments, DEFAULTS)
     texts = DEFAULTS | texts
     name, runs_dir = one_value("study", texts), one_value("runs_dir", texts)
+    if is_file(name):
+        return read_grid(arguments), f"study={Path(name).stem}: the grid of {name}"
     saved = load(Path(runs_dir) / name)
     where = f"study={name}: the grid of"
     if name in choices_of("study", config_dir_of(arguments)):
