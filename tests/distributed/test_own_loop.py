@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import lab
+from lab.settings.files import choices_of
 from tests.conftest import ROOT
 from tests.support.ranks import CREW
 
@@ -193,6 +194,24 @@ def test_a_loop_of_ones_own_works(name: str) -> None:
     assert apart(first["ddp"], first["hook allreduce"]) == 0
     assert apart(first["hook onebit"], first["sync onebit"]) <= 1e-6
     assert apart(first["hook onebit"], first["ddp"]) > 1e-4
+
+
+# int8's blocks follow the buckets, and auto decides by the clock.
+ANY = [name for name in choices_of("exchange") if name not in ("none", "int8", "auto")]
+
+
+def by_hook_and_sync(names: list[str]) -> dict[str, float]:
+    with joined():
+        case = CASES["several buckets"]
+        return {
+            name: apart(train(f"hook {name}", case), train(f"sync {name}", case)) for name in names
+        }
+
+
+def test_on_two_ranks_any_exchange_gives_the_same_bits_in_any_buckets() -> None:
+    found, _ = CREW.call(2, by_hook_and_sync, ANY)
+    assert len(found) > 10
+    assert set(found.values()) == {0.0}
 
 
 def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
