@@ -25,7 +25,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import lab
 from lab.settings.files import choices_of
 from tests.conftest import ROOT
-from tests.support.ranks import CREW
+from tests.support.ranks import CREW, spawn
 
 STEPS, WIDTH, CLASSES = 5, 64, 10
 Optimizers = list[torch.optim.Optimizer]
@@ -304,8 +304,10 @@ def spoiled() -> list[str]:
         return messages
 
 
+# After an exception in backward torch may hang when this process frees a later DDP, with or without
+# the lab: these ranks do nothing else.
 def test_without_a_scaler_gradients_that_are_not_finite_are_an_error() -> None:
-    for messages in CREW.call(2, spoiled):
+    for messages in spawn(2, spoiled):
         assert len(messages) == 2
         assert all(m.startswith("exchange=OneBit: gradients of the last step") for m in messages)
 
@@ -494,7 +496,7 @@ def backward_twice() -> str:
 
 
 def test_a_second_backward_without_accumulate_is_an_error() -> None:
-    assert all("with sync.accumulate():" in text for text in CREW.call(2, backward_twice))
+    assert all("with sync.accumulate():" in text for text in spawn(2, backward_twice))
 
 
 def without_a_process_group() -> tuple[dict[str, Tensor], int]:
