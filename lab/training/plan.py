@@ -11,7 +11,8 @@ from lab.training.loop import Loop
 
 def note_plan(trainer: Loop, record: Record) -> None:
     """Note the buckets of the last step and what did nothing, of a run whose steps are counted."""
-    if not isinstance(trainer.sync, Sync):  # DDP's buckets, or none of the lab's
+    # A loop of the user's own has its own accumulation, and DDP its own buckets.
+    if not isinstance(trainer.sync, Sync) or not hasattr(trainer.config, "accumulate"):
         return
     record.buckets = _buckets(trainer)
     record.idle = idle(

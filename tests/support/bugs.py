@@ -29,8 +29,8 @@ class Net(nn.Sequential):
 class InConstructor(Net):
     """A model that cannot be constructed."""
 
-    def __init__(self, **shapes: Any) -> None:
-        super().__init__(**shapes)
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        super().__init__(input_shape=input_shape, output_size=output_size)
         self.width = math.floor("wide")  # type: ignore[arg-type]
 
 

@@ -71,8 +71,9 @@ def _finish(figure: Figure, sheet: Sheet, runs: list[Cell]) -> Figure:
     note = ""
     if one.world_size > 1 and any(row.strategy == CEILING for row in sheet.rows):
         note = "none is left out: its replicas are not one model"
-    absent = sorted({row.series for row in sheet.measured()} - {run.series for run in runs})
-    if sheet.study.machines and absent:
+    drawn = {run.series for run in runs}
+    absent = sorted({row.series for row in sheet.rows} - drawn) if sheet.study.machines else []
+    if absent:
         note = f"not at this point, or not one model: {', '.join(absent)}"
     handles = [line_handle(sheet, run.series) for run in runs]
     hollow = emulated_handle(sheet, bars=False) if any(r.emulation for r in runs) else []
