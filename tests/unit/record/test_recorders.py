@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lab.record.schema import Record
 from lab.record.tensorboard import TensorBoardRecorder
 from lab.record.wandb import WandbRecorder
 from lab.settings.config import ConfigError, build, load
+from tests.support import HANG_S
 from tests.support.records import make_record
 from tests.support.wandb_file import curves
 
@@ -74,7 +76,11 @@ def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
 def test_an_offline_run_of_wandb_holds_the_curves(tmp_path: Path) -> None:
     use(WandbRecorder("lab", "offline"), tmp_path)
     (path,) = tmp_path.rglob("*.wandb")
-    found = curves(path)
+    # wandb writes in a process of its own, which on a busy machine outlasts `finish`.
+    deadline = time.monotonic() + HANG_S
+    while "test/accuracy" not in (found := curves(path)) or 3 not in found["train/lr"]:
+        assert time.monotonic() < deadline, f"only {sorted(found)} after {HANG_S:g} s"
+        time.sleep(0.2)
     assert found["train/lr"] == {1: 0.1, 2: 0.05, 3: 0.0}
     assert found["test/accuracy"] == {2: 0.75}
     assert {s: v for s, v in found["train/loss"].items() if s < 3} == {1: 2.5, 2: 1.25}
