@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from lab.measure.peaks import Peak, cpu_peak, gpu_peak
+from lab.measure.peaks import Peak, gpu_peak
 from lab.model.numbers import is_number
 from lab.simulate.hardware import THIS_CPU, Device
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 MAPPINGS = {"peak_flops_per_s": 1.0, "op_efficiency": 1e-3, "op_rates": 1.0}  # least values
+CONVOLUTIONS = ("convolution", "convolution_backward")
 LEAST = {
     "bandwidth_bytes_per_s": 0.0,
     "compute_efficiency": 1e-3,
@@ -54,19 +55,25 @@ def parse(name: str, node: Mapping[str, Any]) -> Device:
 
 
 def of_this_machine(device: Device) -> Device:
-    """Return the device with its peak; that of THIS_CPU is estimated here, which imports torch.
+    """Return the device with its peak; that of THIS_CPU is measured here, which imports torch.
 
-    Raises:
-        ValueError: this machine does not report its clock.
+    Its peak is the rate of large matrix products, and the rate of convolutions is in its
+    `op_efficiency`, unless the device has figures of its own.
     """
     if device.name != THIS_CPU or device.peak_flops_per_s:
         return device
-    peak = cpu_peak(device.num_threads or 1)
-    if peak is None:
-        raise ValueError(
-            f"device.name={THIS_CPU}: reports no clock; give hardware.device.peak_flops_per_s.fp32"
-        )
-    return _filled(device, peak)
+    from lab.measure.rates import measured_rates
+
+    num_threads = device.num_threads or 1
+    rates = measured_rates(num_threads)
+    to_product = rates.convolution / rates.product
+    found = f"measured: large products on {num_threads} thread{'s' if num_threads > 1 else ''}"
+    return replace(
+        device,
+        source=device.source or f"{found}; convolutions reach {to_product:.2f} times as much",
+        peak_flops_per_s=(("fp32", rates.product),),
+        op_efficiency=(*((name, to_product) for name in CONVOLUTIONS), *device.op_efficiency),
+    )
 
 
 def _with_peaks(name: str, device: Device) -> Device:
