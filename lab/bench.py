@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from lab.benchmarks.catalogue import BENCHES, OWN
 from lab.benchmarks.measure import measure
 from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, was_asked
-from lab.benchmarks.request import BENCHES, OWN, read
+from lab.benchmarks.request import read
 from lab.distributed.launcher import is_first_rank
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
@@ -14,13 +15,9 @@ from lab.settings.errors import ConfigError
 
 COMMAND = Command(
     "lab.bench",
-    """\
-Compare exchanges, codecs, steps or memory on this machine, with intervals.
-collective: all-reduces by size, exchange=A,B,..., with nccl-tests' columns.
-codec: encode and decode, compared with torch.add on the same tensors.
-step: step times of strategy=A,B,... in turns, as ratios to the last; hook: of hooks in DDP.
-memory: peak memory of strategy=A,B,... next to theory.
-recording: what the lab's own book-keeping adds to a step.
+    "Compare exchanges, codecs, steps, memory or layers on this machine, with intervals.\n"
+    + "\n".join(f"{name}: {bench.text}." for name, bench in BENCHES.items())
+    + """
 
 Compared are the values of the one setting with a list, or sets of settings: a='...' b='...'.""",
     (
@@ -28,6 +25,8 @@ Compared are the values of the one setting with a list, or sets of settings: a='
         "python -m lab.bench codec num_values=25_000_000 threads=2 out=codec.json",
         "python -m lab.bench step strategy=none,onebit,ddp model=mlp 'model.hidden=[4096]' steps=9",
         "python -m lab.bench hook model=mlp 'model.hidden=[1024]' steps=60 out=hook.json",
+        "python -m lab.bench convolution model=lenet batch_size=16 threads=1 out=convolution.json",
+        "python -m lab.bench footprint model=lenet optim=sgd,adamw memory_gb=12",
         "torchrun --nproc-per-node 2 -m lab.bench step strategy=onebit,bf16 model=alexnet_small",
     ),
     OWN,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lab.benchmarks import interleave
 from lab.benchmarks.baselines import DeepSpeedLike, GraceLike
-from lab.benchmarks.request import NUM_VALUES, Request
+from lab.benchmarks.catalogue import NUM_VALUES
+from lab.benchmarks.request import Request
 from lab.benchmarks.sizes import VALUE_BYTES
 from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
 from lab.codec import build

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from lab.benchmarks.catalogue import BENCHES
 from lab.benchmarks.ranks import ask_ranks, is_rank, with_world_size
-from lab.benchmarks.request import BENCHES, Request
+from lab.benchmarks.request import Request
 
 
 def measure(request: Request) -> dict[str, Any] | None:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.request import BENCHES, NUM_RANKS, Request, Variant
+from lab.benchmarks.catalogue import BENCHES, NUM_RANKS
+from lab.benchmarks.request import Request, Variant
 from lab.distributed.launcher import was_launched
 from lab.record.files import write_json
 from lab.settings.config import ConfigError

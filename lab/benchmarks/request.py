@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, OWN
 from lab.benchmarks.sizes import sizes_in_bytes
 from lab.cluster.settings import Cluster, cluster_of
 from lab.distributed.launcher import was_launched, world_size
@@ -19,94 +20,9 @@ from lab.settings.errors import ConfigError
 from lab.settings.overrides import Override, file_to_write, parse_overrides, split
 from lab.sync.pattern import Begin, pattern_of
 
-NUM_RANKS = 2  # the default
-NUM_VALUES = {
-    "cpu": 25_000_000,
-    "cuda": 400_000_000,
-}  # larger than the caches, which are large on GPUs
-OWN = {
-    "out": ("null", "FILE.json for the result; its figure is written next to it"),
-    "world_size": (
-        "null",
-        "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
-    ),
-    "rounds": ("20", "collective, codec: number of rounds"),
-    "sizes": (
-        "[4KiB,64KiB,1MiB,16MiB,64MiB]",
-        "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
-    ),
-    "codec": ("null", "codec: a list of codecs; null: all"),
-    "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
-    "columns": ("4096", "codec: values that share two reconstruction values"),
-    "threads": ("2", "codec: threads of each operation, on CPUs"),
-}
 # Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
 LETTERED = re.compile(r"[a-z]=")
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The settings that one benchmark takes.
-
-    Attributes:
-        own: keys of OWN that it takes, besides out.
-        group: the setting that it compares, unless another setting has the list.
-        default: choices of that group, if none are given.
-        num_variants: least number of variants.
-        only: settings of a run that it uses; empty: all of them.
-        apart: each variant has fresh ranks of its own.
-        environment: variables set for its ranks.
-        sets: sets of settings that it compares, unless others are given.
-        runs: the benchmark that measures them; empty: itself.
-    """
-
-    own: tuple[str, ...]
-    group: str = "strategy"
-    default: str = ""
-    num_variants: int = 1
-    only: tuple[str, ...] = ()
-    apart: bool = False
-    environment: tuple[tuple[str, str], ...] = ()
-    sets: tuple[tuple[str, ...], ...] = ()
-    runs: str = ""
-
-
-BENCHES = {
-    "collective": Bench(
-        ("sizes", "rounds", "world_size"),
-        group="exchange",
-        default="allreduce,ring,tree",
-        only=(
-            *("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
-            "cluster",
-        ),
-    ),
-    "codec": Bench(
-        ("codec", "num_values", "columns", "threads", "rounds"), default="none", only=("device",)
-    ),
-    "step": Bench(("world_size",), num_variants=2),
-    "hook": Bench(
-        ("world_size",),
-        sets=(
-            ("strategy=onebit", "sync=ddp", "sync.hook=lab"),
-            # One bucket: over Gloo torch's hook fails with several.
-            ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=10000"),
-            ("strategy=ddp", "sync.hook=fp16"),
-            ("strategy=ddp",),
-            ("strategy=onebit",),
-        ),
-        runs="step",
-    ),
-    "memory": Bench(
-        ("world_size",),
-        default="allreduce,overlap,onebit,ddp",
-        apart=True,
-        # glibc then returns freed blocks at once, so that resident memory is memory in use.
-        environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
-    ),
-    "recording": Bench(("world_size",), default="none"),
-}
 
 
 @dataclass(frozen=True)
@@ -203,7 +119,9 @@ def _json_file(key: str, text: str) -> Path | None:
 PARSERS: dict[str, Callable[[str, str], Any]] = {
     "sizes": sizes_in_bytes,
     "codec": _names,
+    "algorithm": _names,
     "num_values": _number_or_null,
+    "memory_gb": _number_or_null,
     "world_size": _number_or_null,
     "out": _json_file,
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lab.data import Data
@@ -16,6 +17,54 @@ from lab.settings.errors import ConfigError
 from lab.settings.own_code import callable_at, of_loss
 from lab.task.base import Task
 from lab.task.own import OwnLoss
+
+# Settings of data that change how much of it there is, but no shape: a few samples are enough.
+FEW = {"num_images": 8}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Data, task and model of a run that is not trained.
+
+    Attributes:
+        data: on the CPU, with as few samples as it can be asked for.
+        model: on the meta device, with its transform; on the CPU if its constructor needs values.
+    """
+
+    data: Data
+    task: Task
+    model: nn.Module
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The target of one sample."""
+        return self.data.targets()[0][0]
+
+
+def blueprint(config: DictConfig) -> Blueprint:
+    """Build a run's data, task and model for their shapes alone.
+
+    Raises:
+        ConfigError: a part cannot be built, or the model does not fit the data.
+    """
+    few: Any = {key: value for key, value in FEW.items() if key in config.data}
+    node: Any = OmegaConf.merge(config.data, few)
+    data = build_data(node, config.seed, torch.device("cpu"))
+    task = build_task(config.task)
+    shape, _ = output_shapes(task, data)
+    try:
+        with torch.device("meta"):
+            model = build_model(config.model, data, shape[-1])
+    except ConfigError:
+        raise
+    except Exception:  # of the user's constructor, which may compute with values
+        model = build_model(config.model, data, shape[-1])
+    if "_target_" in config.transform:
+        try:
+            model = build(config.transform)(model)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return Blueprint(data, task, model)
 
 
 def build_data(node: DictConfig, seed: int, device: torch.device) -> Data:

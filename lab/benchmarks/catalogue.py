@@ -1,0 +1,120 @@
+"""All benchmarks, and the settings that each takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NUM_RANKS = 2  # the default
+NUM_VALUES = {
+    "cpu": 25_000_000,
+    "cuda": 400_000_000,
+}  # larger than the caches, which are large on GPUs
+OWN = {
+    "out": ("null", "FILE.json for the result; its figure is written next to it"),
+    "world_size": (
+        "null",
+        "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
+    ),
+    "rounds": ("20", "collective, codec, convolution: number of rounds"),
+    "sizes": (
+        "[4KiB,64KiB,1MiB,16MiB,64MiB]",
+        "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
+    ),
+    "codec": ("null", "codec: a list of codecs; null: all"),
+    "algorithm": ("null", "convolution: a list of algorithms; null: all"),
+    "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
+    "columns": ("4096", "codec: values that share two reconstruction values"),
+    "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
+    "threads": ("2", "codec, convolution: threads of each operation, on CPUs"),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The settings that one benchmark takes.
+
+    Attributes:
+        text: describes it in a line.
+        own: keys of OWN that it takes, besides out.
+        group: the setting that it compares, unless another setting has the list.
+        default: choices of that group, if none are given.
+        num_variants: least number of variants.
+        only: settings of a run that it uses; empty: all of them.
+        apart: each variant has fresh ranks of its own.
+        environment: variables set for its ranks.
+        sets: sets of settings that it compares, unless others are given.
+        runs: the benchmark that measures them; empty: itself.
+    """
+
+    text: str
+    own: tuple[str, ...]
+    group: str = "strategy"
+    default: str = ""
+    num_variants: int = 1
+    only: tuple[str, ...] = ()
+    apart: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+    sets: tuple[tuple[str, ...], ...] = ()
+    runs: str = ""
+
+
+BENCHES = {
+    "collective": Bench(
+        "all-reduces by size, exchange=A,B,..., with nccl-tests' columns",
+        ("sizes", "rounds", "world_size"),
+        group="exchange",
+        default="allreduce,ring,tree",
+        only=(
+            *("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
+            "cluster",
+        ),
+    ),
+    "codec": Bench(
+        "encode and decode, compared with torch.add on the same tensors",
+        ("codec", "num_values", "columns", "threads", "rounds"),
+        default="none",
+        only=("device",),
+    ),
+    "step": Bench(
+        "step times of strategy=A,B,... in turns, as ratios to the last",
+        ("world_size",),
+        num_variants=2,
+    ),
+    "hook": Bench(
+        "the same of hooks in DDP, and of the trainer's own exchange",
+        ("world_size",),
+        sets=(
+            ("strategy=onebit", "sync=ddp", "sync.hook=lab"),
+            # One bucket: over Gloo torch's hook fails with several.
+            ("strategy=ddp", "sync.hook=powersgd", "bucket_mb=10000"),
+            ("strategy=ddp", "sync.hook=fp16"),
+            ("strategy=ddp",),
+            ("strategy=onebit",),
+        ),
+        runs="step",
+    ),
+    "memory": Bench(
+        "peak memory of strategy=A,B,... next to theory",
+        ("world_size",),
+        default="allreduce,overlap,onebit,ddp",
+        apart=True,
+        # glibc then returns freed blocks at once, so that resident memory is memory in use.
+        environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
+    ),
+    "recording": Bench(
+        "what the lab's own book-keeping adds to a step", ("world_size",), default="none"
+    ),
+    "convolution": Bench(
+        "algorithms on a model's convolutions: time, operations, workspace, error",
+        ("algorithm", "rounds", "threads"),
+        default="none",
+        only=("model", "data", "task", "batch_size", "device", "seed"),
+    ),
+    "footprint": Bench(
+        "a step's memory by kind, and the largest batch, computed",
+        ("memory_gb",),
+        group="batch_size",
+        default="64,128,256",
+        only=("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
+    ),
+}

@@ -1,0 +1,54 @@
+"""Memory of a training step by kind, computed for each set of settings; no step is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lab.benchmarks.request import Request
+from lab.layers.footprint import Step, largest_batch, peak_bytes
+from lab.measure.environment import environment, git_commit
+from lab.problem.build import blueprint
+from lab.settings.config import ConfigError
+from lab.training.optim import make_optim
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Compute the footprint of every variant.
+
+    Raises:
+        ConfigError: a model cannot be built, or cannot run without values.
+    """
+    memory_gb = request.own["memory_gb"]
+    return {
+        "rows": [_row(each.label, each.config, memory_gb) for each in request.variants],
+        "memory_gb": memory_gb,
+        "emulation": "none",
+        "environment": environment(1, asks_tools=False),
+        "git_commit": git_commit(),
+    }
+
+
+def _row(label: str, config: DictConfig, memory_gb: int | None) -> dict[str, Any]:
+    plan = blueprint(config)
+    optim = make_optim(config.optim, config.batch_size)
+    step = Step(
+        *(plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss),
+        *(optim.optimizer, config.precision),
+    )
+    model = config.model["_target_"].rpartition(".")[2]
+    try:
+        kinds = peak_bytes(plan.model, step, config.batch_size)
+        most = largest_batch(plan.model, step, 1e9 * memory_gb) if memory_gb else None
+    except ValueError as error:
+        raise ConfigError(f"model={config.model['_target_']}: {error}") from None
+    return {
+        "name": label or model,
+        "model": model,
+        "batch_size": config.batch_size,
+        "num_parameters": sum(each.numel() for each in plan.model.parameters()),
+        "bytes": dict(kinds),
+        "total_bytes": sum(kinds.values()),
+        "largest_batch": most,
+    }

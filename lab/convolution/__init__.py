@@ -1,0 +1,1 @@
+"""Convolution algorithms: one signature, three passes, counted operations."""

@@ -1,0 +1,111 @@
+"""Which algorithm computes a layer: one for all, by counted cost, or by trial.
+
+These are the three ways that frameworks have (Kim et al. 2017, slides 18 and 19): fixed by the
+user, by a heuristic (cuDNN's Get), by a profile (cuDNN's Find).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lab.convolution.algorithm import Algorithm
+from lab.convolution.algorithms import ALGORITHMS, LIBRARY
+from lab.convolution.problem import Pass, Problem
+
+Chosen = Mapping[Pass, Algorithm]
+Chooser = Callable[[Problem, Tensor, Tensor], Chosen]  # of input and filters
+
+FAMILIES = {"winograd": ("winograd4x3", "winograd2x5")}
+# Operations in the time that a byte takes to or from memory: 90 GFLOP/s over 9 GB/s, of one core.
+OPERATIONS_PER_BYTE = 10
+MOVES = 2  # a workspace is written once and read once
+TRIALS = 5
+MARGIN = 0.05  # the library stays unless another one is faster by more than that
+HOPELESS = 2.0  # so many times slower than the library in its first call, and there is no second
+
+
+def fixed(name: str) -> Chooser:
+    """Choose one algorithm, and the library where it refuses.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    if name not in (*ALGORITHMS, *FAMILIES):
+        allowed = ", ".join((*ALGORITHMS, *FAMILIES))
+        raise ValueError(f"algorithm={name}: allowed are {allowed}")
+    candidates = [ALGORITHMS[each] for each in (*FAMILIES.get(name, (name,)), LIBRARY.name)]
+    return lambda problem, _x, _w: {
+        which: next(each for each in candidates if not each.refusal(problem, which))
+        for which in Pass
+    }
+
+
+def heuristic(problem: Problem, _x: Tensor, _w: Tensor) -> Chosen:
+    """Choose the fewest operations and bytes of workspace, as counted."""
+
+    def cost(algorithm: Algorithm, which: Pass) -> float:
+        counted = algorithm.total(problem, which)
+        return counted.operations + OPERATIONS_PER_BYTE * MOVES * counted.workspace_bytes
+
+    return {
+        which: min(willing(problem, which), key=lambda each: cost(each, which)) for which in Pass
+    }
+
+
+def profile(problem: Problem, x: Tensor, w: Tensor) -> Chosen:
+    """Try all algorithms in turns on these tensors, and choose the fastest of each pass."""
+    with torch.no_grad():
+        dy = torch.randn(problem.batch, problem.filters, *problem.out_size, device=x.device)
+        return {which: _fastest(problem, which, x.detach(), w.detach(), dy) for which in Pass}
+
+
+def willing(problem: Problem, which: Pass) -> list[Algorithm]:
+    """Return the algorithms that compute this pass, the library first."""
+    return [each for each in ALGORITHMS.values() if not each.refusal(problem, which)]
+
+
+def call_of(
+    algorithm: Algorithm, problem: Problem, which: Pass, x: Tensor, w: Tensor, dy: Tensor
+) -> Callable[[], Tensor]:
+    """Return a call of one pass."""
+    calls: dict[Pass, Callable[[], Tensor]] = {
+        Pass.FORWARD: lambda: algorithm.forward(x, w, problem),
+        Pass.BACKWARD_DATA: lambda: algorithm.backward_data(dy, w, problem),
+        Pass.BACKWARD_WEIGHTS: lambda: algorithm.backward_weights(dy, x, problem),
+    }
+    return calls[which]
+
+
+def _fastest(problem: Problem, which: Pass, x: Tensor, w: Tensor, dy: Tensor) -> Algorithm:
+    calls = {each: call_of(each, problem, which, x, w, dy) for each in willing(problem, which)}
+    times = {algorithm: [_seconds(call, x.device)] for algorithm, call in calls.items()}
+    limit = HOPELESS * min(times[LIBRARY][0], _seconds(calls[LIBRARY], x.device))
+    left = [each for each in calls if each is LIBRARY or times[each][0] < limit]
+    for seconds in times.values():
+        seconds.clear()  # the first calls prepare: they map memory and compile
+    for trial in range(TRIALS):
+        for algorithm in _turned(left, trial):
+            times[algorithm].append(_seconds(calls[algorithm], x.device))
+    best = min(left, key=lambda each: median(times[each]))
+    return best if median(times[best]) < (1 - MARGIN) * median(times[LIBRARY]) else LIBRARY
+
+
+def _turned(candidates: list[Algorithm], trial: int) -> Iterable[Algorithm]:
+    """Return the candidates in another order in each trial."""
+    start = trial % len(candidates)
+    return candidates[start:] + candidates[:start]
+
+
+def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
