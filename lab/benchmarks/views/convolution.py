@@ -110,13 +110,14 @@ def _seconds(result: dict[str, Any], name: str) -> float:
 
 def _line(row: dict[str, Any]) -> list[str]:
     first = [row["layer"], str(row["count"]), row["pass"], row["algorithm"]]
-    counts = [f"{G * row['operations']:.3f}", f"{G * row['executed']:.3f}"]
+    defined = f"{G * row['operations']:.3f}"
     if row["refused"]:
-        return [*first, "refused", "", "", *counts, "", "", row["refused"]]
+        return [*first, "refused", "", "", defined, "", "", "", row["refused"]]
     times = [f"{1e3 * row['time_s'][key]:.3f}" for key in ("median", "mad")]
     workspace = f"{MB * row['workspace_bytes']:.1f}"
     ran = row["implementation"] or ""
-    return [*first, *times, ranged(row["ratio"]), *counts, workspace, f"{row['error']:.1e}", ran]
+    counts = [defined, f"{G * row['executed']:.3f}", workspace]
+    return [*first, *times, ranged(row["ratio"]), *counts, f"{row['error']:.1e}", ran]
 
 
 def _sum(each: dict[str, Any]) -> list[str]:

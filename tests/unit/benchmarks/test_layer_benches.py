@@ -1,0 +1,117 @@
+"""Benchmarks of layers: convolution algorithms and memory by kind, from command to figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import bench
+from lab.benchmarks import convolution, interleave
+from lab.benchmarks.views import show
+from lab.convolution.algorithms import ALGORITHMS
+from lab.layers.footprint import KINDS
+from tests.support.figures import bars, keep_saved, legend, ticks
+
+LENET = ("model=lenet", "batch_size=2", "threads=1", "rounds=6")
+
+
+def test_every_algorithm_is_measured_or_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(convolution, "BUDGET_S", 0.0)
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "lenet.json"
+    assert bench.main(["convolution", *LENET, f"out={out}"]) == 0
+    result = json.loads(out.read_text())
+    rows = result["rows"]
+    assert len(rows) == 2 * 3 * len(ALGORITHMS)
+    assert {row["shape"] for row in rows} == {"1x32x32 -> 20, 5x5", "20x14x14 -> 50, 5x5"}
+    for row in rows:
+        if row["algorithm"] in ("winograd2x3", "winograd4x3"):
+            assert row["refused"] == "kernel (5, 5): must be (3, 3)" and row["time_s"] is None
+        else:
+            assert row["refused"] is None and row["error"] < 1e-4
+            assert row["num_rounds"] == interleave.ENOUGH_ROUNDS and row["ratio"]["low"]
+    assert all(row["implementation"] for row in rows if row["algorithm"] == "library")
+    text = capfd.readouterr().out
+    assert "[1/2] features.0: 1x32x32 -> 20, 5x5" in text and "onednn_verbose" not in text
+    assert "backward data of the first layer" in text
+    figure = saved["lenet.png"]
+    counted, timed = figure.axes
+    assert legend(figure) == [*ALGORITHMS, "by definition"]
+    assert ticks(timed, "x") == ["0", "2"]
+    assert len(bars(counted)) == len(bars(timed)) == 2 * len(ALGORITHMS)
+
+
+def row_of(
+    algorithm: str, which: str, seconds: float | None, first: bool = False
+) -> dict[str, Any]:
+    time_s = None if seconds is None else {"median": seconds, "mad": 0.0}
+    return {
+        "layer": "a" if first else "b",
+        "is_first": first,
+        "count": 1 if first else 2,
+        "pass": which,
+        "algorithm": algorithm,
+        "time_s": time_s,
+        "executed": 10,
+    }
+
+
+def test_sums_take_the_library_for_what_is_refused_and_leave_out_what_no_step_needs() -> None:
+    rows = [
+        row_of("library", "forward", 3.0, first=True),
+        row_of("gemm", "forward", 2.0, first=True),
+        row_of("library", "backward data", 100.0, first=True),
+        row_of("gemm", "backward data", 100.0, first=True),
+        row_of("library", "forward", 5.0),
+        row_of("gemm", "forward", None),
+    ]
+    found = {each["algorithm"]: each for each in convolution.sums(rows)}
+    assert {name: each["seconds"] for name, each in found.items()} == {
+        "library": 3 + 2 * 5,
+        "gemm": 2 + 2 * 5,
+        "best of each": 2 + 2 * 5,
+    }
+    assert (found["gemm"]["num_own"], found["gemm"]["num_passes"]) == (1, 2)
+
+
+def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "a.json"
+    words = ["model=lenet", "batch_size=64", "optim=sgd,adamw", "memory_gb=1", f"out={out}"]
+    assert bench.main(["footprint", *words]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["optim=sgd", "optim=adamw"]
+    sgd, adamw = rows
+    assert sgd["total_bytes"] == sum(sgd["bytes"].values()) < adamw["total_bytes"]
+    assert sgd["largest_batch"] > adamw["largest_batch"] > 1000
+    assert "batch in 1 GB" in capsys.readouterr().out
+    (panel,) = saved["a.png"].axes
+    assert ticks(panel, "y") == ["optim=sgd", "optim=adamw"]
+    assert len(bars(panel)) == 2 * len(KINDS)
+    assert show.table(json.loads(out.read_text())).startswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("convolution", "model=mlp"), "model=lab.model.mlp.mlp: has no 2-d convolution"),
+        (("convolution", "algorithm=magic"), "algorithm=magic: allowed are library, direct,"),
+        (("convolution", "batch_size=2,4"), "batch_size=2, batch_size=4: convolution measures one"),
+        (("convolution", "optim=adamw"), "optim=adamw: is not used by convolution; allowed are"),
+        (("footprint", "memory_gb=much"), "memory_gb=much: must be an integer of at least 1"),
+        (("footprint", "model=alexnet"), "model=alexnet: images of 32x32 px are too small"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(list(words)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"lab.bench: error: {message}") and err.count("\n") == 1
