@@ -24,6 +24,7 @@ OWN = {
     "algorithm": ("null", "convolution: a list of algorithms; null: all"),
     "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
     "columns": ("4096", "codec: values that share two reconstruction values"),
+    "trace": ("null", "transfer: FILE.json or FILE.json.gz, of torch.profiler"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
     "threads": ("2", "codec, convolution: threads of each operation, on CPUs"),
 }
@@ -116,5 +117,11 @@ BENCHES = {
         group="batch_size",
         default="64,128,256",
         only=("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
+    ),
+    "transfer": Bench(
+        "copies between host and device in trace=FILE: number, bytes, rate, share hidden",
+        ("trace",),
+        default="none",
+        only=("trace",),
     ),
 }

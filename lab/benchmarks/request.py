@@ -112,6 +112,10 @@ def _names(_key: str, text: str) -> list[str] | None:
     return None if text == "null" else text.strip("[]").split(",")
 
 
+def _file_or_null(_key: str, text: str) -> Path | None:
+    return None if text == "null" else Path(text)
+
+
 def _json_file(key: str, text: str) -> Path | None:
     return file_to_write(key, text, ".json")
 
@@ -122,6 +126,7 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
     "algorithm": _names,
     "num_values": _number_or_null,
     "memory_gb": _number_or_null,
+    "trace": _file_or_null,
     "world_size": _number_or_null,
     "out": _json_file,
 }
