@@ -49,6 +49,11 @@ class ChosenConv2d(nn.Module):
         device = x.device.type
         if device == "meta" or x.dtype != torch.float32 or torch.is_autocast_enabled(device):
             return self._by_library(x)
+        y: Tensor = self._by_choice(x)
+        return y
+
+    @torch.compiler.disable  # trials and choices are no part of a graph
+    def _by_choice(self, x: Tensor) -> Tensor:
         problem = Problem.of(x, self.weight, self.stride, self.padding, self.groups)
         if problem not in self.chosen:
             self.chosen[problem] = self._choose(problem, x, self.weight)

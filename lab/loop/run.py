@@ -20,9 +20,9 @@ from lab.loop.identity import identity, settings_of
 from lab.loop.measured import LabSync, OwnLoop
 from lab.loop.world import world_of
 from lab.record.run_directory import RunDirectory
+from lab.settings.config import ConfigError
 from lab.settings.names import run_name
 from lab.training import outcome
-from lab.training.claim import claim_together
 from lab.training.failure import failure_of
 
 
@@ -208,13 +208,20 @@ class Run:
         self._directory.write_record(self._record)
 
     def _claim(self, arguments: list[str]) -> RunDirectory:
-        config = self._loop.config
-        parent = Path(config.runs_dir).absolute() / config.study
-        name = run_name(arguments, config.strategy, self._world.size)
-        directory, _ = claim_together(
-            self._world, lambda: RunDirectory.claim(parent, None, name, None)
-        )
-        return directory
+        """Claim a free directory on rank 0, and tell the others its path."""
+        config, world, answer, claimed = self._loop.config, self._world, "", None
+        if world.rank == 0:
+            parent = Path(config.runs_dir).absolute() / config.study
+            name = run_name(arguments, config.strategy, world.size)
+            try:
+                claimed = RunDirectory.claim(parent, None, name, None)
+                answer = f"at {claimed.path}"
+            except ValueError as error:
+                answer = f"no {error}"
+        verdict, _, text = world.broadcast_text(answer).partition(" ")
+        if verdict == "no":
+            raise ConfigError(text)
+        return claimed or RunDirectory(Path(text))
 
 
 def _name(model: nn.Module) -> str:

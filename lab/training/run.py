@@ -26,7 +26,6 @@ from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
 from lab.training.bar import Bar
-from lab.training.claim import claim_together
 from lab.training.compiled import compiled_as
 from lab.training.compute import compute_of
 from lab.training.curves import Curves
@@ -272,21 +271,29 @@ class Run:
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
-    """Claim the run's directory on rank 0, and tell the others its path.
+    """Claim the run's directory on rank 0, and tell the others its path, or why there is none.
 
     Returns: None if an earlier start of this job has already finished.
 
     Raises: ConfigError: it is taken, or cannot be written.
     """
-    parent = Path(config.runs_dir).absolute() / config.study
-    name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
-    launch = launcher.launch_id(arguments)
-    directory, is_done = claim_together(
-        world, lambda: RunDirectory.claim(parent, config.cell, name, config.resume, launch)
-    )
-    if not is_done:
-        return directory
-    directory.release()
+    answer, claimed = "", None
     if world.rank == 0:
-        print(f"done already, by an earlier start of this job: {directory.path}")
-    return None
+        parent = Path(config.runs_dir).absolute() / config.study
+        name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
+        try:
+            claimed = RunDirectory.claim(
+                parent, config.cell, name, config.resume, launcher.launch_id(arguments)
+            )
+            answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
+        except ValueError as error:
+            answer = f"no {error}"
+    verdict, _, text = world.broadcast_text(answer).partition(" ")
+    if verdict == "no":
+        raise ConfigError(text)
+    if verdict == "done":
+        if claimed:
+            claimed.release()
+            print(f"done already, by an earlier start of this job: {text}")
+        return None
+    return claimed or RunDirectory(Path(text))  # rank 0's holds the lock

@@ -16,12 +16,13 @@ from lab.analysis.figures.sheet import Sheet
 from lab.analysis.records import Study, load_study
 from lab.analysis.speedup import table
 from lab.benchmarks import codec, collective, sizes
-from lab.benchmarks.views import memory, text
+from lab.benchmarks.views import convolution, footprint, memory, text, transfer
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
 from lab.diagnosis.remedies import remedies
 from lab.diagnosis.rules import judge
 from lab.draw.looks import looks_of
+from lab.layers.footprint import KINDS
 from lab.record.schema import read_record
 from lab.settings.config import load
 from lab.simulate import view as prediction
@@ -35,7 +36,7 @@ from tests.support.records import leave, make_record
 
 NUM_BYTES = 10**8  # 95.4 MiB
 # Say how much something is, which nothing computes.
-FIXED = {"lab/benchmarks/request.py", "lab/checklist/several_gpus.py"}
+FIXED = {"lab/benchmarks/catalogue.py", "lab/checklist/several_gpus.py"}
 
 IN_ONE_BUCKET: dict[str, Any] = {
     **{"strategy": "overlap", "world_size": 2, "num_steps": 9},
@@ -68,6 +69,13 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     (panel,) = payload(sheet).axes
     used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
     peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
+    kinds = {"name": "a", "num_parameters": 0, "largest_batch": None, "total_bytes": NUM_BYTES}
+    kinds |= {"bytes": dict.fromkeys(KINDS, NUM_BYTES)}
+    copies = {"direction": "HtoD", "kind": "a", "invocations": 1, "num_bytes": NUM_BYTES}
+    copies |= {"seconds": 1.0, "hidden_s": 0.0, "sizes": [1]}
+    layer = {**dict.fromkeys(("layer", "pass", "algorithm", "refused", "implementation"), "")}
+    layer |= {**dict.fromkeys(("count", "operations", "executed", "error"), 0), "ratio": None}
+    layer |= {"time_s": {"median": 0.0, "mad": 0.0}, "workspace_bytes": NUM_BYTES}
     profile = {"profiles": {"p": NUM_BYTES}, "fit": None, "scores": []}
     profile |= {"sources": {"p": "measured"}, "by_default": False, "measured": None}
     profile |= {"hardware": [{"name": "h", "conditions": "", "assumed": []}]}
@@ -79,6 +87,15 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             "payload per step, busiest rank (MB): 200.0",
         ),
         "lab/benchmarks/sizes.py": (sizes.size_name(NUM_BYTES), "100 MB"),
+        "lab/benchmarks/views/convolution.py": (" ".join(convolution._line(layer)), " 100.0 "),
+        "lab/benchmarks/views/footprint.py": (
+            " ".join(footprint._line(kinds)),
+            f"a 0.000 {' '.join(['100.0'] * (len(KINDS) + 1))}",
+        ),
+        "lab/benchmarks/views/transfer.py": (
+            " ".join(transfer._line(copies)),
+            "HtoD a 1 100.000 100000.00 0.100 1000.000",
+        ),
         "lab/benchmarks/views/memory.py": (
             " ".join(memory._line({"name": "a", "of_theory": 1.0, "rank": 0, **used, **peaks})),
             "a 100.0 100.0 100.0 1.000 100.0 100.0 0",
