@@ -15,7 +15,7 @@ OWN = {
         "null",
         "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
     ),
-    "rounds": ("20", "collective, codec, convolution: number of rounds"),
+    "rounds": ("20", "collective, codec, convolution, throughput: number of rounds"),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
         "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
@@ -26,7 +26,7 @@ OWN = {
     "columns": ("4096", "codec: values that share two reconstruction values"),
     "trace": ("null", "transfer: FILE.json or FILE.json.gz, of torch.profiler"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
-    "threads": ("2", "codec, convolution: threads of each operation, on CPUs"),
+    "threads": ("2", "codec, convolution, throughput: threads, on CPUs"),
 }
 
 
@@ -123,5 +123,15 @@ BENCHES = {
         ("trace",),
         default="none",
         only=("trace",),
+    ),
+    "throughput": Bench(
+        "samples per second by batch, training and inference, and the knee",
+        ("rounds", "threads"),
+        group="batch_size",
+        default="4,8,16,32,64,128",
+        only=(
+            *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
+            *("channels_last", "compile", "device", "seed"),
+        ),
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab import bench
-from lab.benchmarks import convolution, interleave
+from lab.benchmarks import convolution, interleave, throughput
 from lab.benchmarks.views import show
 from lab.convolution.algorithms import ALGORITHMS
 from lab.layers.footprint import KINDS
@@ -98,9 +98,42 @@ def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
     assert show.table(json.loads(out.read_text())).startswith(" ")
 
 
+def test_throughput_has_a_line_for_each_batch_and_a_knee(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "a.json"
+    words = ["model=mlp", "batch_size=2,32", "threads=1", "rounds=6", f"out={out}"]
+    assert bench.main(["throughput", *words]) == 0
+    result = json.loads(out.read_text())
+    few, many = result["rows"]
+    assert (few["batch_size"], many["batch_size"]) == (2, 32)
+    for row in (few, many):
+        assert row["inference"]["median"] > row["training"]["median"] > 0
+        assert 0 < row["products_share"] < 1 and row["utilisation"] > 0
+        assert row["step_s"]["median"] == pytest.approx(
+            row["batch_size"] / row["training"]["median"], rel=0.5
+        )
+    assert result["knees"] == {"training": 32, "inference": 32}
+    assert "knee: from a batch of 32 in training" in capsys.readouterr().out
+    (panel,) = saved["a.png"].axes
+    assert ticks(panel, "x") == ["2", "32"]
+    assert legend(saved["a.png"]) == ["training", "knee: 32", "inference", "knee: 32"]
+
+
+def test_the_knee_is_the_first_batch_close_to_the_best_rate() -> None:
+    rates = {8: 50.0, 1: 10.0, 4: 49.0, 2: 30.0}
+    rows = [{"batch_size": b, "training": {"median": rate}} for b, rate in rates.items()]
+    assert throughput.knee(rows, "training") == 4
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ("throughput", "batch_size=2000", "model=mlp"),
+            "batch_size=2000: the test part has 360 samples, too few for a batch of inference",
+        ),
         (("convolution", "model=mlp"), "model=lab.model.mlp.mlp: has no 2-d convolution"),
         (("convolution", "algorithm=magic"), "algorithm=magic: allowed are library, direct,"),
         (("convolution", "batch_size=2,4"), "batch_size=2, batch_size=4: convolution measures one"),
