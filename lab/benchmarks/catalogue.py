@@ -26,7 +26,7 @@ OWN = {
     "columns": ("4096", "codec: values that share two reconstruction values"),
     "trace": ("null", "transfer: FILE.json or FILE.json.gz, of torch.profiler"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
-    "threads": ("2", "codec, convolution, throughput: threads, on CPUs"),
+    "threads": ("2", "codec, convolution, throughput, roofline: threads, on CPUs"),
 }
 
 
@@ -132,6 +132,15 @@ BENCHES = {
         only=(
             *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
             *("channels_last", "compile", "device", "seed"),
+        ),
+    ),
+    "roofline": Bench(
+        "layers by operations per byte, under this machine's measured peaks",
+        ("threads",),
+        default="none",
+        only=(
+            *("model", "data", "task", "transform", "precision", "tf32", "batch_size"),
+            *("channels_last", "device", "seed"),
         ),
     ),
 }

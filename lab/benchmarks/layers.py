@@ -58,7 +58,7 @@ def measure(
     world = join(configs[0])
     on_gpu = world.device.type == "cuda"
     try:
-        whole, fewer = (_measured(config, world) for config in configs)
+        whole, fewer = (measured(config, world) for config in configs)
         kernels_ms = _kernels_ms(configs[0], world) if on_gpu else None
         command = shlex.join(["python", "-m", "lab.profile_layers", *settings])
         source = f"measured on {device_and_torch(world.device)}: {command}"
@@ -78,7 +78,7 @@ def measure(
     return profile, kernels_ms
 
 
-def _measured(config: DictConfig, world: World) -> Measured:
+def measured(config: DictConfig, world: World) -> Measured:
     """Time steps with and without clocks on the layers, in turns.
 
     The clocks cost time themselves, so all layers are scaled to the pass of the steps without.

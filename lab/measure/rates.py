@@ -21,6 +21,9 @@ SIDE = 768  # of square matrices: 2.3 MB each
 BATCH, CHANNELS, PIXELS, KERNEL = 8, 128, 28, 3  # a convolution of VGG-16 at an eighth of its area
 
 
+COPIED_AT_ONCE = 16_000_000  # bytes that are timed together, so that the clock's own time is small
+
+
 @dataclass(frozen=True)
 class Rates:
     """Floating-point operations per second, fp32; a multiply-add is two."""
@@ -41,6 +44,23 @@ def measured_rates(num_threads: int) -> Rates:
             2 * SIDE**3 / _fastest_s(lambda: a @ b),
             convolved / _fastest_s(lambda: conv2d(images, filters, padding=KERNEL // 2)),
         )
+
+
+def copy_rate(num_bytes: int, num_threads: int) -> float:
+    """Measure the bytes per second, read and written, of copies of so many bytes.
+
+    Small copies stay in a cache, large ones go to memory.
+    """
+    a = torch.ones(num_bytes // 8)  # half of the bytes are read, half are written
+    b = torch.empty_like(a)
+    repeats = max(1, COPIED_AT_ONCE // num_bytes)
+
+    def copy() -> None:
+        for _ in range(repeats):
+            b.copy_(a)
+
+    with _threads(num_threads):
+        return repeats * (a.nbytes + b.nbytes) / _fastest_s(copy)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab import bench
-from lab.benchmarks import convolution, interleave, throughput
+from lab.benchmarks import convolution, interleave, roofline, throughput
 from lab.benchmarks.views import show
 from lab.convolution.algorithms import ALGORITHMS
 from lab.layers.footprint import KINDS
@@ -127,9 +127,34 @@ def test_the_knee_is_the_first_batch_close_to_the_best_rate() -> None:
     assert throughput.knee(rows, "training") == 4
 
 
+def test_layers_stand_under_the_roofs_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(roofline, "COPIES", (200_000, 8_000_000))
+    monkeypatch.setattr(roofline, "STEPS", 8)
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "a.json"
+    words = ["model=lenet", "batch_size=4", "threads=1", f"out={out}"]
+    assert bench.main(["roofline", *words]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["forward", "backward"] * 4
+    first, first_backward, second, second_backward = rows[:4]
+    assert first["flops"] == 4 * 2 * 20 * 28 * 28 * 25  # 4 images, 20 maps of 28x28, 5x5 filters
+    assert first_backward["flops"] == first["flops"]  # of weights alone: the input needs none
+    assert second_backward["flops"] == 2 * second["flops"]
+    for row in rows:
+        assert row["seconds"] > 0 and row["of_roof"] > 0 and row["loose_bytes"] <= row["num_bytes"]
+    text = capsys.readouterr().out
+    assert "copies: of 200 kB " in text and "fusable: bytes of operations without products" in text
+    (panel,) = saved["a.png"].axes
+    marks = [line for line in panel.lines if line.get_marker() in ("o", "s")]
+    assert len(marks) == len(rows) and len(panel.lines) == len(rows) + 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("roofline", "batch_size=2,4"), "batch_size=2, batch_size=4: roofline measures one model"),
         (
             ("throughput", "batch_size=2000", "model=mlp"),
             "batch_size=2000: the test part has 360 samples, too few for a batch of inference",

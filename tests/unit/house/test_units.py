@@ -16,7 +16,7 @@ from lab.analysis.figures.sheet import Sheet
 from lab.analysis.records import Study, load_study
 from lab.analysis.speedup import table
 from lab.benchmarks import codec, collective, sizes
-from lab.benchmarks.views import convolution, footprint, memory, text, transfer
+from lab.benchmarks.views import convolution, footprint, memory, roofline, text, transfer
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
 from lab.diagnosis.remedies import remedies
@@ -76,6 +76,12 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     layer = {**dict.fromkeys(("layer", "pass", "algorithm", "refused", "implementation"), "")}
     layer |= {**dict.fromkeys(("count", "operations", "executed", "error"), 0), "ratio": None}
     layer |= {"time_s": {"median": 0.0, "mad": 0.0}, "workspace_bytes": NUM_BYTES}
+    spot = {"layer": "a", "way": "", "bound": "", "flops": 0, "flops_per_byte": None}
+    spot |= {
+        "seconds": 1.0,
+        "of_roof": None,
+        **dict.fromkeys(("num_bytes", "loose_bytes"), NUM_BYTES),
+    }
     profile = {"profiles": {"p": NUM_BYTES}, "fit": None, "scores": []}
     profile |= {"sources": {"p": "measured"}, "by_default": False, "measured": None}
     profile |= {"hardware": [{"name": "h", "conditions": "", "assumed": []}]}
@@ -92,6 +98,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             " ".join(footprint._line(kinds)),
             f"a 0.000 {' '.join(['100.0'] * (len(KINDS) + 1))}",
         ),
+        "lab/benchmarks/views/roofline.py": (" ".join(roofline._line(spot)), "a  0.000 100.00 "),
         "lab/benchmarks/views/transfer.py": (
             " ".join(transfer._line(copies)),
             "HtoD a 1 100.000 100000.00 0.100 1000.000",

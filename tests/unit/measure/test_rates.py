@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab.measure import rates
-from lab.measure.rates import Rates, measured_rates
+from lab.measure.rates import Rates, copy_rate, measured_rates
 from lab.simulate.devices import of_this_machine
 from lab.simulate.hardware import THIS_CPU, Device
 
@@ -44,3 +44,9 @@ def test_this_cpu_is_as_fast_as_it_was_measured(monkeypatch: pytest.MonkeyPatch)
     )
     own = replace(DEVICE, peak_flops_per_s=(("fp32", 1e9),))
     assert of_this_machine(own) is own
+
+
+def test_copies_are_counted_in_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_fastest_s", lambda copy: copy() or 0.5)
+    assert copy_rate(64_000_000, 1) == pytest.approx(64e6 / 0.5)
+    assert copy_rate(1_000_000, 1) == pytest.approx(16e6 / 0.5)  # sixteen of them together
