@@ -15,7 +15,7 @@ from lab.model.work import Operation, Work
 
 @dataclass(frozen=True)
 class Roofs:
-    """What a device can do at most.
+    """Highest rates of a device.
 
     Attributes:
         flops_per_s: of products. bytes_per_s: of copies, by the bytes that one moves: the largest
