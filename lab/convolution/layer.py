@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,13 @@ from torch.nn.functional import conv2d
 from lab.convolution.algorithms import LIBRARY
 from lab.convolution.choice import Chooser, Chosen
 from lab.convolution.problem import Pass, Problem
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _eager(method: Method) -> Method:
+    """Keep a method out of compiled graphs."""
+    return cast(Method, torch.compiler.disable(method))
 
 
 class ChosenConv2d(nn.Module):
@@ -49,10 +57,9 @@ class ChosenConv2d(nn.Module):
         device = x.device.type
         if device == "meta" or x.dtype != torch.float32 or torch.is_autocast_enabled(device):
             return self._by_library(x)
-        y: Tensor = self._by_choice(x)
-        return y
+        return self._by_choice(x)
 
-    @torch.compiler.disable  # trials and choices are no part of a graph
+    @_eager  # trials and choices are no part of a graph
     def _by_choice(self, x: Tensor) -> Tensor:
         problem = Problem.of(x, self.weight, self.stride, self.padding, self.groups)
         if problem not in self.chosen:
