@@ -44,7 +44,7 @@ def _row(label: str, config: DictConfig, memory_gb: int | None) -> dict[str, Any
     except ValueError as error:
         raise ConfigError(f"model={config.model['_target_']}: {error}") from None
     return {
-        "name": label or model,
+        "name": label if "=" in label else f"batch_size={label}",
         "model": model,
         "batch_size": config.batch_size,
         "num_parameters": sum(each.numel() for each in plan.model.parameters()),

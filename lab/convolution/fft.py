@@ -48,18 +48,18 @@ class FFT(Algorithm):
 
     def _forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         images, filters = _images(x, problem), _spectrum(w, problem)
-        y = _product("nc...,kc...->nk...", images, filters.conj())
+        y = torch.einsum("nc...,kc...->nk...", images, filters.conj())
         height, width = problem.out_size
         return _signal(y, problem)[..., :height, :width]
 
     def _backward_data(self, dy: Tensor, w: Tensor, problem: Problem) -> Tensor:
         outputs, filters = _spectrum(dy, problem), _spectrum(w, problem)
-        padded = _signal(_product("nk...,kc...->nc...", outputs, filters), problem)
+        padded = _signal(torch.einsum("nk...,kc...->nc...", outputs, filters), problem)
         return cropped(padded, problem)
 
     def _backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
         images, outputs = _images(x, problem), _spectrum(dy, problem)
-        dw = _product("nc...,nk...->kc...", images, outputs.conj())
+        dw = torch.einsum("nc...,nk...->kc...", images, outputs.conj())
         height, width = problem.kernel
         return _signal(dw, problem)[..., :height, :width]
 
@@ -88,7 +88,3 @@ def _spectrum(planes: Tensor, problem: Problem) -> Tensor:
 
 def _signal(spectrum: Tensor, problem: Problem) -> Tensor:
     return torch.fft.irfft2(spectrum, s=_lengths(problem))
-
-
-def _product(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    return torch.einsum(equation, a, b)

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lab.benchmarks.views.text import about, machine, ranged
-from lab.convolution.algorithms import ALGORITHMS
+from lab.convolution.algorithms import ALGORITHMS, LIBRARY
 from lab.draw import style
 from lab.draw.looks import BLACK, BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 
@@ -54,28 +54,30 @@ def figure(result: dict[str, Any]) -> Figure:
     rows = result["rows"]
     sizes = {row["layer"]: row["operations"] for row in rows if row["pass"] == "forward"}
     layers = sorted(sorted(sizes, key=lambda name: -sizes[name])[:MOST_LAYERS], key=[*sizes].index)
-    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    names = list(dict.fromkeys(row["algorithm"] for row in rows if row["time_s"]))
     drawn, axes = style.canvas(2, 1, max(7.5, 0.9 * len(layers) + 2.5), 6.4, sharex=True)
     by_name = {row["layer"]: {} for row in rows}
     for row in rows:
         by_name[row["layer"]].setdefault(row["algorithm"], []).append(row)
     counted, timed = axes[0][0], axes[1][0]
-    _bars(counted, layers, names, by_name, lambda row: G * row["executed"] if row["time_s"] else 0)
+    _bars(counted, layers, names, by_name, _executed)
     for place, layer in enumerate(layers):
         total = 3 * G * sizes[layer]
         counted.plot([place - 0.45, place + 0.45], [total, total], color=BLACK, lw=1.2, ls="--")
     _bars(timed, layers, names, by_name, lambda row: 1e3 * _median(row))
     counted.set_ylabel("executed (GFLOP)")
     timed.set_ylabel("time (ms)")
-    timed.set_xticks(range(len(layers)), [_short(name) for name in layers])
+    timed.set_xticks(range(len(layers)), [name.replace(".", "\n") for name in layers])
     handles: list[Artist] = [Patch(facecolor=COLOURS[name], label=name) for name in names]
     handles.append(Line2D([], [], color=BLACK, lw=1.2, ls="--", label="by definition"))
     title = f"Convolutions of {result['model']} at {result['batch_size']} images: three passes"
-    left_out = f"the {len(layers)} of {len(sizes)} shapes with the most operations"
+    largest = f" · the {len(layers)} of {len(sizes)} shapes with the most operations"
+    left_out = "" if len(layers) == len(sizes) else largest
+    threads = result["environment"]["num_threads"]
     footer = [
-        f"{machine(result)}, {result['environment']['num_threads']} threads · medians of at least "
+        f"{machine(result)}, {threads} thread{'s' if threads > 1 else ''} · medians of at least "
         "six interleaved rounds · forward, backward data and backward weights together; no bar: "
-        f"refused for one of them{'' if len(layers) == len(sizes) else ' · ' + left_out}",
+        f"refused for one of them, or (executed, of the library) not known{left_out}",
         *about(result),
     ]
     return style.frame(drawn, title, handles, footer)
@@ -100,8 +102,9 @@ def _median(row: dict[str, Any]) -> float:
     return row["time_s"]["median"] if row["time_s"] else 0.0
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("features.").replace(".", "\n")
+def _executed(row: dict[str, Any]) -> float:
+    """Return GFLOP; 0, so that no bar is drawn, for the library: what it executes is not known."""
+    return 0.0 if row["algorithm"] == LIBRARY.name else G * row["executed"]
 
 
 def _seconds(result: dict[str, Any], name: str) -> float:

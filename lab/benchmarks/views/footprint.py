@@ -57,7 +57,8 @@ def figure(result: dict[str, Any]) -> Figure:
     panel.grid(axis="x", linewidth=0.4)
     used = [kind for kind in KINDS if any(row["bytes"][kind] for row in rows)]
     handles: list[Artist] = [Patch(facecolor=COLOURS[kind], label=kind) for kind in used]
-    title = "Memory of a training step by kind, computed"
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    title = f"Memory of a training step of {models} by kind, computed"
     return style.frame(drawn, title, handles, [f"torch {_torch(result)}", *about(result)])
 
 

@@ -41,9 +41,13 @@ def test_every_algorithm_is_measured_or_says_why_not(
     assert "backward data of the first layer" in text
     figure = saved["lenet.png"]
     counted, timed = figure.axes
-    assert legend(figure) == [*ALGORITHMS, "by definition"]
-    assert ticks(timed, "x") == ["0", "2"]
-    assert len(bars(counted)) == len(bars(timed)) == 2 * len(ALGORITHMS)
+    used = [name for name in ALGORITHMS if name not in ("winograd2x3", "winograd4x3")]
+    assert legend(figure) == [*used, "by definition"]
+    assert ticks(timed, "x") == ["features\n0", "features\n2"]
+    assert len(bars(counted)) == len(bars(timed)) == 2 * len(used)
+    # The library comes first; what it executes is not known.
+    assert [bar.get_height() > 0 for bar in bars(counted)[:4]] == [False, False, True, True]
+    assert all(bar.get_height() > 0 for bar in bars(timed))
 
 
 def row_of(
