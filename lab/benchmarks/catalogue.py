@@ -15,7 +15,7 @@ OWN = {
         "null",
         "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
     ),
-    "rounds": ("20", "collective, codec, convolution, throughput: number of rounds"),
+    "rounds": ("20", "collective, codec, convolution, layers, throughput: number of rounds"),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
         "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
@@ -25,8 +25,12 @@ OWN = {
     "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
     "columns": ("4096", "codec: values that share two reconstruction values"),
     "trace": ("null", "transfer: FILE.json or FILE.json.gz, of torch.profiler"),
+    "l1": ("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line"),
+    "l2": ("8388608,16,64", "counters: the second one"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
-    "threads": ("2", "codec, convolution, throughput, roofline: threads, on CPUs"),
+    "measured": ("false", "footprint: true also trains steps, and measures resident memory"),
+    "threads": ("2", "codec, convolution, layers, throughput, roofline: threads, on CPUs"),
+    "input_grad": ("false", "layers: true computes the gradient of the model's input too"),
 }
 
 
@@ -111,9 +115,16 @@ BENCHES = {
         default="none",
         only=("model", "data", "task", "batch_size", "device", "seed"),
     ),
+    "counters": Bench(
+        "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs",
+        ("l1", "l2"),
+        group="batch_size",
+        default="4",
+        only=("model", "data", "task", "transform", "batch_size", "device", "seed"),
+    ),
     "footprint": Bench(
         "a step's memory by kind, and the largest batch, computed",
-        ("memory_gb",),
+        ("memory_gb", "measured"),
         group="batch_size",
         default="64,128,256",
         only=("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
@@ -123,6 +134,16 @@ BENCHES = {
         ("trace",),
         default="none",
         only=("trace",),
+    ),
+    "layers": Bench(
+        "forward, backward data and backward weights of each layer, and the rest of a step",
+        ("rounds", "threads", "input_grad"),
+        group="batch_size",
+        default="32",
+        only=(
+            *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
+            *("channels_last", "compile", "device", "seed"),
+        ),
     ),
     "throughput": Bench(
         "samples per second by batch, training and inference, and the knee",

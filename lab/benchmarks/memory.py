@@ -7,7 +7,6 @@ resets), and of allocated memory on GPUs.
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING
 from lab.distributed import world as worlds
 from lab.distributed.world import World
+from lab.measure.peak import CLEAR, STATUS, peak_bytes, reset_peak
 from lab.measure.steady import least_warmup
 from lab.settings.config import ConfigError
 from lab.simulate.load import Sizes
@@ -29,7 +29,6 @@ from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
 
 NUM_STEPS = 7  # after the warm-up
-CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def measure(request: Request) -> dict[str, Any] | None:
@@ -129,23 +128,3 @@ def _check_readable(device: torch.device) -> None:
             f"device={device.type}: peaks of resident memory are read from {CLEAR} and {STATUS}, "
             f"as Linux has them: {error.strerror}; device=cuda needs neither"
         ) from None
-
-
-def reset_peak(device: torch.device) -> None:
-    """Reset the peak to the memory in use now.
-
-    Raises:
-        OSError: this system cannot reset it.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        CLEAR.write_text("5")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the highest use in bytes since `reset_peak`."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    lines = STATUS.read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -108,6 +108,16 @@ def _number_or_null(key: str, text: str) -> int | None:
     return None if text == "null" else whole_number(key, text)
 
 
+def _text(_key: str, text: str) -> str:
+    return text
+
+
+def _flag(key: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ConfigError(f"{key}={text}: must be true or false")
+    return text == "true"
+
+
 def _names(_key: str, text: str) -> list[str] | None:
     return None if text == "null" else text.strip("[]").split(",")
 
@@ -125,6 +135,10 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
     "codec": _names,
     "algorithm": _names,
     "num_values": _number_or_null,
+    "input_grad": _flag,
+    "measured": _flag,
+    "l1": _text,
+    "l2": _text,
     "memory_gb": _number_or_null,
     "trace": _file_or_null,
     "world_size": _number_or_null,

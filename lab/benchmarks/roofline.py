@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lab.benchmarks.layers import measured
+from lab.benchmarks.profile import measured
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.layers.roofline import Roofs, Spot, spots

@@ -21,15 +21,22 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     """List a header, and a line for each set of settings, in MB."""
     memory_gb = result["memory_gb"]
     last = [f"batch in {memory_gb} GB"] if memory_gb else []
+    if any(row["measured_bytes"] for row in result["rows"]):
+        last = ["measured (MB)", "computed %", *last]
     header = ["", "parameters (M)", *(f"{kind} (MB)" for kind in KINDS), "peak (MB)", *last]
     return [header, *(_line(row) for row in result["rows"])]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
+    measured = (
+        "measured: resident memory above that before the model was built, by Linux's mark, on one "
+        "thread, each row in a fresh process"
+    )
     return [
         "computed, not measured: what a step's tensors hold at its peak, on one rank without "
         "exchange (lab.bench memory has the exchange's); workspaces of libraries come on top",
+        *([measured] if any(row["measured_bytes"] for row in result["rows"]) else []),
     ]
 
 
@@ -70,4 +77,6 @@ def _line(row: dict[str, Any]) -> list[str]:
     kinds = [f"{MB * row['bytes'][kind]:.1f}" for kind in KINDS]
     most = [] if row["largest_batch"] is None else [str(row["largest_batch"])]
     total = f"{MB * row['total_bytes']:.1f}"
+    if measured := row["measured_bytes"]:
+        most = [f"{MB * measured:.1f}", f"{100 * row['total_bytes'] / measured:.1f}", *most]
     return [row["name"], f"{row['num_parameters'] / 1e6:.3f}", *kinds, total, *most]

@@ -24,6 +24,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.measure import peak
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
 from lab.simulate.load import Sizes
@@ -229,12 +230,12 @@ def test_without_none_nothing_is_exposed_and_no_number_is_made_up() -> None:
 
 
 def test_peak_sees_what_was_freed_before_it_is_read() -> None:
-    memory.reset_peak(CPU)
-    before = memory.peak_bytes(CPU)
+    peak.reset_peak(CPU)
+    before = peak.peak_bytes(CPU)
     torch.ones(2**24)
-    assert memory.peak_bytes(CPU) - before == pytest.approx(2**26, rel=0.05)
-    memory.reset_peak(CPU)
-    assert memory.peak_bytes(CPU) < before + 2**22
+    assert peak.peak_bytes(CPU) - before == pytest.approx(2**26, rel=0.05)
+    peak.reset_peak(CPU)
+    assert peak.peak_bytes(CPU) < before + 2**22
 
 
 def test_theory_counts_buffers_scratch_and_residuals() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab import bench
-from lab.benchmarks import convolution, interleave, roofline, throughput
+from lab.benchmarks import convolution, counted, counters, interleave, roofline, throughput
 from lab.benchmarks.views import show
+from lab.benchmarks.views.counters import hits
 from lab.convolution.algorithms import ALGORITHMS
+from lab.layers import callgrind
 from lab.layers.footprint import KINDS
+from lab.training import compiled
 from tests.support.figures import bars, keep_saved, legend, ticks
 
 LENET = ("model=lenet", "batch_size=2", "threads=1", "rounds=6")
@@ -177,3 +182,74 @@ def test_wrong_input_is_one_line_and_code_2(
     assert bench.main(list(words)) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"lab.bench: error: {message}") and err.count("\n") == 1
+
+
+def test_layers_and_rest_are_compared_with_a_plain_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "lenet.json"
+    settings = ("model=lenet", "batch_size=16", "threads=1", "rounds=6", "input_grad=true")
+    assert bench.main(["layers", *settings, f"out={out}"]) == 0
+    row = json.loads(out.read_text())["rows"][0]
+    kinds = [layer["kind"] for layer in row["layers"]]
+    assert kinds == [
+        *("Conv2d", "MaxPool2d", "Conv2d", "MaxPool2d", "Flatten", "Linear", "ReLU", "Linear"),
+        "loss",
+    ]
+    ways = ("forward_s", "backward_s")
+    parts = sum(layer[way]["median"] for layer in row["layers"] for way in ways)
+    assert 0 < parts < row["sum_s"]["median"]
+    assert row["sum_ratio"]["low"] < row["sum_ratio"]["median"] < row["sum_ratio"]["high"]
+    assert row["input_grad_s"]["low"] is not None
+    text = capfd.readouterr().out
+    assert "add up to" in text and "the gradient of the model's input costs" in text
+    assert ticks(saved["lenet.png"].axes[0], "y")[0] == "features.0"
+
+
+def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")  # its kernels are not the subject
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "mlp.json"
+    settings = ("model=mlp", "batch_size=8", "threads=1", "rounds=6")
+    assert bench.main(["layers", *settings, "compile=false,true", f"out={out}"]) == 0
+    eager, whole = json.loads(out.read_text())["rows"]
+    assert eager["layers"] and not whole["layers"] and whole["compiled"]
+    assert whole["phases_s"]["backward"]["median"] > 0
+    *kinds, before, rest, step = legend(saved["mlp.png"])
+    assert set(kinds) == {"Linear", "ReLU", "loss", "forward, compiled"}
+    assert (before, rest, step) == ("backward, compiled", "rest of the step", "step, no clocks")
+
+
+def test_counts_join_their_layers_less_what_calling_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def here(program: list[str]) -> str:
+        with redirect_stdout(io.StringIO()) as printed:
+            counted.main(program[3:])
+        return printed.getvalue()
+
+    def faked(program: list[str], out: Path, *_: str) -> str:
+        text = here(program)
+        for number in range(1, len(json.loads(text)) + 1):
+            values = f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 1"
+            written = f"events: Ir Dr Dw D1mr D1mw DLmr DLmw\ntotals: {values}\n"
+            out.with_name(f"{out.name}.{number}").write_text(written)
+        return text
+
+    saved = keep_saved(monkeypatch)
+    monkeypatch.setattr(counters, "_printed", here)
+    monkeypatch.setattr(callgrind, "run", faked)
+    out = tmp_path / "counted.json"
+    assert bench.main(["counters", "model=lenet", "batch_size=2,4", f"out={out}"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    first, second = rows[:2]
+    assert (first["layer"], first["pass"], first["name"]) == ("features.0", "forward", "2")
+    assert (second["layer"], second["pass"]) == ("features.0", "backward")
+    assert (first["instructions"], second["instructions"]) == (100, 200)
+    assert hits(second, "l1", "load") == pytest.approx(1 - 6 / 60)
+    assert {row["name"] for row in rows} == {"2", "4"}
+    assert "times as long as without it" in capfd.readouterr().out
+    assert legend(saved["counted.png"])[:2] == ["loads", "stores"]

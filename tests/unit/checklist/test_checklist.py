@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lab import plot
-from lab.benchmarks import layers_request, request
-from lab.benchmarks.views.layers import KERNELS
+from lab.benchmarks import profile_request, request
+from lab.benchmarks.views.profile import KERNELS
 from lab.checklist import check, page
 from lab.checklist.figures import value
 from lab.checklist.item import Command, Figure, Item, Machine, Results
@@ -52,7 +52,7 @@ def test_every_command_is_one_that_the_lab_accepts(command: Command) -> None:
     elif module == "lab.sweep":
         grid.read(given)
     elif module == "lab.profile_layers":
-        layers_request.read(others)
+        profile_request.read(others)
     elif module == "lab.plot":
         line = command_line.read(plot.COMMAND, given)
         assert plot.COMMAND.texts(line.settings)

@@ -70,7 +70,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
     peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
     kinds = {"name": "a", "num_parameters": 0, "largest_batch": None, "total_bytes": NUM_BYTES}
-    kinds |= {"bytes": dict.fromkeys(KINDS, NUM_BYTES)}
+    kinds |= {"measured_bytes": None, "bytes": dict.fromkeys(KINDS, NUM_BYTES)}
     copies = {"direction": "HtoD", "kind": "a", "invocations": 1, "num_bytes": NUM_BYTES}
     copies |= {"seconds": 1.0, "hidden_s": 0.0, "sizes": [1]}
     layer = {**dict.fromkeys(("layer", "pass", "algorithm", "refused", "implementation"), "")}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from lab import profile_layers
-from lab.benchmarks.layers import clocked, scaled_to
+from lab.benchmarks.profile import clocked, scaled_to
 from lab.measure import layers
 from lab.measure.kernels import kernels_ms
 from lab.measure.layers import LayerClock

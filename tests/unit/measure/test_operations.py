@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.measure.operations import Uncountable, count
-from lab.model.alexnet import alexnet_paper
+from lab.model.alexnet import alexnet, alexnet_paper
 from lab.model.lenet import lenet
+from lab.model.lstm import LSTM
+from lab.model.resnet import resnet50
+from lab.model.transformer import Transformer
+from lab.model.vgg import vgg16
 from lab.model.work import Work
 
 CLASS = torch.zeros((), dtype=torch.int64)
-VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0 pools
+ONE_TOWER = (64, 192, 384, 256, 256)
 
 
 def images(model: nn.Module, *shape: int) -> Work:
@@ -31,26 +37,53 @@ def values(model: nn.Module, *shape: int, **more: Any) -> Work:
     return count(model, shape, torch.float32, target, mse_loss, **more)
 
 
-def vgg16() -> nn.Module:
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in VGG16:
-        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()] if width else []
-        layers += [] if width else [nn.MaxPool2d(2)]
-        channels = width or channels
-    head = (nn.Flatten(), nn.Linear(512 * 49, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000))
-    return nn.Sequential(*layers, *head)
-
-
-def test_vgg16_has_the_published_counts() -> None:
+@pytest.mark.parametrize(
+    ("make", "published", "first"),
+    [
+        (vgg16, 30.96e9, 2 * 224 * 224 * 64 * 3 * 9),
+        (partial(resnet50, stride_in="3x3"), 8.18e9, 2 * 112 * 112 * 64 * 3 * 49),
+        (partial(alexnet, widths=ONE_TOWER), 1.43e9, 2 * 55 * 55 * 64 * 3 * 121),
+    ],
+    ids=["vgg16", "resnet50", "alexnet"],
+)
+def test_counts_are_the_published_ones(
+    make: Callable[..., nn.Module], published: float, first: int
+) -> None:
     with torch.device("meta"):
-        model = vgg16()
+        model = make(input_shape=(3, 224, 224), output_size=1000)
     work = images(model, 3, 224, 224)
-    assert work.num_parameters == 138_357_544
-    assert work.forward_flops_per_sample == pytest.approx(30.94e9, rel=1e-3)
+    assert work.forward_flops_per_sample == pytest.approx(published, rel=0.01)
     # Backward is twice forward, without the gradient of the images.
-    first = 2 * 224 * 224 * 64 * 3 * 9
     assert work.flops_per_sample == 3 * work.forward_flops_per_sample - first
+
+
+def tokens(model: nn.Module, length: int) -> Work:
+    return count(model, (length,), torch.int64, CLASS.expand(length), token_loss)
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def test_a_layer_of_an_lstm_cell_takes_16_hidden_squared() -> None:
+    hidden, steps, layers = 1024, 32, (1, 2, 4)
+    with torch.device("meta"):
+        models = [LSTM(vocabulary=64, layers=n, hidden=hidden) for n in layers]
+    per_step = [tokens(model, steps).forward_flops_per_sample / steps for model in models]
+    one, two, four = per_step
+    for slope in (two - one, (four - two) / 2):
+        assert slope == pytest.approx(16 * hidden**2, rel=1e-3)
+
+
+def test_a_transformer_takes_24_width_squared_a_token_and_4_widths_a_pair() -> None:
+    length, vocabulary = 32, 64
+    with torch.device("meta"):
+        model = Transformer(vocabulary=vocabulary, context=length, size="nano")
+    layers, _, width = model.size
+    products = layers * 24 * length * width**2  # 8 around attention, 16 in the two after it
+    pairs = layers * 4 * length**2 * width  # of tokens: their weight, and their value's share
+    head = 2 * length * width * vocabulary
+    assert tokens(model, length).forward_flops_per_sample == products + pairs + head
 
 
 def test_counts_are_those_of_torch() -> None:
@@ -93,10 +126,6 @@ class Tagger(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.recurrent(self.embedding(tokens))[0])
-
-
-def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def test_a_recurrent_layer_is_counted_at_every_step() -> None:

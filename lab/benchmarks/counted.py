@@ -1,0 +1,99 @@
+"""The program that is counted: each layer of each model, forward and backward, between marks.
+
+lab.benchmarks.counters runs it, under callgrind and once more without it. It prints JSON: for
+each count its layer, its pass and its seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from lab.benchmarks.filled import VALUE, filled
+from lab.problem.build import blueprint
+from lab.settings.config import load
+
+EMPTY = ""  # the name of a call that does nothing
+toggle: Callable[[], None] = getattr(torch._C, "_valgrind_toggle", lambda: None)
+dump: Callable[[], None] = getattr(torch._C, "_valgrind_toggle_and_dump_stats", lambda: None)
+
+
+def main(arguments: list[str]) -> None:
+    """Count all layers for each JSON list of settings."""
+    torch.set_num_threads(1)
+    found = [{"variant": -1, "layer": EMPTY, "kind": "", "pass": "", "seconds": counted(int)}]
+    for number, text in enumerate(arguments):
+        config = load(json.loads(text))
+        for row in _model(config):
+            found.append({"variant": number, **row})
+    print(json.dumps(found))
+
+
+def counted(call: Callable[[], object]) -> float:
+    """Call under the counters; return its seconds."""
+    began = time.perf_counter()
+    toggle()
+    call()
+    dump()
+    return time.perf_counter() - began
+
+
+def _model(config: DictConfig) -> Iterator[dict[str, Any]]:
+    model, inputs = filled(blueprint(config), config.batch_size)
+    for name, layer, given in _calls(model, inputs):
+        yield from _layer(name, layer, given)
+
+
+def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tensor]]:
+    """Run the model; return its innermost modules of one input in the order of their calls.
+
+    This is also each layer's warm-up: oneDNN makes its kernels at a shape's first call.
+    """
+    calls: list[tuple[str, nn.Module, Tensor]] = []
+
+    def noting(name: str) -> Callable[[nn.Module, Any], None]:
+        def note(layer: nn.Module, given: Any) -> None:
+            if len(given) == 1 and isinstance(given[0], Tensor):
+                calls.append((name, layer, given[0].detach().clone()))
+
+        return note
+
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_pre_hook(noting(name))
+    with torch.no_grad():
+        model(inputs)
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+    return list({name: (name, layer, given) for name, layer, given in calls}.values())
+
+
+def _layer(name: str, layer: nn.Module, given: Tensor) -> Iterator[dict[str, Any]]:
+    about = {"layer": name, "kind": type(layer).__name__}
+    with torch.no_grad():
+        seconds = counted(lambda: layer(given))
+    yield {**about, "pass": "forward", "seconds": seconds}
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    inputs = given.requires_grad_() if given.is_floating_point() else given
+    wanted = [each for each in (inputs, *weights) if each.requires_grad]
+    output = layer(inputs * 1 if inputs.requires_grad else inputs)  # a ReLU may work in place
+    if not isinstance(output, Tensor) or not output.requires_grad:
+        return
+    gradient = torch.full_like(output, VALUE)
+
+    def backward() -> None:
+        torch.autograd.grad(output, wanted, gradient, retain_graph=True)
+
+    backward()  # its warm-up
+    yield {**about, "pass": "backward", "seconds": counted(backward)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,94 @@
+"""Instructions, loads, stores and cache hits of a model's layers, by callgrind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.request import Request
+from lab.distributed import world as worlds
+from lab.layers import callgrind
+from lab.settings.config import ConfigError
+from lab.training.assemble import join
+from lab.training.surroundings import surroundings
+
+PROGRAM = (sys.executable, "-m", "lab.benchmarks.counted")
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Count all variants in one process under callgrind, and time the same process without it.
+
+    Raises:
+        ConfigError: valgrind is missing, or the models fail.
+    """
+    configs = [variant.config for variant in request.variants]
+    if any(config.device == "cuda" for config in configs):
+        raise ConfigError("device=cuda: counters counts on CPUs; take device=cpu")
+    world = join(configs[0])
+    try:
+        around = surroundings(world, *configs)
+    finally:
+        worlds.stop()
+    variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
+    plain = _printed([*PROGRAM, *variants])
+    print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "counts"
+        own = request.own
+        try:
+            printed = callgrind.run([*PROGRAM, *variants], out, own["l1"], own["l2"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        rows = _rows(out, json.loads(printed), json.loads(plain), request)
+    return {
+        "rows": rows,
+        "models": [config.model["_target_"].rpartition(".")[2] for config in configs],
+        "l1": own["l1"],
+        "l2": own["l2"],
+        "seconds": time.perf_counter() - began,
+        "slowdown": sum(row["counted_s"] for row in rows) / sum(row["plain_s"] for row in rows),
+        **around,
+    }
+
+
+def _printed(program: list[str]) -> str:
+    """Run the program without callgrind, which finds its errors in seconds.
+
+    Raises:
+        ConfigError: its last line.
+    """
+    done = subprocess.run(program, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"counters: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
+
+
+def _rows(
+    out: Path, counted: list[dict[str, Any]], plain: list[dict[str, Any]], request: Request
+) -> list[dict[str, Any]]:
+    """Join each count with its layer, less the count of a call that does nothing."""
+    counts = [
+        callgrind.read(out.with_name(f"{out.name}.{number}"))
+        for number in range(1, len(counted) + 1)
+    ]
+    empty, *others = counts
+    return [
+        {
+            "name": request.variants[row["variant"]].label,
+            "batch_size": request.variants[row["variant"]].config.batch_size,
+            "layer": row["layer"],
+            "kind": row["kind"],
+            "pass": row["pass"],
+            **asdict(found.less(empty)),
+            "counted_s": row["seconds"],
+            "plain_s": timed["seconds"],
+        }
+        for found, row, timed in zip(others, counted[1:], plain[1:], strict=True)
+    ]

@@ -1,0 +1,150 @@
+"""Module clock: time of every module's own work in forward and backward, by hooks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from lab.measure.clock import Mark, mark, seconds
+
+OUTSIDE = ""  # no module: its time is not counted
+ACCUMULATE = "AccumulateGrad"  # torch's node that stores a parameter's gradient
+
+
+@dataclass
+class ModulePass:
+    """Spans of one forward and backward, each with the module that worked.
+
+    Attributes:
+        forward, backward: name, begin and end.
+        creators: modules that created nodes of the graph.
+    """
+
+    forward: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+    backward: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+    creators: set[str] = field(default_factory=set)
+
+    def seconds(self) -> dict[str, tuple[float, float]]:
+        """Return each module's seconds of forward and backward."""
+        totals = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        for way, spans in enumerate((self.forward, self.backward)):
+            for name, begin, end in spans:
+                totals[name][way] += seconds(begin, end)
+        return {name: (forward, backward) for name, (forward, backward) in totals.items()}
+
+
+class ModuleClock:
+    """A clock of all modules of a model, in the passes inside its context.
+
+    A module's own forward is its call without the calls of modules inside it, so functions between
+    them, such as a residual's sum, belong to the module that calls them. Its backward is what the
+    nodes compute that this forward added to the graph. What the engine does between nodes belongs
+    to nobody, and neither does what these hooks do in forward.
+
+    Args:
+        model: not compiled; its modules are called, each by one thread.
+        device: see lab.measure.clock.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self.passes: list[ModulePass] = []
+        self._hooks: list[RemovableHandle] = []
+        self._callers: list[str] = [OUTSIDE]
+        self._since: Mark = 0.0
+        self._seen: set[Node] = set()
+
+    def __enter__(self) -> Self:
+        self.passes.append(ModulePass())
+        for path, module in self._model.named_modules():
+            name = path or "model"
+            self._hooks += [
+                module.register_forward_pre_hook(self._entering(name)),
+                module.register_forward_hook(self._leaving(name)),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._callers = [OUTSIDE]
+        self._seen.clear()
+
+    def around(self, name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap a function after the model, such as the loss, so that it counts as a module."""
+        enter, leave = self._entering(name), self._leaving(name)
+
+        def timed(*args: Any) -> Tensor:
+            if not self._hooks:
+                return call(*args)
+            enter(None, args)
+            result = call(*args)
+            leave(None, args, result)
+            return result
+
+        return timed
+
+    def _entering(self, name: str) -> Callable[[Any, Any], None]:
+        def enter(_module: Any, inputs: Any) -> None:
+            self._close_span()
+            self._claim(inputs)
+            self._callers.append(name)
+            self._since = mark(self._device)
+
+        return enter
+
+    def _leaving(self, _name: str) -> Callable[[Any, Any, Any], None]:
+        def leave(_module: Any, _inputs: Any, outputs: Any) -> None:
+            self._close_span()
+            self._claim(outputs)
+            self._callers.pop()
+            self._since = mark(self._device)
+
+        return leave
+
+    def _close_span(self) -> None:
+        if self._callers[-1] != OUTSIDE:
+            span = self._callers[-1], self._since, mark(self._device)
+            self.passes[-1].forward.append(span)
+
+    def _claim(self, tensors: Any) -> None:
+        """Give the nodes that lead to these tensors, and have no owner yet, to the caller."""
+        owner = self._callers[-1]
+        found = [tensor.grad_fn for tensor in _tensors(tensors) if tensor.grad_fn is not None]
+        while found:
+            node = found.pop()
+            if node in self._seen or node.name().endswith(ACCUMULATE):
+                continue
+            self._seen.add(node)
+            if owner != OUTSIDE:
+                self._watch(node, owner)
+            found += [before for before, _ in node.next_functions if before is not None]
+
+    def _watch(self, node: Node, owner: str) -> None:
+        one, began = self.passes[-1], list[Mark]()
+        one.creators.add(owner)
+
+        def begin(_: Any) -> None:
+            began.append(mark(self._device))
+
+        def end(_inputs: Any, _outputs: Any) -> None:
+            one.backward.append((owner, began.pop(), mark(self._device)))
+
+        node.register_prehook(begin)
+        node.register_hook(end)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (tuple, list)):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []

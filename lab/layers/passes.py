@@ -1,0 +1,76 @@
+"""Backward data and backward weights of a layer, apart from the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ROUNDS = 5
+TOGETHER = 1.3  # both alone take so much longer than both at once: one kernel computes them
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a layer: what it took, and whether a step needs its input's gradient."""
+
+    layer: nn.Module
+    inputs: Tensor
+    needs_data: bool
+
+
+@contextmanager
+def noting_calls(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
+    """Note the last call of each layer of one input that has weights, and no layers inside."""
+    hooks = [
+        module.register_forward_pre_hook(partial(_note, calls, name or "model"))
+        for name, module in model.named_modules()
+        if not any(True for _ in module.children())
+        and any(weight.requires_grad for weight in module.parameters())
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def share_of_data(call: Call, synchronize: Callable[[], None]) -> float | None:
+    """Return backward data's share of a layer's backward; None: they cannot be told apart.
+
+    Both gradients are computed alone and together, in turns; medians decide.
+    """
+    if not call.needs_data:
+        return 0.0
+    if not call.inputs.is_floating_point():
+        return None
+    inputs = call.inputs.detach().clone().requires_grad_()
+    weights = [weight for weight in call.layer.parameters() if weight.requires_grad]
+    with torch.enable_grad():
+        output = call.layer(inputs)
+    if not isinstance(output, Tensor):
+        return None
+    gradient = torch.randn_like(output)
+    wanted: list[list[Tensor]] = [[inputs], [*weights], [inputs, *weights]]
+    times = np.empty((ROUNDS + 1, len(wanted)))
+    for row in times:
+        for place, of in enumerate(wanted):
+            synchronize()
+            began = time.perf_counter()
+            torch.autograd.grad(output, of, gradient, retain_graph=True)
+            synchronize()
+            row[place] = time.perf_counter() - began
+    data, of_weights, both = np.median(times[1:], axis=0)
+    if data + of_weights > TOGETHER * both:
+        return None
+    return float(data / (data + of_weights))
+
+
+def _note(calls: dict[str, Call], name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if len(inputs) == 1 and isinstance(inputs[0], Tensor):
+        calls[name] = Call(layer, inputs[0].detach(), inputs[0].requires_grad)

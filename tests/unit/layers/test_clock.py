@@ -1,0 +1,107 @@
+"""The module clock: every piece of work has one owner, and nothing stays behind in the model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.layers.clock import ModuleClock, ModulePass
+from lab.layers.parts import PASSES, by_kind, passes_of
+from lab.layers.passes import Call, noting_calls, share_of_data
+
+CPU = torch.device("cpu")
+SLEEP_S = 0.02
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, inputs: Tensor) -> Tensor:
+        time.sleep(SLEEP_S)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        time.sleep(2 * SLEEP_S)
+        return gradients[0]
+
+
+class Slow(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _Slow.apply(inputs)  # pyright: ignore[reportReturnType]
+
+
+class Block(nn.Module):
+    """A product, a slow function of its own, and a slow module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.slow = nn.Linear(4, 4), Slow()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.slow(_Slow.apply(self.product(inputs)))  # pyright: ignore
+
+
+def one_pass(model: nn.Module) -> ModulePass:
+    clock = ModuleClock(model, CPU)
+    loss = clock.around("(loss)", lambda outputs: _Slow.apply(outputs).sum())  # pyright: ignore
+    with clock:
+        loss(model(torch.ones(2, 4))).backward()
+    loss(model(torch.ones(2, 4))).backward()  # outside: nothing is noted
+    assert len(clock.passes) == 1
+    return clock.passes[0]
+
+
+def test_each_function_belongs_to_the_module_that_calls_it_forward_and_backward() -> None:
+    times = one_pass(nn.Sequential(Block(), nn.Identity())).seconds()
+    assert set(times) == {"model", "0", "0.product", "0.slow", "1", "(loss)"}
+    for name in ("0", "0.slow", "(loss)"):
+        forward_s, backward_s = times[name]
+        assert forward_s >= SLEEP_S and backward_s >= 2 * SLEEP_S
+    for name in ("model", "0.product", "1"):
+        assert sum(times[name]) < SLEEP_S
+
+
+def test_modules_that_only_call_others_create_no_work() -> None:
+    one = one_pass(nn.Sequential(Block(), nn.Identity()))
+    assert one.creators == {"0", "0.product", "0.slow", "(loss)"}
+
+
+def test_a_shared_module_adds_up_and_no_hook_stays() -> None:
+    slow = Slow()
+    model = nn.Sequential(nn.Linear(4, 4), slow, slow)
+    assert one_pass(model).seconds()["1"][1] >= 4 * SLEEP_S
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("share", [0.25, None])
+def test_parts_of_a_layer_add_up_to_it(share: float | None) -> None:
+    layer = {
+        "kind": "Conv2d",
+        "forward_s": {"median": 1.0},
+        "backward_s": {"median": 2.0},
+        "data_share": share,
+        "has_weights": True,
+    }
+    parts = passes_of(layer)
+    assert list(parts) == list(PASSES)
+    assert list(parts.values()) == ([1.0, 0.5, 1.5, 0.0] if share else [1.0, 0.0, 0.0, 2.0])
+    relu = {**layer, "kind": "ReLU", "has_weights": False, "data_share": None}
+    kinds = by_kind([relu, layer, layer])
+    assert list(kinds) == ["Conv2d", "ReLU"] and kinds["Conv2d"]["forward"] == 2.0
+    assert kinds["ReLU"]["backward data"] == 2.0
+
+
+def test_backward_is_divided_only_where_its_parts_are_computed_apart() -> None:
+    calls: dict[str, Call] = {}
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 64), nn.LayerNorm(64))
+    with noting_calls(model, calls):
+        model(torch.ones(512, 256))
+    assert list(calls) == ["0", "1", "2"]
+    assert share_of_data(calls["0"], lambda: None) == 0.0  # a step does not need it
+    share = share_of_data(calls["1"], lambda: None)
+    assert share is None or 0.0 < share < 1.0
+    ids = Call(nn.Embedding(4, 2), torch.zeros(3, dtype=torch.int64), needs_data=True)
+    assert share_of_data(ids, lambda: None) is None
