@@ -6,10 +6,12 @@ each count its layer, its pass and its seconds.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,35 +22,41 @@ from lab.benchmarks.filled import VALUE, filled
 from lab.problem.build import blueprint
 from lab.settings.config import load
 
+Count = Callable[[Callable[[], object]], float]
 EMPTY = ""  # the name of a call that does nothing
-toggle: Callable[[], None] = getattr(torch._C, "_valgrind_toggle", lambda: None)
-dump: Callable[[], None] = getattr(torch._C, "_valgrind_toggle_and_dump_stats", lambda: None)
 
 
 def main(arguments: list[str]) -> None:
-    """Count all layers for each JSON list of settings."""
+    """Count all layers for each JSON list of settings.
+
+    Args:
+        arguments: the library of callgrind's marks, and the lists.
+    """
     torch.set_num_threads(1)
-    found = [{"variant": -1, "layer": EMPTY, "kind": "", "pass": "", "seconds": counted(int)}]
-    for number, text in enumerate(arguments):
+    library, *variants = arguments
+    count = partial(counted, ctypes.CDLL(library))
+    count(int)  # Python warms up too
+    found = [{"variant": -1, "layer": EMPTY, "kind": "", "pass": "", "seconds": count(int)}]
+    for number, text in enumerate(variants):
         config = load(json.loads(text))
-        for row in _model(config):
+        for row in _model(config, count):
             found.append({"variant": number, **row})
     print(json.dumps(found))
 
 
-def counted(call: Callable[[], object]) -> float:
-    """Call under the counters; return its seconds."""
+def counted(marks: ctypes.CDLL, call: Callable[[], object]) -> float:
+    """Call between callgrind's marks; return the seconds of all that."""
     began = time.perf_counter()
-    toggle()
+    marks.begin()
     call()
-    dump()
+    marks.end()
     return time.perf_counter() - began
 
 
-def _model(config: DictConfig) -> Iterator[dict[str, Any]]:
+def _model(config: DictConfig, count: Count) -> Iterator[dict[str, Any]]:
     model, inputs = filled(blueprint(config), config.batch_size)
     for name, layer, given in _calls(model, inputs):
-        yield from _layer(name, layer, given)
+        yield from _layer(name, layer, given, count)
 
 
 def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tensor]]:
@@ -75,10 +83,10 @@ def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tenso
     return list({name: (name, layer, given) for name, layer, given in calls}.values())
 
 
-def _layer(name: str, layer: nn.Module, given: Tensor) -> Iterator[dict[str, Any]]:
+def _layer(name: str, layer: nn.Module, given: Tensor, count: Count) -> Iterator[dict[str, Any]]:
     about = {"layer": name, "kind": type(layer).__name__}
     with torch.no_grad():
-        seconds = counted(lambda: layer(given))
+        seconds = count(lambda: layer(given))
     yield {**about, "pass": "forward", "seconds": seconds}
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
     inputs = given.requires_grad_() if given.is_floating_point() else given
@@ -92,7 +100,7 @@ def _layer(name: str, layer: nn.Module, given: Tensor) -> Iterator[dict[str, Any
         torch.autograd.grad(output, wanted, gradient, retain_graph=True)
 
     backward()  # its warm-up
-    yield {**about, "pass": "backward", "seconds": counted(backward)}
+    yield {**about, "pass": "backward", "seconds": count(backward)}
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ def measure(request: Request) -> dict[str, Any]:
     finally:
         worlds.stop()
     variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
-    plain = _printed([*PROGRAM, *variants])
-    print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "counts"
-        own = request.own
+        out, own = Path(folder) / "counts", request.own
         try:
-            printed = callgrind.run([*PROGRAM, *variants], out, own["l1"], own["l2"])
+            program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
+            plain = _printed(program)
+            print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
+            printed = callgrind.run(program, out, own["l1"], own["l2"])
         except ValueError as error:
             raise ConfigError(str(error)) from None
         rows = _rows(out, json.loads(printed), json.loads(plain), request)
@@ -76,9 +76,9 @@ def _rows(
     """Join each count with its layer, less the count of a call that does nothing."""
     counts = [
         callgrind.read(out.with_name(f"{out.name}.{number}"))
-        for number in range(1, len(counted) + 1)
+        for number in range(1, len(counted) + 2)
     ]
-    empty, *others = counts
+    _, empty, *others = counts  # the first is a warm-up
     return [
         {
             "name": request.variants[row["variant"]].label,

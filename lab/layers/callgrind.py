@@ -1,8 +1,9 @@
 """Counts of callgrind: instructions, loads, stores, and misses of two levels of simulated caches.
 
-Virtual machines rarely have hardware counters, so valgrind executes the program instead, at some
-fifty times its time (J. Weidendorfer, Sequential Performance Analysis with Callgrind and
-KCachegrind, 2008). Its second level is the last one.
+Virtual machines rarely have hardware counters, so valgrind executes the program instead
+(J. Weidendorfer, Sequential Performance Analysis with Callgrind and KCachegrind, 2008). Its second
+level is the last one. It simulates between the marks alone, from empty caches: the rest of a
+program, such as importing torch and making kernels, would take most of the time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEVEL = re.compile(r"(\d+),(\d+),(\d+)")
+
+
+MARKS = """
+#include <valgrind/callgrind.h>
+void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_TOGGLE_COLLECT; }
+void end(void) { CALLGRIND_TOGGLE_COLLECT; CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STATS; }
+"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,25 @@ class Counts:
 EVENTS = ("Ir", "Dr", "Dw", "D1mr", "D1mw", "DLmr", "DLmw")  # callgrind's names, in Counts' order
 
 
+def build_marks(folder: Path) -> Path:
+    """Compile a library with `begin` and `end`, which do nothing outside callgrind.
+
+    Raises:
+        ValueError: there is no C compiler, or valgrind's header is missing.
+    """
+    source, library = folder / "marks.c", folder / "marks.so"
+    source.write_text(MARKS)
+    build = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)]
+    try:
+        subprocess.run(build, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise ValueError("counters: needs a C compiler, cc") from None
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or ["no message"]
+        raise ValueError(f"counters: cc failed: {lines[0]}") from None
+    return library
+
+
 def command(program: Sequence[str], out: Path, l1: str, l2: str) -> list[str]:
     """Return the command that runs `program` under callgrind, counting nothing until it asks.
 
@@ -61,7 +88,8 @@ def command(program: Sequence[str], out: Path, l1: str, l2: str) -> list[str]:
     if valgrind is None:
         raise ValueError("counters: needs valgrind, which is not installed (apt install valgrind)")
     return [
-        *(valgrind, "--tool=callgrind", "--cache-sim=yes", "--collect-atstart=no"),
+        *(valgrind, "--tool=callgrind", "--cache-sim=yes"),
+        *("--collect-atstart=no", "--instr-atstart=no"),
         *(f"--D1={l1}", f"--LL={l2}", f"--callgrind-out-file={out}", *program),
     ]
 

@@ -13,13 +13,11 @@ from lab.layers.callgrind import Counts
 
 COPIED = 400_000
 LOOP = f"""
-#include <valgrind/callgrind.h>
 static volatile long from[{COPIED}], to[{COPIED}];
 int main(void) {{
-    CALLGRIND_TOGGLE_COLLECT;
+    begin();
     for (long i = 0; i < {COPIED}; i++) to[i] = from[i];
-    CALLGRIND_TOGGLE_COLLECT;
-    CALLGRIND_DUMP_STATS;
+    end();
     return 0;
 }}
 """
@@ -38,7 +36,7 @@ needs_valgrind = pytest.mark.skipif(
 @needs_valgrind
 def test_a_loop_with_known_loads_and_stores_is_counted_right(tmp_path: Path) -> None:
     source, program = tmp_path / "loop.c", tmp_path / "loop"
-    source.write_text(LOOP)
+    source.write_text(callgrind.MARKS + LOOP)
     subprocess.run(["cc", "-O1", "-o", program, source], check=True)
     callgrind.run([str(program)], tmp_path / "counts", "32768,8,64", "1048576,16,64")
     counts = callgrind.read(tmp_path / "counts.1")
