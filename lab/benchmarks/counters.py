@@ -40,6 +40,7 @@ def measure(request: Request) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out, own = Path(folder) / "counts", request.own
         try:
+            callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
             program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
             plain = _printed(program)
             print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)

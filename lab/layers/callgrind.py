@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LEVEL = re.compile(r"(\d+),(\d+),(\d+)")
-
-
+LEVEL = re.compile(r"\d+,\d+,\d+")
 MARKS = """
 #include <valgrind/callgrind.h>
 void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_TOGGLE_COLLECT; }

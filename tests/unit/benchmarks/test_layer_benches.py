@@ -253,3 +253,14 @@ def test_counts_join_their_layers_less_what_calling_costs(
     assert {row["name"] for row in rows} == {"2", "4"}
     assert "times as long as without callgrind" in capfd.readouterr().out
     assert legend(saved["counted.png"])[:2] == ["loads", "stores"]
+
+
+def test_computed_memory_is_compared_with_that_of_a_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mlp.json"
+    settings = ("model=mlp", "model.hidden=[8192,2048]", "batch_size=64", "measured=true")
+    assert bench.main(["footprint", *settings, f"out={out}"]) == 0
+    row = json.loads(out.read_text())["rows"][0]
+    assert row["measured_bytes"] == pytest.approx(row["total_bytes"], rel=0.15)
+    assert "measured (MB)" in capfd.readouterr().out
