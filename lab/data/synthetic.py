@@ -1,12 +1,14 @@
-"""Noise in the shape of images, for measurements only: nothing can be learnt from it."""
+"""Noise, for measurements only: nothing can be learnt from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lab.data.tensors import TensorData
+from lab.data.windows import Windows
 
 
 def synthetic(
@@ -32,9 +34,7 @@ def synthetic(
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise ValueError(f"data.shape={shape}: must be [C, H, W], integers of at least 1")
-    for name, value in (("num_classes", num_classes), ("num_images", num_images)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"data.{name}={value}: must be an integer of at least 1")
+    _require_positive(num_classes=num_classes, num_images=num_images)
     total = num_images + max(1, num_images // 8)
     generator = torch.Generator(device).manual_seed(seed)
     images = torch.randn(total, *sizes, generator=generator, device=device)
@@ -45,3 +45,41 @@ def synthetic(
         unit="image",
         num_classes=num_classes,
     )
+
+
+def synthetic_tokens(
+    *,
+    seed: int,
+    device: torch.device,
+    vocabulary: int = 10_000,
+    context: int = 32,
+    num_sequences: int = 1024,
+) -> Windows:
+    """Return token ids, each as likely as the others, and an eighth as many for testing.
+
+    Args:
+        seed: of the ids; the same on all ranks.
+        device: where batches go.
+        vocabulary: ids are 0 to vocabulary - 1.
+        context: ids of a sequence.
+        num_sequences: to train on.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    _require_positive(vocabulary=vocabulary, context=context, num_sequences=num_sequences)
+    generator = np.random.default_rng(seed)
+    train, test = (
+        generator.integers(vocabulary, size=number * context + 1, dtype=np.int64)
+        for number in (num_sequences, max(1, num_sequences // 8))
+    )
+    source = f"{num_sequences} sequences of random ids"
+    return Windows(
+        *(train, test), context=context, vocabulary=vocabulary, device=device, source=source
+    )
+
+
+def _require_positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"data.{name}={value}: must be an integer of at least 1")

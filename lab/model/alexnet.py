@@ -13,6 +13,7 @@ SMALLEST_PX = 63
 MXNET_SMALLEST_PX = 67
 OVERFEAT_SMALLEST_PX = 71
 SMALL_SMALLEST_PX = 8
+CIFAR_SMALLEST_PX = 15
 ONE_TOWER = (64, 192, 384, 384, 256)
 FIRST = (96, 256, 384, 384, 256)  # of Krizhevsky et al. 2012, both towers together
 
@@ -146,6 +147,31 @@ def alexnet_small(
         nn.MaxPool2d(2),
     )
     return _trainable(features, input_shape, [hidden, hidden], output_size, dropout)
+
+
+def alexnet_cifar(*, input_shape: Sequence[int], output_size: int) -> ConvNet:
+    """The AlexNet-R of Shi et al. (2016), for CIFAR-10: three convolutions and one FC layer.
+
+    (hclhkbu/dlbench, tools/torch/Models/alexnet.lua.) 85,098 parameters for 3x32x32 images and 10
+    classes.
+
+    Args:
+        input_shape, output_size: as for `alexnet`.
+
+    Raises:
+        ValueError: images smaller than 15 px.
+    """
+    require_size("alexnet_cifar", input_shape, CIFAR_SMALLEST_PX)
+    features = nn.Sequential(
+        nn.Conv2d(input_shape[0], 32, 5, padding=2),
+        nn.MaxPool2d(3, stride=2),
+        nn.ReLU(),
+        *_convolution(32, 32, kernel_size=5, padding=2),
+        nn.MaxPool2d(3, stride=2),
+        *_convolution(32, 64, kernel_size=5, padding=2),
+        nn.AvgPool2d(3, stride=2),
+    )
+    return _trainable(features, input_shape, [], output_size, 0.0)
 
 
 def _for_imagenet(

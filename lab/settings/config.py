@@ -105,6 +105,9 @@ class Settings:
     channels_last: bool = setting(False, "channels-last memory format")
     compile: bool = setting(False, "torch.compile the model; with overlap by regions of bucket_mb")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
+    threads: int | None = setting(
+        None, "threads of a rank's operations on a CPU; null: OMP_NUM_THREADS", at_least=1
+    )
     backend: str = setting("auto", "of comm=torch", ("auto", "gloo", "nccl"))
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 

@@ -1,4 +1,4 @@
-"""Process-wide switches of torch for rounding and determinism."""
+"""Process-wide switches of torch for rounding, determinism and threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
 
 
-def set_arithmetic(tf32: bool, deterministic: bool) -> None:
-    """Set how products and convolutions round, and whether runs are bit-identical.
+def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) -> None:
+    """Set how products and convolutions round, whether runs are bit-identical, and CPU threads.
 
     Args: tf32: float32 operations on a GPU may round their inputs to TF32 (10 bits of mantissa).
     False is IEEE float32, in cuDNN too, where torch's default is TF32. deterministic: use slower
-    algorithms that add in the same order in every run.
+    algorithms that add in the same order in every run. threads: of an operation on a CPU; None: as
+    OMP_NUM_THREADS says.
 
     Raises: ValueError: the environment contradicts `tf32`.
     """
@@ -35,3 +36,5 @@ def set_arithmetic(tf32: bool, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)  # a second of imports, even for False
+    if threads:
+        torch.set_num_threads(threads)

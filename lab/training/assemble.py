@@ -53,7 +53,7 @@ def join(config: DictConfig) -> World:
     machine does not support.
     """
     try:
-        set_arithmetic(config.tf32, config.deterministic)
+        set_arithmetic(config.tf32, config.deterministic, config.threads)
         return worlds.start(
             build(config.comm),
             config.device,

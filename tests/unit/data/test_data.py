@@ -25,7 +25,7 @@ from lab.data.digits import _rotate, digits, rotated_digits
 from lab.data.imagefiles import CorruptImage, Sample, centre_crop, random_crop
 from lab.data.imagefolder import ImageFolder
 from lab.data.sampler import GlobalSampler
-from lab.data.synthetic import synthetic
+from lab.data.synthetic import synthetic, synthetic_tokens
 from lab.data.tensors import TensorData
 from lab.settings.files import conf_dir
 from tests.conftest import ROOT
@@ -335,3 +335,19 @@ def test_refuses_in_one_line(
         make(seed=0, device=CPU, **arguments)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_synthetic_tokens_are_random_ids_of_the_vocabulary() -> None:
+    data = synthetic_tokens(
+        seed=1, device=torch.device("cpu"), vocabulary=5, context=4, num_sequences=100
+    )
+    assert (data.num_train, data.num_test, data.input_shape) == (100, 12, (4,))
+    inputs, targets = next(iter(data.test_batches(0, 1, 12)))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert set(inputs.unique().tolist()) == set(range(5))
+
+
+@pytest.mark.parametrize("key", ["vocabulary", "context", "num_sequences"])
+def test_synthetic_tokens_refuse_numbers_below_one(key: str) -> None:
+    with pytest.raises(ValueError, match=f"data.{key}=0: must be an integer of at least 1"):
+        synthetic_tokens(seed=0, device=torch.device("cpu"), **{key: 0})

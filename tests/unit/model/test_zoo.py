@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lab.model.alexnet import alexnet, alexnet_mxnet, overfeat
+from lab.model.alexnet import alexnet, alexnet_cifar, alexnet_mxnet, overfeat
 from lab.model.convnet import ConvNet
 from lab.model.counts import counts_of
 from lab.model.inception import googlenet, inception_bn
@@ -50,6 +50,10 @@ PUBLISHED = [
     ),
     # 785*2048 + 2049*4096 + 4097*1024 + 1025*10
     ("fcn5", MNIST, 10, 14_205_962, "from dlbench's layers"),
+    # 26753*2048 + 2*2049*2048 + 2049*26752
+    ("fcn5_s", (1, 1, 26752), 26752, 117_997_696, "~118 M: dlbench's table"),
+    # 76*32 + 801*32 + 801*64 + 577*10
+    ("alexnet_cifar", (3, 32, 32), 10, 85_098, "from dlbench's layers"),
 ]
 
 
@@ -149,6 +153,7 @@ def test_has_its_published_operations(make: Make, published: float) -> None:
         *((make, 32) for make in (vgg11, vgg16, vgg19)),
         *((make, 32) for make in (googlenet, inception_bn, resnet50)),
         *((resnet56, 4), (overfeat, 71), (alexnet_mxnet, 67), (keras_cnn, 16)),
+        (alexnet_cifar, 15),
     ],
 )
 def test_images_may_be_as_small_as_is_said(make: Make, smallest: int) -> None:

@@ -22,7 +22,9 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     products, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
     before = products.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     products.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
     torch.use_deterministic_algorithms(False)
 
@@ -64,3 +66,11 @@ def test_a_workspace_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_arithmetic(tf32=False, deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_threads_are_set_or_left_as_the_environment_has_them() -> None:
+    torch.set_num_threads(1)
+    set_arithmetic(tf32=False, deterministic=False)
+    assert torch.get_num_threads() == 1
+    set_arithmetic(tf32=False, deterministic=False, threads=2)
+    assert torch.get_num_threads() == 2
