@@ -12,21 +12,25 @@ from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of
 from lab.settings.overrides import config_dir_of, file_to_write
 
+ALL = "all"
 COMMAND = Command(
     "lab.verify",
-    "Check a paper's claims against predictions, and against a study that measured them.",
+    "Check a paper's claims against counts, predictions, and what measured them.",
     (
+        "python -m lab.verify all                              every paper: how many claims hold",
         "python -m lab.verify kim2017                          published and predicted",
         "python -m lab.sweep study=kim2017                     measures them (root, 30 minutes)",
         "python -m lab.verify kim2017 runs=runs/kim2017        and measured",
         "python -m lab.verify kim2017 runs=runs/kim2017 out=page.md     all cells, and figures",
+        "python -m lab.verify zhao2016 benches=results         one device: results of lab.bench",
     ),
     {
-        "runs": ("null", "study folder with the measured cells"),
+        "runs": ("null", "study folder with the measured cells; with all, a folder of studies"),
+        "benches": ("null", "folder with results of lab.bench, for claims about one device"),
         "out": ("null", "FILE.md for the page; figures go into the folder FILE"),
         "config_dir": ("null", "folder of further claims/, hardware/ and profile/ files"),
     },
-    word="|".join([*choices_of("claims"), "FILE.yaml"]),
+    word="|".join([*choices_of("claims"), "FILE.yaml", ALL]),
 )
 
 
@@ -43,14 +47,22 @@ def main(arguments: list[str]) -> int:
 
 def _verify(line: CommandLine, command: str) -> int:
     texts = COMMAND.texts(line.settings)
-    runs = None if texts["runs"] == "null" else Path(texts["runs"])
+    runs, benches = (
+        None if texts[key] == "null" else Path(texts[key]) for key in ("runs", "benches")
+    )
     out = file_to_write("out", texts["out"], ".md")
     folder = config_dir_of(line.settings)
+    if out and line.word == ALL:
+        raise ConfigError(f"out={out}: a page is about one paper, not {ALL}")
     from lab.claims import page
-    from lab.claims.findings import verify
+    from lab.claims.findings import verify, verify_all
 
     try:
-        findings = verify(line.word, runs, reproduce=out is not None, config_dir=folder)
+        if line.word == ALL:
+            every = verify_all(choices_of("claims", folder), runs, benches, folder)
+            print("\n".join(page.overview(every)))
+            return int(any(findings.any_claim_fails for findings in every.values()))
+        findings = verify(line.word, runs, benches, out is not None, folder)
         print("\n".join(page.summary(findings)))
         if out:
             page.write(findings, out, out.with_suffix(""), command)

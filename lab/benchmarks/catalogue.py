@@ -32,6 +32,8 @@ OWN = {
     "threads": ("2", "codec, convolution, layers, throughput, roofline: threads, on CPUs"),
     "input_grad": ("false", "layers: true computes the gradient of the model's input too"),
 }
+# What one device does: nothing is exchanged, and nothing copied into buckets.
+ALONE = ("strategy=none",)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Bench:
         default: choices of that group, if none are given.
         num_variants: least number of variants.
         only: settings of a run that it uses; empty: all of them.
+        fixed: settings that all its runs have.
         apart: each variant has fresh ranks of its own.
         environment: variables set for its ranks.
         sets: sets of settings that it compares, unless others are given.
@@ -57,6 +60,7 @@ class Bench:
     default: str = ""
     num_variants: int = 1
     only: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     apart: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     sets: tuple[tuple[str, ...], ...] = ()
@@ -120,6 +124,7 @@ BENCHES = {
         ("l1", "l2"),
         group="batch_size",
         default="4",
+        fixed=ALONE,
         only=("model", "data", "task", "transform", "batch_size", "device", "seed"),
     ),
     "footprint": Bench(
@@ -127,6 +132,7 @@ BENCHES = {
         ("memory_gb", "measured"),
         group="batch_size",
         default="64,128,256",
+        fixed=ALONE,
         only=("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
     ),
     "transfer": Bench(
@@ -140,6 +146,7 @@ BENCHES = {
         ("rounds", "threads", "input_grad"),
         group="batch_size",
         default="32",
+        fixed=ALONE,
         only=(
             *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
             *("channels_last", "compile", "device", "seed"),
@@ -150,6 +157,7 @@ BENCHES = {
         ("rounds", "threads"),
         group="batch_size",
         default="4,8,16,32,64,128",
+        fixed=ALONE,
         only=(
             *("model", "data", "task", "transform", "optim", "precision", "tf32", "batch_size"),
             *("channels_last", "compile", "device", "seed"),

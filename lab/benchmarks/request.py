@@ -156,6 +156,7 @@ def _variants(name: str, settings: list[str]) -> list[Variant]:
         )
     if BENCHES[name].apart and not was_launched() and ["strategy=none"] not in sets:
         sets = [["strategy=none"], *sets]  # the baseline of the others
+    common = [*BENCHES[name].fixed, *common]
     variants = [
         Variant(_label(name, each), (*common, *each), load([*common, *each])) for each in sets
     ]

@@ -1,4 +1,4 @@
-"""Describe a paper's claims about scaling, one by one, and check values against them."""
+"""Describe a paper's claims, one by one, and check values against them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lab.claims.benched import BENCHED
+from lab.claims.counted import COUNTED
+from lab.claims.device import Device, Quantity
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
 from lab.claims.series import expand
+from lab.claims.spans import difference, ratio
+from lab.claims.swept import SWEPT
 from lab.measure.intervals import Interval
 
 OUTCOMES = ("holds", "fails", "within noise", "unknown")
@@ -21,6 +26,7 @@ KINDS = {
     "own": "the lab's own, which the source does not say",
 }
 EVIDENCE = ("emergent", "count")  # kinds that say something about the source
+OF_DEVICE: Mapping[str, Quantity] = {**COUNTED, **BENCHED, **SWEPT}
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,11 @@ class Claim:
         says: the sentence itself.
         kind: a key of KINDS.
         source: its page, slide or label.
-        quantity: a key of lab.claims.metrics.QUANTITIES.
+        quantity: a key of lab.claims.metrics.QUANTITIES, or for one device of OF_DEVICE.
         at: the point where the quantity is taken.
         published: the figure in the sentence; None if there is none.
+        arguments: of a quantity of one device, which has no point.
+        less, over: arguments that differ elsewhere: the value there is subtracted, or divides.
     """
 
     says: str
@@ -83,6 +91,38 @@ class Claim:
     check: Check
     at: Point = field(default_factory=Point)
     published: float | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    less: Mapping[str, Any] | None = field(default=None, hash=False)
+    over: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    @property
+    def of_device(self) -> bool:
+        """Tell whether the claim is about one device, not about scaling."""
+        return self.quantity in OF_DEVICE
+
+    @property
+    def is_counted(self) -> bool:
+        """Tell whether its value is counted, without a clock."""
+        return self.quantity in COUNTED
+
+    def found(self, device: Device) -> Interval | None:
+        """Count or measure the quantity of one device; None if nothing gives it.
+
+        Raises:
+            ValueError: an argument is wrong; the message names the claim.
+        """
+        quantity = OF_DEVICE[self.quantity]
+        try:
+            value = quantity(device, **self.arguments)
+            if self.less is not None:
+                value = difference(value, quantity(device, **{**self.arguments, **self.less}))
+            if self.over is not None:
+                value = ratio(value, quantity(device, **{**self.arguments, **self.over}))
+            return value
+        except Missing:
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"claim {self.says!r}: {error}") from None
 
     def value(self, facts: Facts) -> float | None:
         """Compute the quantity from `facts`; None if these do not give it."""
@@ -122,19 +162,31 @@ class Paper:
     """A file of conf/claims.
 
     Attributes:
-        profile, hardware: the source of predictions.
+        profile, hardware: the source of predictions; None: all claims are about one device.
         fit: values of the hardware that are fitted to the emergent figures, beside the preset.
         model: a file of conf/model: the network, as far as it is counted; None: the profile is.
-        reproduction: None if there is no study that measures the claims.
+        reproduction: None if there is no study that measures the claims on scaling.
+        networks, benches: of claims about one device; see lab.claims.device.
+        study: the study that measures claims about one device; None: benches alone do.
     """
 
     title: str
-    profile: str
-    hardware: str
     claims: tuple[Claim, ...]
+    profile: str | None = None
+    hardware: str | None = None
     model: str | None = None
     fit: tuple[str, ...] = ()
     reproduction: Reproduction | None = None
+    networks: Mapping[str, str] = field(default_factory=dict[str, str])
+    benches: Mapping[str, str] = field(default_factory=dict[str, str])
+    study: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.profile is None) != (self.hardware is None):
+            raise ValueError("must give both profile and hardware, or neither")
+        scaling = next((claim for claim in self.claims if not claim.of_device), None)
+        if self.profile is None and scaling:
+            raise ValueError(f"claim {scaling.says!r}: needs a profile and hardware")
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Paper:
@@ -163,14 +215,16 @@ def _frozen(value: Any) -> Any:
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
     try:
-        check, at = Check(**entry["check"]), Point(**entry.get("at", {}))
-        claim = Claim(**{**entry, "check": check, "at": at})
+        check, at = Check(**entry["check"]), entry.get("at", {})
+        of_device = entry["quantity"] in OF_DEVICE
+        where = {"at": Point(), "arguments": at} if of_device else {"at": Point(**at)}
+        claim = Claim(**{**entry, "check": check, **where})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
     if claim.kind not in KINDS:
         raise ValueError(f"claim {claim.says!r}: kind={claim.kind}: allowed are {', '.join(KINDS)}")
-    if claim.quantity not in QUANTITIES:
-        allowed = ", ".join(QUANTITIES)
+    if claim.quantity not in {**QUANTITIES, **OF_DEVICE}:
+        allowed = ", ".join((*QUANTITIES, *OF_DEVICE))
         raise ValueError(f"claim {claim.says!r}: quantity={claim.quantity}: allowed are {allowed}")
     if claim.quantity == "operations" and not claim.at.layer:
         raise ValueError(f"claim {claim.says!r}: quantity=operations: at.layer: is missing")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lab.claims.claims import Paper, Reproduction
 from lab.claims.crossovers import Crossovers, find_crossovers
+from lab.claims.device import Device
 from lab.claims.metrics import MeasuredFacts
 from lab.claims.predicted import Predicted, profile_of
 from lab.claims.speedups import (
@@ -27,6 +30,9 @@ from lab.simulate.fit import DRAWS
 from lab.simulate.hardware import Hardware
 from lab.simulate.presets import draws, parse, places
 from lab.simulate.score import ScoredCell, scored_cells
+
+if TYPE_CHECKING:
+    from lab.analysis.records import Cell
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Findings:
         conditions: None if there are no measurements.
         reproduced: None if not requested, or if the paper has no reproduction.
         terms: None if the paper names none to fit.
+        device: what claims about one device were checked against.
     """
 
     paper: Paper
@@ -76,6 +83,7 @@ class Findings:
     conditions: Conditions | None
     reproduced: Reproduced | None
     terms: Terms | None
+    device: Device
 
     @property
     def any_claim_fails(self) -> bool:
@@ -83,22 +91,34 @@ class Findings:
 
 
 def verify(
-    name: str, runs: Path | None = None, reproduce: bool = False, config_dir: str | None = None
+    name: str,
+    runs: Path | None = None,
+    benches: Path | None = None,
+    reproduce: bool = False,
+    config_dir: str | None = None,
 ) -> Findings:
-    """Judge the claims of a paper by predictions, and by measurements where there are any.
+    """Judge the claims of a paper by predictions and counts, and by what was measured.
 
     Args:
         name: a file of conf/claims, or the path of one.
         runs: folder of the study that measures the paper.
+        benches: folder of results of lab.bench, for claims about one device.
         reproduce: also predict and score all cells of the paper's reproduction, and search
             crossovers. It takes some seconds.
         config_dir: folder of the user's own claims, hardware and profiles.
 
     Raises:
         ConfigError: there is no such file in conf.
-        ValueError: such a file or the study cannot be read, or the paper has no study.
+        ValueError: such a file, the study or a result cannot be read, or the paper has no study.
     """
     paper = Paper.parse(located(read_file("claims", name, config_dir), config_dir))
+    if runs and not (paper.reproduction or paper.study):
+        raise ValueError(f"runs={runs}: there is no study of {paper.title}")
+    if benches and not benches.is_dir():
+        raise ValueError(f"benches={benches}: must be a folder")
+    device = Device(paper.networks, paper.benches, benches, _cells(runs) if paper.study else ())
+    if paper.profile is None or paper.hardware is None:
+        return Findings(paper, judge(paper, None, None, device=device), None, None, None, device)
     counts = _counts(paper.model) if paper.model else None
     hardware = _hardware(paper.hardware)
     predicted = Predicted(paper.profile, hardware, counts=counts)
@@ -106,7 +126,7 @@ def verify(
         Predicted(paper.profile, each, counts=counts, place=place)
         for each, place in zip(draws(hardware, DRAWS), places(DRAWS), strict=True)
     ]
-    measured = _measured(runs, paper, counts or predicted.counts()) if runs else None
+    measured = _measured(runs, predicted.profile, counts or predicted.counts()) if runs else None
     reproduced = None
     if reproduce and paper.reproduction:
         reproduced = _reproduce(paper, paper.reproduction, predicted, measured, runs)
@@ -114,8 +134,34 @@ def verify(
     if measured:
         machines, emulations = tuple(measured.machines()), tuple(measured.emulations())
         conditions = Conditions(machines, emulations, measured.commits())
-    verdicts = judge(paper, predicted, measured, others)
-    return Findings(paper, verdicts, conditions, reproduced, fit_terms(paper, hardware))
+    verdicts = judge(paper, predicted, measured, others, device)
+    terms = fit_terms(paper, hardware)
+    return Findings(paper, verdicts, conditions, reproduced, terms, device)
+
+
+def verify_all(
+    names: Iterable[str],
+    runs: Path | None = None,
+    benches: Path | None = None,
+    config_dir: str | None = None,
+) -> dict[str, Findings]:
+    """Judge several papers.
+
+    Args:
+        names: files of conf/claims.
+        runs: folder of studies, each in a folder of its name.
+        benches, config_dir: see `verify`.
+
+    Raises:
+        ConfigError, ValueError: see `verify`.
+    """
+    found = {}
+    for name in names:
+        paper = Paper.parse(located(read_file("claims", name, config_dir), config_dir))
+        study = paper.reproduction.study if paper.reproduction else paper.study
+        folder = runs / study if runs and study and (runs / study).is_dir() else None
+        found[name] = verify(name, folder, benches, config_dir=config_dir)
+    return found
 
 
 def _reproduce(
@@ -127,8 +173,8 @@ def _reproduce(
 ) -> Reproduced:
     hardware, scored = _hardware(grid.hardware), None
     if runs:
-        hardware, scored = _fit(runs, paper, hardware)
-    study = Predicted(paper.profile, hardware, grid.bytes_scale)
+        hardware, scored = _fit(runs, predicted.profile, hardware)
+    study = Predicted(predicted.profile, hardware, grid.bytes_scale)
     own_cores = replace(hardware, num_cores=None)
     return Reproduced(
         grid=grid,
@@ -137,7 +183,7 @@ def _reproduce(
         scored=scored,
         crossovers=(find_crossovers(grid, predicted), find_crossovers(grid, study)),
         rates=rate_speedups(grid, predicted),
-        map=speedup_map(grid, Predicted(paper.profile, own_cores, grid.bytes_scale)),
+        map=speedup_map(grid, Predicted(predicted.profile, own_cores, grid.bytes_scale)),
     )
 
 
@@ -150,25 +196,28 @@ def _counts(model: str) -> Counts:
     return counts_of(partial(build, load([f"model={model}"]).model))
 
 
-def _fit(runs: Path, paper: Paper, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:
+def _fit(runs: Path, profile: str, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:
     from lab.simulate.observe import fitted_groups
 
-    (group,) = fitted_groups(runs, profile_of(paper.profile), preset)
+    (group,) = fitted_groups(runs, profile_of(profile), preset)
     name = f"{group.hardware.name} (fitted to cells of 1 and 2 ranks)"
     return replace(group.hardware, name=name), scored_cells(group)
 
 
-def _measured(runs: Path, paper: Paper, counts: Counts) -> MeasuredFacts:
+def _cells(runs: Path | None) -> list[Cell]:
     from lab.analysis.records import load_study
+
+    return load_study(runs).cells if runs else []
+
+
+def _measured(runs: Path, profile: str, counts: Counts) -> MeasuredFacts:
     from lab.claims.measured import Measured
 
-    if not paper.reproduction:
-        raise ValueError(f"runs={runs}: there is no study of {paper.title}")
-    cells = load_study(runs).cells
+    cells = _cells(runs)
     kinds = sorted({cell.circumstances for cell in cells})
     if len(kinds) > 1:
         raise ValueError(f"runs={runs}: must be of one machine and its links: {'; '.join(kinds)}")
-    return Measured(cells, paper.profile, counts)
+    return Measured(cells, profile, counts)
 
 
 def _hardware(name: str) -> Hardware:

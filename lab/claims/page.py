@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 from lab.claims import tables, values
+from lab.claims.claims import EVIDENCE
 from lab.claims.findings import Conditions, Findings, Reproduced
 from lab.record.files import write_atomically
 
@@ -18,6 +19,18 @@ def summary(findings: Findings) -> list[str]:
     terms = ["", *tables.terms_table(findings.terms)] if findings.terms else []
     head = [f"# {findings.paper.title}", "", *_measured_at(findings.conditions)]
     return [*head, *claims, "", *_sources(findings), *terms]
+
+
+def overview(papers: Mapping[str, Findings]) -> list[str]:
+    """List a line for each paper, and what each measured claim was checked against."""
+    lines = tables.overview([(name, found.verdicts) for name, found in papers.items()])
+    evidence = " and ".join(EVIDENCE)
+    return [
+        *lines,
+        "",
+        "Claims by kind, and outcomes of those that are evidence about the source "
+        f"({evidence}). Unknown: nothing has measured them; `benches=` and `runs=` name folders.",
+    ]
 
 
 def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
@@ -52,7 +65,9 @@ def _draw_claims(findings: Findings, folder: Path) -> None:
     from lab.claims import forest
     from lab.draw.save import save
 
-    notes = [_note(findings.paper.title, _basis(findings)), *_emulations(findings.conditions)]
+    paper = findings.paper
+    basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
+    notes = [f"{paper.title}{basis}", *_emulations(findings.conditions)]
     save(partial(forest.verdicts, findings.verdicts, notes), folder / "claims.png")
 
 
@@ -92,6 +107,11 @@ def _measured_at(conditions: Conditions | None) -> list[str]:
 
 def _sources(findings: Findings) -> list[str]:
     """Name the sources of the table's columns."""
+    lines = _sources_of_scaling(findings) if findings.paper.profile else []
+    return [*lines, *([""] if lines else []), *_sources_of_device(findings)]
+
+
+def _sources_of_scaling(findings: Findings) -> list[str]:
     paper = findings.paper
     predicted = (
         f"Predicted: profile {paper.profile} on {paper.hardware}, nothing fitted; in brackets what "
@@ -109,8 +129,28 @@ def _sources(findings: Findings) -> list[str]:
     return [predicted, f"Measured: nothing; {how}."]
 
 
-def _basis(findings: Findings) -> str:
-    return f"profile {findings.paper.profile} on {findings.paper.hardware}"
+def _sources_of_device(findings: Findings) -> Iterator[str]:
+    """Name the results that claims about one device were checked against, or how to get them."""
+    paper, device = findings.paper, findings.device
+    found = device.results()
+    if found:
+        yield from ("Measured; a ratio's interval is as wide as those of its terms allow:", "")
+    for name, result in found.items():
+        where, commit = result["environment"], result["git_commit"] or {}
+        machine = f"{where['cpu']}, torch {where['torch']}, commit {commit.get('commit')}"
+        yield f"* `{name}` ({machine}): `{result['command']}`"
+    missing = [name for name in paper.benches if name not in found]
+    if missing:
+        yield from ("", "Not measured; `benches=FOLDER` reads results from a folder:", "")
+    for name in missing:
+        yield f"* `python -m lab.bench {paper.benches[name]} out=FOLDER/{name}.json`"
+    if paper.study and device.cells:
+        known = [cell.environment for cell in device.cells if cell.environment]
+        machines = sorted({f"{where['cpu']}, torch {where['torch']}" for where in known})
+        yield f"Measured by `study={paper.study}`: {'; '.join(machines)}."
+    elif paper.study:
+        study = paper.study
+        yield f"Not measured; `python -m lab.sweep study={study}`, then `runs=runs/{study}`."
 
 
 def _note(title: str, basis: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-from lab.claims.claims import EVIDENCE, KINDS
+from lab.claims.claims import EVIDENCE, KINDS, OUTCOMES
 from lab.claims.crossovers import Crossovers
 from lab.claims.terms import Terms
 from lab.claims.verdicts import Verdict, tally
@@ -17,15 +18,35 @@ from lab.simulate.score import ScoredCell, held_out, score
 
 def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
     """Write a table for each kind of claim, and what those that are evidence come to."""
-    header = ["claim", "where", "holds if", "published", "predicted", "error", "measured"]
-    header += ["verdict"]
     lines: list[str] = []
     for kind, meaning in KINDS.items():
-        rows = [_claim(verdict) for verdict in verdicts if verdict.claim.kind == kind]
-        if rows:
-            lines += [f"**{kind}** ({meaning}):", "", *markdown(header, rows), ""]
+        found = [verdict for verdict in verdicts if verdict.claim.kind == kind]
+        if found:
+            rows = [_claim(verdict) for verdict in found]
+            lines += [f"**{kind}** ({meaning}):", "", *markdown(_header(found), rows), ""]
     counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
-    return [*lines, f"Of the claims that are evidence ({' and '.join(EVIDENCE)}): {counts}."]
+    evidence = f"Of the claims that are evidence ({' and '.join(EVIDENCE)})"
+    return [*lines, f"{evidence}: {counts or 'there are none'}."]
+
+
+def overview(papers: Sequence[tuple[str, Sequence[Verdict]]]) -> list[str]:
+    """Write a line for each paper: its claims by kind, and what those that are evidence come to."""
+    header = ["paper", *KINDS, *OUTCOMES]
+    rows = [[name, *map(str, _numbers(verdicts))] for name, verdicts in papers]
+    every = [verdict for _, verdicts in papers for verdict in verdicts]
+    total = ["**all**", *map(str, _numbers(every))]
+    return markdown(header, [*rows, total])
+
+
+def _numbers(verdicts: Sequence[Verdict]) -> list[int]:
+    kinds = Counter(verdict.claim.kind for verdict in verdicts)
+    return [*(kinds[kind] for kind in KINDS), *tally(verdicts).values()]
+
+
+def _header(verdicts: Sequence[Verdict]) -> list[str]:
+    computed = "counted" if all(each.claim.is_counted for each in verdicts) else "predicted"
+    header = ["claim", "where", "holds if", "published", computed, "error", "measured"]
+    return [*header, "verdict"]
 
 
 def terms_table(terms: Terms) -> list[str]:
@@ -98,11 +119,13 @@ def _rates_table(crossovers: Crossovers) -> list[str]:
 
 def _claim(verdict: Verdict) -> list[str]:
     claim = verdict.claim
-    condition = f"{claim.quantity.replace('_', ' ')} {claim.check}"
+    quantity = claim.quantity.replace("_", " ")
+    condition = f"{quantity}{', as a ratio,' if claim.over else ''} {claim.check}"
+    known = verdict.outcome != "unknown" or not claim.of_device
     return [
         *(claim.says, claim.source, condition),
         *(_text(claim.published), _predicted(verdict), _error(verdict), _measured(verdict)),
-        f"{verdict.outcome} ({verdict.evidence})",
+        f"{verdict.outcome} ({verdict.evidence})" if known else verdict.outcome,
     ]
 
 
@@ -117,7 +140,7 @@ def _predicted(verdict: Verdict) -> str:
 def _error(verdict: Verdict) -> str:
     """Write by how much the value that decides misses the published figure."""
     published = verdict.claim.published
-    value = verdict.predicted if verdict.evidence == "predicted" else verdict.measured.mid
+    value = verdict.measured.mid if verdict.evidence == "measured" else verdict.predicted
     if not published or value is None:
         return "–"
     return f"{100 * (value / published - 1):+.1f} %"

@@ -58,7 +58,11 @@ def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
     Raises:
         ValueError: a term that cannot be fitted.
     """
-    figures = [c for c in paper.claims if c.kind == "emergent" and c.published is not None]
+    figures = [
+        claim
+        for claim in paper.claims
+        if claim.kind == "emergent" and claim.published is not None and not claim.of_device
+    ]
     if not paper.fit or not figures:
         return None
     for name in paper.fit:
@@ -103,10 +107,11 @@ def _fitted(paper: Paper, hardware: Hardware, figures: Sequence[Claim]) -> Hardw
 
 
 def _value(paper: Paper, hardware: Hardware, claim: Claim) -> float:
+    assert paper.profile is not None
     value = claim.value(Predicted(paper.profile, hardware))
     assert value is not None  # figures of throughput are predicted for any profile
     return value
 
 
-def _network(paper: Paper, claim: Claim) -> str:
+def _network(paper: Paper, claim: Claim) -> str | None:
     return claim.at.profile or paper.profile

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lab.claims.claims import EVIDENCE, OUTCOMES, Claim, Paper
+from lab.claims.device import Device
 from lab.claims.metrics import Facts, MeasuredFacts
 from lab.measure.intervals import UNKNOWN, Interval, of_level
 
@@ -17,7 +18,7 @@ class Verdict:
     """A claim, and the values of its quantity.
 
     Attributes:
-        predicted: None if unknown.
+        predicted: or counted; None if unknown.
         predicted_ends: lowest and highest, over draws of what the hardware leaves open.
         measured: over repeats, with an interval where these suffice; all NaN if unknown.
         num_repeats: how many repeats have a value.
@@ -31,8 +32,10 @@ class Verdict:
 
     @property
     def evidence(self) -> str:
-        """Return which value decides: "measured" if there is one, else "predicted"."""
-        return "predicted" if math.isnan(self.measured.mid) else "measured"
+        """Return which value decides: "measured" if there is one, else "predicted" or "counted"."""
+        if not math.isnan(self.measured.mid):
+            return "measured"
+        return "counted" if self.claim.is_counted else "predicted"
 
     @property
     def outcome(self) -> str:
@@ -44,24 +47,36 @@ class Verdict:
 
 def judge(
     paper: Paper,
-    predicted: Facts,
+    predicted: Facts | None,
     measured: MeasuredFacts | None,
     others: Sequence[Facts] = (),
+    device: Device | None = None,
 ) -> tuple[Verdict, ...]:
     """Compute each claim's values from the facts.
 
     Args:
+        predicted: None: all claims are about one device.
         others: predicted as well, by hardware drawn from what its file leaves open.
+        device: for claims about one device; None: nothing about one is known.
     """
     return tuple(
-        Verdict(
+        _of_device(claim, device or Device())
+        if claim.of_device
+        else Verdict(
             claim,
-            claim.value(predicted),
-            _ends(claim, [predicted, *others]),
+            claim.value(predicted) if predicted else None,
+            _ends(claim, [predicted, *others] if predicted else []),
             *_measured(claim, measured),
         )
         for claim in paper.claims
     )
+
+
+def _of_device(claim: Claim, device: Device) -> Verdict:
+    value = claim.found(device)
+    if claim.is_counted:
+        return Verdict(claim, value.mid if value else None)
+    return Verdict(claim, None, None, value or UNKNOWN, 1 if value else 0)
 
 
 def _ends(claim: Claim, facts: Iterable[Facts]) -> tuple[float, float] | None:

@@ -146,20 +146,20 @@ def test_repeats_give_an_interval_and_two_of_them_none() -> None:
     claims = [
         Claim("s", "emergent", "1", "speedup", Check(at_least=bound), at) for bound in (0.2, 0.8, 9)
     ]
-    verdicts = judge(Paper("t", "p", "h", tuple(claims)), Table(), Repeated(1.0, 1.1, 0.9))
+    verdicts = judge(Paper("t", tuple(claims), "p", "h"), Table(), Repeated(1.0, 1.1, 0.9))
     assert [verdict.outcome for verdict in verdicts] == ["holds", "within noise", "fails"]
     assert [verdict.num_repeats for verdict in verdicts] == [3] * 3
     lines = claims_tables(verdicts)
     cell = lines[4].split("|")[7].strip()
     assert re.fullmatch(r"0\.87\d* \[0\.6\d+, 1\.1\d+\]", cell), cell
     assert lines[-1].endswith("(emergent and count): holds 1, fails 1, within noise 1.")
-    few = judge(Paper("t", "p", "h", (claims[0],)), Table(), Repeated(1.0, 1.1))
+    few = judge(Paper("t", (claims[0],), "p", "h"), Table(), Repeated(1.0, 1.1))
     assert claims_tables(few)[4].split("|")[7].strip().endswith("(n = 2)")
 
 
 def test_kinds_have_tables_of_their_own() -> None:
     at = Point("tree", 4)
     claims = [Claim(kind, kind, "1", "speedup", Check(at_least=0.1), at) for kind in KINDS]
-    lines = claims_tables(judge(Paper("t", "p", "h", tuple(claims)), Table(), None))
+    lines = claims_tables(judge(Paper("t", tuple(claims), "p", "h"), Table(), None))
     assert [line.split("**")[1] for line in lines if line.startswith("**")] == list(KINDS)
     assert lines[-1].endswith("holds 2.")  # calibrated, derived and own ones are no evidence

@@ -1,0 +1,172 @@
+"""Quantities of claims on one device that lab.bench measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lab.claims.device import Device, Quantity, matches
+from lab.claims.metrics import Missing
+from lab.claims.spans import exact, of_bench, ratio, total
+from lab.measure.intervals import Interval
+
+BEST = "best of each"
+PASSES = ("forward", "backward")
+ACCESSES = ("load", "store")
+
+
+def time_share(device: Device, result: str, layers: str) -> Interval:
+    """Divide the time of the layers that match, forward and backward, by that of a step."""
+    row = _row(device.result(result))
+    chosen = [of_bench(each[f"{way}_s"]) for each in _layers(row, layers) for way in PASSES]
+    return ratio(total(chosen), exact(row["step_s"]["median"]))
+
+
+def backward_ratio(device: Device, result: str, layers: str = ".*") -> Interval:
+    """Divide backward of the layers that match by their forward."""
+    found = list(_layers(_row(device.result(result)), layers))
+    forward, backward = (total(of_bench(each[f"{way}_s"]) for each in found) for way in PASSES)
+    return ratio(backward, forward)
+
+
+def input_grad_share(device: Device, result: str) -> Interval:
+    """Divide what the gradient of the model's input costs by the step that has it."""
+    row = _row(device.result(result))
+    if row["input_grad_s"] is None:
+        raise Missing
+    return ratio(of_bench(row["input_grad_s"]), exact(row["step_s"]["median"]))
+
+
+def algorithm_time(
+    device: Device, result: str, algorithm: str, layers: str = ".*", direction: str = ".*"
+) -> Interval:
+    """Add up the seconds of a model's convolutions by one algorithm, or the best of each pass.
+
+    The library takes the place of an algorithm that refuses. Backward data of the first layer is
+    left out, because no step needs it. An interval is that of the ratio to the library.
+    """
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in device.result(result)["rows"]:
+        unneeded = row["is_first"] and row["pass"] == "backward data"
+        if matches(layers, row["layer"]) and matches(direction, row["pass"]) and not unneeded:
+            rows.setdefault((row["layer"], row["pass"]), {})[row["algorithm"]] = row
+    if not rows:
+        raise ValueError(f"layers={layers}: {result} has no such convolution")
+    return total(_convolution_s(found, algorithm) for found in rows.values())
+
+
+def _convolution_s(found: dict[str, dict[str, Any]], algorithm: str) -> Interval:
+    library = found["library"]
+    ran = [row for row in found.values() if row["time_s"]]
+    if algorithm == BEST:
+        row = min(ran, key=lambda one: one["time_s"]["median"])
+    else:
+        row = next((one for one in ran if one["algorithm"] == algorithm), library)
+    return of_bench(row["ratio"]).scaled(row["count"] * library["time_s"]["median"])
+
+
+def counted_events(
+    device: Device, result: str, event: str, layers: str, direction: str = ".*", batch: str = ".*"
+) -> Interval:
+    """Add up one of callgrind's counts, such as instructions, over layers and passes."""
+    rows = list(_counted(device, result, layers, direction, batch))
+    return exact(sum(row[event] for row in rows))
+
+
+def access_share(device: Device, result: str, layers: str, direction: str = ".*") -> Interval:
+    """Divide loads and stores by instructions."""
+    rows = list(_counted(device, result, layers, direction))
+    accesses = sum(row["loads"] + row["stores"] for row in rows)
+    return exact(accesses / sum(row["instructions"] for row in rows))
+
+
+def hit_rate(
+    device: Device,
+    result: str,
+    level: int,
+    layers: str,
+    access: str = "load",
+    direction: str = ".*",
+) -> Interval:
+    """Divide a cache level's hits by the accesses that reach it."""
+    rows = list(_counted(device, result, layers, direction))
+    accesses, first, second = (
+        sum(row[key] for row in rows)
+        for key in (f"{access}s", f"l1_{access}_misses", f"l2_{access}_misses")
+    )
+    reached, missed = (accesses, first) if level == 1 else (first, second)
+    return exact(1 - missed / reached)
+
+
+def slowdown(device: Device, result: str) -> Interval:
+    """Return how many times as long a pass takes while its events are counted."""
+    return exact(device.result(result)["slowdown"])
+
+
+def bench_samples_per_s(device: Device, result: str, name: str, way: str = "training") -> Interval:
+    """Return the rate of one row of lab.bench throughput, in training or inference."""
+    return of_bench(_named(device.result(result), name)[way])
+
+
+def products_share(device: Device, result: str, name: str) -> Interval:
+    """Return the share of a step's time that goes into matrix products and convolutions."""
+    share = _named(device.result(result), name)["products_share"]
+    if share is None:
+        raise Missing
+    return exact(share)
+
+
+def fusable_share(device: Device, result: str) -> Interval:
+    """Divide the bytes that fusing layers would save by all that they move."""
+    rows = device.result(result)["rows"]
+    return exact(sum(row["fusable_bytes"] for row in rows) / sum(row["bytes"] for row in rows))
+
+
+def _row(result: dict[str, Any]) -> dict[str, Any]:
+    (row,) = result["rows"]
+    return row
+
+
+def _named(result: dict[str, Any], name: str) -> dict[str, Any]:
+    found = [row for row in result["rows"] if row["name"] == name]
+    if not found:
+        allowed = ", ".join(row["name"] for row in result["rows"])
+        raise ValueError(f"name={name}: allowed are {allowed}")
+    return found[0]
+
+
+def _layers(row: dict[str, Any], layers: str) -> Iterator[dict[str, Any]]:
+    found = [each for each in row["layers"] if matches(layers, each["name"], each["kind"])]
+    if not found:
+        raise ValueError(f"layers={layers}: there is no such layer")
+    yield from found
+
+
+def _counted(
+    device: Device, result: str, layers: str, direction: str, batch: str = ".*"
+) -> Iterator[dict[str, Any]]:
+    found = [
+        row
+        for row in device.result(result)["rows"]
+        if matches(layers, row["layer"], row["kind"])
+        and matches(direction, row["pass"])
+        and matches(batch, str(row["batch_size"]))
+    ]
+    if not found:
+        raise ValueError(f"layers={layers}: {result} has no such count")
+    yield from found
+
+
+BENCHED: dict[str, Quantity] = {
+    "time_share": time_share,
+    "backward_ratio": backward_ratio,
+    "input_grad_share": input_grad_share,
+    "algorithm_time": algorithm_time,
+    "counted_events": counted_events,
+    "access_share": access_share,
+    "hit_rate": hit_rate,
+    "slowdown": slowdown,
+    "bench_samples_per_s": bench_samples_per_s,
+    "products_share": products_share,
+    "fusable_share": fusable_share,
+}

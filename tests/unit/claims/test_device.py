@@ -1,0 +1,278 @@
+"""Claims about one device: what is counted, what lab.bench and a study measured, and verdicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import verify
+from lab.claims.claims import Paper
+from lab.claims.device import Device
+from lab.claims.findings import verify as verify_paper
+from lab.claims.spans import difference, exact, ratio, total
+from lab.claims.verdicts import judge
+from lab.measure.intervals import Interval
+from tests.support.records import leave, make_record
+
+NETWORKS = {
+    "lenet": "model=lenet data=synthetic data.shape=[1,28,28]",
+    "one": "model=lstm task=language_modelling data=synthetic_tokens data.context=1 model.layers=1",
+    "two": "model=lstm task=language_modelling data=synthetic_tokens data.context=1 model.layers=2",
+}
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "low": 0.9 * median, "high": 1.1 * median}
+
+
+def layer(name: str, kind: str, forward_s: float, backward_s: float) -> dict[str, Any]:
+    passes = {"forward_s": spread(forward_s), "backward_s": spread(backward_s)}
+    return {"name": name, "kind": kind, **passes}
+
+
+def convolved(name: str, direction: str, algorithm: str, seconds: float | None) -> dict[str, Any]:
+    times = {"time_s": seconds and {"median": seconds}, "ratio": seconds and spread(seconds / 2)}
+    place = {"layer": name, "pass": direction, "is_first": name == "a", "count": 2}
+    return {**place, "algorithm": algorithm, **times}
+
+
+def counted(name: str, batch: int, direction: str) -> dict[str, Any]:
+    events = {"instructions": 100 * batch, "loads": 20 * batch, "stores": 10 * batch}
+    misses = {"l1_load_misses": 10 * batch, "l2_load_misses": batch}
+    place = {"layer": name, "kind": "Conv2d", "pass": direction, "batch_size": batch}
+    return {**place, **events, **misses, "l1_store_misses": 4 * batch, "l2_store_misses": 3 * batch}
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "layers": {
+        "rows": [
+            {
+                "step_s": {"median": 10.0},
+                "input_grad_s": spread(1.0),
+                "layers": [layer("a", "Conv2d", 1.0, 2.0), layer("b", "ReLU", 0.5, 0.5)],
+            }
+        ]
+    },
+    "convolution": {
+        "rows": [
+            convolved("a", "forward", "library", 2.0),
+            convolved("a", "forward", "fft", 1.0),
+            convolved("a", "backward data", "library", 2.0),
+            convolved("b", "forward", "library", 2.0),
+            convolved("b", "forward", "fft", None),
+        ]
+    },
+    "counters": {
+        "rows": [counted("a", batch, way) for batch in (2, 4) for way in ("forward", "backward")],
+        "slowdown": 300.0,
+    },
+    "throughput": {
+        "rows": [
+            {"name": "1", "training": spread(4.0), "products_share": 0.7},
+            {"name": "2", "training": spread(6.0), "products_share": None},
+        ]
+    },
+    "roofline": {"rows": [{"fusable_bytes": 1, "bytes": 3}, {"fusable_bytes": 1, "bytes": 5}]},
+}
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    folder = tmp_path_factory.mktemp("results")
+    where = {"environment": {"cpu": "c", "torch": "t"}, "git_commit": None, "command": "x"}
+    for name, result in RESULTS.items():
+        (folder / f"{name}.json").write_text(json.dumps({"bench": name, **where, **result}))
+    return Device(NETWORKS, {name: f"{name} model=x" for name in [*RESULTS, "absent"]}, folder)
+
+
+def paper(claim: dict[str, Any]) -> Paper:
+    right = {"says": "s", "kind": "emergent", "source": "1", "check": {"at_least": 1}}
+    return Paper.parse({"title": "t", "claims": [right | claim]})
+
+
+def found(device: Device, quantity: str, at: dict[str, Any], **claim: Any) -> Interval | None:
+    (one,) = paper({"quantity": quantity, "at": at, **claim}).claims
+    return one.found(device)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "at", "value"),
+    [
+        ("parameters", {"network": "lenet"}, 431_080),
+        ("weight_layers", {"network": "lenet"}, 4),
+        ("fc_parameter_share", {"network": "lenet"}, (801 * 500 + 501 * 10) / 431_080),
+        ("network_operations", {"network": "lenet", "layers": "Linear"}, 2 * (400_000 + 5_000)),
+        ("refusals", {"network": "lenet", "algorithm": "winograd4x3"}, 2),
+        ("executed_share", {"network": "lenet", "layer": "features.0", "algorithm": "direct"}, 1),
+        ("operations_per_output", {"algorithm": "direct", "kernel": 3}, 18),
+    ],
+)
+def test_counts(device: Device, quantity: str, at: dict[str, Any], value: float) -> None:
+    assert found(device, quantity, at) == exact(pytest.approx(value))
+
+
+def test_a_refused_algorithm_executes_nothing_that_is_known(device: Device) -> None:
+    at = {"network": "lenet", "layer": "features.0", "algorithm": "winograd4x3"}
+    assert found(device, "executed_share", at) is None
+
+
+def test_gemm_in_tiles_executes_more(device: Device) -> None:
+    at = {"network": "lenet", "layer": "features.0", "algorithm": "gemm"}  # 20 filters
+    tiled = found(device, "executed_share", {**at, "tile": 32})
+    assert tiled and tiled.mid == pytest.approx(32 / 20)
+
+
+def test_memory_of_a_step_grows_with_the_batch(device: Device) -> None:
+    at = {"network": "lenet", "batch_size": 64}
+    larger = found(device, "step_bytes", at, over={"batch_size": 8})
+    assert larger and larger.mid > 1
+
+
+def test_a_claim_may_be_about_a_difference(device: Device) -> None:
+    added = found(device, "network_operations", {"network": "two"}, less={"network": "one"})
+    assert added == exact(16 * 256**2)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "at", "ends"),
+    [
+        ("time_share", {"result": "layers", "layers": "Conv2d"}, (0.27, 0.3, 0.33)),
+        ("backward_ratio", {"result": "layers", "layers": "b"}, (0.9 / 1.1, 1.0, 1.1 / 0.9)),
+        ("input_grad_share", {"result": "layers"}, (0.09, 0.1, 0.11)),
+        # Backward data of the first layer counts nowhere, and the library stands in for a refusal.
+        ("algorithm_time", {"result": "convolution", "algorithm": "fft"}, (5.4, 6.0, 6.6)),
+        ("algorithm_time", {"result": "convolution", "algorithm": "library"}, (7.2, 8.0, 8.8)),
+        ("algorithm_time", {"result": "convolution", "algorithm": "best of each"}, (5.4, 6.0, 6.6)),
+        ("access_share", {"result": "counters", "layers": "a"}, (0.3,) * 3),
+        ("hit_rate", {"result": "counters", "layers": "Conv2d", "level": 1}, (0.5,) * 3),
+        ("hit_rate", {"result": "counters", "layers": "a", "level": 2}, (0.9,) * 3),
+        (
+            "hit_rate",
+            {"result": "counters", "layers": "a", "level": 2, "access": "store"},
+            (0.25,) * 3,
+        ),
+        ("slowdown", {"result": "counters"}, (300.0,) * 3),
+        ("bench_samples_per_s", {"result": "throughput", "name": "2"}, (5.4, 6.0, 6.6)),
+        ("products_share", {"result": "throughput", "name": "1"}, (0.7,) * 3),
+        ("fusable_share", {"result": "roofline"}, (0.25,) * 3),
+    ],
+)
+def test_measured_quantities(
+    device: Device, quantity: str, at: dict[str, Any], ends: tuple[float, float, float]
+) -> None:
+    value = found(device, quantity, at)
+    assert value and (value.lo, value.mid, value.hi) == pytest.approx(ends)
+
+
+def test_a_ratio_to_elsewhere_is_as_wide_as_both(device: Device) -> None:
+    at = {"result": "counters", "event": "instructions", "layers": "a", "batch": "4"}
+    assert found(device, "counted_events", at, over={"batch": "2"}) == exact(2.0)
+    rates = found(
+        device, "bench_samples_per_s", {"result": "throughput", "name": "2"}, over={"name": "1"}
+    )
+    assert rates and (rates.lo, rates.mid) == pytest.approx((5.4 / 4.4, 1.5))
+
+
+def test_arithmetic_of_intervals() -> None:
+    one, two = Interval(0.9, 1, 1.1), Interval(1.8, 2, 2.2)
+    assert total([one, two]) == Interval(0.9 + 1.8, 3, 1.1 + 2.2)
+    assert difference(two, one) == Interval(1.8 - 1.1, 1, 2.2 - 0.9)
+    assert ratio(one, two) == Interval(0.9 / 2.2, 0.5, 1.1 / 1.8)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "at"),
+    [
+        ("slowdown", {"result": "absent"}),
+        ("products_share", {"result": "throughput", "name": "2"}),
+        ("mini_batch_s", {"model": "lenet", "threads": 1}),
+    ],
+)
+def test_what_nothing_measured_is_unknown(
+    device: Device, quantity: str, at: dict[str, Any]
+) -> None:
+    (verdict,) = judge(paper({"quantity": quantity, "at": at}), None, None, device=device)
+    assert verdict.outcome == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "at", "message"),
+    [
+        ("parameters", {"network": "x"}, "'s': network=x: allowed are lenet, one, two"),
+        ("slowdown", {"result": "x"}, "'s': result=x: allowed are layers, convolution"),
+        ("slowdown", {"results": "x"}, "'s': .*results"),
+        (
+            "bench_samples_per_s",
+            {"result": "throughput", "name": "3"},
+            "'s': name=3: allowed are 1, 2",
+        ),
+        ("time_share", {"result": "layers", "layers": "x"}, "'s': layers=x: there is no such"),
+    ],
+)
+def test_a_wrong_argument_names_its_claim(
+    device: Device, quantity: str, at: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(device, quantity, at)
+
+
+def test_a_file_of_another_benchmark_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"bench": "codec"}')
+    with pytest.raises(ValueError, match="must be a result of lab.bench counters"):
+        Device(benches={"a": "counters model=x"}, folder=tmp_path).result("a")
+
+
+def test_a_study_measures_pairs_of_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "shi2016"
+    for repeat in range(3):
+        for model, threads, step_s in (("lstm", 1, 1.8), ("lstm", 2, 1.0), ("resnet56", 1, 3.6)):
+            record = make_record("none", 1, step_s * (1 + 0.01 * repeat), model=model)
+            record.repeat, record.variant = repeat, {"model": model, "threads": str(threads)}
+            leave(runs / f"{model}-{threads}-{repeat}", record)
+    assert verify.main(["shi2016", f"runs={runs}"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    faster = next(line for line in lines if line.startswith("| LSTM: two threads"))
+    assert "1.8 [1.8, 1.8]" in faster and "holds (measured)" in faster
+    longer = next(line for line in lines if "one of ResNet-56: " in line)
+    assert "fails (measured)" in longer  # the LSTM was faster here
+    assert sum("| unknown |" in line for line in lines) == 11
+
+
+def test_all_papers_are_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "choices_of", lambda *_: ("nvidia2017", "shi2016"))
+    assert verify.main(["all"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows[2:]] == ["nvidia2017", "shi2016", "**all**"]
+    assert rows[3].split("|")[2:] == [f" {n} " for n in (13, 0, 0, 0, 0, 0, 0, 0, 13)] + [""]
+    assert verify.main(["all", "out=page.md"]) == 2
+    assert "out=page.md: a page is about one paper" in capsys.readouterr().err
+
+
+def test_a_page_about_one_device(tmp_path: Path) -> None:
+    assert verify.main(["nvidia2017", f"out={tmp_path}/page.md"]) == 0
+    assert "holds (counted)" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "page/claims.png").is_file()
+
+
+def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["zhao2016", f"benches={tmp_path}/no"]) == 2
+    assert verify.main(["zhao2016", f"runs={tmp_path}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_claims_on_scaling_need_a_machine() -> None:
+    with pytest.raises(ValueError, match="claim 's': needs a profile and hardware"):
+        paper({"quantity": "speedup"})
+
+
+def test_published_figures_of_counts_hold() -> None:
+    found = verify_paper("levinthal2018").verdicts
+    counts = [each for each in found if each.claim.is_counted and each.claim.published]
+    assert len(counts) == 4 and all(each.outcome == "holds" for each in counts)
