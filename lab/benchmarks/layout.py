@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -30,6 +30,8 @@ from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
 from lab.training.trainer import AUTOCAST
 
+Call = Callable[[], object]
+
 WARMUP = 3  # steps before all others
 NUM_LOGGED = 5  # calls whose reorders and copies are timed; being logged slows all the rest
 MIXED = "mixed"
@@ -42,23 +44,31 @@ STEPS: dict[str, dict[str, Any]] = {  # settings of a run
 
 
 @dataclass
-class Candidate:
-    """A computation in one layout, its times, and what it moves.
-
-    Attributes:
-        take: computes it once or several times, and returns the seconds of one.
-        logs: what each of NUM_LOGGED calls moves.
-    """
+class Times:
+    """Seconds of each timed call of a computation in one layout, and moves of NUM_LOGGED others."""
 
     layout: str
-    take: Callable[[], float]
-    logs: list[Moves]
+    logs: list[Moves] = field(default_factory=list)
     call_s: list[float] = field(default_factory=list)
 
 
 @dataclass
-class Operation(Candidate):
-    """One pass of a layer.
+class Candidate:
+    """A computation that takes turns with others.
+
+    Attributes:
+        take: computes it once or several times, and returns the seconds of one.
+        log: computes it once, and returns what it moved.
+    """
+
+    times: Times
+    take: Callable[[], float]
+    log: Callable[[], Moves]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One pass of a layer in one layout.
 
     Attributes:
         count: layers of the model with these shapes.
@@ -66,12 +76,13 @@ class Operation(Candidate):
         ran: which of its implementations oneDNN chose; None: it was not asked.
     """
 
-    layer: str = ""
-    shape: str = ""
-    count: int = 1
-    which: Pass = Pass.FORWARD
-    is_needed: bool = True
-    ran: str | None = None
+    times: Times
+    layer: str
+    shape: str
+    count: int
+    which: Pass
+    is_needed: bool
+    ran: str | None
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -85,7 +96,7 @@ def measure(request: Request) -> dict[str, Any]:
     try:
         world = join(config)
         torch.set_num_threads(request.own["threads"])
-        layers = _layers(config, world, num_rounds)
+        layers = _layers(config, world.device, num_rounds)
         steps = _steps(config, world, num_rounds)
         return {
             "rows": [row for layer in layers for row in _rows(layer)],
@@ -105,64 +116,71 @@ def sums(name: str, operations: Sequence[Operation]) -> dict[str, Any]:
     """Add up what a step needs, round by round, times the number of layers of the same shapes."""
     needed = [each for each in operations if each.is_needed]
     totals = []
-    for layout in dict.fromkeys(each.layout for each in needed):
-        of_layout = [each for each in needed if each.layout == layout]
-        call_s = np.sum([each.count * np.array(each.call_s) for each in of_layout], axis=0)
+    for layout in dict.fromkeys(each.times.layout for each in needed):
+        of_layout = [each for each in needed if each.times.layout == layout]
+        call_s = np.sum([each.count * np.array(each.times.call_s) for each in of_layout], axis=0)
         logs = [_joined(of_layout, number) for number in range(NUM_LOGGED)]
-        totals.append(Candidate(layout, lambda: 0.0, logs, call_s.tolist()))
+        totals.append(Times(layout, logs, call_s.tolist()))
     return {"layer": name, "layouts": _compared(totals)}
 
 
 def _joined(operations: Sequence[Operation], number: int) -> Moves:
     """Return what all operations move in their logged call of this number."""
-    moved = [each.logs[number] for each in operations for _ in range(each.count)]
+    moved = [each.times.logs[number] for each in operations for _ in range(each.count)]
     return Moves(
         tuple(reorder for each in moved for reorder in each.reorders),
         tuple(seconds for each in moved for seconds in each.copy_s),
     )
 
 
-def _layers(config: DictConfig, world: World, num_rounds: int) -> list[list[Operation]]:
+def _layers(config: DictConfig, device: torch.device, num_rounds: int) -> list[list[Operation]]:
+    """Measure the passes of each distinct convolution."""
     problems = distinct_convolutions(config)
+    dtype = AUTOCAST.get(config.precision, torch.float32)
     layers = []
     for place, (problem, names) in enumerate(problems.items()):
         print(f"[{place + 1}/{len(problems)}] {names[0]}: {described(problem)}", flush=True)
-        layer = _operations(problem, names, place == 0, config, world.device)
-        _take_turns(layer, num_rounds)
+        candidates, layer = [], []
+        for layout, which, call in _calls(problem, place == 0, dtype, device):
+            is_needed = place > 0 or which != Pass.BACKWARD_DATA
+            one = _candidate(layout, call, device)
+            named = names[0], described(problem), len(names), which, is_needed
+            layer.append(Operation(one.times, *named, _implementation(call, device)))
+            candidates.append(one)
+        _take_turns(candidates, num_rounds)
         layers.append(layer)
     return layers
 
 
-def _operations(
-    problem: Problem, names: list[str], is_first: bool, config: DictConfig, device: torch.device
-) -> list[Operation]:
-    """Return all passes in all layouts, warmed up, with what they move."""
-    dtype = AUTOCAST.get(config.precision, torch.float32)
+def _calls(
+    problem: Problem, is_first: bool, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Layout, Pass, Call]]:
+    """Yield a call of each pass in each layout, on random tensors."""
     make = partial(torch.randn, device=device, dtype=dtype)
     x = make(problem.batch, problem.channels, *problem.size)
     w = make(problem.filters, problem.channels // problem.groups, *problem.kernel)
     dy = make(problem.batch, problem.filters, *problem.out_size)
-    num_calls = NUM_CALLS if device.type == "cuda" else 1
-    found = []
     for layout in layouts_for(device, dtype):
         for which, call in calls_in(layout, problem, x, w, dy, x_is_data=is_first).items():
-            ran = implementations(call) if device.type == "cpu" else []
-            found.append(
-                Operation(
-                    *(layout, partial(_seconds, call, num_calls, device), _logs(call, device)),
-                    **{"layer": names[0], "shape": described(problem), "count": len(names)},
-                    **{"which": which, "ran": ran[-1] if ran else None},
-                    is_needed=not (is_first and which == Pass.BACKWARD_DATA),
-                )
-            )
-    return found
+            yield layout, which, call
 
 
-def _seconds(call: Callable[[], object], num_calls: int, device: torch.device) -> float:
-    return per_call(call, num_calls, device).call_s
+def _candidate(layout: Layout, call: Call, device: torch.device) -> Candidate:
+    num_calls = NUM_CALLS if device.type == "cuda" else 1
+    return Candidate(
+        Times(layout),
+        lambda: per_call(call, num_calls, device).call_s,
+        partial(moves, call, device),
+    )
 
 
-def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Candidate]:
+def _implementation(call: Call, device: torch.device) -> str | None:
+    ran = implementations(call) if device.type == "cpu" else []
+    return ran[-1] if ran else None
+
+
+def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Times]:
+    """Measure whole steps."""
     print("steps", flush=True)
     with ExitStack() as stack:
         candidates = []
@@ -175,12 +193,13 @@ def _steps(config: DictConfig, world: World, num_rounds: int) -> list[Candidate]
             for _ in range(WARMUP):
                 step()
             take = partial(_step_seconds, step, world.device)
-            candidates.append(Candidate(layout, take, _logs(step, world.device)))
+            log = partial(moves, step, world.device)
+            candidates.append(Candidate(Times(layout), take, log))
         _take_turns(candidates, num_rounds)
-    return candidates
+    return [each.times for each in candidates]
 
 
-def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
+def _step_seconds(step: Call, device: torch.device) -> float:
     began = time.perf_counter()
     step()
     if device.type == "cuda":
@@ -188,15 +207,14 @@ def _step_seconds(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _logs(call: Callable[[], object], device: torch.device) -> list[Moves]:
-    return [moves(call, device) for _ in range(NUM_LOGGED)]
-
-
 def _take_turns(candidates: Sequence[Candidate], num_rounds: int) -> None:
+    """Log all candidates in turns, then time them in turns."""
+    for number in range(NUM_LOGGED):
+        for index in interleave.order(len(candidates), number):
+            candidates[index].times.logs.append(candidates[index].log())
     for number in interleave.progress(range(num_rounds), 0):
         for index in interleave.order(len(candidates), number):
-            one = candidates[index]
-            one.call_s.append(one.take())
+            candidates[index].times.call_s.append(candidates[index].take())
 
 
 def _rows(operations: Sequence[Operation]) -> list[dict[str, Any]]:
@@ -204,26 +222,26 @@ def _rows(operations: Sequence[Operation]) -> list[dict[str, Any]]:
     rows = []
     for which in Pass:
         of_pass = [each for each in operations if each.which == which]
-        for one, compared in zip(of_pass, _compared(of_pass), strict=True):
+        for one, compared in zip(of_pass, _compared([each.times for each in of_pass]), strict=True):
             named = {"layer": one.layer, "shape": one.shape, "count": one.count}
             named |= {"pass": str(which), "is_needed": one.is_needed, "ran": one.ran}
             rows.append(named | compared)
     return rows
 
 
-def _compared(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """Return time, ratio to the first candidate, which is NCHW, and moves of each."""
+def _compared(all_times: Sequence[Times]) -> list[dict[str, Any]]:
+    """Return time, ratio to the first of them, which is NCHW, and moves of each."""
     return [
         {
-            "layout": str(one.layout),
-            "time_s": interleave.interval(lambda seconds: seconds, one.call_s),
-            "ratio": interleave.ratio(one.call_s, candidates[0].call_s),
-            "reorder_s": median(log.reorder_s for log in one.logs),
+            "layout": str(each.layout),
+            "time_s": interleave.interval(lambda seconds: seconds, each.call_s),
+            "ratio": interleave.ratio(each.call_s, all_times[0].call_s),
+            "reorder_s": median(log.reorder_s for log in each.logs),
             "reorders": dict(
-                Counter(f"{each.source}>{each.target}" for each in one.logs[-1].reorders)
+                Counter(f"{one.source}>{one.target}" for one in each.logs[-1].reorders)
             ),
-            "copy_s": median(sum(log.copy_s) for log in one.logs),
-            "num_copies": len(one.logs[-1].copy_s),
+            "copy_s": median(sum(log.copy_s) for log in each.logs),
+            "num_copies": len(each.logs[-1].copy_s),
         }
-        for one in candidates
+        for each in all_times
     ]

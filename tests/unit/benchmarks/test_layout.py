@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab import bench
-from lab.benchmarks.layout import NUM_LOGGED, Operation, sums
+from lab.benchmarks.layout import NUM_LOGGED, Operation, Times, sums
 from lab.convolution.problem import Pass
 from lab.layers.layouts import Moves, Reorder
 from tests.support.figures import bars, keep_saved, legend, ticks
@@ -57,10 +57,8 @@ def test_sums_count_each_layer_as_often_as_a_step_computes_it() -> None:
     moved = Moves((Reorder("abcd", "acdb", 0.25),), (0.5,))
 
     def operation(which: Pass, seconds: float, count: int, is_needed: bool) -> Operation:
-        times, logs = [seconds, 2 * seconds], [moved] * NUM_LOGGED
-        one = Operation("NCHW", lambda: 0.0, logs, times, count=count, which=which)
-        one.is_needed = is_needed
-        return one
+        times = Times("NCHW", [moved] * NUM_LOGGED, [seconds, 2 * seconds])
+        return Operation(times, "a", "", count, which, is_needed, None)
 
     operations = [
         operation(Pass.FORWARD, 1.0, 3, True),
