@@ -46,7 +46,7 @@ class Reorder:
 
 @dataclass(frozen=True)
 class Moves:
-    """What a call moves in memory without computing.
+    """Data that a call moves in memory without computing.
 
     Attributes:
         reorders: of oneDNN or cuDNN. copy_s: seconds of each of torch's own copies.

@@ -1,4 +1,4 @@
-"""What oneDNN, the CPU's library of layers, has executed: read from its verbose log."""
+"""The log of oneDNN, the CPU's library of layers: its operations, their formats and times."""
 
 from __future__ import annotations
 

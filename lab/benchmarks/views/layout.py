@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -41,7 +42,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"{result['model']}, {result['batch_size']} images; x: how many layers have these shapes; "
         f"medians of {result['num_rounds']} rounds in turns, [95 % intervals]",
         "the sum has what a step needs of all layers: no backward data of the first one",
-        *_on_reorders(result["device"]),
+        *_on_layouts(result),
         "copies: torch's, by its profiler; in a layer, changes of layout; in a step, all of them; "
         "both (%): reorders and copies, from other calls than the timed ones, of the time",
         "mixed: convolutions in NHWC, tensors between layers put back into NCHW, by copies",
@@ -97,16 +98,16 @@ def _bars(panel: Axes, groups: list[list[dict[str, Any]]]) -> None:
     panel.set_ylim(0)
 
 
-def _on_reorders(device: str) -> list[str]:
-    if device == "cuda":
-        return [
-            "reorders: cuDNN's kernels that change a layout, by their names (no GPU has run this)"
-        ]
-    return [
-        "reorders: by oneDNN's log; abcd is NCHW, acdb NHWC, aBcd8b NCHW in blocks of 8 channels",
-        "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, since "
-        "torch trains no others",
-    ]
+def _on_layouts(result: dict[str, Any]) -> Iterator[str]:
+    if result["device"] == "cuda":
+        yield "reorders: cuDNN's kernels that change a layout, by name (no GPU has run this yet)"
+    else:
+        yield "reorders: by oneDNN's log; abcd: NCHW, acdb: NHWC, aBcd8b: channels in blocks of 8"
+    if any(row["layout"] == "blocked" for row in result["rows"]):
+        yield (
+            "blocked: inputs and gradients as oneDNN's convolutions leave them; filters in NCHW, "
+            "since torch trains no others"
+        )
 
 
 def _layer(row: dict[str, Any]) -> list[str]:
