@@ -15,7 +15,7 @@ OWN = {
         "null",
         "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
     ),
-    "rounds": ("20", "collective, codec, convolution, layers, throughput: number of rounds"),
+    "rounds": ("20", "collective, codec, convolution, layout, layers, throughput: rounds"),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
         "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
@@ -29,7 +29,7 @@ OWN = {
     "l2": ("8388608,16,64", "counters: the second one"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
     "measured": ("false", "footprint: true also trains steps, and measures resident memory"),
-    "threads": ("2", "codec, convolution, layers, throughput, roofline: threads, on CPUs"),
+    "threads": ("2", "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs"),
     "input_grad": ("false", "layers: true computes the gradient of the model's input too"),
 }
 # What one device does: nothing is exchanged, and nothing copied into buckets.
@@ -118,6 +118,15 @@ BENCHES = {
         ("algorithm", "rounds", "threads"),
         default="none",
         only=("model", "data", "task", "batch_size", "device", "seed"),
+    ),
+    "layout": Bench(
+        "a model's convolutions and steps in NCHW, NHWC, blocked and mixed layouts, and reorders",
+        ("rounds", "threads"),
+        default="none",
+        only=(
+            *("model", "data", "task", "optim", "precision", "tf32", "batch_size"),
+            *("device", "seed"),
+        ),
     ),
     "counters": Bench(
         "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs",

@@ -54,12 +54,12 @@ def measure(request: Request) -> dict[str, Any]:
     Raises:
         ConfigError: the model has no convolution, or an algorithm is unknown.
     """
-    config = _only(request)
+    config = request.only_config
     chosen = _algorithms(request.own["algorithm"])
     try:
         world = join(config)
         torch.set_num_threads(request.own["threads"])
-        layers = _layers(config)
+        layers = distinct_convolutions(config)
         rows = []
         for place, (problem, names) in enumerate(layers.items()):
             title = f"[{place + 1}/{len(layers)}] {names[0]}: {described(problem)}"
@@ -109,6 +109,23 @@ def sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def distinct_convolutions(config: DictConfig) -> dict[Problem, list[str]]:
+    """Return the names of the layers of each distinct problem of a run's model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    plan = blueprint(config)
+    data = plan.data
+    found = convolutions_of(plan.model, data.input_shape, data.input_dtype, config.batch_size)
+    if not found:
+        raise ConfigError(f"model={config.model['_target_']}: has no 2-d convolution")
+    layers: dict[Problem, list[str]] = {}
+    for name, problem in found.items():
+        layers.setdefault(problem, []).append(name)
+    return layers
+
+
 def described(problem: Problem) -> str:
     """Write the shapes of a problem, as in "64x27x27 -> 192, 5x5, pad 2"."""
     height, width = problem.size
@@ -127,13 +144,6 @@ def _seconds(row: dict[str, Any]) -> float:
     return row["time_s"]["median"]
 
 
-def _only(request: Request) -> DictConfig:
-    if len(request.variants) > 1:
-        labels = ", ".join(variant.label for variant in request.variants)
-        raise ConfigError(f"{labels}: convolution measures one model at one batch")
-    return request.variants[0].config
-
-
 def _algorithms(names: list[str] | None) -> list[Algorithm]:
     for name in names or ():
         if name not in ALGORITHMS:
@@ -141,19 +151,6 @@ def _algorithms(names: list[str] | None) -> list[Algorithm]:
     return [
         each for name, each in ALGORITHMS.items() if not names or name in names or each is LIBRARY
     ]
-
-
-def _layers(config: DictConfig) -> dict[Problem, list[str]]:
-    """Return the names of the layers of each distinct problem of a run's model."""
-    plan = blueprint(config)
-    data = plan.data
-    found = convolutions_of(plan.model, data.input_shape, data.input_dtype, config.batch_size)
-    if not found:
-        raise ConfigError(f"model={config.model['_target_']}: has no 2-d convolution")
-    layers: dict[Problem, list[str]] = {}
-    for name, problem in found.items():
-        layers.setdefault(problem, []).append(name)
-    return layers
 
 
 def _measured(

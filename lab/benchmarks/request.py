@@ -58,6 +58,18 @@ class Request:
         return cluster_of(config, self.own.get("world_size") or NUM_RANKS)
 
     @property
+    def only_config(self) -> DictConfig:
+        """Return the settings of the only variant.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        if len(self.variants) > 1:
+            labels = ", ".join(variant.label for variant in self.variants)
+            raise ConfigError(f"{labels}: {self.bench} measures one model at one batch")
+        return self.variants[0].config
+
+    @property
     def over_horovod(self) -> bool:
         """Tell whether only horovodrun can start the ranks."""
         return any("horovod" in variant.config.comm["_target_"] for variant in self.variants)

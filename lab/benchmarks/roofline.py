@@ -30,10 +30,7 @@ def measure(request: Request) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be counted, or there are several.
     """
-    if len(request.variants) > 1:
-        labels = ", ".join(variant.label for variant in request.variants)
-        raise ConfigError(f"{labels}: roofline measures one model at one batch")
-    config = request.variants[0].config
+    config = request.only_config
     # As lab.profile_layers: a rate of 0 keeps the weights.
     config.measure, config.steps, config.warmup_steps = "breakdown", STEPS, WARMUP
     config.optim.lr = 0.0

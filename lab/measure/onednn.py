@@ -1,37 +1,61 @@
-"""The implementations that oneDNN, the CPU's library of layers, has chosen."""
+"""The log of oneDNN, the CPU's library of layers: its operations, their formats and times."""
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-# Fields of a line of its log: version, "primitive", "exec", engine, primitive, implementation.
-MARK, KIND, IMPLEMENTATION = "onednn_verbose", "exec", 6
+from lab.measure.printed import printed
+
+# A line has: mark, version, "primitive", "exec", engine, kind, implementation, ..., milliseconds.
+MARK, EXECUTED, KIND, IMPLEMENTATION = "onednn_verbose", "exec", 5, 6
+# A tensor in it, as in "src:f32:a:blocked:aBcd8b::f0".
+FORMAT = re.compile(r"\b(src|dst)[:_]\w+:\w*:blocked:(\w+)")
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """One operation that oneDNN executed.
+
+    Attributes:
+        kind: "convolution", "reorder" and others.
+        implementation: the code that ran, as in "jit:avx2".
+        formats: memory format of "src" and "dst", if the log has it: abcd is NCHW, acdb is NHWC,
+            and aBcd8b has channels in blocks of eight.
+        seconds: by oneDNN's own clock.
+    """
+
+    kind: str
+    implementation: str
+    formats: dict[str, str]
+    seconds: float
+
+
+def primitives(call: Callable[[], object]) -> list[Primitive]:
+    """Return what oneDNN executed during a call, in order; empty: it was not asked."""
+    with printed(1) as log, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        call()
+    return parsed(log.getvalue())
 
 
 def implementations(call: Callable[[], object]) -> list[str]:
-    """Return what oneDNN ran during a call, in order, as in "jit:avx2"; empty: it was not asked.
+    """Return the implementations of the convolutions that oneDNN executed during a call."""
+    return [each.implementation for each in primitives(call) if each.kind == "convolution"]
 
-    oneDNN prints from C, so the process's standard output goes to a file meanwhile.
-    """
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with tempfile.TemporaryFile("w+") as log:
-        os.dup2(log.fileno(), 1)
-        try:
-            with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-                call()
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-        log.seek(0)
-        lines = [line.split(",") for line in log]
+
+def parsed(log: str) -> list[Primitive]:
+    """Read the executed operations of a log; other lines are passed over."""
+    lines = [line.split(",") for line in log.splitlines()]
     return [
-        fields[IMPLEMENTATION]
+        Primitive(
+            fields[KIND],
+            fields[IMPLEMENTATION],
+            dict(FORMAT.findall(",".join(fields))),
+            float(fields[-1]) / 1e3,
+        )
         for fields in lines
-        if fields[0] == MARK and KIND in fields and "convolution" in fields
+        if fields[0] == MARK and EXECUTED in fields[:KIND]
     ]

@@ -1,0 +1,205 @@
+"""Memory layouts of a convolution's tensors, and the reorders that libraries add on their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.nn.functional import conv2d
+from torch.profiler import ProfilerActivity, profile
+
+from lab.convolution.problem import Pass, Problem
+from lab.measure.onednn import Primitive, primitives
+from lab.measure.printed import printed
+
+# cuDNN's kernels that only change a layout, as in cudnn::engines_precompiled::nchwToNhwcKernel.
+TRANSPOSE = re.compile(r"(nchw|nhwc|foldedNhwc)To(Nchw|Nhwc|FoldedNhwc)Kernel")
+COPY = "aten::copy_"
+
+
+class Layout(StrEnum):
+    """The order of a tensor's values in memory.
+
+    NCHW: image, channel, row, column, the last one nearest. NHWC: torch's channels_last.
+    BLOCKED: as oneDNN's convolutions leave their outputs, as NCHW in blocks of 8 channels.
+    """
+
+    NCHW = "NCHW"
+    NHWC = "NHWC"
+    BLOCKED = "blocked"
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """A change of layout inside a library's call: formats in the library's words, and seconds."""
+
+    source: str
+    target: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Data that a call moves in memory without computing.
+
+    Attributes:
+        reorders: of oneDNN or cuDNN. copy_s: seconds of each of torch's own copies.
+    """
+
+    reorders: tuple[Reorder, ...]
+    copy_s: tuple[float, ...]
+
+    @property
+    def reorder_s(self) -> float:
+        return sum(each.seconds for each in self.reorders)
+
+
+def layouts_for(device: torch.device, dtype: torch.dtype) -> list[Layout]:
+    """Return the layouts that convolutions can have; blocked ones are float32 on CPUs."""
+    blocked = device.type == "cpu" and dtype == torch.float32
+    return [each for each in Layout if each is not Layout.BLOCKED or blocked]
+
+
+def calls_in(
+    layout: Layout, problem: Problem, x: Tensor, w: Tensor, dy: Tensor, x_is_data: bool = False
+) -> dict[Pass, Callable[[], Tensor]]:
+    """Return a call of each pass of a convolution, on copies of its tensors in a layout.
+
+    Blocked are inputs and gradients of outputs; torch keeps filters that are trained in NCHW.
+
+    Args:
+        x: [N, C, H, W]. w: [K, C / groups, R, S]. dy: the gradient of the output [N, K, H', W'].
+        x_is_data: no layer has written x, so that it comes in NCHW where the layout is blocked.
+    """
+    x_blocked = Tensor.to_mkldnn if x_is_data else _blocked
+    changes: dict[Layout, tuple[Callable[[Tensor], Tensor], ...]] = {
+        Layout.NCHW: (Tensor.contiguous,) * 3,
+        Layout.NHWC: (_channels_last,) * 3,
+        Layout.BLOCKED: (x_blocked, Tensor.contiguous, _blocked),
+    }
+    x, w, dy = (change(each) for change, each in zip(changes[layout], (x, w, dy), strict=True))
+    stride, padding, groups = problem.stride, problem.padding, problem.groups
+
+    def backward(place: int) -> Tensor:
+        mask = [place == each for each in range(3)]
+        return torch.ops.aten.convolution_backward(
+            dy, x, w, None, stride, padding, (1, 1), False, (0, 0), groups, mask
+        )[place]
+
+    return {
+        Pass.FORWARD: lambda: conv2d(x, w, None, stride, padding, 1, groups),
+        Pass.BACKWARD_DATA: lambda: backward(0),
+        Pass.BACKWARD_WEIGHTS: lambda: backward(1),
+    }
+
+
+def moves(call: Callable[[], object], device: torch.device) -> Moves:
+    """Return what oneDNN or cuDNN reorders during a call, and what torch copies."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    executed: list[Primitive] = []
+    with printed(2), profile(activities=activities) as profiler:  # it announces itself there
+        if on_gpu:
+            call()
+            torch.cuda.synchronize(device)
+        else:
+            executed = primitives(call)
+    averages = profiler.key_averages()
+    reorders = transposes(averages) if on_gpu else reorders_among(executed)
+    return Moves(tuple(reorders), tuple(copies(averages, on_gpu)))
+
+
+def reorders_among(executed: Iterable[Primitive]) -> list[Reorder]:
+    """Return oneDNN's changes of layout; its reorders into the same format copy, or change type."""
+    found = [
+        Reorder(each.formats.get("src", ""), each.formats.get("dst", ""), each.seconds)
+        for each in executed
+        if each.kind == "reorder"
+    ]
+    return [each for each in found if each.source != each.target]
+
+
+def transposes(averages: Iterable[Any]) -> list[Reorder]:
+    """Return cuDNN's changes of layout among kernels, which have them in their names.
+
+    Args:
+        averages: torch.profiler's events, summed by name.
+    """
+    found: list[Reorder] = []
+    for each in averages:
+        formats = TRANSPOSE.search(each.key)
+        if formats and each.device_type == DeviceType.CUDA:
+            source, target = (name.lower() for name in formats.groups())
+            seconds = each.self_device_time_total / 1e6 / each.count
+            found += [Reorder(source, target, seconds)] * each.count
+    return found
+
+
+def copies(averages: Iterable[Any], on_gpu: bool) -> list[float]:
+    """Return the mean seconds of torch's copies, as often as there are copies.
+
+    Args:
+        averages: torch.profiler's events, summed by name.
+        on_gpu: take the time of kernels instead of the host's.
+    """
+    for each in averages:
+        if each.key == COPY and each.device_type == DeviceType.CPU:
+            total_us = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+            return [total_us / 1e6 / each.count] * each.count
+    return []
+
+
+class MixedLayouts:
+    """A transform that computes convolutions in NHWC, and puts tensors back into NCHW after each.
+
+    Gradients are converted likewise. Any module that knows one layout alone costs a model this.
+    """
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """Change the convolutions of a model, and return it."""
+        for layer in model.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                layer.register_forward_pre_hook(_into_nhwc)
+                layer.register_forward_hook(_into_nchw)
+        return model
+
+
+class _Convert(torch.autograd.Function):
+    """Change the memory format of a tensor, and change that of its gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, into: torch.memory_format, back: torch.memory_format
+    ) -> Tensor:
+        ctx.back = back
+        return x.contiguous(memory_format=into)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return dy.contiguous(memory_format=ctx.back), None, None
+
+
+def _into_nhwc(_layer: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    return _Convert.apply(inputs[0], torch.channels_last, torch.contiguous_format)  # type: ignore[no-any-return]
+
+
+def _into_nchw(_layer: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return _Convert.apply(output, torch.contiguous_format, torch.channels_last)  # type: ignore[no-any-return]
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    """Return a tensor in NHWC; unlike `contiguous`, also where one channel leaves no difference."""
+    return tensor.to(memory_format=torch.channels_last)
+
+
+def _blocked(tensor: Tensor) -> Tensor:
+    """Return a tensor as a convolution leaves it: one of 1x1 filters that changes no value."""
+    channels = tensor.shape[1]
+    return conv2d(tensor.to_mkldnn(), torch.eye(channels).view(channels, channels, 1, 1))
