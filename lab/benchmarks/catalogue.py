@@ -28,6 +28,7 @@ OWN = {
     "l1": ("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line"),
     "l2": ("8388608,16,64", "counters: the second one"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
+    "num_ranks": ("1", "footprint: ranks that share the batch and exchange by strategy="),
     "measured": ("false", "footprint: true also trains steps, and measures resident memory"),
     "threads": ("2", "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs"),
     "input_grad": ("false", "layers: true computes the gradient of the model's input too"),
@@ -138,11 +139,14 @@ BENCHES = {
     ),
     "footprint": Bench(
         "a step's memory by kind, and the largest batch, computed",
-        ("memory_gb", "measured"),
+        ("memory_gb", "measured", "num_ranks"),
         group="batch_size",
         default="64,128,256",
         fixed=ALONE,
-        only=("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
+        only=(
+            *("model", "data", "task", "transform", "optim", "precision", "batch_size", "seed"),
+            *("strategy", "exchange", "sync", "overlap", "bucket_mb", "scaling", "device"),
+        ),
     ),
     "transfer": Bench(
         "copies between host and device in trace=FILE: number, bytes, rate, share hidden",

@@ -55,7 +55,7 @@ def operation_share(device: Device, network: str, layers: str) -> Interval:
 
 def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd") -> Interval:
     """Compute the memory that a training step needs at most (lab.layers.footprint)."""
-    from lab.layers.footprint import Step, peak_bytes
+    from lab.layers.footprint import Step, footprint
     from lab.settings.config import load
     from lab.training.optim import make_optim
 
@@ -64,7 +64,7 @@ def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd"
     step = Step(
         plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss, optimizer
     )
-    return exact(sum(peak_bytes(plan.model, step, batch_size).values()))
+    return exact(footprint(plan.model, step, batch_size).total_bytes)
 
 
 def executed_share(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ NAMES = {
     "BUFFER": "other",
     "OTH": "other",
 }
-KINDS = tuple(dict.fromkeys(NAMES.values()))
+EXCHANGE = "exchange"
+KINDS = (*dict.fromkeys(NAMES.values()), EXCHANGE)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -55,13 +56,41 @@ class Step:
     precision: str = "fp32"
 
 
-def peak_bytes(model: nn.Module, step: Step, batch: int) -> Mapping[str, int]:
-    """Return the bytes of each of KINDS at the moment of a step that needs most.
+@dataclass(frozen=True)
+class ModuleBytes:
+    """What one call of an innermost module holds: its parameters, and its outputs."""
+
+    name: str
+    parameters: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of a step.
+
+    Attributes:
+        kinds: bytes of each of KINDS at the moment that needs most.
+        modules: those that hold anything, in the order of forward.
+    """
+
+    kinds: Mapping[str, int]
+    modules: tuple[ModuleBytes, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+def footprint(model: nn.Module, step: Step, batch: int, exchange_bytes: int = 0) -> Footprint:
+    """Compute the memory of a training step of one rank.
 
     Workspaces of libraries are not known, and come on top.
 
     Args:
         model: on the meta device, in training mode.
+        batch: samples of this rank.
+        exchange_bytes: what an exchange holds all the time.
 
     Raises:
         ValueError: it cannot run without values; the message says why.
@@ -70,20 +99,21 @@ def peak_bytes(model: nn.Module, step: Step, batch: int) -> Mapping[str, int]:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # MemTracker looks at addresses, which there are not
-            return _peak(model, step, batch)
+            kinds, modules = _peak(model, step, batch)
+            return Footprint({**kinds, EXCHANGE: exchange_bytes}, modules)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(f"cannot run without values: {lines[0]}") from None
 
 
-def largest_batch(model: nn.Module, step: Step, num_bytes: float) -> int:
+def largest_batch(model: nn.Module, step: Step, num_bytes: float, exchange_bytes: int = 0) -> int:
     """Return the largest batch whose step fits into so many bytes; 0: none does.
 
     Memory grows with the batch, so the search halves its interval.
     """
 
     def fits(batch: int) -> bool:
-        return sum(peak_bytes(model, step, batch).values()) <= num_bytes
+        return footprint(model, step, batch, exchange_bytes).total_bytes <= num_bytes
 
     fitting, too_large = 0, 1
     while fits(too_large):
@@ -94,12 +124,15 @@ def largest_batch(model: nn.Module, step: Step, num_bytes: float) -> int:
     return fitting
 
 
-def _peak(model: nn.Module, step: Step, batch: int) -> Mapping[str, int]:
+def _peak(
+    model: nn.Module, step: Step, batch: int
+) -> tuple[Mapping[str, int], tuple[ModuleBytes, ...]]:
     fake = model.to_empty(device="cpu")
     optimizer = step.optimizer(fake)
     tracker = MemTracker()
     tracker.track_external(fake, optimizer)
     half = DTYPES.get(step.precision)
+    modules: tuple[ModuleBytes, ...] = ()
     with tracker:
         inputs = torch.empty(batch, *step.input_shape, dtype=step.input_dtype)
         targets = torch.empty(batch, *step.target.shape, dtype=step.target.dtype)
@@ -109,12 +142,21 @@ def _peak(model: nn.Module, step: Step, batch: int) -> Mapping[str, int]:
             step.loss(outputs.float() if half else outputs, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
+            modules = tuple(_modules(tracker, fake))
             tracker.reset_mod_stats()
-    return _by_kind(tracker.get_tracker_snapshot("peak"))
+    return _by_kind(tracker.get_tracker_snapshot("peak")), modules
+
+
+def _modules(tracker: MemTracker, model: nn.Module) -> Iterator[ModuleBytes]:
+    """Read what each innermost module held in the last forward."""
+    for name, module in model.named_modules():
+        found = tracker.memory_tracking.get(module)
+        if found and not any(True for _ in module.children()):
+            yield ModuleBytes(name or "model", found.parameter_mem, found.output_mem)
 
 
 def _by_kind(snapshot: Mapping[torch.device, Mapping[Any, int]]) -> Mapping[str, int]:
-    found = dict.fromkeys(KINDS, 0)
+    found = dict.fromkeys(NAMES.values(), 0)
     for of_device in snapshot.values():
         for kind, num_bytes in of_device.items():
             name = NAMES.get(getattr(kind, "name", ""))

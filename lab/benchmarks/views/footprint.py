@@ -10,21 +10,30 @@ from matplotlib.patches import Patch
 
 from lab.benchmarks.views.text import about
 from lab.draw import style
-from lab.draw.looks import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from lab.draw.looks import BLUE, BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from lab.layers.footprint import KINDS
 
 MB = 1e-6
-COLOURS = dict(zip(KINDS, (BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE), strict=False))
+COLOURS = dict(zip(KINDS, (BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE, BROWN), strict=True))
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """List a header, and a line for each set of settings, in MB."""
+    """List a header, and a line for each set of settings, in MB; of a single one its modules."""
     memory_gb = result["memory_gb"]
     last = [f"batch in {memory_gb} GB"] if memory_gb else []
     if any(row["measured_bytes"] for row in result["rows"]):
         last = ["measured (MB)", "computed %", *last]
     header = ["", "parameters (M)", *(f"{kind} (MB)" for kind in KINDS), "peak (MB)", *last]
-    return [header, *(_line(row) for row in result["rows"])]
+    lines = [header, *(_line(row) for row in result["rows"])]
+    if len(result["rows"]) > 1:
+        return lines
+    blank = [""] * (len(header) - 4)
+    modules = [
+        [f"  {each['name']}", "", f"{MB * each['parameters']:.1f}", f"{MB * each['outputs']:.1f}"]
+        for each in result["rows"][0]["modules"]
+    ]
+    head = ["by module", "", "parameters (MB)", "outputs (MB)"]
+    return [*lines, *([*each, *blank] for each in (head, *modules))]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -34,8 +43,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "thread, each row in a fresh process"
     )
     return [
-        "computed, not measured: what a step's tensors hold at its peak, on one rank without "
-        "exchange (lab.bench memory has the exchange's); workspaces of libraries come on top",
+        "computed, not measured: what a step's tensors hold at its peak on one rank, and what its "
+        "exchange holds (num_ranks=); workspaces of libraries come on top",
         *([measured] if any(row["measured_bytes"] for row in result["rows"]) else []),
     ]
 

@@ -107,6 +107,18 @@ def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
     assert show.table(json.loads(out.read_text())).startswith(" ")
 
 
+def test_memory_of_ranks_that_exchange(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a.json"
+    words = ["model=lenet", "batch_size=64", "strategy=allreduce,onebit", f"out={out}"]
+    assert bench.main(["footprint", "num_ranks=4", *words]) == 0
+    exact, lossy = json.loads(out.read_text())["rows"]
+    assert exact["per_rank_batch_size"] == 16
+    assert lossy["bytes"]["exchange"] > exact["bytes"]["exchange"] > 0  # residuals
+    assert bench.main(["footprint", "num_ranks=4", "batch_size=6"]) == 2
+    assert bench.main(["footprint", "num_ranks=2", "measured=true"]) == 2
+    assert "num_ranks=2: measured=true trains one rank" in capsys.readouterr().err
+
+
 def test_throughput_has_a_line_for_each_batch_and_a_knee(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

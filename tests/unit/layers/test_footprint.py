@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -12,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from lab.layers.footprint import KINDS, Step, largest_batch, peak_bytes
+from lab.layers.footprint import KINDS, Step, footprint, largest_batch
 from lab.model.mlp import mlp
 from lab.model.vgg import vgg16
+from lab.transform.checkpoint import Checkpoint
 
 
 def sgd(momentum: float, model: nn.Module) -> Optimizer:
@@ -42,7 +44,7 @@ def test_weights_gradients_and_state_add_up(
     model = small()
     values = sum(p.numel() for p in model.parameters())
     # So many samples that the peak is in backward, where the update's own temporaries are gone.
-    found = peak_bytes(model, replace(STEP, optimizer=optimizer), 4096)
+    found = footprint(model, replace(STEP, optimizer=optimizer), 4096).kinds
     assert tuple(found) == KINDS
     assert found["parameters"] == 4 * values
     assert 0 < found["gradients"] <= 4 * values  # those there are by then
@@ -52,7 +54,7 @@ def test_weights_gradients_and_state_add_up(
 
 def test_activations_grow_with_the_batch_and_halve_with_the_precision() -> None:
     few, many, half = (
-        peak_bytes(small(), replace(STEP, precision=precision), batch)["activations"]
+        footprint(small(), replace(STEP, precision=precision), batch).kinds["activations"]
         for precision, batch in (("fp32", 512), ("fp32", 1024), ("bf16", 1024))
     )
     assert many == pytest.approx(2 * few, rel=0.01)
@@ -63,7 +65,7 @@ def test_vgg_16_needs_what_its_layers_add_up_to() -> None:
     with torch.device("meta"):
         model = vgg16(input_shape=(3, 224, 224), output_size=1000)
     step = replace(STEP, input_shape=(3, 224, 224))
-    found = peak_bytes(model, step, 64)
+    found = footprint(model, step, 64).kinds
     assert found["parameters"] == 4 * 138_357_544
     # Outputs of convolutions and pooling, each kept in place by its ReLU, of 64 images.
     sides = [(64, 224, 2), (128, 112, 2), (256, 56, 3), (512, 28, 3), (512, 14, 3)]
@@ -76,8 +78,8 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     model = small()
     memory = 20e6
     batch = largest_batch(model, STEP, memory)
-    assert sum(peak_bytes(model, STEP, batch).values()) <= memory
-    assert sum(peak_bytes(model, STEP, batch + 1).values()) > memory
+    assert footprint(model, STEP, batch).total_bytes <= memory
+    assert footprint(model, STEP, batch + 1).total_bytes > memory
     assert largest_batch(model, STEP, 1000) == 0
 
 
@@ -94,4 +96,28 @@ def test_a_model_that_needs_values_is_refused_in_a_line() -> None:
     with torch.device("meta"):
         model = Asks()
     with pytest.raises(ValueError, match=r"^cannot run without values: [^\n]*$"):
-        peak_bytes(model, STEP, 2)
+        footprint(model, STEP, 2)
+
+
+def test_modules_hold_their_parameters_and_outputs() -> None:
+    found = {each.name: each for each in footprint(small(), STEP, 32).modules}
+    layers = [name for name, each in found.items() if each.parameters]
+    first, last = found[layers[0]], found[layers[-1]]
+    assert (first.parameters, first.outputs) == (4 * 65 * 1024, 4 * 32 * 1024)
+    assert (last.parameters, last.outputs) == (4 * 1025 * 10, 4 * 32 * 10)
+
+
+def test_checkpointing_keeps_inputs_alone() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    step = replace(STEP, input_shape=(64,))
+    plain, kept = (
+        footprint(model.to("meta"), step, 4096).kinds["activations"]
+        for model in (blocks, Checkpoint(r"\d+")(deepcopy(blocks)))
+    )
+    assert kept < 0.7 * plain
+
+
+def test_an_exchange_comes_on_top() -> None:
+    plain, with_it = (footprint(small(), STEP, 32, extra) for extra in (0, 1000))
+    assert with_it.kinds["exchange"] == 1000
+    assert with_it.total_bytes == plain.total_bytes + 1000
