@@ -122,6 +122,14 @@ def fusable_share(device: Device, result: str) -> Interval:
     return exact(sum(row["fusable_bytes"] for row in rows) / sum(row["bytes"] for row in rows))
 
 
+def layout_ratio(device: Device, result: str, layout: str) -> Interval:
+    """Divide the time of a step in a layout by that of NCHW."""
+    steps = {step["layout"]: step["ratio"] for step in device.result(result)["steps"]}
+    if layout not in steps:
+        raise ValueError(f"layout={layout}: allowed are {', '.join(steps)}")
+    return of_bench(steps[layout])
+
+
 def _row(result: dict[str, Any]) -> dict[str, Any]:
     (row,) = result["rows"]
     return row
@@ -169,4 +177,5 @@ BENCHED: dict[str, Quantity] = {
     "bench_samples_per_s": bench_samples_per_s,
     "products_share": products_share,
     "fusable_share": fusable_share,
+    "layout_ratio": layout_ratio,
 }

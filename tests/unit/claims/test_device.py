@@ -75,6 +75,7 @@ RESULTS: dict[str, dict[str, Any]] = {
             {"name": "2", "training": spread(6.0), "products_share": None},
         ]
     },
+    "layout": {"steps": [{"layout": "NCHW", "ratio": spread(1.0)}], "rows": []},
     "roofline": {"rows": [{"fusable_bytes": 1, "bytes": 3}, {"fusable_bytes": 1, "bytes": 5}]},
 }
 
@@ -158,6 +159,7 @@ def test_a_claim_may_be_about_a_difference(device: Device) -> None:
         ("bench_samples_per_s", {"result": "throughput", "name": "2"}, (5.4, 6.0, 6.6)),
         ("products_share", {"result": "throughput", "name": "1"}, (0.7,) * 3),
         ("fusable_share", {"result": "roofline"}, (0.25,) * 3),
+        ("layout_ratio", {"result": "layout", "layout": "NCHW"}, (0.9, 1.0, 1.1)),
     ],
 )
 def test_measured_quantities(
