@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lab.model.numbers import require_positive
-from lab.model.profile import SLOW_FACTOR, Layer, Profile, shapes
+from lab.model.profile import SLOW_FACTOR, Layer, Profile
+from lab.model.shapes import shapes
 
 SLACK_S = 0.002
 
@@ -114,7 +115,7 @@ class Replay(nn.Module):
 
 
 class ReplayedLayer(nn.Module):
-    """One layer of a profile, with parameters of lab.model.profile.shapes."""
+    """One layer of a profile, with parameters of lab.model.shapes."""
 
     def __init__(self, layer: Layer, profile: Profile, pace: Pace) -> None:
         super().__init__()
