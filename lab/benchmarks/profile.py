@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def rest_ms(self) -> NDArray[np.float64]:
-        """What the layers leave of the step: optimizer, data, host."""
+        """The rest of the step: optimizer, data, host."""
         return np.maximum(0.0, self.step_ms - self.pass_ms)
 
     @property

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from lab.model.fits import ALL, Fit, fit_of
@@ -13,6 +14,7 @@ from lab.model.numbers import is_number, is_whole, require_positive
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
+COLUMNS = range(1024, 2049)
 
 T = TypeVar("T")
 
@@ -273,3 +275,20 @@ def _check_layer(where: str, layer: Layer) -> None:
             raise ValueError(f"{where}.{key}={whole}: must be a number of at least 0")
         if not is_number(fixed) or not 0 <= fixed <= whole:
             raise ValueError(f"{where}.{fixed_key}={fixed}: must be from 0 to {key}={whole}")
+
+
+def shapes(values: int) -> dict[str, tuple[int, ...]]:
+    """Return shapes by name for a layer of `values` values; a profile holds no shapes.
+
+    The weight is [rows, columns], as in an FC layer, whose rows 1-bit SGD quantises: of 1024 to
+    2048 columns the number that leaves the smallest remainder, which becomes a bias. A layer of
+    fewer than 1024 values is only a bias.
+    """
+    rows, rest = divmod(values, columns := _columns(values))
+    weight = {"weight": (rows, columns)} if rows else {}
+    return weight | ({"bias": (rest,)} if rest else {})
+
+
+@cache  # a fit asks the same of the same few layers thousands of times
+def _columns(values: int) -> int:
+    return min(COLUMNS, key=lambda columns: values % columns)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.model.numbers import require_positive
-from lab.model.profile import SLOW_FACTOR, Layer, Profile
-from lab.model.shapes import shapes
+from lab.model.profile import SLOW_FACTOR, Layer, Profile, shapes
 
 SLACK_S = 0.002
 
@@ -115,7 +114,7 @@ class Replay(nn.Module):
 
 
 class ReplayedLayer(nn.Module):
-    """One layer of a profile, with parameters of lab.model.shapes."""
+    """One layer of a profile, with parameters of lab.model.profile.shapes."""
 
     def __init__(self, layer: Layer, profile: Profile, pace: Pace) -> None:
         super().__init__()

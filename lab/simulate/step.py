@@ -9,8 +9,7 @@ from typing import Any
 
 from lab.exchange.grouping import group
 from lab.measure.spans import Span
-from lab.model.profile import VALUE_BYTES, Profile
-from lab.model.shapes import shapes
+from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.simulate.costs import card_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
