@@ -14,11 +14,12 @@ COMMAND = Command(
     "lab.profile_layers",
     """\
 Measure forward and backward of each layer, and the rest of a step, as a profile of the model.
-model=replay replays it and lab.predict reads it. Two batches, of batch_size samples and of a
-quarter, separate the time that grows with the batch from the fixed part.""",
+model=replay replays it and lab.predict reads it. A line through the times of several batches
+separates the fixed part from the time of each sample: batch_size=16,32,64, or batch_size=64,
+which is measured beside a quarter of it.""",
     (
         "python -m lab.profile_layers model=lenet",
-        "python -m lab.profile_layers model=alexnet_small batch_size=64 out=mine.yaml",
+        "python -m lab.profile_layers model=alexnet_small batch_size=16,32,64 out=mine.yaml",
         "python -m lab.profile_layers model=alexnet data=synthetic 'data.shape=[3,224,224]' "
         "batch_size=256 precision=bf16",
     ),
@@ -47,9 +48,9 @@ def _profile(line: CommandLine) -> int:
     from lab.benchmarks.profile import measure
     from lab.benchmarks.views.profile import present
 
-    profile, kernels_ms = measure(configs, out.stem if out else "measured", settings)
+    measured = measure(configs, out.stem if out else "measured", settings)
     try:
-        present(profile, kernels_ms, out)
+        present(measured, out)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written: {error.strerror}") from None
     return 0

@@ -12,32 +12,50 @@ from lab.distributed.launcher import world_size
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.overrides import file_to_write
+from lab.study.lists import expanded
 
-FEWER = 4  # the second batch is smaller by this factor
+FEWER = 4  # the second batch is smaller by this factor, where only one is given
 # A rate of 0 keeps the weights, so that no model diverges however many steps are timed.
 DEFAULTS = ("strategy=none", "steps=48", "warmup_steps=8", "optim.lr=0", "measure=breakdown")
-TIMED = 4  # steps of which two have clocks
+TURN = 4  # steps of one batch in a row, of which two have clocks
 
 
 def read(settings: Sequence[str]) -> list[DictConfig]:
-    """Read the run's settings as given, and with a smaller batch."""
+    """Read the run's settings at each of several batches, the largest first.
+
+    Raises:
+        ConfigError: a setting is wrong, or layers cannot be measured with it.
+    """
     for setting in settings:
         if setting.startswith("strategy="):
             raise ConfigError(f"{setting}: nothing is exchanged here; take transform=fc1x1 alone")
-    config = load([*DEFAULTS, *settings])
+    batches = expanded(settings).get("batch_size", [])
+    if len(batches) > 1:
+        common = [text for text in settings if not text.startswith("batch_size=")]
+        configs = [load([*DEFAULTS, *common, each]) for each in batches]
+    else:
+        configs = [load([*DEFAULTS, *settings])]
+        fewer = max(1, configs[0].batch_size // FEWER)
+        configs.append(load([*DEFAULTS, *settings, f"batch_size={fewer}"]))
+    _check(configs)
+    return sorted(configs, key=lambda config: -config.batch_size)
+
+
+def _check(configs: Sequence[DictConfig]) -> None:
+    config = configs[0]
     for key, needed in (("accumulate", 1), ("compile", False), ("measure", "breakdown")):
         if config[key] != needed:
             raise ConfigError(f"{key}={config[key]}: layers are measured with {key}={needed}")
-    if config.steps < config.warmup_steps + TIMED:
+    if config.steps < config.warmup_steps + TURN:
         raise ConfigError(
-            f"steps={config.steps}: must be at least {TIMED} above "
+            f"steps={config.steps}: must be at least {TURN} above "
             f"warmup_steps={config.warmup_steps}"
         )
-    if config.batch_size < FEWER:
-        raise ConfigError(f"batch_size={config.batch_size}: must be at least {FEWER}")
+    batches = [each.batch_size for each in configs]
+    if len(set(batches)) < len(batches):
+        raise ConfigError(f"batch_size={batches[0]}: a line needs two different batches")
     if world_size() > 1:
         raise ConfigError(f"{world_size()} ranks were started: layers are measured on one")
-    return [config, load([*DEFAULTS, *settings, f"batch_size={config.batch_size // FEWER}"])]
 
 
 def profile_file(text: str) -> Path | None:

@@ -44,7 +44,8 @@ def measure(request: Request) -> dict[str, Any]:
         world = join(config)
         torch.set_num_threads(request.own["threads"])
         roofs = _roofs(config, world.device)
-        found = spots(work, measured(config, world).layers, config.batch_size)
+        (at_batch,) = measured([config], world)
+        found = spots(work, at_batch.layers, config.batch_size)
         return {
             "rows": [_row(spot, roofs) for spot in found],
             "roofs": {

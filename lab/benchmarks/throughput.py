@@ -1,10 +1,10 @@
-"""Samples per second against the batch, in training and in inference, and where they flatten."""
+"""Samples per second in training and in inference, and the batch from which on they flatten."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,28 +15,29 @@ from torch.profiler import ProfilerActivity, profile
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
-from lab.distributed.world import World
 from lab.layers.products import share_of_products
-from lab.measure.operations import Uncountable
+from lab.layers.published import estimate
 from lab.measure.peaks import arithmetic_of, gpu_peak
 from lab.measure.rates import measured_rates
+from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
+from lab.simulate.counting import work_of
 from lab.training.assemble import Assembly, join
-from lab.training.compute import flops_per_sample
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
 from lab.training.trainer import AUTOCAST
 
 WARMUP = 3  # steps of each batch, one of them under the profiler
+WAYS = ("training", "inference")
 FLAT = 0.95  # from the first batch with this share of the best rate on, a larger one gains little
 
 
 @dataclass
 class Candidate:
-    """One batch size, its parts, and the seconds of its steps and of its forward alone."""
+    """One set of settings, its parts, and the seconds of its steps and of its forward alone."""
 
     label: str
-    batch_size: int
+    config: DictConfig
     part: Assembly
     step: Callable[[], object]
     infer: Callable[[], object]
@@ -46,7 +47,7 @@ class Candidate:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Measure all batch sizes in turns, on one rank.
+    """Measure all variants in turns, on one rank.
 
     Raises:
         ConfigError: a setting does not fit the data and devices at hand.
@@ -58,6 +59,8 @@ def measure(request: Request) -> dict[str, Any]:
         world = join(configs[0])
         torch.set_num_threads(request.own["threads"])
         with ExitStack() as stack:
+            if any(config.compile for config in configs):
+                stack.enter_context(_compiling_each(len(configs)))
             candidates = [
                 _candidate(variant.label, stack.enter_context(assembled(config, world)), config)
                 for variant, config in zip(request.variants, configs, strict=True)
@@ -65,20 +68,34 @@ def measure(request: Request) -> dict[str, Any]:
             for number in interleave.progress(range(request.own["rounds"]), 0):
                 for index in interleave.order(len(candidates), number):
                     _take_turn(candidates[index], world.device)
-            flops = _flops(configs[0], candidates[0].part, world)
-            peak = _peak(configs[0], world.device)
-        rows = [_row(each, flops, peak) for each in candidates]
+        rows = [_row(each, world.device) for each in candidates]
         return {
             "rows": rows,
-            "knees": {way: knee(rows, way) for way in ("training", "inference")},
-            "model": configs[0].model["_target_"].rpartition(".")[2],
+            "knees": knees(rows),
             "unit": candidates[0].part.trainer.data.unit,
             "num_rounds": request.own["rounds"],
-            "peak": peak,
             **surroundings(world, *configs),
         }
     finally:
         worlds.stop()
+
+
+def series_of(label: str) -> str:
+    """Return what a label says besides the batch: the rows that have it in common are a series."""
+    words = [word for word in label.split() if "=" in word]
+    return " ".join(word for word in words if not word.startswith("batch_size="))
+
+
+def knees(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return the knee of training and of inference in each series of several batches."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        series.setdefault(row["series"], []).append(row)
+    return {
+        name: {way: knee(each, way) for way in WAYS}
+        for name, each in series.items()
+        if len(each) > 1
+    }
 
 
 def knee(rows: Sequence[dict[str, Any]], way: str) -> int:
@@ -89,10 +106,10 @@ def knee(rows: Sequence[dict[str, Any]], way: str) -> int:
 
 
 def _candidate(label: str, part: Assembly, config: DictConfig) -> Candidate:
-    """Warm up one batch size, and profile a step of it."""
+    """Warm up one set of settings, and profile a step of it."""
     trainer = part.trainer
     loop, infer = trainer.steps(), _inference(part, config)
-    one = Candidate(label, trainer.batch_size, part, lambda: next(loop), infer)
+    one = Candidate(label, config, part, lambda: next(loop), infer)
     for _ in range(WARMUP - 1):
         one.step()
         infer()
@@ -120,7 +137,7 @@ def _inference(part: Assembly, config: DictConfig) -> Callable[[], None]:
     def infer() -> None:
         trainer.model.eval()
         with torch.no_grad(), torch.autocast(inputs.device.type, half, enabled=half is not None):
-            trainer.model(inputs)
+            trainer.sync.module(inputs)  # the compiled form, if there is one
         trainer.model.train()
 
     return infer
@@ -135,27 +152,58 @@ def _take_turn(one: Candidate, device: torch.device) -> None:
         times.append(time.perf_counter() - began)
 
 
-def _row(one: Candidate, flops: float | None, peak: dict[str, Any] | None) -> dict[str, Any]:
-    batch = one.batch_size
+def _row(one: Candidate, device: torch.device) -> dict[str, Any]:
+    batch, peak = one.part.trainer.batch_size, _peak(one.config, device)
     training = interleave.interval(lambda s: batch / s, one.step_s)
+    operations = _operations(one.config)
+    flops = operations["flops_per_sample"]
     flops_per_s = flops * training["median"] if flops and training["median"] else None
     return {
         "name": one.label,
+        "series": series_of(one.label),
+        "model": one.config.model["_target_"].rpartition(".")[2],
         "batch_size": batch,
         "step_s": interleave.middle(one.step_s),
         "training": training,
         "inference": interleave.interval(lambda s: batch / s, one.infer_s),
+        **operations,
         "flops_per_s": flops_per_s,
+        "peak": peak,
         "utilisation": flops_per_s / peak["flops_per_s"] if flops_per_s and peak else None,
         "products_share": one.products,
     }
 
 
-def _flops(config: DictConfig, part: Assembly, world: World) -> float | None:
+def _operations(config: DictConfig) -> dict[str, Any]:
+    """Return operations of a sample: of a step and of forward as counted, and by a formula."""
+    keys = ("flops_per_sample", "forward_flops", "formula_flops", "formula")
+    found: dict[str, Any] = dict.fromkeys(keys)
+    if "profile" in config.model:
+        return found  # model=replay waits and computes nothing
     try:
-        return flops_per_sample(config, part.trainer, world)
-    except Uncountable:
-        return None
+        work = work_of(config)
+    except ConfigError:
+        return found
+    found |= {"flops_per_sample": work.flops_per_sample}
+    found |= {"forward_flops": work.forward_flops_per_sample}
+    plan = blueprint(config)
+    if next(plan.model.parameters()).is_meta:
+        by_formula = estimate(plan.model, plan.data.input_shape, plan.data.input_dtype)
+        if by_formula:
+            found |= {"formula_flops": by_formula.flops, "formula": by_formula.formula}
+    return found
+
+
+def _compiling_each(num_variants: int) -> AbstractContextManager[None]:
+    """Let torch.compile make kernels for each batch, as a run of its own would.
+
+    In one process it would take other batches of a model for changes of shape, make the second
+    one's kernels for any, and after eight of them compile no more.
+    """
+    import torch._dynamo
+
+    limit = 2 * len(WAYS) * num_variants
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=limit)
 
 
 def _peak(config: DictConfig, device: torch.device) -> dict[str, Any] | None:

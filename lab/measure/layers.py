@@ -10,13 +10,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lab.measure.clock import Mark, mark, seconds
 from lab.measure.hold import hold
 from lab.measure.modules import in_order, layers_of, owners_of, sizes_of
-from lab.model.profile import Layer
 
 
 @dataclass
@@ -78,18 +78,20 @@ class LayerClock:
             hook.remove()
         self._hooks.clear()
 
-    def layers(self, warmup: int) -> list[Layer]:
-        """Return medians over all passes after the first `warmup`, in the order of forward."""
+    def times_ms(self, warmup: int) -> tuple[list[str], NDArray[np.float64]]:
+        """Return the layers in the order of forward, and how long each took in every pass.
+
+        Args:
+            warmup: number of first passes to leave out.
+
+        Returns:
+            names, and milliseconds [passes, forward and backward, layers].
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         order = in_order((name for name, _ in self._passes[0].forward), self._modules)
         position = {name: index for index, name in enumerate(order)}
-        passes = [_milliseconds(one, position) for one in self._passes[warmup:]]
-        forward_ms, backward_ms = np.median(np.array(passes), axis=0)
-        return [
-            Layer(name, self.parameters[name], float(forward_ms[i]), float(backward_ms[i]))
-            for name, i in position.items()
-        ]
+        return order, np.array([_milliseconds(one, position) for one in self._passes[warmup:]])
 
     def _begin(self, *_: Any) -> None:
         if self._device.type == "cuda":

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from lab.model.fits import ALL, Fit, fit_of
 from lab.model.numbers import is_number, is_whole, require_positive
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
@@ -52,6 +53,7 @@ class Profile:
         step_ms: of a whole step without any clock on its layers, of which these are parts.
         num_threads: threads that computed, on CPU cores that ranks of one machine share; None: a
         device of the rank's own.
+        fits: lines over several batches that gave the times, with their intervals; none: not known.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Profile:
     fixed_rest_ms: float = 0.0
     step_ms: float | None = None
     num_threads: int | None = None
+    fits: tuple[Fit, ...] = ()
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> Profile:
@@ -83,22 +86,39 @@ class Profile:
             for index, layer in enumerate(profile.layers)
         )
         _check_profile(where, profile, layers)
-        return replace(profile, layers=layers, fixed_share=_share(where, profile.fixed_share))
+        share = _share(where, profile.fixed_share)
+        fits = tuple(fit_of(f"{where}: fits[{i}]", each) for i, each in enumerate(profile.fits))
+        return replace(profile, layers=layers, fixed_share=share, fits=fits)
 
     def drawn(self, place: float) -> Profile:
-        """Return the profile with its `fixed_share` at `place`, from 0 to 1, of the range."""
-        if self.fixed_share is None:
-            return self
-        low, high = self.fixed_share
-        share = low + place * (high - low)
+        """Return the profile with its fixed part at `place`, from 0 to 1, of what it may be.
 
-        def fixed(layer: Layer) -> Layer:
-            parts = {
-                name: share * getattr(layer, name.removeprefix("fixed_")) for name in FIXED_TIMES
-            }
+        That is `fixed_share`, or the interval of the fit of all layers together. Times at the
+        reference batch stay; each layer's fixed part moves by the same share of its time.
+        """
+        whole_ms = 1000 * self.compute_s(self.reference_batch)
+        if (ends := self._fixed_ends_ms(whole_ms)) is None or not whole_ms:
+            return self
+        low_ms, high_ms = ends
+        known_ms = sum(getattr(layer, key) for layer in self.layers for key in FIXED_TIMES)
+        share = (low_ms + place * (high_ms - low_ms) - known_ms) / whole_ms
+
+        def moved(layer: Layer) -> Layer:
+            parts = dict[str, float]()
+            for key, fixed_key in zip(TIMES, FIXED_TIMES, strict=True):
+                whole, fixed = getattr(layer, key), getattr(layer, fixed_key)
+                parts[fixed_key] = min(max(0.0, fixed + share * whole), whole)
             return replace(layer, **parts)
 
-        return replace(self, layers=tuple(map(fixed, self.layers)), fixed_share=None)
+        return replace(self, layers=tuple(map(moved, self.layers)), fixed_share=None, fits=())
+
+    def _fixed_ends_ms(self, whole_ms: float) -> tuple[float, float] | None:
+        """Return the least and the most that may be fixed of all layers' time `whole_ms`."""
+        for fit in self.fits:
+            low, high = fit.fixed_ms["low"], fit.fixed_ms["high"]
+            if fit.layer == ALL and low is not None and high is not None:
+                return low, high
+        return self.fixed_share and (self.fixed_share[0] * whole_ms, self.fixed_share[1] * whole_ms)
 
     def to_yaml(self) -> str:
         """Return the text of a file that `parse` reads."""
@@ -111,7 +131,8 @@ class Profile:
                 head += f"{key}: {getattr(self, key):.4f}\n"
         if self.num_threads is not None:
             head += f"num_threads: {self.num_threads}\n"
-        return head + "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
+        head += "layers:\n" + "".join(f"  - {_flow(layer)}\n" for layer in self.layers)
+        return head + ("fits:\n" if self.fits else "") + "".join(map(str, self.fits))
 
     def scaled(self, bytes_scale: float = 1.0, time_scale: float = 1.0) -> Profile:
         """Return the same model with more or fewer values, or on a slower or faster device.
@@ -126,7 +147,9 @@ class Profile:
             return replace(layer, **{key: getattr(layer, key) * time_scale for key in keys})
 
         layers = tuple(map(slower, self.layers))
-        return replace(self, layers=layers, bytes_scale=self.bytes_scale * bytes_scale, **slow)
+        fits = tuple(fit.scaled(time_scale) for fit in self.fits)
+        scale = self.bytes_scale * bytes_scale
+        return replace(self, layers=layers, fits=fits, bytes_scale=scale, **slow)
 
     def forward_s(self, layer: Layer, per_rank_batch_size: int) -> float:
         """Return the seconds of one layer's forward pass over a rank's batch."""
@@ -177,31 +200,6 @@ def replayed(settings: Mapping[str, Any]) -> Profile | None:
         return None
     scaled = Profile.parse(settings["profile"]).scaled(model["bytes_scale"], model["time_scale"])
     return replace(scaled, num_threads=None)
-
-
-def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:
-    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
-
-    Args:
-        whole: layers at the reference batch size.
-        fewer: the same layers at a batch size `ratio` times smaller.
-    """
-    return [
-        replace(
-            layer,
-            fixed_forward_ms=fixed_part(layer.forward_ms, less.forward_ms, ratio),
-            fixed_backward_ms=fixed_part(layer.backward_ms, less.backward_ms, ratio),
-        )
-        for layer, less in zip(whole, fewer, strict=True)
-    ]
-
-
-def fixed_part(at_whole: float, at_fewer: float, ratio: float) -> float:
-    """Return the value at batch size 0 of a line through two batches, the second smaller.
-
-    It is clamped to between 0 and the whole.
-    """
-    return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
 
 
 def _flow(layer: Layer) -> str:

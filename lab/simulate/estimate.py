@@ -6,9 +6,10 @@ Communications of the ACM 52(4), 2009.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from lab.model.profile import VALUE_BYTES, Layer, Profile, fixed_part, with_fixed_parts
+from lab.model.profile import VALUE_BYTES, Layer, Profile
 from lab.model.work import LayerWork, Line, Operation, Work
 from lab.simulate.hardware import Device
 from lab.simulate.step import UPDATE_PASSES
@@ -59,6 +60,31 @@ def estimated(
         fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
         num_threads=device.num_threads,
     )
+
+
+def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:
+    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
+
+    Args:
+        whole: layers at the reference batch size.
+        fewer: the same layers at a batch size `ratio` times smaller.
+    """
+    return [
+        replace(
+            layer,
+            fixed_forward_ms=fixed_part(layer.forward_ms, less.forward_ms, ratio),
+            fixed_backward_ms=fixed_part(layer.backward_ms, less.backward_ms, ratio),
+        )
+        for layer, less in zip(whole, fewer, strict=True)
+    ]
+
+
+def fixed_part(at_whole: float, at_fewer: float, ratio: float) -> float:
+    """Return the value at batch size 0 of a line through two batches, the second smaller.
+
+    It is clamped to between 0 and the whole.
+    """
+    return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
 
 
 def _rest(work: Work) -> tuple[Operation, ...]:

@@ -135,11 +135,59 @@ def test_throughput_has_a_line_for_each_batch_and_a_knee(
         assert row["step_s"]["median"] == pytest.approx(
             row["batch_size"] / row["training"]["median"], rel=0.5
         )
-    assert result["knees"] == {"training": 32, "inference": 32}
+    assert result["knees"] == {"": {"training": 32, "inference": 32}}
+    assert few["formula"] is None  # of fully connected layers alone
     assert "knee: from a batch of 32 in training" in capsys.readouterr().out
     (panel,) = saved["a.png"].axes
     assert ticks(panel, "x") == ["2", "32"]
-    assert legend(saved["a.png"]) == ["training", "knee: 32", "inference", "knee: 32"]
+    assert legend(saved["a.png"]) == ["training, knee 32", "inference, knee 32"]
+
+
+def test_throughput_compares_settings_at_one_batch_and_has_no_knee(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "a.json"
+    words = ["batch_size=4", "model=lenet,mlp", "threads=1", "rounds=6", f"out={out}"]
+    assert bench.main(["throughput", *words]) == 0
+    result = json.loads(out.read_text())
+    lenet, mlp = result["rows"]
+    assert (lenet["name"], mlp["series"]) == ("model=lenet", "model=mlp")
+    assert result["knees"] == {} and lenet["flops_per_sample"] > 3 * mlp["flops_per_sample"]
+    assert lenet["formula_flops"] == 2 * (20 * 28 * 28 * 25 + 50 * 10 * 10 * 20 * 25)
+    text = capsys.readouterr().out
+    assert "knee" not in text and "lenet: forward of one image takes 0.007044 GFLOP" in text
+    (panel,) = saved["a.png"].axes
+    assert ticks(panel, "y") == ["model=lenet", "model=mlp"]
+    assert legend(saved["a.png"]) == ["training", "inference"]
+
+
+def test_throughput_has_a_curve_and_a_knee_for_each_series_of_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes: list[tuple[Any, ...]] = []
+
+    def noting(graph: Any, inputs: list[Any]) -> Any:
+        shapes.append(next(tuple(each.shape) for each in inputs if each.shape[-1] == 32))
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "BACKEND", noting)
+    saved = keep_saved(monkeypatch)
+    out = tmp_path / "a.json"
+    batches = (2, 3, 4, 5, 6)
+    eager = [f"{letter}=batch_size={batch}" for letter, batch in zip("abcde", batches, strict=True)]
+    others = [f"{x}=batch_size={b} compile=true" for x, b in zip("fghij", batches, strict=True)]
+    words = ["model=lenet", "threads=1", "rounds=1", *eager, *others, f"out={out}"]
+    assert bench.main(["throughput", *words]) == 0
+    # Each batch has kernels of its own, of training and of inference: no shape is a symbol.
+    assert sorted(shape[0] for shape in shapes) == sorted(batches * 2)
+    result = json.loads(out.read_text())
+    assert set(result["knees"]) == {"", "compile=true"}
+    text = capsys.readouterr().out
+    assert "knee (default): " in text and "knee (compile=true): " in text
+    names = [label.partition(",")[0] for label in legend(saved["a.png"])]
+    ways = ("training", "inference")
+    assert names == [f"{series}: {way}" for series in ("default", "compile=true") for way in ways]
 
 
 def test_the_knee_is_the_first_batch_close_to_the_best_rate() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lab import explain, plot, score, verify
 from lab.advice import request as advice
-from lab.benchmarks import request
+from lab.benchmarks import profile_request, request
 from lab.cluster import __main__ as cluster
 from lab.settings import command_line
 from lab.settings.config import load
@@ -87,6 +87,8 @@ def test_settings_in_documents_are_accepted(line: str) -> None:
         assert grid.read(given).cells
     elif name == "lab.bench":
         assert request.read([words[0], *given]).variants
+    elif name == "lab.profile_layers":
+        assert profile_request.read(given)
     else:
         load(given)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -15,14 +16,15 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from lab import profile_layers
-from lab.benchmarks.profile import clocked, scaled_to
+from lab.benchmarks.profile import clocked
 from lab.measure import layers
 from lab.measure.kernels import kernels_ms
 from lab.measure.layers import LayerClock
 from lab.model.inception import googlenet
-from lab.model.profile import Layer, Profile, with_fixed_parts
+from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
 from lab.settings.files import choices_of
+from lab.simulate.estimate import with_fixed_parts
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.unit.model.test_replay import PROFILE, Time, replay, train
 
@@ -42,6 +44,13 @@ class Twice(nn.Module):
         return self.last(self.first(self.first(images)) * self.scale)
 
 
+def medians(clock: LayerClock, warmup: int) -> list[Layer]:
+    names, times_ms = clock.times_ms(warmup)
+    forward_ms, backward_ms = np.median(times_ms, axis=0).tolist()
+    sizes = [clock.parameters[name] for name in names]
+    return list(map(Layer, names, sizes, forward_ms, backward_ms))
+
+
 def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = count()
     monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
@@ -49,7 +58,7 @@ def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.Monkey
     with LayerClock(model, CPU) as clock:
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()
-    found = clock.layers(warmup=1)
+    found = medians(clock, warmup=1)
     assert [layer.name for layer in found] == ["model", "first_0", "last"]
     assert [layer.parameters for layer in found] == [1, 12, 6]
     # Marks of a pass: begin, model, first, first, last, end; then one for each gradient.
@@ -79,7 +88,7 @@ def test_layers_of_branches_and_tied_ones_are_measured(
     monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     with LayerClock(model, CPU) as clock:
         model(inputs).sum().backward()
-    found = clock.layers(warmup=0)
+    found = medians(clock, warmup=0)
     owned = {layer.name for layer in found if layer.parameters}
     assert owned == {layer.name for layer in found} - without
     assert sum(layer.parameters for layer in found) == sum(p.numel() for p in model.parameters())
@@ -98,7 +107,7 @@ def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
     with LayerClock(model, CPU) as clock:
         for _ in range(3):
             train(model).backward()
-    found = {layer.name: layer for layer in clock.layers(warmup=1)}
+    found = {layer.name: layer for layer in medians(clock, warmup=1)}
     for layer in Profile.parse(PROFILE).layers[1:]:  # the first has no parameters
         same = found[f"layers_{layer.name}"]
         assert same.parameters == layer.parameters
@@ -128,7 +137,7 @@ def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyP
     with LayerClock(model, CPU) as clock:
         for _ in range(2):
             model(torch.ones(2, 3, 4)).sum().backward()
-    found = clock.layers(warmup=0)
+    found = medians(clock, warmup=0)
     names = [layer.name for layer in found]
     assert names == ["below", "mix", "mix_out_proj", "head"]
     assert [layer.parameters for layer in found] == [16, 60, 20, 0]
@@ -136,9 +145,7 @@ def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyP
     assert found[2].forward_ms == 0 < found[2].backward_ms
 
 
-def test_layers_are_scaled_to_a_pass_without_clocks() -> None:
-    scaled = scaled_to(12.0, [Layer("a", 1, 4.0, 2.0), Layer("b", 1, 1.0, 1.0)])
-    assert [(x.forward_ms, x.backward_ms) for x in scaled] == [(6.0, 3.0), (1.5, 1.5)]
+def test_steps_with_and_without_clocks_take_turns() -> None:
     turns = [clocked(number) for number in range(8)]
     assert turns == [True, False, False, True, True, False, False, True]
 
@@ -161,7 +168,7 @@ def test_layers_on_a_gpu_last_as_long_as_their_kernels(monkeypatch: pytest.Monke
         for _ in range(4):
             model(torch.ones(2, 3)).sum().backward()
             gpu.host_s += 5e-3  # other work of a step
-    for layer in clock.layers(warmup=1):
+    for layer in medians(clock, warmup=1):
         assert layer.forward_ms == pytest.approx(0.02), layer.name
         assert layer.backward_ms == pytest.approx(0.04), layer.name
     assert gpu.log.count("sleep") == 4
@@ -217,7 +224,8 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         ("out=mine.json", "out=mine.json: must name FILE.yaml in a folder that is there"),
         ("out=no/mine.yaml", "out=no/mine.yaml: must name FILE.yaml in a folder that is there"),
         ("strategy=ddp", "strategy=ddp: nothing is exchanged here; take transform=fc1x1 alone"),
-        ("batch_size=3", "batch_size=3: must be at least 4"),
+        ("batch_size=1", "batch_size=1: a line needs two different batches"),
+        ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
         ("accumulate=2", "accumulate=2: layers are measured with accumulate=1"),
         ("compile=true", "compile=True: layers are measured with compile=False"),
         ("measure=noise", "measure=noise: layers are measured with measure=breakdown"),

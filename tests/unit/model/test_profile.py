@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from lab.model.profile import Profile
 from lab.settings.config import choices_of, load
@@ -74,6 +75,29 @@ def test_the_rest_of_a_step_scales_like_a_layer() -> None:
     assert Profile.parse(NODE).scaled(time_scale=2).rest_s(8) is None
 
 
+ENDS = {"median": 1.0, "low": 0.5, "high": 4.0}
+FIT = {"layer": "(all layers)", "way": "forward and backward"}
+FIT |= {"fixed_ms": ENDS, "per_sample_ms": {"median": 0.1, "low": None, "high": None}}
+
+
+def test_fits_say_how_much_of_the_time_may_be_fixed() -> None:
+    profile = Profile.parse({**NODE, "fits": [FIT]})
+    for scaled, factor in ((profile, 1.0), (profile.scaled(time_scale=3), 3.0)):
+        least, most = scaled.drawn(0.0), scaled.drawn(1.0)
+        assert scaled.compute_s(8) == pytest.approx(factor * 0.016)
+        assert least.compute_s(8) == most.compute_s(8) == pytest.approx(factor * 0.016)
+        # 4 ms are fixed at most: all of what is left is halved with the batch.
+        assert most.compute_s(4) == pytest.approx(factor * (0.004 + 0.012 / 2), rel=0.03)
+        assert least.compute_s(4) < scaled.compute_s(4) < most.compute_s(4)
+    conv = most.layers[0]
+    assert 0 < conv.fixed_forward_ms < conv.forward_ms and most.drawn(0.5) is most
+
+
+def test_fits_are_written_and_read() -> None:
+    profile = Profile.parse({**NODE, "fits": [FIT]})
+    assert Profile.parse(yaml.safe_load(profile.to_yaml())) == profile
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -91,6 +115,12 @@ def test_the_rest_of_a_step_scales_like_a_layer() -> None:
         ({"layers": []}, "layers=[]: must have at least one"),
         ({"layers": "conv"}, "layers=conv: must be a list"),
         ({"layers": [3]}, "layers[0]: must have the keys name, parameters, forward_ms,"),
+        ({"fits": [{"layer": "a"}]}, "fits[0]: must have the keys layer, way, fixed_ms,"),
+        ({"fits": [{**FIT, "fixed_ms": 1}]}, "fits[0].fixed_ms: must have the keys median,"),
+        (
+            {"fits": [{**FIT, "fixed_ms": {**ENDS, "low": -1}}]},
+            "fits[0].fixed_ms.low=-1: must be null or a number of at least 0",
+        ),
         ({"colour": 1}, "colour: no such key; allowed are name, source, reference_batch,"),
         ({"layers": [*LAYERS, LAYERS[0]]}, "layers[2].name=conv: is there twice"),
         ({"layers": [{**LAYERS[0], "name": "a.b"}]}, "layers[0].name=a.b: allowed are letters"),
