@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lab.benchmarks import interleave
+from lab.benchmarks.compiling import compiling_each
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.distributed.world import World
@@ -72,6 +73,7 @@ def measure(request: Request) -> dict[str, Any]:
         world = join(configs[0])
         torch.set_num_threads(request.own["threads"])
         with ExitStack() as stack:
+            stack.enter_context(compiling_each(configs, 1))
             candidates = [
                 _candidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
                 for variant, config in zip(request.variants, configs, strict=True)

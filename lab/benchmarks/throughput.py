@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
 
 from lab.benchmarks import interleave
+from lab.benchmarks.compiling import compiling_each
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.layers.products import share_of_products
@@ -59,8 +60,7 @@ def measure(request: Request) -> dict[str, Any]:
         world = join(configs[0])
         torch.set_num_threads(request.own["threads"])
         with ExitStack() as stack:
-            if any(config.compile for config in configs):
-                stack.enter_context(_compiling_each(len(configs)))
+            stack.enter_context(compiling_each(configs, len(WAYS)))
             candidates = [
                 _candidate(variant.label, stack.enter_context(assembled(config, world)), config)
                 for variant, config in zip(request.variants, configs, strict=True)
@@ -192,18 +192,6 @@ def _operations(config: DictConfig) -> dict[str, Any]:
         if by_formula:
             found |= {"formula_flops": by_formula.flops, "formula": by_formula.formula}
     return found
-
-
-def _compiling_each(num_variants: int) -> AbstractContextManager[None]:
-    """Let torch.compile make kernels for each batch, as a run of its own would.
-
-    In one process it would take other batches of a model for changes of shape, make the second
-    one's kernels for any, and after eight of them compile no more.
-    """
-    import torch._dynamo
-
-    limit = 2 * len(WAYS) * num_variants
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=limit)
 
 
 def _peak(config: DictConfig, device: torch.device) -> dict[str, Any] | None:

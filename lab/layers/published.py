@@ -1,7 +1,7 @@
 """Published formulae for the operations of a model's forward, beside which counts are held.
 
-(D. Levinthal, microbenchmark, slides 4 to 6: convolutions, LSTM cells, the Transformer.) All give
-floating-point operations of one sample; a multiply-add is two.
+(D. Levinthal, Performance analysis of deep neural networks, 2018, slides 4 to 6: convolutions, LSTM
+cells, the Transformer.) All give floating-point operations of one sample; a multiply-add is two.
 """
 
 from __future__ import annotations
