@@ -30,7 +30,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     for row in rows:
         step_s = row["step_s"]["median"]
         if len(rows) > 1:
-            lines.append([_label(row), *[""] * (len(HEADER) - 1)])
+            lines.append([_label(result, row), *[""] * (len(HEADER) - 1)])
         else:
             lines += [
                 _line(each["name"], each["kind"], passes_of(each), step_s) for each in row["layers"]
@@ -46,7 +46,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     """Compare sums with steps, and explain the columns."""
     lines = []
     for row in result["rows"]:
-        name = f"{_label(row)}: " if len(result["rows"]) > 1 else ""
+        name = f"{_label(result, row)}: " if len(result["rows"]) > 1 else ""
         if row["layers"]:
             lines.append(
                 f"{name}layers and rest add up to {ranged(row['sum_ratio'])} of a step without "
@@ -89,31 +89,36 @@ def figure(result: dict[str, Any]) -> Figure:
 
 
 def _kinds(result: dict[str, Any]) -> Figure:
-    rows = result["rows"]
+    rows, models = result["rows"], list(dict.fromkeys(result["models"]))
     largest = by_kind(layer for row in rows for layer in row["layers"])
-    parts = [_parts(row, list(largest)[:NAMED_KINDS]) for row in rows]
+    # Models differ in time by orders of magnitude, so they are compared by shares.
+    step_s = [row["step_s"]["median"] for row in rows]
+    units = [MS] * len(rows) if len(models) == 1 else [100 / each for each in step_s]
+    parts = [
+        {name: unit * seconds for name, seconds in _parts(row, list(largest)[:NAMED_KINDS]).items()}
+        for row, unit in zip(rows, units, strict=True)
+    ]
     names = list(dict.fromkeys(name for each in parts for name in each))
     names.sort(key=lambda name: name in (OTHERS, REST))
     colours = dict(zip(names, (*COLOURS, BROWN), strict=False)) | {REST: style.GREY}
     drawn, axes = style.canvas(1, 1, 8.0, 0.38 * len(rows) + 1.8)
     panel = axes[0][0]
-    for place, (row, each) in enumerate(zip(rows, parts, strict=True)):
+    for place, (each, unit) in enumerate(zip(parts, units, strict=True)):
         _bar(panel, place, {name: each.get(name, 0.0) for name in names}, colours)
-        panel.plot(MS * row["step_s"]["median"], place, color=BLACK, marker="|", ms=14)
-    panel.set_yticks(range(len(rows)), [_label(row) for row in rows])
+        panel.plot(unit * step_s[place], place, color=BLACK, marker="|", ms=14)
+    panel.set_yticks(range(len(rows)), [_label(result, row) for row in rows])
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_xlim(0)
-    panel.set_xlabel("ms per step")
+    panel.set_xlabel("ms per step" if len(models) == 1 else "% of a step without clocks")
     panel.grid(axis="x", linewidth=0.4)
     handles: list[Artist] = [Patch(facecolor=colours[name], label=name) for name in names]
     handles.append(Line2D([], [], color=BLACK, marker="|", ms=10, ls="", label="step, no clocks"))
-    models = ", ".join(dict.fromkeys(result["models"]))
-    title = f"A step of {models} by kind of layer"
+    title = f"A step of {models[0] if len(models) == 1 else 'each model'} by kind of layer"
     return style.frame(drawn, title, handles, [_where(result), *about(result)])
 
 
 def _parts(row: dict[str, Any], named: list[str]) -> dict[str, float]:
-    """Return ms by kind of layer, and of all the rest; of a compiled step by phase."""
+    """Return seconds by kind of layer, and of all the rest; of a compiled step by phase."""
     if row["compiled"]:
         parts = {f"{way}, compiled": row["phases_s"][way]["median"] for way in PHASED}
         parts[REST] = max(0.0, row["step_s"]["median"] - sum(parts.values()))
@@ -123,10 +128,14 @@ def _parts(row: dict[str, Any], named: list[str]) -> dict[str, float]:
             name = kind if kind in named else OTHERS
             parts[name] = parts.get(name, 0.0) + sum(passes.values())
         parts[REST] = sum(value["median"] for value in row["rest_s"].values())
-    return {name: MS * seconds for name, seconds in parts.items()}
+    return parts
 
 
-def _label(row: dict[str, Any]) -> str:
+def _label(result: dict[str, Any], row: dict[str, Any]) -> str:
+    """Name a row by its model and batch if no two have the same, and else by its settings."""
+    models = result["models"]
+    if len(models) > 1 and len(set(models)) == len(models):
+        return f"{models[result['rows'].index(row)]}, batch {row['batch_size']}"
     return row["name"] if "=" in row["name"] else f"batch_size={row['name']}"
 
 

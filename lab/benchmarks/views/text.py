@@ -7,6 +7,7 @@ from typing import Any
 
 from lab.measure.intervals import Interval
 
+LONGEST = 400  # characters of a command in a figure
 IntervalJson = dict[str, float | None]  # median, low, high
 
 
@@ -58,5 +59,7 @@ def machine(result: dict[str, Any]) -> str:
 
 def about(result: dict[str, Any]) -> list[str]:
     """List the last paragraphs of a footer: the command, and how ranks were emulated, if so."""
-    how = result["emulation"]
-    return [result["command"], "" if how == "none" else f"emulated: {how}"]
+    how, command = result["emulation"], result["command"]
+    if len(command) > LONGEST:
+        command = f"{command[:LONGEST]} … (all of it stands in the result)"
+    return [command, "" if how == "none" else f"emulated: {how}"]
