@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 PASSES: tuple[str, ...] = ("forward", "backward data", "backward weights", "backward, both at once")
@@ -33,3 +33,12 @@ def by_kind(layers: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         for name, value in passes_of(layer).items():
             sums[name] += value
     return dict(sorted(kinds.items(), key=lambda item: -sum(item[1].values())))
+
+
+def backward_ratio(layers: Iterable[Mapping[str, Any]], kinds: Container[str]) -> float | None:
+    """Divide backward of all layers of some kinds by their forward; None: there are none."""
+    chosen = [layer for layer in layers if layer["kind"] in kinds]
+    forward, backward = (
+        sum(layer[f"{way}_s"]["median"] for layer in chosen) for way in ("forward", "backward")
+    )
+    return backward / forward if forward else None

@@ -12,11 +12,12 @@ from matplotlib.patches import Patch
 from lab.benchmarks.views.text import about, machine, ranged
 from lab.draw import style
 from lab.draw.looks import BLACK, BROWN, COLOURS, GREEN, ORANGE, SKY, VERMILLION
-from lab.layers.parts import PASSES, by_kind, passes_of
+from lab.layers.parts import PASSES, backward_ratio, by_kind, passes_of
 
 MS = 1e3
 NAMED_KINDS = 4
 OTHERS, REST = "other layers", "rest of the step"
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 PHASED = ("forward", "backward")
 MOST_BARS = 60  # layers; of more, kinds are drawn
 PASS_COLOURS: dict[str, str] = dict(zip(PASSES, (SKY, ORANGE, GREEN, VERMILLION), strict=True))
@@ -51,6 +52,15 @@ def notes(result: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{name}layers and rest add up to {ranged(row['sum_ratio'])} of a step without "
                 "clocks on its modules"
+            )
+        if ratio := backward_ratio(row["layers"], CONVOLUTIONS):
+            passes = sum(
+                sum(by_kind(row["layers"]).get(kind, {}).values()) for kind in CONVOLUTIONS
+            )
+            share = 100 * passes / row["step_s"]["median"]
+            lines.append(
+                f"{name}convolutions take {share:.3g} % of the step, backward {ratio:.3g} times as "
+                "long as forward"
             )
         if row["input_grad_s"]:
             cost = ranged(row["input_grad_s"], MS)
