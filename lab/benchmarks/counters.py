@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lab.benchmarks import kernels
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.layers import callgrind
@@ -24,12 +25,19 @@ PROGRAM = (sys.executable, "-m", "lab.benchmarks.counted")
 def measure(request: Request) -> dict[str, Any]:
     """Count all variants in one process under callgrind, and time the same process without it.
 
+    With `trace=FILE`, read what was counted on a GPU.
+
     Raises:
         ConfigError: valgrind is missing, or the models fail.
     """
+    if request.own["trace"]:
+        return kernels.measure(request.own["trace"], request)
     configs = [variant.config for variant in request.variants]
     if any(config.device == "cuda" for config in configs):
-        raise ConfigError("device=cuda: counters counts on CPUs; take device=cpu")
+        raise ConfigError(
+            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted, "
+            f"recorded with {kernels.RECORDING}"
+        )
     world = join(configs[0])
     try:
         around = surroundings(world, *configs)
