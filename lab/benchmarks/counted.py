@@ -22,7 +22,7 @@ from lab.benchmarks.filled import VALUE, filled
 from lab.problem.build import blueprint
 from lab.settings.config import load
 
-Count = Callable[[Callable[[], object]], float]
+Count = Callable[[Callable[[], Any]], tuple[Any, float]]
 EMPTY = ""  # the name of a call that does nothing
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
     library, *variants = arguments
     count = partial(counted, ctypes.CDLL(library))
     count(int)  # Python warms up too
-    found = [{"variant": -1, "layer": EMPTY, "kind": "", "pass": "", "seconds": count(int)}]
+    found = [{"variant": -1, "layer": EMPTY, "kind": "", "pass": "", "seconds": count(int)[1]}]
     for number, text in enumerate(variants):
         config = load(json.loads(text))
         for row in _model(config, count):
@@ -44,13 +44,13 @@ def main(arguments: list[str]) -> None:
     print(json.dumps(found))
 
 
-def counted(marks: ctypes.CDLL, call: Callable[[], object]) -> float:
-    """Call between callgrind's marks; return the seconds of all that."""
+def counted(marks: ctypes.CDLL, call: Callable[[], Any]) -> tuple[Any, float]:
+    """Call between callgrind's marks; return what the call returns, and the seconds of all that."""
     began = time.perf_counter()
     marks.begin()
-    call()
+    result = call()
     marks.end()
-    return time.perf_counter() - began
+    return result, time.perf_counter() - began
 
 
 def _model(config: DictConfig, count: Count) -> Iterator[dict[str, Any]]:
@@ -76,8 +76,7 @@ def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tenso
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):
             module.register_forward_pre_hook(noting(name))
-    with torch.no_grad():
-        model(inputs)
+    model(inputs)
     for module in model.modules():
         module._forward_pre_hooks.clear()
     return list({name: (name, layer, given) for name, layer, given in calls}.values())
@@ -85,22 +84,22 @@ def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tenso
 
 def _layer(name: str, layer: nn.Module, given: Tensor, count: Count) -> Iterator[dict[str, Any]]:
     about = {"layer": name, "kind": type(layer).__name__}
-    with torch.no_grad():
-        seconds = count(lambda: layer(given))
-    yield {**about, "pass": "forward", "seconds": seconds}
-    weights = [weight for weight in layer.parameters() if weight.requires_grad]
     inputs = given.requires_grad_() if given.is_floating_point() else given
-    wanted = [each for each in (inputs, *weights) if each.requires_grad]
-    output = layer(inputs * 1 if inputs.requires_grad else inputs)  # a ReLU may work in place
+    entering = inputs.clone()  # a ReLU may work in place; backward of a copy is free
+    output, seconds = count(lambda: layer(entering))
+    yield {**about, "pass": "forward", "seconds": seconds}
     if not isinstance(output, Tensor) or not output.requires_grad:
         return
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    wanted = [each for each in (inputs, *weights) if each.requires_grad]
     gradient = torch.full_like(output, VALUE)
 
     def backward() -> None:
         torch.autograd.grad(output, wanted, gradient, retain_graph=True)
 
     backward()  # its warm-up
-    yield {**about, "pass": "backward", "seconds": count(backward)}
+    _, seconds = count(backward)
+    yield {**about, "pass": "backward", "seconds": seconds}
 
 
 if __name__ == "__main__":

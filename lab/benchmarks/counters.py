@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from lab.settings.config import ConfigError
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what these libraries may use
 PROGRAM = (sys.executable, "-m", "lab.benchmarks.counted")
 
 
@@ -47,12 +49,13 @@ def measure(request: Request) -> dict[str, Any]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out, own = Path(folder) / "counts", request.own
+        variables = os.environ | dict.fromkeys(LIMITS, own["isa"].upper())
         try:
             callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
             program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
-            plain = _printed(program)
+            plain = _printed(program, variables)
             print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
-            printed = callgrind.run(program, out, own["l1"], own["l2"])
+            printed = callgrind.run(program, out, own["l1"], own["l2"], variables)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         rows = _rows(out, json.loads(printed), json.loads(plain), request)
@@ -61,19 +64,20 @@ def measure(request: Request) -> dict[str, Any]:
         "models": [config.model["_target_"].rpartition(".")[2] for config in configs],
         "l1": own["l1"],
         "l2": own["l2"],
+        "isa": own["isa"],
         "seconds": time.perf_counter() - began,
         "slowdown": sum(row["counted_s"] for row in rows) / sum(row["plain_s"] for row in rows),
         **around,
     }
 
 
-def _printed(program: list[str]) -> str:
+def _printed(program: list[str], variables: dict[str, str]) -> str:
     """Run the program without callgrind, which finds its errors in seconds.
 
     Raises:
         ConfigError: its last line.
     """
-    done = subprocess.run(program, capture_output=True, text=True)
+    done = subprocess.run(program, capture_output=True, text=True, env=variables)
     if done.returncode:
         raise ConfigError(f"counters: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout

@@ -226,12 +226,12 @@ def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
 def test_counts_join_their_layers_less_what_calling_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def here(program: list[str]) -> str:
+    def here(program: list[str], *_: object) -> str:
         with redirect_stdout(io.StringIO()) as printed:
             counted.main(program[3:])
         return printed.getvalue()
 
-    def faked(program: list[str], out: Path, *_: str) -> str:
+    def faked(program: list[str], out: Path, *_: object) -> str:
         text = here(program)
         for number in range(1, len(json.loads(text)) + 2):
             values = f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 1"
