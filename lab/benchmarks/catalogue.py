@@ -27,7 +27,7 @@ OWN = {
     "trace": ("null", "counters, transfer: FILE.json or FILE.json.gz, of torch.profiler"),
     "l1": ("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line"),
     "l2": ("8388608,16,64", "counters: the second one"),
-    "isa": ("avx", "counters: instructions of oneDNN and MKL: avx, or avx2, which takes minutes a layer"),
+    "isa": ("avx", "counters: instructions of oneDNN and MKL, avx or avx2 (far slower)"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
     "measured": ("false", "footprint: true also trains steps, and measures resident memory"),
     "threads": ("2", "codec, convolution, layers, throughput, roofline: threads, on CPUs"),
