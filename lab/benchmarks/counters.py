@@ -45,20 +45,8 @@ def measure(request: Request) -> dict[str, Any]:
         around = surroundings(world, *configs)
     finally:
         worlds.stop()
-    variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        out, own = Path(folder) / "counts", request.own
-        variables = os.environ | dict.fromkeys(LIMITS, own["isa"].upper())
-        try:
-            callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
-            program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
-            plain = _printed(program, variables)
-            print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
-            printed = callgrind.run(program, out, own["l1"], own["l2"], variables)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        rows = _rows(out, json.loads(printed), json.loads(plain), request)
+    rows, own = _counted(request), request.own
     return {
         "rows": rows,
         "models": [config.model["_target_"].rpartition(".")[2] for config in configs],
@@ -69,6 +57,23 @@ def measure(request: Request) -> dict[str, Any]:
         "slowdown": sum(row["counted_s"] for row in rows) / sum(row["plain_s"] for row in rows),
         **around,
     }
+
+
+def _counted(request: Request) -> list[dict[str, Any]]:
+    own = request.own
+    variables = os.environ | {name: own["isa"].upper() for name in LIMITS}
+    variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "counts"
+        try:
+            callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
+            program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
+            plain = _printed(program, variables)
+            print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
+            printed = callgrind.run(program, out, own["l1"], own["l2"], variables)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return _rows(out, json.loads(printed), json.loads(plain), request)
 
 
 def _printed(program: list[str], variables: dict[str, str]) -> str:

@@ -33,7 +33,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"caches are empty before each pass; oneDNN and MKL use {result['isa'].upper()}, on one "
         "thread",
         f"all took {result['seconds']:.0f} s, and a pass {result['slowdown']:.0f} times as long as "
-        "without callgrind, most of it to start and stop the simulation",
+        "without callgrind",
     ]
 
 
