@@ -24,9 +24,10 @@ OWN = {
     "algorithm": ("null", "convolution: a list of algorithms; null: all"),
     "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
     "columns": ("4096", "codec: values that share two reconstruction values"),
-    "trace": ("null", "transfer: FILE.json or FILE.json.gz, of torch.profiler"),
+    "trace": ("null", "counters, transfer: FILE.json or FILE.json.gz, of torch.profiler"),
     "l1": ("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line"),
     "l2": ("8388608,16,64", "counters: the second one"),
+    "isa": ("avx", "counters: instructions of oneDNN and MKL, avx or avx2 (far slower)"),
     "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
     "num_ranks": ("1", "footprint: ranks that share the batch and exchange by strategy="),
     "measured": ("false", "footprint: true also trains steps, and measures resident memory"),
@@ -130,8 +131,9 @@ BENCHES = {
         ),
     ),
     "counters": Bench(
-        "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs",
-        ("l1", "l2"),
+        "instructions, loads, stores and cache hits of each layer, by callgrind, on CPUs; with "
+        "trace=FILE metrics of kernels that a GPU counted",
+        ("l1", "l2", "isa", "trace"),
         group="batch_size",
         default="4",
         fixed=ALONE,

@@ -22,7 +22,7 @@ from lab.benchmarks.filled import VALUE, filled
 from lab.problem.build import blueprint
 from lab.settings.config import load
 
-Count = Callable[[Callable[[], object]], float]
+Call = Callable[[], object]
 EMPTY = ""  # the name of a call that does nothing
 
 
@@ -44,19 +44,26 @@ def main(arguments: list[str]) -> None:
     print(json.dumps(found))
 
 
-def counted(marks: ctypes.CDLL, call: Callable[[], object]) -> float:
+def counted(marks: ctypes.CDLL, call: Call) -> float:
     """Call between callgrind's marks; return the seconds of all that."""
     began = time.perf_counter()
     marks.begin()
-    call()
+    result = call()
     marks.end()
+    del result  # to free it is no part of the call
     return time.perf_counter() - began
 
 
-def _model(config: DictConfig, count: Count) -> Iterator[dict[str, Any]]:
+def _model(config: DictConfig, count: Callable[[Call], float]) -> Iterator[dict[str, Any]]:
     model, inputs = filled(blueprint(config), config.batch_size)
-    for name, layer, given in _calls(model, inputs):
-        yield from _layer(name, layer, given, count)
+    # All are prepared first: at each mark valgrind translates anew whatever runs next.
+    prepared = [
+        (name, layer, _passes(layer, given)) for name, layer, given in _calls(model, inputs)
+    ]
+    for name, layer, passes in prepared:
+        about = {"layer": name, "kind": type(layer).__name__}
+        for label, call in passes.items():
+            yield {**about, "pass": label, "seconds": count(call)}
 
 
 def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tensor]]:
@@ -76,31 +83,27 @@ def _calls(model: nn.Module, inputs: Tensor) -> list[tuple[str, nn.Module, Tenso
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):
             module.register_forward_pre_hook(noting(name))
-    with torch.no_grad():
-        model(inputs)
+    model(inputs)
     for module in model.modules():
         module._forward_pre_hooks.clear()
     return list({name: (name, layer, given) for name, layer, given in calls}.values())
 
 
-def _layer(name: str, layer: nn.Module, given: Tensor, count: Count) -> Iterator[dict[str, Any]]:
-    about = {"layer": name, "kind": type(layer).__name__}
-    with torch.no_grad():
-        seconds = count(lambda: layer(given))
-    yield {**about, "pass": "forward", "seconds": seconds}
-    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+def _passes(layer: nn.Module, given: Tensor) -> dict[str, Call]:
+    """Return a layer's passes by name, warmed up."""
     inputs = given.requires_grad_() if given.is_floating_point() else given
-    wanted = [each for each in (inputs, *weights) if each.requires_grad]
-    output = layer(inputs * 1 if inputs.requires_grad else inputs)  # a ReLU may work in place
-    if not isinstance(output, Tensor) or not output.requires_grad:
-        return
-    gradient = torch.full_like(output, VALUE)
-
-    def backward() -> None:
-        torch.autograd.grad(output, wanted, gradient, retain_graph=True)
-
-    backward()  # its warm-up
-    yield {**about, "pass": "backward", "seconds": count(backward)}
+    entering = inputs.clone()  # a ReLU may work in place; backward of a copy is free
+    passes: dict[str, Call] = {"forward": lambda: layer(entering)}
+    output = layer(inputs.clone())
+    if isinstance(output, Tensor) and output.requires_grad:
+        weights = [weight for weight in layer.parameters() if weight.requires_grad]
+        wanted = [each for each in (inputs, *weights) if each.requires_grad]
+        gradient = torch.full_like(output, VALUE)
+        passes["backward"] = lambda: torch.autograd.grad(
+            output, wanted, gradient, retain_graph=True
+        )
+        passes["backward"]()
+    return passes
 
 
 if __name__ == "__main__":

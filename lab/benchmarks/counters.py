@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lab.benchmarks import kernels
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.layers import callgrind
@@ -18,54 +20,69 @@ from lab.settings.config import ConfigError
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what these libraries may use
 PROGRAM = (sys.executable, "-m", "lab.benchmarks.counted")
 
 
 def measure(request: Request) -> dict[str, Any]:
     """Count all variants in one process under callgrind, and time the same process without it.
 
+    With `trace=FILE`, read what was counted on a GPU.
+
     Raises:
         ConfigError: valgrind is missing, or the models fail.
     """
+    if request.own["trace"]:
+        return kernels.measure(request.own["trace"], request)
     configs = [variant.config for variant in request.variants]
     if any(config.device == "cuda" for config in configs):
-        raise ConfigError("device=cuda: counters counts on CPUs; take device=cpu")
+        raise ConfigError(
+            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted, "
+            f"recorded with {kernels.RECORDING}"
+        )
     world = join(configs[0])
     try:
         around = surroundings(world, *configs)
     finally:
         worlds.stop()
-    variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        out, own = Path(folder) / "counts", request.own
-        try:
-            callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
-            program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
-            plain = _printed(program)
-            print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
-            printed = callgrind.run(program, out, own["l1"], own["l2"])
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        rows = _rows(out, json.loads(printed), json.loads(plain), request)
+    rows, own = _counted(request), request.own
     return {
         "rows": rows,
         "models": [config.model["_target_"].rpartition(".")[2] for config in configs],
         "l1": own["l1"],
         "l2": own["l2"],
+        "isa": own["isa"],
         "seconds": time.perf_counter() - began,
         "slowdown": sum(row["counted_s"] for row in rows) / sum(row["plain_s"] for row in rows),
         **around,
     }
 
 
-def _printed(program: list[str]) -> str:
+def _counted(request: Request) -> list[dict[str, Any]]:
+    own = request.own
+    variables = os.environ | {name: own["isa"].upper() for name in LIMITS}
+    variants = [json.dumps(list(variant.arguments)) for variant in request.variants]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "counts"
+        try:
+            callgrind.command(PROGRAM, out, own["l1"], own["l2"])  # refuses before minutes pass
+            program = [*PROGRAM, str(callgrind.build_marks(Path(folder))), *variants]
+            plain = _printed(program, variables)
+            print("counting under callgrind, which takes minutes", file=sys.stderr, flush=True)
+            printed = callgrind.run(program, out, own["l1"], own["l2"], variables)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return _rows(out, json.loads(printed), json.loads(plain), request)
+
+
+def _printed(program: list[str], variables: dict[str, str]) -> str:
     """Run the program without callgrind, which finds its errors in seconds.
 
     Raises:
         ConfigError: its last line.
     """
-    done = subprocess.run(program, capture_output=True, text=True)
+    done = subprocess.run(program, capture_output=True, text=True, env=variables)
     if done.returncode:
         raise ConfigError(f"counters: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout

@@ -130,6 +130,12 @@ def _flag(key: str, text: str) -> bool:
     return text == "true"
 
 
+def _isa(key: str, text: str) -> str:
+    if text not in ("avx", "avx2"):
+        raise ConfigError(f"{key}={text}: must be avx or avx2")
+    return text
+
+
 def _names(_key: str, text: str) -> list[str] | None:
     return None if text == "null" else text.strip("[]").split(",")
 
@@ -148,6 +154,7 @@ PARSERS: dict[str, Callable[[str, str], Any]] = {
     "algorithm": _names,
     "num_values": _number_or_null,
     "input_grad": _flag,
+    "isa": _isa,
     "measured": _flag,
     "l1": _text,
     "l2": _text,

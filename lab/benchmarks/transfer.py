@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.request import Request
-from lab.layers.transfer import copies_of, read_trace
+from lab.layers.trace import read_events
+from lab.layers.transfer import copies_of
 from lab.measure.environment import environment, git_commit
 from lab.settings.config import ConfigError
 
@@ -24,7 +25,7 @@ def measure(request: Request) -> dict[str, Any]:
             "trace=null: must be a trace of torch.profiler or Chrome, .json or .json.gz"
         )
     try:
-        events = read_trace(path)
+        events = read_events(path)
         found = copies_of(events)
     except ValueError as error:
         raise ConfigError(f"trace={error}") from None

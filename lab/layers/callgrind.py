@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,13 +92,19 @@ def command(program: Sequence[str], out: Path, l1: str, l2: str) -> list[str]:
     ]
 
 
-def run(program: Sequence[str], out: Path, l1: str, l2: str) -> str:
+def run(
+    program: Sequence[str], out: Path, l1: str, l2: str, variables: Mapping[str, str] | None = None
+) -> str:
     """Run a program under callgrind; return what it prints.
+
+    Args:
+        variables: its environment; None: this process's.
 
     Raises:
         ValueError: as `command`; or the program failed, with its last line.
     """
-    done = subprocess.run(command(program, out, l1, l2), capture_output=True, text=True)
+    called = command(program, out, l1, l2)
+    done = subprocess.run(called, capture_output=True, text=True, env=variables)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise ValueError(f"counters: callgrind failed: {lines[-1]}")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ COPY, KERNEL = "gpu_memcpy", "kernel"  # categories of events
 NAME = re.compile(r"Memcpy (\w+) \((.*)\)")  # "Memcpy HtoD (Pinned -> Device)"
 SIZES = (1e3, 1e4, 1e5, 1e6, 1e7)  # edges of the histogram, bytes
 MICROSECONDS = 1e-6
-GZIP = b"\x1f\x8b"
 
 Floats = NDArray[np.float64]
 
@@ -39,26 +35,6 @@ class Copies:
     seconds: float
     hidden_s: float
     sizes: tuple[int, ...]
-
-
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a trace, as JSON or gzipped JSON.
-
-    Raises:
-        ValueError: it cannot be read, or is no trace.
-    """
-    try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if content.startswith(GZIP) else content
-        trace = json.loads(content)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (EOFError, ValueError) as error:  # cut short, or not JSON
-        raise ValueError(f"{path}: is no trace: {error}") from None
-    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
-    if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
-        raise ValueError(f"{path}: is no trace: has no list of traceEvents")
-    return events
 
 
 def copies_of(events: Iterable[dict[str, Any]]) -> list[Copies]:

@@ -30,9 +30,10 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"simulated caches of data (bytes, ways, line): L1 {result['l1']}, L2 {result['l2']}; hits "
         "of L2 are of what L1 misses",
-        "caches are empty before each pass; callgrind executes with AVX2 at most, on one thread",
+        f"caches are empty before each pass; oneDNN and MKL use {result['isa'].upper()}, on one "
+        "thread",
         f"all took {result['seconds']:.0f} s, and a pass {result['slowdown']:.0f} times as long as "
-        "without callgrind, most of it to start and stop the simulation",
+        "without callgrind",
     ]
 
 

@@ -232,6 +232,11 @@ def test_layers_stand_under_the_roofs_of_this_machine(
         (("convolution", "algorithm=magic"), "algorithm=magic: allowed are library, direct,"),
         (("convolution", "batch_size=2,4"), "batch_size=2, batch_size=4: convolution measures one"),
         (("convolution", "optim=adamw"), "optim=adamw: is not used by convolution; allowed are"),
+        (("counters", "isa=avx512"), "isa=avx512: must be avx or avx2"),
+        (
+            ("counters", "device=cuda"),
+            "device=cuda: counters counts on CPUs, and reads with trace=FILE what a GPU counted",
+        ),
         (("footprint", "memory_gb=much"), "memory_gb=much: must be an integer of at least 1"),
         (("footprint", "model=alexnet"), "model=alexnet: images of 32x32 px are too small"),
     ],
@@ -286,12 +291,13 @@ def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
 def test_counts_join_their_layers_less_what_calling_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def here(program: list[str]) -> str:
+    def here(program: list[str], *_: object) -> str:
         with redirect_stdout(io.StringIO()) as printed:
             counted.main(program[3:])
         return printed.getvalue()
 
-    def faked(program: list[str], out: Path, *_: str) -> str:
+    def faked(program: list[str], out: Path, _l1: str, _l2: str, variables: dict[str, str]) -> str:
+        assert variables["ONEDNN_MAX_CPU_ISA"] == variables["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
         text = here(program)
         for number in range(1, len(json.loads(text)) + 2):
             values = f"{100 * number} {30 * number} {20 * number} {3 * number} 2 1 1"
@@ -303,7 +309,8 @@ def test_counts_join_their_layers_less_what_calling_costs(
     monkeypatch.setattr(counters, "_printed", here)
     monkeypatch.setattr(callgrind, "run", faked)
     out = tmp_path / "counted.json"
-    assert bench.main(["counters", "model=lenet", "batch_size=2,4", f"out={out}"]) == 0
+    words = ("model=lenet", "batch_size=2,4", "isa=avx2")
+    assert bench.main(["counters", *words, f"out={out}"]) == 0
     rows = json.loads(out.read_text())["rows"]
     first, second = rows[:2]
     assert (first["layer"], first["pass"], first["name"]) == ("features.0", "forward", "2")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lab import bench
-from lab.layers.transfer import copies_of, read_trace
+from lab.layers.trace import read_events
+from lab.layers.transfer import copies_of
 from tests.support.figures import keep_saved, ticks
 
 
@@ -50,7 +51,7 @@ def write(path: Path, trace: object) -> Path:
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
 @pytest.mark.parametrize("trace", [EVENTS, {"traceEvents": EVENTS}])
 def test_copies_add_up_by_kind(tmp_path: Path, name: str, trace: object) -> None:
-    found = copies_of(read_trace(write(tmp_path / name, trace)))
+    found = copies_of(read_events(write(tmp_path / name, trace)))
     pinned, inside, back = found
     assert [each.direction for each in found] == ["HtoD", "DtoD", "DtoH"]
     assert (pinned.kind, pinned.invocations, pinned.num_bytes) == ("Pinned -> Device", 2, 2_000_500)
