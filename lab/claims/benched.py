@@ -119,7 +119,7 @@ def products_share(device: Device, result: str, name: str) -> Interval:
 def fusable_share(device: Device, result: str) -> Interval:
     """Divide the bytes that fusing layers would save by all that they move."""
     rows = device.result(result)["rows"]
-    return exact(sum(row["fusable_bytes"] for row in rows) / sum(row["bytes"] for row in rows))
+    return exact(sum(row["loose_bytes"] for row in rows) / sum(row["num_bytes"] for row in rows))
 
 
 def layout_ratio(device: Device, result: str, layout: str) -> Interval:

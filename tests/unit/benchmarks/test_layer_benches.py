@@ -269,6 +269,7 @@ def test_layers_and_rest_are_compared_with_a_plain_step(
     assert row["input_grad_s"]["low"] is not None
     text = capfd.readouterr().out
     assert "add up to" in text and "the gradient of the model's input costs" in text
+    assert "convolutions take" in text and "times as long as forward" in text
     assert ticks(saved["lenet.png"].axes[0], "y")[0] == "features.0"
 
 
@@ -286,6 +287,20 @@ def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
     *kinds, before, rest, step = legend(saved["mlp.png"])
     assert set(kinds) == {"Linear", "ReLU", "loss", "forward, compiled"}
     assert (before, rest, step) == ("backward, compiled", "rest of the step", "step, no clocks")
+
+
+def test_models_are_compared_by_shares_of_their_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved = keep_saved(monkeypatch)
+    out = f"out={tmp_path}/a.json"
+    two = ("a=model=lenet batch_size=8", "b=model=mlp batch_size=16")
+    assert bench.main(["layers", "threads=1", "rounds=2", *two, out]) == 0
+    panel = saved["a.png"].axes[0]
+    assert ticks(panel, "y") == ["lenet, batch 8", "mlp, batch 16"]
+    assert panel.get_xlabel() == "% of a step without clocks"
+    assert all(line.get_xdata()[0] == pytest.approx(100) for line in panel.lines)
+    assert "lenet, batch 8: layers and rest add up to" in capfd.readouterr().out
 
 
 def test_counts_join_their_layers_less_what_calling_costs(

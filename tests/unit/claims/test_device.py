@@ -76,7 +76,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         ]
     },
     "layout": {"steps": [{"layout": "NCHW", "ratio": spread(1.0)}], "rows": []},
-    "roofline": {"rows": [{"fusable_bytes": 1, "bytes": 3}, {"fusable_bytes": 1, "bytes": 5}]},
+    "roofline": {"rows": [{"loose_bytes": 1, "num_bytes": 3}, {"loose_bytes": 1, "num_bytes": 5}]},
 }
 
 

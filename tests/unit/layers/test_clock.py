@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.layers.clock import ModuleClock, ModulePass
-from lab.layers.parts import PASSES, by_kind, passes_of
+from lab.layers.parts import PASSES, backward_ratio, by_kind, passes_of
 from lab.layers.passes import Call, noting_calls, share_of_data
 
 CPU = torch.device("cpu")
@@ -92,6 +92,8 @@ def test_parts_of_a_layer_add_up_to_it(share: float | None) -> None:
     kinds = by_kind([relu, layer, layer])
     assert list(kinds) == ["Conv2d", "ReLU"] and kinds["Conv2d"]["forward"] == 2.0
     assert kinds["ReLU"]["backward data"] == 2.0
+    assert backward_ratio([relu, layer], ("Conv2d",)) == 2.0
+    assert backward_ratio([relu], ("Conv2d",)) is None
 
 
 def test_backward_is_divided_only_where_its_parts_are_computed_apart() -> None:
