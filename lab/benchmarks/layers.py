@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.layers.clock import ModuleClock
+from lab.layers.clock_cost import ClockCost, clock_cost
 from lab.layers.passes import Call, noting_calls, share_of_data
 from lab.measure.spans import PHASES
 from lab.training.assemble import Assembly, join
@@ -165,7 +166,9 @@ def _layers(
     all_phases_s: NDArray[np.float64],
 ) -> dict[str, Any]:
     """Return the modules' times, the rest, and how their sum compares with a plain step."""
-    passes = [each.seconds() for each in one.clock.passes]
+    cost = clock_cost() if world.device.type == "cpu" else ClockCost(0.0, 0.0)
+    passes = [each.seconds(cost.span_s) for each in one.clock.passes]
+    hooks_s = np.array([cost.node_s * len(each.backward) for each in one.clock.passes])
     names = list(dict.fromkeys(name for each in passes for name in each))
     times = np.array([[each.get(name, (0.0, 0.0)) for name in names] for each in passes])
     creators = set[str]().union(*(each.creators for each in one.clock.passes))
@@ -174,7 +177,7 @@ def _layers(
     backward_s = clocked[:, PHASES.index("backward")]
     rest = {
         "around layers": times[:, ~working].sum(axis=(1, 2)),
-        "autograd": backward_s - times[:, working, 1].sum(axis=1),
+        "autograd": backward_s - times[:, working, 1].sum(axis=1) - hooks_s,
         "optimizer": np.nan_to_num(phases["update"]),
         "data": np.nan_to_num(phases["data"]),
     }
@@ -184,6 +187,7 @@ def _layers(
     modules = dict(one.part.trainer.model.named_modules())
     return {
         "layers": list(_modules(one, world, modules, names, times, working)),
+        "clock_cost_s": asdict(cost),
         "rest_s": {name: interleave.middle(values) for name, values in rest.items()},
         "sum_s": interleave.middle(total),
         "sum_ratio": interleave.ratio(total, step_s[PLAIN]),

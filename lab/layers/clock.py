@@ -31,12 +31,16 @@ class ModulePass:
     backward: list[tuple[str, Mark, Mark]] = field(default_factory=list)
     creators: set[str] = field(default_factory=set)
 
-    def seconds(self) -> dict[str, tuple[float, float]]:
-        """Return each module's seconds of forward and backward."""
+    def seconds(self, span_s: float = 0.0) -> dict[str, tuple[float, float]]:
+        """Return each module's seconds of forward and backward.
+
+        Args:
+            span_s: what clocks add to each span of forward.
+        """
         totals = defaultdict[str, list[float]](lambda: [0.0, 0.0])
-        for way, spans in enumerate((self.forward, self.backward)):
+        for way, (spans, added_s) in enumerate(((self.forward, span_s), (self.backward, 0.0))):
             for name, begin, end in spans:
-                totals[name][way] += seconds(begin, end)
+                totals[name][way] += seconds(begin, end) - added_s
         return {name: (forward, backward) for name, (forward, backward) in totals.items()}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.layers.clock import ModuleClock, ModulePass
+from lab.layers.clock_cost import clock_cost
 from lab.layers.parts import PASSES, backward_ratio, by_kind, passes_of
 from lab.layers.passes import Call, noting_calls, share_of_data
 
@@ -107,3 +108,14 @@ def test_backward_is_divided_only_where_its_parts_are_computed_apart() -> None:
     assert share is None or 0.0 < share < 1.0
     ids = Call(nn.Embedding(4, 2), torch.zeros(3, dtype=torch.int64), needs_data=True)
     assert share_of_data(ids, lambda: None) is None
+
+
+def test_what_clocks_add_is_taken_from_each_span_of_forward() -> None:
+    spans = [("a", 0.0, 2.0), ("b", 2.0, 3.0), ("a", 3.0, 4.0)]
+    taken = ModulePass(spans, [("a", 5.0, 6.0)]).seconds(span_s=0.25)
+    assert taken == {"a": (2.5, 1.0), "b": (0.75, 0.0)}
+
+
+def test_clocks_cost_some_microseconds() -> None:
+    cost = clock_cost()
+    assert 0 < cost.span_s < 1e-3 and 0 < cost.node_s < 1e-3
