@@ -168,6 +168,7 @@ class Paper:
         reproduction: None if there is no study that measures the claims on scaling.
         networks, benches: of claims about one device; see lab.claims.device.
         study: the study that measures claims about one device; None: benches alone do.
+        table: published seconds per mini-batch; see lab.claims.mini_batches.
     """
 
     title: str
@@ -180,6 +181,7 @@ class Paper:
     networks: Mapping[str, str] = field(default_factory=dict[str, str])
     benches: Mapping[str, str] = field(default_factory=dict[str, str])
     study: str | None = None
+    table: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if (self.profile is None) != (self.hardware is None):

@@ -12,6 +12,7 @@ from lab.claims.claims import Paper, Reproduction
 from lab.claims.crossovers import Crossovers, find_crossovers
 from lab.claims.device import Device
 from lab.claims.metrics import MeasuredFacts
+from lab.claims.mini_batches import Network, networks
 from lab.claims.predicted import Predicted, profile_of
 from lab.claims.speedups import (
     CellSpeedup,
@@ -76,6 +77,7 @@ class Findings:
         reproduced: None if not requested, or if the paper has no reproduction.
         terms: None if the paper names none to fit.
         device: what claims about one device were checked against.
+        mini_batches: the paper's table of them, and the study's.
     """
 
     paper: Paper
@@ -84,6 +86,7 @@ class Findings:
     reproduced: Reproduced | None
     terms: Terms | None
     device: Device
+    mini_batches: tuple[Network, ...] = ()
 
     @property
     def any_claim_fails(self) -> bool:
@@ -118,7 +121,8 @@ def verify(
         raise ValueError(f"benches={benches}: must be a folder")
     device = Device(paper.networks, paper.benches, benches, _cells(runs) if paper.study else ())
     if paper.profile is None or paper.hardware is None:
-        return Findings(paper, judge(paper, None, None, device=device), None, None, None, device)
+        verdicts, table = judge(paper, None, None, device=device), networks(paper.table, device)
+        return Findings(paper, verdicts, None, None, None, device, table)
     counts = _counts(paper.model) if paper.model else None
     hardware = _hardware(paper.hardware)
     predicted = Predicted(paper.profile, hardware, counts=counts)

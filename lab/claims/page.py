@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from lab.claims import tables, values
+from lab.claims import mini_batches, tables, values
 from lab.claims.claims import EVIDENCE
 from lab.claims.findings import Conditions, Findings, Reproduced
 from lab.record.files import write_atomically
@@ -18,7 +18,8 @@ def summary(findings: Findings) -> list[str]:
     claims = tables.claims_tables(findings.verdicts)
     terms = ["", *tables.terms_table(findings.terms)] if findings.terms else []
     head = [f"# {findings.paper.title}", "", *_measured_at(findings.conditions)]
-    return [*head, *claims, "", *_sources(findings), *terms]
+    table = ["", *mini_batches.lines(findings.mini_batches)] if findings.mini_batches else []
+    return [*head, *claims, "", *_sources(findings), *terms, *table]
 
 
 def overview(papers: Mapping[str, Findings]) -> list[str]:
@@ -49,6 +50,9 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
     lines += ["", f"![claims]({folder}/claims.png)"]
     figures.mkdir(exist_ok=True)
     _draw_claims(findings, figures)
+    if findings.mini_batches:
+        _draw_mini_batches(findings, figures)
+        lines += ["", f"![seconds per mini-batch]({folder}/mini_batches.png)"]
     values.write_claims(findings.verdicts, figures / "claims.csv")
     if findings.reproduced:
         _draw(findings, findings.reproduced, figures)
@@ -69,6 +73,14 @@ def _draw_claims(findings: Findings, folder: Path) -> None:
     basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
     notes = [f"{paper.title}{basis}", *_emulations(findings.conditions)]
     save(partial(forest.verdicts, findings.verdicts, notes), folder / "claims.png")
+
+
+def _draw_mini_batches(findings: Findings, folder: Path) -> None:
+    from lab.claims.mini_batch_figure import mini_batches
+    from lab.draw.save import save
+
+    note = findings.paper.title
+    save(partial(mini_batches, findings.mini_batches, note), folder / "mini_batches.png")
 
 
 def _draw(findings: Findings, reproduced: Reproduced, folder: Path) -> None:

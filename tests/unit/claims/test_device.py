@@ -12,9 +12,11 @@ from lab import verify
 from lab.claims.claims import Paper
 from lab.claims.device import Device
 from lab.claims.findings import verify as verify_paper
+from lab.claims.mini_batches import networks
 from lab.claims.spans import difference, exact, ratio, total
 from lab.claims.verdicts import judge
 from lab.measure.intervals import Interval
+from tests.support.figures import keep_saved, legend
 from tests.support.records import leave, make_record
 
 NETWORKS = {
@@ -228,21 +230,31 @@ def test_a_file_of_another_benchmark_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_study_measures_pairs_of_cells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    saved = keep_saved(monkeypatch)
     runs = tmp_path / "shi2016"
     for repeat in range(3):
         for model, threads, step_s in (("lstm", 1, 1.8), ("lstm", 2, 1.0), ("resnet56", 1, 3.6)):
             record = make_record("none", 1, step_s * (1 + 0.01 * repeat), model=model)
             record.repeat, record.variant = repeat, {"model": model, "threads": str(threads)}
             leave(runs / f"{model}-{threads}-{repeat}", record)
-    assert verify.main(["shi2016", f"runs={runs}"]) == 1
+    assert verify.main(["shi2016", f"runs={runs}", f"out={tmp_path}/page.md"]) == 1
     lines = capsys.readouterr().out.splitlines()
     faster = next(line for line in lines if line.startswith("| LSTM: two threads"))
     assert "1.8 [1.8, 1.8]" in faster and "holds (measured)" in faster
     longer = next(line for line in lines if "one of ResNet-56: " in line)
     assert "fails (measured)" in longer  # the LSTM was faster here
     assert sum("| unknown |" in line for line in lines) == 11
+    networks = [line for line in lines if line.startswith("| LSTM | 128 | 6.921, 3.831 | 0.186 to")]
+    assert networks == [line for line in lines if "| 0.017 (CNTK, GTX 1080) | 1.82 [" in line]
+    assert "mini_batches.png" in (tmp_path / "page.md").read_text()
+    assert legend(saved["mini_batches.png"])[-1] == "here, 2 threads"
+
+
+def test_a_wrong_table_names_its_network() -> None:
+    with pytest.raises(ValueError, match="table: LSTM: 'tools'"):
+        networks({"LSTM": {"model": "lstm"}}, Device())
 
 
 def test_all_papers_are_a_table(
