@@ -79,7 +79,7 @@ def figure(result: dict[str, Any]) -> Figure:
     rows = result["rows"]
     if len(rows) > 1 or not rows[0]["layers"]:
         return _kinds(result)
-    layers = {each["name"]: passes_of(each) for each in rows[0]["layers"]}
+    layers = {f"{each['name']} {each['kind']}": passes_of(each) for each in rows[0]["layers"]}
     if len(layers) > MOST_BARS:
         layers = by_kind(rows[0]["layers"])
     drawn, axes = style.canvas(1, 1, 8.0, 0.19 * len(layers) + 1.8)
@@ -88,6 +88,7 @@ def figure(result: dict[str, Any]) -> Figure:
         _bar(panel, place, {name: MS * value for name, value in passes.items()}, PASS_COLOURS)
     panel.set_yticks(range(len(layers)), list(layers), fontsize=7)
     panel.set_ylim(len(layers) - 0.5, -0.5)
+    panel.set_xlim(0, 1.05 * MS * max(sum(passes.values()) for passes in layers.values()))
     panel.set_xlabel("ms per step")
     panel.grid(axis="x", linewidth=0.4)
     used = [name for name in PASSES if any(passes[name] for passes in layers.values())]

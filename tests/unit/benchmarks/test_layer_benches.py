@@ -270,7 +270,7 @@ def test_layers_and_rest_are_compared_with_a_plain_step(
     text = capfd.readouterr().out
     assert "add up to" in text and "the gradient of the model's input costs" in text
     assert "convolutions take" in text and "times as long as forward" in text
-    assert ticks(saved["lenet.png"].axes[0], "y")[0] == "features.0"
+    assert ticks(saved["lenet.png"].axes[0], "y")[0] == "features.0 Conv2d"
 
 
 def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
