@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ HEADER = [
     "fusable MB",
 ]
 NAMED = 6  # layers whose names are in the figure: those that take longest
+CLOSE = (0.5, 0.06)  # decades, along x and y, in which two names would overlap
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
@@ -59,7 +61,7 @@ def figure(result: dict[str, Any]) -> Figure:
     longest: dict[str, Any] = {}  # a layer is named once, at the longer of its two
     for row in sorted(rows, key=lambda row: -row["seconds"]):
         longest.setdefault(row["layer"], row)
-    named = list(longest.values())[:NAMED]
+    named = _apart(list(longest.values()))[:NAMED]
     for row in rows:
         colour, marker = LOOKS[row["way"]]
         spot = row["flops_per_byte"], G * row["flops"] / row["seconds"]
@@ -80,6 +82,18 @@ def figure(result: dict[str, Any]) -> Figure:
     title = f"Layers of {result['model']} at {result['batch_size']} {result['unit']}s"
     footer = [f"{machine(result)} · roofs: {roofs['source']}", *about(result)]
     return style.frame(drawn, title, handles, footer)
+
+
+def _apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the first of rows whose marks are so close that their names would overlap."""
+    kept: list[tuple[float, float]] = []
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        x, y = math.log10(row["flops_per_byte"]), math.log10(row["flops"] / row["seconds"])
+        if all(abs(x - a) > CLOSE[0] or abs(y - b) > CLOSE[1] for a, b in kept):
+            kept.append((x, y))
+            found.append(row)
+    return found
 
 
 def _roofs(panel: Axes, roofs: dict[str, Any], ends: np.ndarray) -> None:
