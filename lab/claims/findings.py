@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -208,7 +208,7 @@ def _fit(runs: Path, profile: str, preset: Hardware) -> tuple[Hardware, tuple[Sc
     return replace(group.hardware, name=name), scored_cells(group)
 
 
-def _cells(runs: Path | None) -> list[Cell]:
+def _cells(runs: Path | None) -> Sequence[Cell]:
     from lab.analysis.records import load_study
 
     return load_study(runs).cells if runs else []
