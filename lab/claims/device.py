@@ -1,4 +1,4 @@
-"""What claims about a single device are checked against: networks, benchmarks and runs.
+"""Networks, benchmarks and runs, against which claims about a single device are checked.
 
 A claim's `at:` holds the arguments of its quantity, a function here or in lab/claims/counted.py and
 lab/claims/benched.py. A quantity counts (no clock: it holds on any machine) or measures.

@@ -119,8 +119,9 @@ def _measured_at(conditions: Conditions | None) -> list[str]:
 
 def _sources(findings: Findings) -> list[str]:
     """Name the sources of the table's columns."""
-    lines = _sources_of_scaling(findings) if findings.paper.profile else []
-    return [*lines, *([""] if lines else []), *_sources_of_device(findings)]
+    scaling = _sources_of_scaling(findings) if findings.paper.profile else []
+    device = list(_sources_of_device(findings))
+    return [*scaling, *([""] if scaling and device else []), *device]
 
 
 def _sources_of_scaling(findings: Findings) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a ModuleClock adds to its times, measured on modules that do next to nothing."""
+"""The cost of a ModuleClock, measured on modules that do next to nothing."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """What one call of an innermost module holds: its parameters, and its outputs."""
+    """The bytes that one call of an innermost module holds: its parameters, and its outputs."""
 
     name: str
     parameters: int
