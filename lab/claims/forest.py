@@ -63,8 +63,8 @@ def _line(panel: Axes, place: int, verdict: Verdict) -> None:
 
 
 def _unit(check: Check) -> float:
-    """Return what the claim says: its figure, or its one bound."""
-    return next(x for x in (check.about, check.at_least, check.at_most) if x is not None)
+    """Return what the claim says: its figure, or its one bound; 1 where that is 0."""
+    return next(x for x in (check.about, check.at_least, check.at_most) if x is not None) or 1.0
 
 
 def _clip(value: float) -> float:

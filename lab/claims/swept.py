@@ -38,7 +38,7 @@ def _seconds(device: Device, model: str, threads: int) -> dict[int, float]:
         cell.repeat: cell.step_s
         for cell in device.cells
         if cell.status == "done"
-        and (cell.settings.get("model"), cell.settings.get("threads")) == (model, str(threads))
+        and (cell.variant.get("model"), cell.variant.get("threads")) == (model, str(threads))
     }
     if not found:
         raise Missing
