@@ -12,7 +12,6 @@ from lab.measure.intervals import Interval
 
 BEST = "best of each"
 PASSES = ("forward", "backward")
-ACCESSES = ("load", "store")
 
 
 def time_share(device: Device, result: str, layers: str) -> Interval:

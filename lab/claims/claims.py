@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,7 +122,7 @@ class Claim:
             return value
         except Missing:
             return None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, re.error) as error:
             raise ValueError(f"claim {self.says!r}: {error}") from None
 
     def value(self, facts: Facts) -> float | None:
