@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -79,6 +80,7 @@ def measure(request: Request) -> dict[str, Any]:
                 _candidate(variant.label, stack.enter_context(assembled(config, world)), input_grad)
                 for variant, config in zip(request.variants, configs, strict=True)
             ]
+            gc.freeze()  # spans are many objects: without it, clocked steps wait for the collector
             turns = [(one, kind) for one in candidates for kind in one.kinds]
             for number in interleave.progress(range(rounds), 0):
                 for index in interleave.order(len(turns), number):
@@ -92,6 +94,7 @@ def measure(request: Request) -> dict[str, Any]:
             **surroundings(world, *configs),
         }
     finally:
+        gc.unfreeze()
         worlds.stop()
 
 
