@@ -65,6 +65,7 @@ class ModuleClock:
         self._timed: list[tuple[nn.Module, Callable[..., Tensor] | None]] = []
         self._callers: list[str] = [OUTSIDE]
         self._since: Mark = 0.0
+        self._made: list[tuple[str, Node]] = []
         self._seen: set[Node] = set()
 
     def __enter__(self) -> Self:
@@ -90,13 +91,15 @@ class ModuleClock:
             if not self._timed:
                 return call(*args, **kwargs)
             self._close_span(mark(self._device))
-            self._claim(args)
+            self._note(args)
             self._callers.append(name)
             self._since = mark(self._device)
             result = call(*args, **kwargs)
             self._close_span(mark(self._device))
-            self._claim(result)
+            self._note(result)
             self._callers.pop()
+            if self._callers[-1] == OUTSIDE:
+                self._claim_nodes()
             self._since = mark(self._device)
             return result
 
@@ -106,18 +109,24 @@ class ModuleClock:
         if self._callers[-1] != OUTSIDE:
             self.passes[-1].forward.append((self._callers[-1], self._since, end))
 
-    def _claim(self, tensors: Any) -> None:
-        """Give the nodes that lead to these tensors, and have no owner yet, to the caller."""
-        owner = self._callers[-1]
-        found = [tensor.grad_fn for tensor in _tensors(tensors) if tensor.grad_fn is not None]
-        while found:
-            node = found.pop()
-            if node in self._seen or node.name().endswith(ACCUMULATE):
-                continue
-            self._seen.add(node)
-            if owner != OUTSIDE:
-                self._watch(node, owner)
-            found += [before for before, _ in node.next_functions if before is not None]
+    def _note(self, tensors: Any) -> None:
+        """Note that nodes which lead to these tensors, and have no owner yet, are the caller's."""
+        made = (each.grad_fn for each in _tensors(tensors))
+        self._made += [(self._callers[-1], node) for node in made if node is not None]
+
+    def _claim_nodes(self) -> None:
+        """Watch the nodes of all modules; only once the model ends, to disturb it less."""
+        for owner, node in self._made:
+            found = [node]
+            while found:
+                node = found.pop()
+                if node in self._seen or node.name().endswith(ACCUMULATE):
+                    continue
+                self._seen.add(node)
+                if owner != OUTSIDE:
+                    self._watch(node, owner)
+                found += [before for before, _ in node.next_functions if before is not None]
+        self._made.clear()
 
     def _watch(self, node: Node, owner: str) -> None:
         one, began = self.passes[-1], list[Mark]()
