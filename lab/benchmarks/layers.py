@@ -22,7 +22,7 @@ from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.layers.clock import ModuleClock
 from lab.layers.clock_cost import ClockCost, clock_cost
-from lab.layers.passes import Call, noting_calls, share_of_data
+from lab.layers.passes import Call, noting_calls, seconds_of_bias, share_of_data
 from lab.measure.spans import PHASES
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
@@ -217,8 +217,17 @@ def _modules(
             "forward_s": interleave.interval(lambda s: s, times[:, place, 0]),
             "backward_s": interleave.interval(lambda s: s, times[:, place, 1]),
             "data_share": share_of_data(call, synchronize) if call else None,
+            "bias_s": _bias_seconds(call, synchronize) if call else None,
             "has_weights": call is not None,
         }
+
+
+def _bias_seconds(call: Call, synchronize: Callable[[], None]) -> dict[str, Any] | None:
+    added_s = seconds_of_bias(call, synchronize)
+    if added_s is None:
+        return None
+    ways = zip(("forward", "backward"), added_s.T, strict=True)
+    return {way: interleave.interval(lambda s: s, values) for way, values in ways}
 
 
 def _synchronize(device: torch.device) -> None:

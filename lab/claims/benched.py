@@ -12,6 +12,7 @@ from lab.measure.intervals import Interval
 
 BEST = "best of each"
 PASSES = ("forward", "backward")
+PRODUCTS = "Conv2d|Linear"
 
 
 def time_share(device: Device, result: str, layers: str) -> Interval:
@@ -19,6 +20,24 @@ def time_share(device: Device, result: str, layers: str) -> Interval:
     row = _row(device.result(result))
     chosen = [of_bench(each[f"{way}_s"]) for each in _layers(row, layers) for way in PASSES]
     return ratio(total(chosen), exact(row["step_s"]["median"]))
+
+
+def bias_and_share(device: Device, result: str, layers: str) -> Interval:
+    """Divide the time of biases, and of the layers that match, by that of all but products.
+
+    Products are convolutions and linear layers; their biases are not.
+    """
+    row = _row(device.result(result))
+    others = [each for each in row["layers"] if not matches(PRODUCTS, each["kind"])]
+    biased = [each.get("bias_s") for each in row["layers"] if matches(PRODUCTS, each["kind"])]
+    if any(each is None for each in biased):
+        raise Missing
+    biases = [of_bench(each[way]) for each in biased for way in PASSES]
+    some, every = (
+        [of_bench(each[f"{way}_s"]) for each in chosen for way in PASSES]
+        for chosen in (list(_layers(row, layers)), others)
+    )
+    return ratio(total([*biases, *some]), total([*biases, *every]))
 
 
 def backward_ratio(device: Device, result: str, layers: str = ".*") -> Interval:
@@ -166,6 +185,7 @@ def _counted(
 
 BENCHED: dict[str, Quantity] = {
     "time_share": time_share,
+    "bias_and_share": bias_and_share,
     "backward_ratio": backward_ratio,
     "input_grad_share": input_grad_share,
     "algorithm_time": algorithm_time,

@@ -42,3 +42,9 @@ def backward_ratio(layers: Iterable[Mapping[str, Any]], kinds: Container[str]) -
         sum(layer[f"{way}_s"]["median"] for layer in chosen) for way in ("forward", "backward")
     )
     return backward / forward if forward else None
+
+
+def bias_seconds(layers: Iterable[Mapping[str, Any]]) -> float:
+    """Add up what biases take in forward and backward, where they were measured."""
+    measured = [each["bias_s"] for each in layers if each.get("bias_s")]
+    return sum(one[way]["median"] for one in measured for way in ("forward", "backward"))

@@ -1,4 +1,4 @@
-"""Backward data and backward weights of a layer, apart from the model."""
+"""Backward data, backward weights and the bias of a layer, apart from the model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-ROUNDS = 5
+ROUNDS, BIAS_ROUNDS = 5, 15  # a bias takes so little that it needs more
 TOGETHER = 1.3  # both alone take so much longer than both at once: one kernel computes them
 
 
@@ -69,6 +70,47 @@ def share_of_data(call: Call, synchronize: Callable[[], None]) -> float | None:
     if data + of_weights > TOGETHER * both:
         return None
     return float(data / (data + of_weights))
+
+
+def seconds_of_bias(call: Call, synchronize: Callable[[], None]) -> NDArray[np.float64] | None:
+    """Return what a layer's bias adds to its forward and backward; None: it has no bias.
+
+    Passes with and without the bias take turns.
+
+    Returns:
+        Seconds of forward and of backward, shape (BIAS_ROUNDS, 2).
+    """
+    layer, bias = call.layer, getattr(call.layer, "bias", None)
+    if not isinstance(bias, nn.Parameter):
+        return None
+    times = np.empty((BIAS_ROUNDS + 1, 2, 2))
+    inputs = call.inputs.detach().clone().requires_grad_(call.needs_data)
+    try:
+        for row in times:
+            for place, own in enumerate((bias, None)):
+                layer.register_parameter("bias", own)
+                row[place] = _seconds(layer, inputs, synchronize)
+    finally:
+        layer.bias = bias
+    return times[1:, 0] - times[1:, 1]
+
+
+def _seconds(
+    layer: nn.Module, inputs: Tensor, synchronize: Callable[[], None]
+) -> tuple[float, float]:
+    wanted = [one for one in (inputs, *layer.parameters()) if one.requires_grad]
+    synchronize()
+    began = time.perf_counter()
+    with torch.enable_grad():
+        output = layer(inputs)
+    synchronize()
+    between = time.perf_counter()
+    gradient = torch.ones_like(output)
+    synchronize()
+    after = time.perf_counter()
+    torch.autograd.grad(output, wanted, gradient)
+    synchronize()
+    return between - began, time.perf_counter() - after
 
 
 def _note(calls: dict[str, Call], name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from lab.benchmarks.views.text import about, machine, ranged
 from lab.draw import style
 from lab.draw.looks import BLACK, BROWN, COLOURS, GREEN, ORANGE, SKY, VERMILLION
-from lab.layers.parts import PASSES, backward_ratio, by_kind, passes_of
+from lab.layers.parts import PASSES, backward_ratio, bias_seconds, by_kind, passes_of
 
 MS = 1e3
 NAMED_KINDS = 4
@@ -61,6 +61,12 @@ def notes(result: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{name}convolutions take {share:.3g} % of the step, backward {ratio:.3g} times as "
                 "long as forward"
+            )
+        if biases := bias_seconds(row["layers"]):
+            share = 100 * biases / row["step_s"]["median"]
+            lines.append(
+                f"{name}biases take {share:.2g} % of the step, {MS * biases:.3g} ms, as part of "
+                "their layers; each measured with and without it, in turns"
             )
         if row["input_grad_s"]:
             cost = ranged(row["input_grad_s"], MS)

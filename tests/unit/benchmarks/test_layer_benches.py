@@ -267,8 +267,14 @@ def test_layers_and_rest_are_compared_with_a_plain_step(
     assert 0 < parts < row["sum_s"]["median"]
     assert row["sum_ratio"]["low"] < row["sum_ratio"]["median"] < row["sum_ratio"]["high"]
     assert row["input_grad_s"]["low"] is not None
+    biased = [layer["kind"] for layer in row["layers"] if layer["bias_s"]]
+    assert biased == ["Conv2d", "Conv2d", "Linear", "Linear"]
     text = capfd.readouterr().out
-    assert "add up to" in text and "the gradient of the model's input costs" in text
+    assert (
+        "biases take" in text
+        and "add up to" in text
+        and "the gradient of the model's input costs" in text
+    )
     assert "convolutions take" in text and "times as long as forward" in text
     assert ticks(saved["lenet.png"].axes[0], "y")[0] == "features.0 Conv2d"
 

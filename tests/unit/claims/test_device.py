@@ -32,7 +32,8 @@ def spread(median: float) -> dict[str, float]:
 
 def layer(name: str, kind: str, forward_s: float, backward_s: float) -> dict[str, Any]:
     passes = {"forward_s": spread(forward_s), "backward_s": spread(backward_s)}
-    return {"name": name, "kind": kind, **passes}
+    bias_s = {"forward": spread(0.1), "backward": spread(0.3)} if kind == "Conv2d" else None
+    return {"name": name, "kind": kind, "bias_s": bias_s, **passes}
 
 
 def convolved(name: str, direction: str, algorithm: str, seconds: float | None) -> dict[str, Any]:
@@ -54,7 +55,8 @@ RESULTS: dict[str, dict[str, Any]] = {
             {
                 "step_s": {"median": 10.0},
                 "input_grad_s": spread(1.0),
-                "layers": [layer("a", "Conv2d", 1.0, 2.0), layer("b", "ReLU", 0.5, 0.5)],
+                "layers": [layer("a", "Conv2d", 1.0, 2.0), layer("b", "ReLU", 0.5, 0.5)]
+                + [layer("c", "MaxPool2d", 0.2, 0.4)],
             }
         ]
     },
@@ -145,6 +147,8 @@ def test_a_claim_may_be_about_a_difference(device: Device) -> None:
     ("quantity", "at", "ends"),
     [
         ("time_share", {"result": "layers", "layers": "Conv2d"}, (0.27, 0.3, 0.33)),
+        # Biases 0.4, ReLU 1, pooling 0.6.
+        ("bias_and_share", {"result": "layers", "layers": "ReLU"}, (0.63 / 1.1, 0.7, 0.77 / 0.9)),
         ("backward_ratio", {"result": "layers", "layers": "b"}, (0.9 / 1.1, 1.0, 1.1 / 0.9)),
         ("input_grad_share", {"result": "layers"}, (0.09, 0.1, 0.11)),
         # Backward data of the first layer counts nowhere, and the library stands in for a refusal.

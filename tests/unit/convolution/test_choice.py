@@ -32,6 +32,22 @@ class Slow(Library):
         return super().forward(x, w, problem)
 
 
+class Lucky(Gemm):
+    """Fast in the first trials, and then later than Slow."""
+
+    NUM_FAST = 1 + choice.TRIALS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls > self.NUM_FAST:
+            time.sleep(0.03)
+        return super().forward(x, w, problem)
+
+
 def names(chosen: choice.Chosen) -> list[str]:
     return [chosen[which].name for which in Pass]
 
@@ -68,6 +84,17 @@ def test_a_trial_stays_with_the_library_unless_another_is_clearly_faster(
     monkeypatch.setattr(choice, "willing", lambda *_: [LIBRARY, Slow()])
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     assert profile(SMALL, x, w)[Pass.FORWARD] is LIBRARY
+
+
+def test_who_was_only_lucky_in_the_first_trials_does_not_win(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, lucky = Slow(), Lucky()
+    monkeypatch.setattr(choice, "LIBRARY", slow)
+    monkeypatch.setattr(choice, "willing", lambda *_: [slow, lucky])
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    assert profile(SMALL, x, w)[Pass.FORWARD] is slow
+    assert lucky.num_calls > Lucky.NUM_FAST
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

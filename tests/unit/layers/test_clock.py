@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from lab.layers.clock import ModuleClock, ModulePass
 from lab.layers.clock_cost import clock_cost
 from lab.layers.parts import PASSES, backward_ratio, by_kind, passes_of
-from lab.layers.passes import Call, noting_calls, share_of_data
+from lab.layers.passes import Call, noting_calls, seconds_of_bias, share_of_data
+from lab.measure.clock import Mark
 
 CPU = torch.device("cpu")
 SLEEP_S = 0.02
@@ -74,7 +76,7 @@ def test_modules_that_only_call_others_create_no_work() -> None:
 def test_a_shared_module_adds_up_and_each_forward_is_given_back() -> None:
     slow = Slow()
     model = nn.Sequential(nn.Linear(4, 4), slow, slow)
-    replaced = model[0].forward = partial(nn.Linear.forward, model[0])  # as checkpointing does
+    replaced = model[0].forward = partial(model[0].forward)  # as checkpointing does
     assert one_pass(model).seconds()["1"][1] >= 4 * SLEEP_S
     assert model[0].forward is replaced
     assert "forward" not in vars(model) and "forward" not in vars(slow)
@@ -113,8 +115,30 @@ def test_backward_is_divided_only_where_its_parts_are_computed_apart() -> None:
     assert share_of_data(ids, lambda: None) is None
 
 
+class LargeBias(nn.Module):
+    """A module that is slow only where it has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * 1.0 if self.bias is None else _Slow.apply(inputs + self.bias)  # pyright: ignore
+
+
+def test_a_bias_takes_what_passes_without_it_do_not() -> None:
+    layer = LargeBias()
+    bias = layer.bias
+    added_s = seconds_of_bias(Call(layer, torch.ones(2), needs_data=True), lambda: None)
+    assert added_s is not None and layer.bias is bias
+    forward_s, backward_s = np.median(added_s, axis=0)
+    assert forward_s > 0.9 * SLEEP_S and backward_s > 1.8 * SLEEP_S
+    bare = Call(nn.Linear(2, 2, bias=False), torch.ones(2), needs_data=True)
+    assert seconds_of_bias(bare, lambda: None) is None
+
+
 def test_what_clocks_add_is_taken_from_each_span_of_forward() -> None:
-    spans = [("a", 0.0, 2.0), ("b", 2.0, 3.0), ("a", 3.0, 4.0)]
+    spans: list[tuple[str, Mark, Mark]] = [("a", 0.0, 2.0), ("b", 2.0, 3.0), ("a", 3.0, 4.0)]
     taken = ModulePass(spans, [("a", 5.0, 6.0)]).seconds(span_s=0.25)
     assert taken == {"a": (2.5, 1.0), "b": (0.75, 0.0)}
 
