@@ -223,10 +223,10 @@ def _modules(
 
 
 def _bias_seconds(call: Call, synchronize: Callable[[], None]) -> dict[str, Any] | None:
-    added_s = seconds_of_bias(call, synchronize)
-    if added_s is None:
+    times_s = seconds_of_bias(call, synchronize)
+    if times_s is None:
         return None
-    ways = zip(("forward", "backward"), added_s.T, strict=True)
+    ways = zip(("forward", "backward"), times_s.T, strict=True)
     return {way: interleave.interval(lambda s: s, values) for way, values in ways}
 
 

@@ -25,7 +25,8 @@ def time_share(device: Device, result: str, layers: str) -> Interval:
 def bias_and_share(device: Device, result: str, layers: str) -> Interval:
     """Divide the time of biases, and of the layers that match, by that of all but products.
 
-    Products are convolutions and linear layers; their biases are not.
+    Products are convolutions and linear layers, without their biases, which count as operations of
+    their own.
     """
     row = _row(device.result(result))
     others = [each for each in row["layers"] if not matches(PRODUCTS, each["kind"])]

@@ -45,6 +45,6 @@ def backward_ratio(layers: Iterable[Mapping[str, Any]], kinds: Container[str]) -
 
 
 def bias_seconds(layers: Iterable[Mapping[str, Any]]) -> float:
-    """Add up what biases take in forward and backward, where they were measured."""
+    """Add up what biases take as operations of their own, where they were measured."""
     measured = [each["bias_s"] for each in layers if each.get("bias_s")]
     return sum(one[way]["median"] for one in measured for way in ("forward", "backward"))

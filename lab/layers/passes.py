@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-ROUNDS, BIAS_ROUNDS = 5, 15  # a bias takes so little that it needs more
+ROUNDS, BIAS_ROUNDS = 5, 15
 TOGETHER = 1.3  # both alone take so much longer than both at once: one kernel computes them
 
 
@@ -73,44 +73,33 @@ def share_of_data(call: Call, synchronize: Callable[[], None]) -> float | None:
 
 
 def seconds_of_bias(call: Call, synchronize: Callable[[], None]) -> NDArray[np.float64] | None:
-    """Return what a layer's bias adds to its forward and backward; None: it has no bias.
+    """Return what a product's bias takes as operations of their own; None: it has no bias.
 
-    Passes with and without the bias take turns.
+    Libraries compute both with the product, so its time does not show them.
 
     Returns:
-        Seconds of forward and of backward, shape (BIAS_ROUNDS, 2).
+        Seconds of adding it to the output in place, and of summing the output's gradient, shape
+        (BIAS_ROUNDS, 2).
     """
-    layer, bias = call.layer, getattr(call.layer, "bias", None)
-    if not isinstance(bias, nn.Parameter):
+    layer = call.layer
+    weight, bias = (getattr(layer, name, None) for name in ("weight", "bias"))
+    if weight is None or weight.dim() < 2 or not isinstance(bias, Tensor):
         return None
-    times = np.empty((BIAS_ROUNDS + 1, 2, 2))
-    inputs = call.inputs.detach().clone().requires_grad_(call.needs_data)
-    try:
+    with torch.no_grad():
+        output = layer(call.inputs)
+        channel = output.dim() - 1 if isinstance(layer, nn.Linear) else 1
+        others = [dim for dim in range(output.dim()) if dim != channel]
+        added = bias.view([1 if dim in others else -1 for dim in range(output.dim())])
+        calls = (partial(output.add_, added), partial(torch.sum, output, others))
+        times = np.empty((BIAS_ROUNDS + 1, len(calls)))
         for row in times:
-            for place, own in enumerate((bias, None)):
-                layer.register_parameter("bias", own)
-                row[place] = _seconds(layer, inputs, synchronize)
-    finally:
-        layer.bias = bias
-    return times[1:, 0] - times[1:, 1]
-
-
-def _seconds(
-    layer: nn.Module, inputs: Tensor, synchronize: Callable[[], None]
-) -> tuple[float, float]:
-    wanted = [one for one in (inputs, *layer.parameters()) if one.requires_grad]
-    synchronize()
-    began = time.perf_counter()
-    with torch.enable_grad():
-        output = layer(inputs)
-    synchronize()
-    between = time.perf_counter()
-    gradient = torch.ones_like(output)
-    synchronize()
-    after = time.perf_counter()
-    torch.autograd.grad(output, wanted, gradient)
-    synchronize()
-    return between - began, time.perf_counter() - after
+            for place, one in enumerate(calls):
+                synchronize()
+                began = time.perf_counter()
+                one()
+                synchronize()
+                row[place] = time.perf_counter() - began
+    return times[1:]
 
 
 def _note(calls: dict[str, Call], name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -23,6 +23,7 @@ HEADER = [
     *("layer", "x", "pass", "algorithm", "time (ms)", "mad", "to library", "GFLOP", "executed"),
     *("workspace (MB)", "error", "ran"),
 ]
+WIDE = 100  # times whose extremes differ more are drawn on a logarithmic axis
 MOST_LAYERS = 13  # in a figure: those with the most operations
 
 
@@ -64,7 +65,9 @@ def figure(result: dict[str, Any]) -> Figure:
     for place, layer in enumerate(layers):
         total = 3 * G * sizes[layer]
         counted.plot([place - 0.45, place + 0.45], [total, total], color=BLACK, lw=1.2, ls="--")
-    _bars(timed, layers, names, by_name, lambda row: 1e3 * _median(row))
+    times = _bars(timed, layers, names, by_name, lambda row: 1e3 * _median(row))
+    if max(times) > WIDE * min(times):
+        timed.set_yscale("log")
     counted.set_ylabel("executed (GFLOP)")
     timed.set_ylabel("time (ms)")
     timed.set_xticks(range(len(layers)), [name.replace(".", "\n") for name in layers])
@@ -83,8 +86,11 @@ def figure(result: dict[str, Any]) -> Figure:
     return style.frame(drawn, title, handles, footer)
 
 
-def _bars(panel: Axes, layers: list[str], names: list[str], by_name: Any, value: Any) -> None:
-    width = 0.9 / len(names)
+def _bars(
+    panel: Axes, layers: list[str], names: list[str], by_name: Any, value: Any
+) -> list[float]:
+    """Draw a group of bars for each layer, and return the heights of all bars there are."""
+    width, drawn = 0.9 / len(names), list[float]()
     for number, name in enumerate(names):
         heights = [
             sum(map(value, by_name[layer][name]))
@@ -92,10 +98,12 @@ def _bars(panel: Axes, layers: list[str], names: list[str], by_name: Any, value:
             else 0
             for layer in layers
         ]
+        drawn += filter(None, heights)
         places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(layers))]
         panel.bar(places, heights, width, color=COLOURS[name], edgecolor="white", linewidth=0.3)
     panel.grid(axis="y", linewidth=0.4)
     panel.margins(x=0.01)
+    return drawn
 
 
 def _median(row: dict[str, Any]) -> float:

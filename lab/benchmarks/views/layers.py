@@ -65,8 +65,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         if biases := bias_seconds(row["layers"]):
             share = 100 * biases / row["step_s"]["median"]
             lines.append(
-                f"{name}biases take {share:.2g} % of the step, {MS * biases:.3g} ms, as part of "
-                "their layers; each measured with and without it, in turns"
+                f"{name}biases take {MS * biases:.3g} ms as operations of their own, {share:.2g} % "
+                "of the step; libraries compute them with the products"
             )
         if row["input_grad_s"]:
             cost = ranged(row["input_grad_s"], MS)
