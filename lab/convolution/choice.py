@@ -9,16 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lab.convolution.algorithm import Algorithm
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY
+from lab.convolution.passes import Chosen, convolve
 from lab.convolution.problem import Pass, Problem
 
-Chosen = Mapping[Pass, Algorithm]
 Chooser = Callable[[Problem, Tensor, Tensor], Chosen]  # of input and filters
+
+Named = TypeVar("Named")
 
 FAMILIES = {"winograd": ("winograd4x3", "winograd2x5")}
 # Operations in the time that a byte takes to or from memory: 90 GFLOP/s over 9 GB/s, of one core.
@@ -58,10 +61,21 @@ def heuristic(problem: Problem, _x: Tensor, _w: Tensor) -> Chosen:
 
 
 def profile(problem: Problem, x: Tensor, w: Tensor) -> Chosen:
-    """Try all algorithms in turns on these tensors, and choose the fastest of each pass."""
+    """Try all algorithms in turns on these tensors, and choose the fastest of each pass.
+
+    The winner of a few trials among many was lucky too, and a layer has other work than its passes:
+    so forward and backward of the whole layer must be faster again, or the library computes it all.
+    """
     with torch.no_grad():
         dy = torch.randn(problem.batch, problem.filters, *problem.out_size, device=x.device)
-        return {which: _fastest(problem, which, x.detach(), w.detach(), dy) for which in Pass}
+        chosen = {which: _fastest(problem, which, x.detach(), w.detach(), dy) for which in Pass}
+    library = dict.fromkeys(Pass, LIBRARY)
+    if chosen == library:
+        return library
+    ways = {"chosen": chosen, "library": library}
+    layers = {name: _whole(problem, way, x, w, dy) for name, way in ways.items()}
+    seconds = _medians(layers, CONFIRMING_TRIALS, x.device)
+    return chosen if seconds["chosen"] < (1 - MARGIN) * seconds["library"] else library
 
 
 def willing(problem: Problem, which: Pass) -> list[Algorithm]:
@@ -89,32 +103,44 @@ def _fastest(problem: Problem, which: Pass, x: Tensor, w: Tensor, dy: Tensor) ->
     left = [each for each in calls if each is LIBRARY or first_s[each] < limit]
     tried = _medians({each: calls[each] for each in left}, TRIALS, x.device)
     best = min(left, key=lambda each: tried[each])
-    if best is LIBRARY:
-        return LIBRARY
-    # The winner of a few trials among many was lucky too, so it must win again.
-    pair = {each: calls[each] for each in (LIBRARY, best)}
-    confirmed = _medians(pair, CONFIRMING_TRIALS, x.device)
-    return best if confirmed[best] < (1 - MARGIN) * confirmed[LIBRARY] else LIBRARY
+    return best if tried[best] < (1 - MARGIN) * tried[LIBRARY] else LIBRARY
+
+
+def _whole(
+    problem: Problem, chosen: Chosen, x: Tensor, w: Tensor, dy: Tensor
+) -> Callable[[], object]:
+    """Return a call of forward and backward, with a bias, which costs the library nothing."""
+    inputs = x.detach().requires_grad_(x.requires_grad)
+    filters = w.detach().requires_grad_()
+    bias = w.new_zeros(problem.filters).requires_grad_()
+    wanted = [each for each in (inputs, filters, bias) if each.requires_grad]
+
+    def call() -> object:
+        with torch.enable_grad():
+            y = convolve(inputs, filters, bias, problem, chosen)
+        return torch.autograd.grad(y, wanted, dy)
+
+    return call
 
 
 def _medians(
-    calls: Mapping[Algorithm, Callable[[], Tensor]], trials: int, device: torch.device
-) -> dict[Algorithm, float]:
+    calls: Mapping[Named, Callable[[], object]], trials: int, device: torch.device
+) -> dict[Named, float]:
     """Call all in turns, and return their medians in seconds."""
-    times: dict[Algorithm, list[float]] = {each: [] for each in calls}
+    times: dict[Named, list[float]] = {name: [] for name in calls}
     for trial in range(trials):
-        for algorithm in _turned(list(calls), trial):
-            times[algorithm].append(_seconds(calls[algorithm], device))
-    return {algorithm: median(seconds) for algorithm, seconds in times.items()}
+        for name in _turned(list(calls), trial):
+            times[name].append(_seconds(calls[name], device))
+    return {name: median(seconds) for name, seconds in times.items()}
 
 
-def _turned(candidates: list[Algorithm], trial: int) -> Iterable[Algorithm]:
+def _turned(candidates: list[Named], trial: int) -> Iterable[Named]:
     """Return the candidates in another order in each trial."""
     start = trial % len(candidates)
     return candidates[start:] + candidates[:start]
 
 
-def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()

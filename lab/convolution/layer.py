@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-from lab.convolution.algorithms import LIBRARY
-from lab.convolution.choice import Chooser, Chosen
-from lab.convolution.problem import Pass, Problem
+from lab.convolution.choice import Chooser
+from lab.convolution.passes import Chosen, convolve
+from lab.convolution.problem import Problem
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -24,9 +24,8 @@ def _eager(method: Method) -> Method:
 class ChosenConv2d(nn.Module):
     """A Conv2d with the same parameters, computed by chosen algorithms.
 
-    It chooses at its first forward of each shape. Where the library is chosen for all passes, its
-    own fused forward and backward run, as in a Conv2d. On the meta device and in half precision,
-    too, because the algorithms compute in float32.
+    It chooses at its first forward of each shape; see `convolve`. On the meta device and in half
+    precision it is a Conv2d, because the algorithms compute in float32.
 
     Args:
         layer: see `can_replace`; its parameters are shared.
@@ -64,31 +63,10 @@ class ChosenConv2d(nn.Module):
         problem = Problem.of(x, self.weight, self.stride, self.padding, self.groups)
         if problem not in self.chosen:
             self.chosen[problem] = self._choose(problem, x, self.weight)
-        chosen = self.chosen[problem]
-        if all(algorithm is LIBRARY for algorithm in chosen.values()):
-            return self._by_library(x)
-        y: Any = _Passes.apply(x, self.weight, problem, chosen)
-        return y if self.bias is None else y + self.bias.view(-1, 1, 1)
+        return convolve(x, self.weight, self.bias, problem, self.chosen[problem])
 
     def _by_library(self, x: Tensor) -> Tensor:
         return conv2d(x, self.weight, self.bias, self.stride, self.padding, 1, self.groups)
-
-
-class _Passes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, problem: Problem, chosen: Chosen) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.problem, ctx.chosen = problem, chosen
-        return chosen[Pass.FORWARD].forward(x, w, problem)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        problem, chosen, dy = ctx.problem, ctx.chosen, dy.contiguous()
-        wants_dx, wants_dw, *_ = ctx.needs_input_grad
-        dx = chosen[Pass.BACKWARD_DATA].backward_data(dy, w, problem) if wants_dx else None
-        dw = chosen[Pass.BACKWARD_WEIGHTS].backward_weights(dy, x, problem) if wants_dw else None
-        return dx, dw, None, None
 
 
 def _pair(value: tuple[int, ...]) -> tuple[int, int]:
