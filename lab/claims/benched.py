@@ -7,7 +7,7 @@ from typing import Any
 
 from lab.claims.device import Device, Quantity, matches
 from lab.claims.metrics import Missing
-from lab.claims.spans import exact, of_bench, ratio, total
+from lab.claims.spans import exact, ratio, total
 from lab.measure.intervals import Interval
 
 BEST = "best of each"
@@ -18,7 +18,7 @@ PRODUCTS = "Conv2d|Linear"
 def time_share(device: Device, result: str, layers: str) -> Interval:
     """Divide the time of the layers that match, forward and backward, by that of a step."""
     row = _row(device.result(result))
-    chosen = [of_bench(each[f"{way}_s"]) for each in _layers(row, layers) for way in PASSES]
+    chosen = [Interval.read(each[f"{way}_s"]) for each in _layers(row, layers) for way in PASSES]
     return ratio(total(chosen), exact(row["step_s"]["median"]))
 
 
@@ -33,9 +33,9 @@ def bias_and_share(device: Device, result: str, layers: str) -> Interval:
     biased = [each.get("bias_s") for each in row["layers"] if matches(PRODUCTS, each["kind"])]
     if any(each is None for each in biased):
         raise Missing
-    biases = [of_bench(each[way]) for each in biased for way in PASSES]
+    biases = [Interval.read(each[way]) for each in biased for way in PASSES]
     some, every = (
-        [of_bench(each[f"{way}_s"]) for each in chosen for way in PASSES]
+        [Interval.read(each[f"{way}_s"]) for each in chosen for way in PASSES]
         for chosen in (list(_layers(row, layers)), others)
     )
     return ratio(total([*biases, *some]), total([*biases, *every]))
@@ -44,7 +44,7 @@ def bias_and_share(device: Device, result: str, layers: str) -> Interval:
 def backward_ratio(device: Device, result: str, layers: str = ".*") -> Interval:
     """Divide backward of the layers that match by their forward."""
     found = list(_layers(_row(device.result(result)), layers))
-    forward, backward = (total(of_bench(each[f"{way}_s"]) for each in found) for way in PASSES)
+    forward, backward = (total(Interval.read(each[f"{way}_s"]) for each in found) for way in PASSES)
     return ratio(backward, forward)
 
 
@@ -53,7 +53,7 @@ def input_grad_share(device: Device, result: str) -> Interval:
     row = _row(device.result(result))
     if row["input_grad_s"] is None:
         raise Missing
-    return ratio(of_bench(row["input_grad_s"]), exact(row["step_s"]["median"]))
+    return ratio(Interval.read(row["input_grad_s"]), exact(row["step_s"]["median"]))
 
 
 def algorithm_time(
@@ -81,7 +81,7 @@ def _convolution_s(found: dict[str, dict[str, Any]], algorithm: str) -> Interval
         row = min(ran, key=lambda one: one["time_s"]["median"])
     else:
         row = next((one for one in ran if one["algorithm"] == algorithm), library)
-    return of_bench(row["ratio"]).scaled(row["count"] * library["time_s"]["median"])
+    return Interval.read(row["ratio"]).scaled(row["count"] * library["time_s"]["median"])
 
 
 def counted_events(
@@ -124,7 +124,7 @@ def slowdown(device: Device, result: str) -> Interval:
 
 def bench_samples_per_s(device: Device, result: str, name: str, way: str = "training") -> Interval:
     """Return the rate of one row of lab.bench throughput, in training or inference."""
-    return of_bench(_named(device.result(result), name)[way])
+    return Interval.read(_named(device.result(result), name)[way])
 
 
 def products_share(device: Device, result: str, name: str) -> Interval:
@@ -146,7 +146,7 @@ def layout_ratio(device: Device, result: str, layout: str) -> Interval:
     steps = {step["layout"]: step["ratio"] for step in device.result(result)["steps"]}
     if layout not in steps:
         raise ValueError(f"layout={layout}: allowed are {', '.join(steps)}")
-    return of_bench(steps[layout])
+    return Interval.read(steps[layout])
 
 
 def _row(result: dict[str, Any]) -> dict[str, Any]:

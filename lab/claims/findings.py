@@ -114,7 +114,16 @@ def verify(
         ConfigError: there is no such file in conf.
         ValueError: such a file, the study or a result cannot be read, or the paper has no study.
     """
-    paper = Paper.parse(located(read_file("claims", name, config_dir), config_dir))
+    return _find(_paper(name, config_dir), runs, benches, reproduce)
+
+
+def _paper(name: str, config_dir: str | None) -> Paper:
+    return Paper.parse(located(read_file("claims", name, config_dir), config_dir))
+
+
+def _find(
+    paper: Paper, runs: Path | None, benches: Path | None, reproduce: bool = False
+) -> Findings:
     if runs and not (paper.reproduction or paper.study):
         raise ValueError(f"runs={runs}: there is no study of {paper.title}")
     if benches and not benches.is_dir():
@@ -161,10 +170,10 @@ def verify_all(
     """
     found = {}
     for name in names:
-        paper = Paper.parse(located(read_file("claims", name, config_dir), config_dir))
+        paper = _paper(name, config_dir)
         study = paper.reproduction.study if paper.reproduction else paper.study
         folder = runs / study if runs and study and (runs / study).is_dir() else None
-        found[name] = verify(name, folder, benches, config_dir=config_dir)
+        found[name] = _find(paper, folder, benches)
     return found
 
 

@@ -6,8 +6,7 @@ turns share their drift, which cannot be told from their intervals alone.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from lab.measure.intervals import Interval
 
@@ -15,15 +14,6 @@ from lab.measure.intervals import Interval
 def exact(value: float) -> Interval:
     """Return a value that has no interval because nothing about it is uncertain."""
     return Interval(value, value, value)
-
-
-def of_bench(value: Mapping[str, float | None]) -> Interval:
-    """Read {median, low, high}, or {median, mad}, as lab.benchmarks.interleave writes them.
-
-    The interval of a median without one is unknown, and so is that of all that it enters.
-    """
-    ends = (value.get("low"), value["median"], value.get("high"))
-    return Interval(*(math.nan if end is None else end for end in ends))
 
 
 def total(values: Iterable[Interval]) -> Interval:

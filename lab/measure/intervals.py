@@ -8,7 +8,7 @@ are about symmetric, which they are if both sides share one kind of noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,13 @@ class Interval:
     lo: float
     mid: float
     hi: float
+
+    @classmethod
+    def read(cls, value: Mapping[str, float | None] | None) -> Interval:
+        """Read a bench's {median, low, high} from JSON; what is missing or null is NaN."""
+        known = value or {}
+        ends = (known.get(key) for key in ("low", "median", "high"))
+        return cls(*(math.nan if end is None else end for end in ends))
 
     def scaled(self, factor: float) -> Interval:
         """Scale value and interval by a positive `factor`."""

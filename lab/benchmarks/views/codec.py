@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from lab.benchmarks.views.text import about, as_interval, in_cache, machine, ranged, with_host_time
+from lab.benchmarks.views.text import about, in_cache, machine, ranged, with_host_time
 from lab.draw import style
 from lab.draw.looks import BLUE, ORANGE
 from lab.measure.intervals import Interval
@@ -52,7 +52,7 @@ def figure(result: dict[str, Any]) -> Figure:
     hollow = result["emulation"] != "none"
     for row in result["rows"]:
         place = names.index(row["codec"]) + (0.17 if row["operation"] == "decode" else -0.17)
-        _mark(panel, place, as_interval(row["ratio"]), COLOURS[row["operation"]], hollow)
+        _mark(panel, place, Interval.read(row["ratio"]), COLOURS[row["operation"]], hollow)
     _axes(panel, names)
     panel.set_xlabel(f"time / time of {result['reference']['name']}")
     handles: list[Artist] = [

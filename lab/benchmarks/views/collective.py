@@ -11,9 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from lab.benchmarks.sizes import size_name
-from lab.benchmarks.views.text import about, as_interval, in_cache, machine, ranged, with_host_time
+from lab.benchmarks.views.text import about, in_cache, machine, ranged, with_host_time
 from lab.draw import style
 from lab.draw.looks import Look, looks_of
+from lab.measure.intervals import Interval
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 HEADER = [
@@ -92,7 +93,7 @@ def _line(row: dict[str, Any]) -> list[str]:
 def _with_intervals(
     panel: Axes, xs: list[int], values: list[dict[str, float | None] | None], line: dict[str, Any]
 ) -> None:
-    known = [as_interval(value) for value in values]
+    known = [Interval.read(value) for value in values]
     bars = style.whiskers(known)
     panel.errorbar(xs, [value.mid for value in known], yerr=bars, capsize=2, elinewidth=1, **line)
     panel.axhline(1, color="black", linewidth=0.8, zorder=1)

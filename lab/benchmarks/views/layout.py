@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lab.benchmarks.views.text import about, as_interval, machine, ranged
+from lab.benchmarks.views.text import about, machine, ranged
 from lab.draw import style
 from lab.draw.looks import BLACK, BLUE, GREEN, ORANGE, PURPLE
+from lab.measure.intervals import Interval
 
 MS = 1e3
 COLOURS = {"NCHW": BLUE, "NHWC": ORANGE, "blocked": GREEN, "mixed": PURPLE}
@@ -88,7 +89,7 @@ def _bars(panel: Axes, groups: list[list[dict[str, Any]]]) -> None:
         width = 0.85 / len(rows)
         for number, row in enumerate(rows):
             where = place + (number - (len(rows) - 1) / 2) * width
-            time_s, colour = as_interval(row["time_s"]), COLOURS[row["layout"]]
+            time_s, colour = Interval.read(row["time_s"]), COLOURS[row["layout"]]
             error = style.whiskers([time_s], MS)
             panel.bar(where, MS * time_s.mid, width, color=colour, yerr=error, capsize=2)
             moved = MS * row["reorder_s"]

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lab.benchmarks.views.text import about, as_interval, machine, ranged
+from lab.benchmarks.views.text import about, machine, ranged
 from lab.draw import style
 from lab.draw.looks import Look, looks_of
 from lab.measure.intervals import Interval
@@ -42,11 +42,11 @@ def figure(result: dict[str, Any]) -> Figure:
     steps = [_around(row["step_s"]) for row in rows]
     columns = {
         "step time (ms), median and mad": [step.scaled(1e3) for step in steps],
-        f"step time / that of {last}": [as_interval(row["ratio"]) for row in rows],
+        f"step time / that of {last}": [Interval.read(row["ratio"]) for row in rows],
         "exposed exchange (ms)": [
-            as_interval(row["exposed_exchange_s"]).scaled(1e3) for row in rows
+            Interval.read(row["exposed_exchange_s"]).scaled(1e3) for row in rows
         ],
-        "exposed exchange / ddp's": [as_interval(row["exposed_to_ddp"]) for row in rows],
+        "exposed exchange / ddp's": [Interval.read(row["exposed_to_ddp"]) for row in rows],
     }
     shown = {
         name: values for name, values in columns.items() if any(v.mid == v.mid for v in values)

@@ -33,24 +33,18 @@ def in_cache(result: dict[str, Any], smallest_bytes: int) -> list[str]:
 
 def ranged(value: IntervalJson | None, scale: float = 1.0) -> str:
     """Format an interval as 1.02 [0.99, 1.05]; omit unknown ends; - if all is unknown."""
-    known = as_interval(value).scaled(scale)
+    known = Interval.read(value).scaled(scale)
     if math.isnan(known.mid):
         return "-"
     ends = "" if math.isnan(known.lo) else f" [{known.lo:.3g}, {known.hi:.3g}]"
     return f"{known.mid:.3g}{ends}"
 
 
-def as_interval(value: IntervalJson | None) -> Interval:
-    """Read an interval from JSON; missing or null values become NaN."""
-    known = value or {}
-    low, middle, high = (known.get(key) for key in ("low", "median", "high"))
-    return Interval(*(math.nan if x is None else x for x in (low, middle, high)))
-
-
 def machine(result: dict[str, Any]) -> str:
     """Write the ranks, the device and the torch version of a result in a line."""
     where = result["environment"]
-    device = ", ".join(sorted(set(where["gpus"]))) or f"{where['cpu']}, {where['num_cores']} cores"
+    cores = f"{where['num_cores']} core{'s' if where['num_cores'] > 1 else ''}"
+    device = ", ".join(sorted(set(where["gpus"]))) or f"{where['cpu']}, {cores}"
     ranks = (
         f"{result['world_size']} ranks over {result['backend']} · " if "backend" in result else ""
     )

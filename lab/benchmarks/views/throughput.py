@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from lab.benchmarks.views.text import about, as_interval, machine, ranged
+from lab.benchmarks.views.text import about, machine, ranged
 from lab.draw import style
 from lab.draw.looks import BLUE, COLOURS, VERMILLION
+from lab.measure.intervals import Interval
 
 G = 1e-9
 LOOKS = {"training": ("o", "-", ":"), "inference": ("s", "--", "-.")}  # marker, line, knee's line
@@ -80,7 +81,7 @@ def _over_batches(panel: Axes, result: dict[str, Any], rows: list[dict[str, Any]
             one = not _is_named(result)
             colour = OF_WAYS[way] if one else COLOURS[number % len(COLOURS)]
             look = {"color": colour, "marker": marker, "ls": line, "ms": 5}
-            rates = [as_interval(row[way]) for row in of_series]
+            rates = [Interval.read(row[way]) for row in of_series]
             panel.errorbar(
                 [row["batch_size"] for row in of_series],
                 [rate.mid for rate in rates],
@@ -109,7 +110,7 @@ def _over_batches(panel: Axes, result: dict[str, Any], rows: list[dict[str, Any]
 def _by_settings(panel: Axes, result: dict[str, Any]) -> list[Artist]:
     rows, handles = result["rows"], list[Artist]()
     for way, (marker, *_) in LOOKS.items():
-        rates = [as_interval(row[way]) for row in rows]
+        rates = [Interval.read(row[way]) for row in rows]
         look = {"color": OF_WAYS[way], "marker": marker, "ls": "", "ms": 6}
         places, whiskers = range(len(rows)), style.whiskers(rates)
         panel.errorbar([rate.mid for rate in rates], places, xerr=whiskers, capsize=3, **look)
