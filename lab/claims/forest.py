@@ -19,6 +19,7 @@ from lab.draw.looks import BLACK, BLUE, GREEN, ORANGE, VERMILLION
 
 COLOURS = dict(zip(KINDS, (VERMILLION, ORANGE, BLUE, style.GREY, GREEN), strict=True))
 LIMITS = (0.2, 5.0)  # of the axis, in units of what a claim says
+MARK = {"markersize": 4, "clip_on": False}
 
 
 def verdicts(found: Sequence[Verdict], notes: list[str]) -> Figure:
@@ -52,12 +53,12 @@ def _line(panel: Axes, place: int, verdict: Verdict) -> None:
     if verdict.predicted is not None:
         face = "white" if verdict.evidence == "measured" else BLACK
         x = _clip(verdict.predicted / unit)
-        panel.plot(x, place, "D", color=BLACK, markerfacecolor=face, markersize=4)
+        panel.plot(x, place, "D", color=BLACK, markerfacecolor=face, **MARK)
         ends = verdict.predicted_ends or (verdict.predicted, verdict.predicted)
         panel.plot([_clip(end / unit) for end in ends], [place] * 2, color=style.GREY, linewidth=1)
     value = verdict.measured
     if not math.isnan(value.mid):
-        panel.plot(_clip(value.mid / unit), place, "o", color=BLACK, markersize=4)
+        panel.plot(_clip(value.mid / unit), place, "o", color=BLACK, **MARK)
     if not math.isnan(value.lo):
         panel.plot([_clip(value.lo / unit), _clip(value.hi / unit)], [place] * 2, color=BLACK)
 
@@ -81,12 +82,16 @@ def _entries(found: Sequence[Verdict]) -> list[Artist]:
     entries: list[Artist] = [
         Patch(color=COLOURS[k], alpha=0.25, label=f"{k}: allowed") for k in kinds
     ]
-    measured = any(each.evidence == "measured" for each in found)
     mark = {"color": BLACK, "linestyle": "", "markersize": 4}
-    face = "white" if measured else BLACK
-    entries.append(Line2D([], [], marker="D", markerfacecolor=face, label="predicted", **mark))
-    entries.append(Line2D([], [], color=style.GREY, linewidth=1, label="as assumptions allow"))
-    if measured:
+    predicted = [each for each in found if each.predicted is not None]
+    if predicted:
+        beside = any(each.evidence == "measured" for each in predicted)
+        face = "white" if beside else BLACK
+        label = "predicted or counted"
+        entries.append(Line2D([], [], marker="D", markerfacecolor=face, label=label, **mark))
+    if any(each.predicted_ends for each in predicted):
+        entries.append(Line2D([], [], color=style.GREY, linewidth=1, label="as assumptions allow"))
+    if any(each.evidence == "measured" for each in found):
         entries.append(Line2D([], [], marker="o", label="measured", **mark))
         entries.append(Line2D([], [], color=BLACK, label="95 % interval"))
     return entries
