@@ -124,6 +124,7 @@ INTACT = Mutant("(nothing broken)")
 def machines(name: str) -> tuple[Paper, tuple[Hardware, ...]]:
     """Return a paper, its hardware, and the same with the paper's terms fitted, if it names any."""
     paper = Paper.parse(read_file("claims", name))
+    assert paper.hardware
     preset = parse(read_file("hardware", paper.hardware))
     terms = fit_terms(paper, preset)
     return paper, (preset, replace(preset, **terms.values)) if terms else (preset,)
@@ -135,6 +136,7 @@ def outcomes(mutant: Mutant) -> dict[tuple[Claim, int], str]:
     papers = [machines(name) for name in PAPERS]  # fitted before anything is broken
     with mutant.alive():
         for paper, presets in papers:
+            assert paper.profile
             counts = _counts(paper.model) if paper.model else None
             for number, preset in enumerate(presets):
                 facts = Predicted(paper.profile, mutant.hardware(preset), counts=counts)
@@ -172,6 +174,7 @@ def figure_errors(mutant: Mutant) -> dict[str, float]:
     fitted = [machines(name) for name in PAPERS if len(machines(name)[1]) > 1]
     with mutant.alive():
         for paper, (_, hardware) in fitted:
+            assert paper.profile
             facts = Predicted(paper.profile, mutant.hardware(hardware))
             figures = [c for c in paper.claims if c.kind == "emergent" and c.published]
             ratios = [(c.value(facts) or 0) / (c.published or 1) for c in figures]

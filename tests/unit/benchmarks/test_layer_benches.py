@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lab import bench
@@ -305,7 +306,7 @@ def test_models_are_compared_by_shares_of_their_steps(
     panel = saved["a.png"].axes[0]
     assert ticks(panel, "y") == ["lenet, batch 8", "mlp, batch 16"]
     assert panel.get_xlabel() == "% of a step without clocks"
-    assert all(line.get_xdata()[0] == pytest.approx(100) for line in panel.lines)
+    assert all(np.asarray(line.get_xdata()) == pytest.approx(100) for line in panel.lines)
     assert "lenet, batch 8: layers and rest add up to" in capfd.readouterr().out
 
 
