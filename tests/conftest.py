@@ -58,8 +58,8 @@ def environment(real_environment: dict[str, str], _forked_ranks: dict[str, str])
 def command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Finished]:
     """Run `python -m MODULE ARGUMENTS` in a directory of its own."""
 
-    def run(module: str, *arguments: str) -> Finished:
-        return run_module(module, arguments, tmp_path, environment)
+    def run(module: str, *arguments: str, timeout_s: float = HANG_S) -> Finished:
+        return run_module(module, arguments, tmp_path, environment, timeout_s)
 
     return run
 

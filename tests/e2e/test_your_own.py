@@ -46,6 +46,7 @@ def test_every_example_is_linked_or_listed_as_it_is() -> None:
     assert {folder for folder, _ in LINES} == {path.name for path in EXAMPLES.iterdir()}
 
 
+@pytest.mark.timeout(5 * HANG_S)
 @pytest.mark.parametrize("folder", sorted({folder for folder, _ in LINES}))
 def test_the_commands_of_a_section_work_in_order(
     command: Callable[..., Finished],
@@ -63,6 +64,6 @@ def test_the_commands_of_a_section_work_in_order(
             script = subprocess.run([sys.executable, *words[1:]], timeout=HANG_S, **run)
             code, error = script.returncode, script.stderr
         else:
-            done = command(*words[2:])
+            done = command(*words[2:], timeout_s=4 * HANG_S)  # a sweep beside other tests is slow
             code, error = done.code, done.err
         assert code == 0, f"{line}\n{error[-3000:]}"
