@@ -82,10 +82,11 @@ class ModuleClock:
                 module.forward = own
         self._timed.clear()
         self._callers = [OUTSIDE]
+        self._made.clear()
         self._seen.clear()
 
     def around(self, name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap a function after the model, such as the loss, so that it counts as a module."""
+        """Wrap a function so that it counts as a module, such as the loss after the model."""
 
         def timed(*args: Any, **kwargs: Any) -> Tensor:
             if not self._timed:

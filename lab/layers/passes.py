@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,23 @@ TOGETHER = 1.3  # both alone take so much longer than both at once: one kernel c
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a layer: what it took, and whether a step needs its input's gradient."""
+    """A call of a layer in a step.
+
+    Attributes:
+        needs_data: the step needs the gradient of its input.
+        autocast: dtype in which the step computes products; None: that of its tensors.
+    """
 
     layer: nn.Module
     inputs: Tensor
     needs_data: bool
+    autocast: torch.dtype | None = None
+
+    def again(self, inputs: Tensor) -> Any:
+        """Call the layer as the step does."""
+        device, enabled = inputs.device.type, self.autocast is not None
+        with torch.autocast(device, dtype=self.autocast, enabled=enabled):
+            return self.layer(inputs)
 
 
 @contextmanager
@@ -53,20 +65,14 @@ def share_of_data(call: Call, synchronize: Callable[[], None]) -> float | None:
     inputs = call.inputs.detach().clone().requires_grad_()
     weights = [weight for weight in call.layer.parameters() if weight.requires_grad]
     with torch.enable_grad():
-        output = call.layer(inputs)
+        output = call.again(inputs)
     if not isinstance(output, Tensor):
         return None
     gradient = torch.randn_like(output)
     wanted: list[list[Tensor]] = [[inputs], [*weights], [inputs, *weights]]
-    times = np.empty((ROUNDS + 1, len(wanted)))
-    for row in times:
-        for place, of in enumerate(wanted):
-            synchronize()
-            began = time.perf_counter()
-            torch.autograd.grad(output, of, gradient, retain_graph=True)
-            synchronize()
-            row[place] = time.perf_counter() - began
-    data, of_weights, both = np.median(times[1:], axis=0)
+    calls = [partial(torch.autograd.grad, output, of, gradient, retain_graph=True) for of in wanted]
+    times = _in_turns(calls, ROUNDS, synchronize)
+    data, of_weights, both = np.median(times, axis=0)
     if data + of_weights > TOGETHER * both:
         return None
     return float(data / (data + of_weights))
@@ -86,22 +92,33 @@ def seconds_of_bias(call: Call, synchronize: Callable[[], None]) -> NDArray[np.f
     if weight is None or weight.dim() < 2 or not isinstance(bias, Tensor):
         return None
     with torch.no_grad():
-        output = layer(call.inputs)
+        output = call.again(call.inputs)
         channel = output.dim() - 1 if isinstance(layer, nn.Linear) else 1
         others = [dim for dim in range(output.dim()) if dim != channel]
-        added = bias.view([1 if dim in others else -1 for dim in range(output.dim())])
-        calls = (partial(output.add_, added), partial(torch.sum, output, others))
-        times = np.empty((BIAS_ROUNDS + 1, len(calls)))
-        for row in times:
-            for place, one in enumerate(calls):
-                synchronize()
-                began = time.perf_counter()
-                one()
-                synchronize()
-                row[place] = time.perf_counter() - began
+        added = bias.to(output.dtype).view(
+            [1 if dim in others else -1 for dim in range(output.dim())]
+        )
+        calls = [partial(output.add_, added), partial(torch.sum, output, others)]
+        return _in_turns(calls, BIAS_ROUNDS, synchronize)
+
+
+def _in_turns(
+    calls: Sequence[Callable[[], object]], rounds: int, synchronize: Callable[[], None]
+) -> NDArray[np.float64]:
+    """Return the seconds of each call, shape (rounds, calls), after a round that prepares."""
+    times = np.empty((rounds + 1, len(calls)))
+    for row in times:
+        for place, call in enumerate(calls):
+            synchronize()
+            began = time.perf_counter()
+            call()
+            synchronize()
+            row[place] = time.perf_counter() - began
     return times[1:]
 
 
 def _note(calls: dict[str, Call], name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
     if len(inputs) == 1 and isinstance(inputs[0], Tensor):
-        calls[name] = Call(layer, inputs[0].detach(), inputs[0].requires_grad)
+        (tensor,), device = inputs, inputs[0].device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        calls[name] = Call(layer, tensor.detach(), tensor.requires_grad, dtype)

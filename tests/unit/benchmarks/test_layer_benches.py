@@ -280,6 +280,14 @@ def test_layers_and_rest_are_compared_with_a_plain_step(
     assert ticks(saved["lenet.png"].axes[0], "y")[0] == "features.0 Conv2d"
 
 
+def test_layers_are_told_apart_in_half_precision(tmp_path: Path) -> None:
+    out = tmp_path / "half.json"
+    settings = ("model=lenet", "batch_size=8", "threads=1", "rounds=2", "precision=bf16")
+    assert bench.main(["layers", *settings, f"out={out}"]) == 0
+    layers = json.loads(out.read_text())["rows"][0]["layers"]
+    assert [layer["kind"] for layer in layers if layer["bias_s"]] == ["Conv2d"] * 2 + ["Linear"] * 2
+
+
 def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
