@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
@@ -37,6 +38,28 @@ class Done:
         return True
 
 
+class SummedParts:
+    """A reduce-scatter made of an all-to-all: `wait` adds the parts that have arrived.
+
+    Args:
+        parts: [size, ...], one of each rank, complete after `arriving.wait()`.
+        output: receives their sum, added in rank order.
+    """
+
+    def __init__(self, arriving: Collective, parts: Tensor, output: Tensor) -> None:
+        self._arriving, self._parts, self._output = arriving, parts, output
+
+    def wait(self) -> None:
+        self._arriving.wait()
+        first, *others = self._parts
+        self._output.copy_(first)
+        for other in others:
+            self._output += other
+
+    def is_completed(self) -> bool:
+        return self._arriving.is_completed()
+
+
 @dataclass
 class Traffic:
     """Payload bytes and messages that one rank handed to the network."""
@@ -51,23 +74,25 @@ class Comm(ABC):
     Methods whose names begin with i return a handle, to wait for before their tensors are used
     again; the others block the stream. All ranks must begin all collectives in the same order,
     with one exception if `asynchronous`: iall_gather has its own connections, so it may begin
-    before or after an unrelated iall_reduce or iall_to_all.
+    before or after an unrelated iall_reduce, iall_to_all or ireduce_scatter.
 
     `traffic` counts this rank's payload. For send and recv that is the size of the tensor. A
     library collective chooses its own path, so it counts as the bandwidth-optimal algorithm does:
-    a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather and all_to_all
-    (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py compares these figures with
-    the bytes that crossed the loopback interface.
+    a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather, all_to_all and
+    reduce_scatter (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py compares these
+    figures with the bytes that crossed the loopback interface.
 
     Attributes:
         backend: the library that carries the tensors, as a record names it.
         no_send_recv: the reason why send and recv are not available; None if they are.
+        no_split: the reason why `split` is not available; None if it is.
         asynchronous: the i-methods run on the library's own threads.
         settings: environment variables that the library was given, as a record shows them.
     """
 
     backend: str
     no_send_recv: str | None = None
+    no_split: str | None = None
     asynchronous = False
 
     def __init__(self, rank: int, size: int) -> None:
@@ -87,6 +112,10 @@ class Comm(ABC):
     def all_to_all(self, output: Tensor, tensor: Tensor) -> None:
         """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
         self.iall_to_all(output, tensor).wait()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+        """Fill `output` [...] with the sum over the ranks of their `tensor[rank]` [size, ...]."""
+        self.ireduce_scatter(output, tensor).wait()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace `tensor` by rank `source`'s. Used at start-up, so counted as one copy sent."""
@@ -114,6 +143,21 @@ class Comm(ABC):
             return Done()
         self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
         return self._iall_to_all(output, tensor)
+
+    def ireduce_scatter(
+        self, output: Tensor, tensor: Tensor, parts: Tensor | None = None
+    ) -> Collective:
+        """Begin a reduce_scatter.
+
+        Args:
+            parts: like `tensor`, memory that a library without an optimal reduce_scatter may use;
+                None: it allocates some. Gloo's own sends as much as its all-reduce.
+        """
+        if self.size == 1:
+            output.copy_(tensor.view_as(output))
+            return Done()
+        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
+        return self._ireduce_scatter(output, tensor, parts)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         """Begin a broadcast."""
@@ -144,6 +188,20 @@ class Comm(ABC):
             self._count(tensor.nbytes, 1)
         return self._isend_irecv(sends, receives)
 
+    def split(self, color: int) -> Comm:
+        """Return a Comm of the ranks that gave the same `color`; all ranks call this.
+
+        It counts into this comm's `traffic`, and numbers its ranks in the order of this one's.
+
+        Raises:
+            ValueError: see `no_split`.
+        """
+        if self.no_split:
+            raise ValueError(self.no_split)
+        part = self._split(color)
+        part.traffic, part.settings = self.traffic, self.settings
+        return part
+
     def _count(self, payload_bytes: int, num_messages: int) -> None:
         self.traffic.payload_bytes += payload_bytes
         self.traffic.num_messages += num_messages
@@ -157,5 +215,12 @@ class Comm(ABC):
     @abstractmethod
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective: ...
 
+    def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
+        parts = torch.empty_like(tensor) if parts is None else parts
+        return SummedParts(self._iall_to_all(parts, tensor), parts, output)
+
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)
+
+    def _split(self, color: int) -> Comm:
+        raise NotImplementedError(self.no_split)

@@ -16,12 +16,13 @@ TIMEOUT_S = 30.0  # longest wait for another rank
 
 
 class _Meeting:
-    """Shared state of the ranks: a barrier, a slot each, and a mailbox for each pair."""
+    """Shared state of the ranks: a barrier, a slot each, a mailbox for each pair, and parts."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.slots: list[Tensor] = [torch.empty(0)] * size
         self.mail = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+        self.parts: dict[tuple[int, int], _Meeting] = {}  # by number of the split and by color
 
 
 class Expected(list[tuple[Tensor, queue.SimpleQueue]]):
@@ -40,6 +41,7 @@ class ThreadComm(Comm):
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__(rank, size)
         self.meeting = meeting
+        self._num_splits = 0
 
     def _everyones(self, tensor: Tensor) -> list[Tensor]:
         self.meeting.slots[self.rank] = tensor.clone()
@@ -72,6 +74,14 @@ class ThreadComm(Comm):
             self.meeting.mail[self.rank, to].put(tensor.clone())
         mail = self.meeting.mail
         return Expected((tensor, mail[source, self.rank]) for tensor, source in receives)
+
+    def _split(self, color: int) -> ThreadComm:
+        colors = [int(other) for other in self._everyones(torch.tensor(color))]
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        self._num_splits += 1
+        key = self._num_splits, color
+        meeting = self.meeting.parts.setdefault(key, _Meeting(len(members)))  # atomic
+        return ThreadComm(members.index(self.rank), len(members), meeting)
 
 
 def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:

@@ -37,9 +37,10 @@ def world_of(
     control = _beside(ranks, "gloo", limit)
     if backend == "nccl":
         main = _beside(ranks, "nccl", limit, nccl.options(limit))
-        comm = TorchComm(main, main, device)
+        comm = TorchComm(main, main, device, limit)
     else:
-        comm = TorchComm(_beside(ranks, backend, limit), _beside(ranks, backend, limit), device)
+        beside, second = _beside(ranks, backend, limit), _beside(ranks, backend, limit)
+        comm = TorchComm(beside, second, device, limit)
     place, num_hosts = _place(control)
     return World(place, device, dist.PrefixStore("lab", place.store), comm, control, num_hosts)
 
