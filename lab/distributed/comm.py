@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,10 +40,30 @@ class Done:
 
 @dataclass
 class Traffic:
-    """Payload bytes and messages that one rank handed to the network."""
+    """Payload bytes and messages that one rank handed to the network.
+
+    Attributes:
+        waited_s: seconds that the host spent in calls of the library, which wait for other ranks.
+    """
 
     payload_bytes: int = 0
     num_messages: int = 0
+    waited_s: float = 0.0
+
+
+class _Waited:
+    """Transfers in flight, whose waits are counted."""
+
+    def __init__(self, handle: Any, traffic: Traffic) -> None:
+        self._handle, self._traffic = handle, traffic
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._handle.wait()
+        self._traffic.waited_s += time.perf_counter() - began
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
 
 
 class Comm(ABC):
@@ -97,7 +118,7 @@ class Comm(ABC):
         if self.size == 1:
             return Done()
         self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
-        return self._iall_reduce(tensor)
+        return self._begin(self._iall_reduce, tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_gather."""
@@ -105,7 +126,7 @@ class Comm(ABC):
             output.view_as(tensor).copy_(tensor)
             return Done()
         self._count((self.size - 1) * tensor.nbytes, self.size - 1)
-        return self._iall_gather(output, tensor)
+        return self._begin(self._iall_gather, output, tensor)
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_to_all."""
@@ -113,7 +134,7 @@ class Comm(ABC):
             output.copy_(tensor)
             return Done()
         self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
-        return self._iall_to_all(output, tensor)
+        return self._begin(self._iall_to_all, output, tensor)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         """Begin a broadcast."""
@@ -121,7 +142,7 @@ class Comm(ABC):
             return Done()
         if self.rank == source:
             self._count(tensor.nbytes, 1)
-        return self._ibroadcast(tensor, source)
+        return self._begin(self._ibroadcast, tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send `tensor` to rank `to`, which must call recv."""
@@ -142,7 +163,13 @@ class Comm(ABC):
         """
         for tensor, _ in sends:
             self._count(tensor.nbytes, 1)
-        return self._isend_irecv(sends, receives)
+        return self._begin(self._isend_irecv, sends, receives)
+
+    def _begin(self, call: Callable[..., Handle], *arguments: Any) -> _Waited:
+        began = time.perf_counter()
+        handle = call(*arguments)  # some libraries wait here
+        self.traffic.waited_s += time.perf_counter() - began
+        return _Waited(handle, self.traffic)
 
     def _count(self, payload_bytes: int, num_messages: int) -> None:
         self.traffic.payload_bytes += payload_bytes

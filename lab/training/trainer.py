@@ -58,7 +58,7 @@ class Trainer:
         self.batch_size, self.progress = batch_size, progress
         self.optimizer = optim.optimizer(model)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
+        self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         sync.clock = self.clock
         self.memory = Memory(world.device)
         self.first_step = 0  # of this start of the run
