@@ -10,6 +10,7 @@ import time
 
 from lab.cluster import sandbox
 from lab.cluster.settings import cluster_of
+from lab.cluster.straggler import straggler_of
 from lab.distributed.launcher import end_on_signals, is_first_rank, was_launched, world_size
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
@@ -53,7 +54,9 @@ def _train(line: CommandLine) -> int:
     end_on_signals(COMMAND.name)
     config = load(line.settings)
     cluster = cluster_of(config, world_size() if was_launched() else None)
-    check_batch(config, cluster.num_ranks if cluster else world_size())
+    num_ranks = cluster.num_ranks if cluster else world_size()
+    check_batch(config, num_ranks)
+    straggler_of(config, num_ranks)
     if line.shows_settings:
         from lab.training.dry import check
 

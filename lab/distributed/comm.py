@@ -85,6 +85,8 @@ class Comm(ABC):
         no_send_recv: the reason why send and recv are not available; None if they are.
         asynchronous: the i-methods run on the library's own threads.
         settings: environment variables that the library was given, as a record shows them.
+        before_sending: called before tensors are handed to the network, to emulate a rank that is
+            slow to do so; None: nothing is.
     """
 
     backend: str
@@ -96,6 +98,7 @@ class Comm(ABC):
         self.size = size
         self.traffic = Traffic()
         self.settings: dict[str, str] = {}
+        self.before_sending: Callable[[], None] | None = None
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -172,6 +175,8 @@ class Comm(ABC):
         return _Waited(handle, self.traffic)
 
     def _count(self, payload_bytes: int, num_messages: int) -> None:
+        if self.before_sending:
+            self.before_sending()
         self.traffic.payload_bytes += payload_bytes
         self.traffic.num_messages += num_messages
 
