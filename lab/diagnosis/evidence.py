@@ -118,7 +118,7 @@ def gather(study: Study, cell: Cell) -> Evidence:
     # Backward's waits for the exchange are not the rank's own work.
     telling = [] if pattern.waits_in_backward else breakdowns
     unmarked = list(point.done("throughput").values())
-    slow = slow_ranks(unmarked or breakdowns, pattern, settings)
+    slow = slow_ranks(unmarked or breakdowns, settings)
     slowest_rank, straggler_s = (
         _slower(_own_work(telling, ceiling, pattern.every)) if slow is None else _slowest(slow)
     )

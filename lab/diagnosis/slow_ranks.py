@@ -13,15 +13,15 @@ from lab.analysis.records import Cell
 from lab.measure.spans import OWN
 from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
-from lab.sync.pattern import Leg, Pattern
+from lab.sync.alike import alike
+from lab.sync.pattern import pattern_of
 
-THROUGH_A_ROOT = (".tree.", ".tree_double.", ".star.")  # modules of exchanges
 
-
-def slow_ranks(
-    runs: Sequence[Cell], pattern: Pattern, settings: Mapping[str, Any]
-) -> list[Slow] | None:
+def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] | None:
     """Find the slow ranks that most of the `runs` of a point show.
+
+    Args:
+        settings: the runs' composed settings.
 
     Returns:
         The longest mean delay first, medians over the runs; None: no run has own times.
@@ -30,13 +30,13 @@ def slow_ranks(
     for run in runs:
         steps = run.steps()
         if steps is not None and f"own_{OWN[0]}_s" in steps.columns:
-            times = own_times(steps, pattern.every)
-            found.append(stragglers(times, run.step_s, judged(pattern, settings)))
+            times = own_times(steps, pattern_of(settings).every)
+            found.append(stragglers(times, run.step_s, alike(settings)))
     if not found:
         return None
     keys = dict.fromkeys((each.rank, each.phase) for run in found for each in run)
-    alike = ([s for run in found for s in run if (s.rank, s.phase) == key] for key in keys)
-    agreed = (_middle(each) for each in alike if len(each) > len(found) / 2)
+    same = ([s for run in found for s in run if (s.rank, s.phase) == key] for key in keys)
+    agreed = (_middle(each) for each in same if len(each) > len(found) / 2)
     return sorted(agreed, key=lambda slow: -slow.mean_s)
 
 
@@ -50,17 +50,6 @@ def own_times(steps: pd.DataFrame, every: int) -> Times:
     known = ~np.isnan(values).all(axis=1, keepdims=True)
     filled = np.where(known, np.nan_to_num(values), np.nan)  # most steps exchange nothing
     return round_means(filled, int(timed["step"].min()), every)
-
-
-def judged(pattern: Pattern, settings: Mapping[str, Any]) -> list[str]:
-    """List the kinds of own work in which all ranks of this run have the same to do."""
-    target = f"{settings.get('exchange', {}).get('_target_', '')}"
-    unlike = set[str]()
-    if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
-        unlike = {"exchange", "update"}  # the root alone updates
-    elif any(name in target for name in THROUGH_A_ROOT):
-        unlike = {"exchange"}
-    return [name for name in OWN if name not in unlike]
 
 
 def _middle(several: Sequence[Slow]) -> Slow:
