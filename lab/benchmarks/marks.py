@@ -88,14 +88,14 @@ def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
 
 
 def _empty_step_s(own: bool, num_buckets: int) -> float:
-    """Return the host's seconds for the marks of a step without work, with `num_buckets`."""
+    """Return the seconds of processor time for a step without work, with `num_buckets`."""
     clock = Clock(torch.device("cpu"), breakdown=False, own=own)
 
     def job() -> Iterator[Done]:
         for _ in range(STAGES):
             yield Done()
 
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(EMPTY_STEPS):
         with clock.step():
             for phase in PHASES:
@@ -107,4 +107,4 @@ def _empty_step_s(own: bool, num_buckets: int) -> float:
                     pass
                 for _ in clock.traced("", job, True, lambda: 0.0, in_line=True)():
                     pass
-    return (time.perf_counter() - began) / EMPTY_STEPS
+    return (time.thread_time() - began) / EMPTY_STEPS

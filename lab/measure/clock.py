@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lab.measure.marks import Mark, mark, passed, seconds
-from lab.measure.own_time import OwnMarks, OwnTimes, Piece
+from lab.measure.own_time import OwnMarks, OwnTimes
 from lab.measure.spans import PHASES, Span
 
 ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
@@ -152,17 +152,18 @@ class Clock:
         note = self._current.exchanges.append if self._breakdown else _drop
 
         def run() -> Iterator[Stage]:
-            begin = piece = mark(self._device)
+            device = self._device
+            begin = piece = mark(device)
             before = waited() if waited else 0.0
             for stage in job():
-                end = mark(self._device)
+                end = mark(device)
                 if coded:
                     note(("codec", name, piece, end))
                 if waited:
                     self._work(piece, end, waited() - before, in_line)
                 yield stage
-                piece, before = mark(self._device), waited() if waited else 0.0
-            end = mark(self._device)
+                piece, before = mark(device), waited() if waited else 0.0
+            end = mark(device)
             if coded and piece is not begin:
                 note(("codec", name, piece, end))
             if waited:
@@ -248,7 +249,7 @@ class Clock:
 
     def _work(self, begin: Mark, end: Mark, waited_s: float, in_line: bool) -> None:
         if self._own:
-            self._current.own.pieces.append(Piece(begin, end, waited_s, in_line))
+            self._current.own.pieces.append((begin, end, waited_s, in_line))
 
     def _table(self) -> np.ndarray:
         """Return a row for each finished step."""

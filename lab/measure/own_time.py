@@ -11,7 +11,6 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,18 +21,9 @@ At = Callable[[Mark], float]  # seconds from the step's begin to a mark
 Phases = Mapping[str, Sequence[tuple[Mark, Mark]]]  # begin and end of each span of PHASES
 
 
-class Piece(NamedTuple):
-    """A piece of an exchange's own work, between two waits.
-
-    Attributes:
-        waited_s: seconds within it that the rank waited for others.
-        in_line: backward cannot go on meanwhile.
-    """
-
-    begin: Mark
-    end: Mark
-    waited_s: float
-    in_line: bool
+# A piece of an exchange's own work, between two waits: begin and end, the seconds within it that
+# the rank waited for others, and whether backward cannot go on meanwhile.
+Piece = tuple[Mark, Mark, float, bool]
 
 
 @dataclass
@@ -60,24 +50,29 @@ class OwnMarks:
             name: [(at(b), at(e)) for b, e in phases.get(name, ())] if own[name] else []
             for name in PHASES
         }
+        pieces = [(at(b), at(e), waited_s, inside) for b, e, waited_s, inside in self.pieces]
         forward, update = (_total(spans[name]) for name in ("forward", "update"))
-        backward = self._backward(spans["backward"], at)
-        return [gap_s, _total(spans["data"]), forward, backward, self._exchange(at), update]
+        backward = self._backward(spans["backward"], pieces, at)
+        # NaN: no exchange worked, or that of a library.
+        exchange = sum(e - b - waited_s for b, e, waited_s, _ in pieces) if pieces else math.nan
+        return [gap_s, _total(spans["data"]), forward, backward, exchange, update]
 
-    def _backward(self, spans: list[tuple[float, float]], at: At) -> float:
+    def _backward(
+        self,
+        spans: list[tuple[float, float]],
+        pieces: list[tuple[float, float, float, bool]],
+        at: At,
+    ) -> float:
         """Return the time until the last gradient was ready, less exchanges' work meanwhile."""
         if self.ready and spans:  # afterwards, DDP waits within backward
             begin, end = spans[-1]
             spans = [*spans[:-1], (begin, min(end, max(map(at, self.ready.values()))))]
-        inside = [(at(piece.begin), at(piece.end)) for piece in self.pieces if piece.in_line]
-        shared = (min(end, e) - max(begin, b) for begin, end in spans for b, e in inside)
-        return _total(spans) - sum(max(0.0, part) for part in shared)
-
-    def _exchange(self, at: At) -> float:
-        """Return the time that exchanges worked; NaN: none did, or a library's did."""
-        if not self.pieces:
-            return math.nan
-        return sum(at(piece.end) - at(piece.begin) - piece.waited_s for piece in self.pieces)
+        shared = 0.0
+        for begin, end in spans:
+            for b, e, _, inside in pieces:
+                if inside and b < end and e > begin:
+                    shared += min(end, e) - max(begin, b)
+        return _total(spans) - shared
 
 
 class OwnTimes:

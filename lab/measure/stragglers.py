@@ -66,7 +66,7 @@ def stragglers(own_s: Times, step_s: float, phases: Collection[str] = OWN) -> li
     if own_s.shape[0] < 2 or own_s.shape[1] < MIN_STEPS:
         return []
     found = list[Slow]()
-    whole = np.nansum(np.nanmedian(own_s, axis=1), axis=1)  # medians of phases, [ranks]
+    whole = np.median(np.nan_to_num(own_s), axis=1).sum(axis=1)  # medians of phases, [ranks]
     for index, phase in enumerate(OWN):
         times = own_s[:, :, index]
         if phase not in phases or np.isnan(times).all(axis=1).any():

@@ -63,6 +63,7 @@ class DDPSync(LibrarySync):
         self._sent = 0  # values, by PowerSGD since it began
         self._last: dict[str, RemovableHandle] = {}  # hooks of parameters, the last one at the end
         self._armed = False
+        self._model = parts.model
         self._register(hook, parts, parts.comm.group)
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
@@ -99,12 +100,12 @@ class DDPSync(LibrarySync):
     @property
     def waits_in(self) -> tuple[str, ...]:
         """Phases in which DDP waits: it sends buffers, such as running means, before forward."""
-        buffers = any(True for _ in self.wrapped.module.buffers())
+        buffers = any(True for _ in self._model.buffers())
         return (*super().waits_in, *(("forward",) if buffers else ()))
 
     def __enter__(self) -> Self:
         if self._lab is None:
-            for name, parameter in self.wrapped.module.named_parameters():
+            for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad:
                     register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
                     self._last[name] = cast(
