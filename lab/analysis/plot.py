@@ -128,8 +128,9 @@ def _report_cell(folder: Path, sink: Sink) -> None:
                 "measure=breakdown leave"
             ) from None
         steps = None
-    out, record = _made(sink.out or folder / "figures"), read_record(folder / "record.json")
+    out = _made(sink.out or folder / "figures")
     if steps is not None and sink.wants(RANKS):
+        record = read_record(folder / "record.json")
         _save(partial(own_work_of_ranks, steps, record, sink.page), out / RANKS, sink)
     if has_timeline and sink.wants(TIMELINES):
         _draw_timeline(folder, out / TIMELINES, sink)

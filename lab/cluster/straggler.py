@@ -75,7 +75,7 @@ def straggler_of(config: DictConfig, world_size: int) -> Straggler | None:
     Raises:
         ConfigError: a wrong setting, or a rank that the run does not have.
     """
-    if "_target_" not in config.straggler:
+    if "_target_" not in config.get("straggler", {}):  # a loop of one's own has none
         return None
     found: Straggler = build(config.straggler)
     if found.rank >= world_size:

@@ -75,6 +75,7 @@ class Clock:
         self._row_length = 2 + len(PHASES) * breakdown
         self._own_times = OwnTimes(waits_in)  # of the same steps
         self._seconds = 0.0  # total of these rows
+        self._open: tuple[str, Mark] | None = None  # see next_phase
         self._last_end: Mark | None = None
         self._paused: tuple[Mark, float] = 0.0, 0.0  # the same moment on the device and on the host
 
@@ -89,6 +90,7 @@ class Clock:
         self._current = step = _Step(self._last_end, mark(self._device))
         yield
         step.end = self._last_end = mark(self._device)
+        self._close(step.end)
         self._recent.append(step)
         while len(self._recent) > KEPT_STEPS and passed(self._recent[0].end):
             done = self._recent.popleft()
@@ -115,9 +117,27 @@ class Clock:
         yield
         self._current.phases.setdefault(name, []).append((begin, mark(self._device)))
 
-    def ready(self, bucket: int) -> None:
-        """Mark that the last gradient of a bucket is ready; its first mark counts."""
-        if self._own and bucket not in self._current.own.ready:
+    def next_phase(self, name: str) -> None:
+        """Begin a phase where the one before ends; the first one begins with its step.
+
+        A loop that calls this for "data" goes on until its step ends; `phase` is for the others.
+        """
+        if name == "data":
+            self._open = name, self._current.begin
+        elif self._open and self._own:
+            now = mark(self._device)
+            self._close(now)
+            self._open = name, now
+
+    def _close(self, now: Mark) -> None:
+        if self._open:
+            name, begin = self._open
+            self._current.phases.setdefault(name, []).append((begin, now))
+            self._open = None
+
+    def ready(self, bucket: int, latest: bool = False) -> None:
+        """Mark that the last gradient of a bucket is ready; its first mark counts, or the last."""
+        if self._own and (latest or bucket not in self._current.own.ready):
             self._current.own.ready[bucket] = mark(self._device)
 
     @contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -15,13 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.grouping import MIB
 from lab.exchange.none import NoExchange
 from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
+from lab.sync.last_gradient import LastGradient, waits_of_ddp
 from lab.sync.library import LibrarySync
 from lab.sync.pattern import ddp
 
@@ -61,8 +60,7 @@ class DDPSync(LibrarySync):
         self._power: powerSGD_hook.PowerSGDState | None = None
         self._lab: HookState | None = None
         self._sent = 0  # values, by PowerSGD since it began
-        self._last: dict[str, RemovableHandle] = {}  # hooks of parameters, the last one at the end
-        self._armed = False
+        self._last: LastGradient | None = None
         self._model = parts.model
         self._register(hook, parts, parts.comm.group)
 
@@ -99,42 +97,19 @@ class DDPSync(LibrarySync):
 
     @property
     def waits_in(self) -> tuple[str, ...]:
-        """Phases in which DDP waits: it sends buffers, such as running means, before forward."""
-        buffers = any(True for _ in self._model.buffers())
-        return (*super().waits_in, *(("forward",) if buffers else ()))
+        return waits_of_ddp(self._model)
 
     def __enter__(self) -> Self:
-        if self._lab is None:
-            for name, parameter in self._model.named_parameters():
-                if parameter.requires_grad:
-                    register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                    self._last[name] = cast(
-                        RemovableHandle, register(partial(self._gradient_ready, name))
-                    )
+        self._last = None if self._lab else LastGradient(self._model)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self._last.values():
-            hook.remove()
-        self._last.clear()
-
-    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
-        """Mark when the gradient is ready that came last in the first step: DDP then waits.
-
-        All gradients count as one bucket here.
-        """
-        if self._armed and len(self._last) == 1 and self.clock:
-            self.clock.ready(0)
-        elif self._armed:
-            self._last[name] = self._last.pop(name)
-
-    def _keep_last(self) -> None:
-        """Leave only the hook whose gradient came last: each costs a microsecond."""
-        while len(self._last) > 1:
-            self._last.pop(next(iter(self._last))).remove()
+        if self._last:
+            self._last.close()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        self._armed = last
+        if self._last:
+            self._last.clock = self.clock
         if self._lab is not None:
             self._lab.step, self._lab.loss_scale = self.step, self.loss_scale
             self._lab.clock = self.clock
@@ -148,7 +123,8 @@ class DDPSync(LibrarySync):
                 self._wire_bytes = 4 * (sent - self._sent)
             self._sent = sent
         super().finish()
-        self._keep_last()
+        if self._last:
+            self._last.end_step()
         return self._lab.finite if self._lab is not None else None
 
 

@@ -154,6 +154,8 @@ class HookState:
 
     def _end_step(self) -> None:
         self.worker.wait()
+        if self.clock:
+            self.clock.next_phase("update")
         buckets = [packed for packed, _ in self._exchanged]
         looked = [bucket.finite for bucket in buckets if bucket.finite is not None]
         self.finite = torch.stack(looked).all() if looked else None
