@@ -38,8 +38,7 @@ def main(arguments: list[str]) -> int:
     """Run one rank, or with `--multirun` a grid, as lab.sweep does.
 
     Returns:
-        The process's exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal after
-        it had made steps.
+        The exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal after steps.
     """
     return answer(COMMAND, arguments, _train, _refuse)
 
@@ -54,8 +53,7 @@ def _train(line: CommandLine) -> int:
     end_on_signals(COMMAND.name)
     config = load(line.settings)
     cluster = cluster_of(config, world_size() if was_launched() else None)
-    num_ranks = cluster.num_ranks if cluster else world_size()
-    check_batch(config, num_ranks)
+    check_batch(config, num_ranks := cluster.num_ranks if cluster else world_size())
     straggler_of(config, num_ranks)
     if line.shows_settings:
         from lab.training.dry import check
