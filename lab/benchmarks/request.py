@@ -87,8 +87,8 @@ def read(arguments: list[str]) -> Request:
     texts = {key: OWN[key][0] for key in ("out", *BENCHES[name].own)}
     if was_launched():
         texts |= {"world_size": str(world_size())}
-    elif name == "recording":
-        texts |= {"world_size": "1"}
+    elif BENCHES[name].num_ranks:
+        texts |= {"world_size": str(BENCHES[name].num_ranks)}
     own_texts, others = split(settings, texts)
     texts |= own_texts
     if was_launched() and texts["world_size"] != str(world_size()):

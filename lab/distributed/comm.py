@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,10 +63,30 @@ class SummedParts:
 
 @dataclass
 class Traffic:
-    """Payload bytes and messages that one rank handed to the network."""
+    """Payload bytes and messages that one rank handed to the network.
+
+    Attributes:
+        waited_s: seconds that the host spent in calls of the library, which wait for other ranks.
+    """
 
     payload_bytes: int = 0
     num_messages: int = 0
+    waited_s: float = 0.0
+
+
+class _Waited:
+    """Transfers in flight, whose waits are counted."""
+
+    def __init__(self, handle: Any, traffic: Traffic) -> None:
+        self._handle, self._traffic = handle, traffic
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._handle.wait()
+        self._traffic.waited_s += time.perf_counter() - began
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
 
 
 class Comm(ABC):
@@ -88,6 +109,8 @@ class Comm(ABC):
         no_split: the reason why `split` is not available; None if it is.
         asynchronous: the i-methods run on the library's own threads.
         settings: environment variables that the library was given, as a record shows them.
+        before_sending: called before tensors are handed to the network, to emulate a rank that is
+            slow to do so; None: nothing is.
     """
 
     backend: str
@@ -100,6 +123,7 @@ class Comm(ABC):
         self.size = size
         self.traffic = Traffic()
         self.settings: dict[str, str] = {}
+        self.before_sending: Callable[[], None] | None = None
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -126,7 +150,7 @@ class Comm(ABC):
         if self.size == 1:
             return Done()
         self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
-        return self._iall_reduce(tensor)
+        return self._begin(self._iall_reduce, tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_gather."""
@@ -134,7 +158,7 @@ class Comm(ABC):
             output.view_as(tensor).copy_(tensor)
             return Done()
         self._count((self.size - 1) * tensor.nbytes, self.size - 1)
-        return self._iall_gather(output, tensor)
+        return self._begin(self._iall_gather, output, tensor)
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_to_all."""
@@ -142,7 +166,7 @@ class Comm(ABC):
             output.copy_(tensor)
             return Done()
         self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
-        return self._iall_to_all(output, tensor)
+        return self._begin(self._iall_to_all, output, tensor)
 
     def ireduce_scatter(
         self, output: Tensor, tensor: Tensor, parts: Tensor | None = None
@@ -165,7 +189,7 @@ class Comm(ABC):
             return Done()
         if self.rank == source:
             self._count(tensor.nbytes, 1)
-        return self._ibroadcast(tensor, source)
+        return self._begin(self._ibroadcast, tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send `tensor` to rank `to`, which must call recv."""
@@ -186,7 +210,13 @@ class Comm(ABC):
         """
         for tensor, _ in sends:
             self._count(tensor.nbytes, 1)
-        return self._isend_irecv(sends, receives)
+        return self._begin(self._isend_irecv, sends, receives)
+
+    def _begin(self, call: Callable[..., Handle], *arguments: Any) -> _Waited:
+        began = time.perf_counter()
+        handle = call(*arguments)  # some libraries wait here
+        self.traffic.waited_s += time.perf_counter() - began
+        return _Waited(handle, self.traffic)
 
     def split(self, color: int) -> Comm:
         """Return a Comm of the ranks that gave the same `color`; all ranks call this.
@@ -203,6 +233,8 @@ class Comm(ABC):
         return part
 
     def _count(self, payload_bytes: int, num_messages: int) -> None:
+        if self.before_sending:
+            self.before_sending()
         self.traffic.payload_bytes += payload_bytes
         self.traffic.num_messages += num_messages
 

@@ -11,7 +11,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
-from lab.measure.clock import Mark, mark, seconds
+from lab.measure.marks import Mark, mark, seconds
 
 
 class Auto(Exchange):

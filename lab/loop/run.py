@@ -151,6 +151,7 @@ class Run:
                 self._fail(late)
                 raise
         finally:
+            self._loop.close()
             self._directory.release()
 
     @contextmanager
@@ -161,6 +162,7 @@ class Run:
         current = Step()
         before = self._sent()
         with loop.clock.step():
+            loop.clock.next_phase("data")
             yield current
         after = self._sent()
         loop.after_step(

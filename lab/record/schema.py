@@ -17,7 +17,7 @@ SCHEMA = 2  # the number of this schema; 1 is still read
 
 Status = Literal["done", "failed", "oom", "timeout", "interrupted"]
 Scaling = Literal["strong", "weak"]
-EmulationKind = Literal["hosts", "shared_gpus", "shared_cores", "replay"]
+EmulationKind = Literal["hosts", "shared_gpus", "shared_cores", "replay", "straggler"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 SHARED: tuple[EmulationKind, ...] = ("shared_gpus", "shared_cores")  # ranks lack processors
@@ -29,7 +29,8 @@ class Emulation:
 
     Attributes:
         kind: "hosts" (network namespaces as hosts), "shared_gpus" or "shared_cores" (more ranks
-            than processors), "replay" (compute replayed from a profile).
+            than processors), "replay" (compute replayed from a profile), "straggler" (a rank
+            delayed on purpose).
         detail: a clause that describes it with figures.
     """
 

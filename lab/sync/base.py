@@ -93,6 +93,11 @@ class Sync(ABC):
         return self.pattern.every
 
     @property
+    def waits_in(self) -> tuple[str, ...]:
+        """Phases of a step, besides that of the exchange, in which a rank waits for others."""
+        return ("backward",) if self.pattern.waits_in_backward else ()
+
+    @property
     def own_replicas(self) -> bool:
         """True if each rank has its own weights and momentum between exchanges."""
         return self.pattern.own_replicas

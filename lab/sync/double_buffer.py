@@ -52,6 +52,7 @@ class DoubleBuffer(GradSync):
         """Begin to exchange this step's gradients; leave the previous step's means in `grad`."""
         if not self.double_buffer:
             return super().finish()
+        self._all_ready()
         self.settle()
         finite = self._all_finite()
         self.buckets, self._resting = self._resting, self.buckets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Self, cast
 
@@ -15,6 +15,7 @@ from lab.distributed.comm import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.base import Sync, SyncParts, SyncState
 from lab.sync.gradient_noise import GradientNoise
+from lab.sync.observed import observed
 from lab.sync.pattern import Begin, Pattern, gradsync
 
 
@@ -89,6 +90,7 @@ class GradSync(Sync):
 
         The mean is in `grad` afterwards, even if it is not finite; see Sync.
         """
+        self._all_ready()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         self.worker.wait()
@@ -118,6 +120,12 @@ class GradSync(Sync):
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.parameters}
         self._begin_step()
 
+    def _all_ready(self) -> None:
+        """Mark the buckets that backward did not complete, or whose hooks start nothing."""
+        if self.clock:
+            for bucket in range(len(self.buckets)):
+                self.clock.ready(bucket)
+
     def _begin_step(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._exchanged: list[GradBucket] = []
@@ -128,7 +136,10 @@ class GradSync(Sync):
         if self.order is None:
             self._arrived.append(name)
         self.worker.advance()
-        self._missing[self._bucket_of[name]] -= 1
+        bucket = self._bucket_of[name]
+        self._missing[bucket] -= 1
+        if self.clock and self._during_backward and self._missing[bucket] == 0:
+            self.clock.ready(bucket)
         while (
             self._during_backward
             and len(self._exchanged) < len(self.buckets)
@@ -147,12 +158,12 @@ class GradSync(Sync):
         return [names[index] for index in cast(list[int], order.tolist())]  # pyright: ignore[reportUnknownMemberType]
 
     def _submit_next(self) -> None:
-        bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
+        with self.clock.exchange_work() if self.clock else nullcontext():
+            bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
         job = partial(self._stages, bucket)
-        if self.clock:
-            job = self.clock.traced(str(bucket), job, coded=not self.exchange.exact)
+        job = observed(self.clock, str(bucket), job, self.exchange, self.comm, self.worker)
         self.worker.submit(label, job)
 
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:

@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from lab.cluster.straggler import straggler_of
 from lab.data import Data
 from lab.distributed import replicas
 from lab.distributed import world as worlds
@@ -27,6 +28,7 @@ from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
 from lab.training.optim import make_optim
+from lab.training.planted import Plant
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
 
@@ -108,8 +110,28 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         _observe_noise(sync)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     _require_sgd(config, sync, trainer.optimizer)
+    _plant(config, trainer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
+
+
+def _plant(config: DictConfig, trainer: Trainer) -> None:
+    """Delay this rank's steps, if the settings ask for it.
+
+    Raises:
+        ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
+    """
+    world, sync = trainer.world, trainer.sync
+    straggler = straggler_of(config, world.size)
+    if straggler and straggler.phase == "exchange" and not sync.pattern.takes_exchanges:
+        raise ConfigError(
+            f"straggler.phase=exchange: strategy={config.strategy} has no exchange of the lab's; "
+            "allowed are input, forward, backward, update"
+        )
+    world.comm.before_sending = None  # perhaps set for another assembly
+    if straggler and straggler.rank == world.rank:
+        trainer.plant = Plant(straggler, world.device)
+        trainer.plant.into(trainer.model, sync, trainer.optimizer)
 
 
 def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:

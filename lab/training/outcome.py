@@ -91,12 +91,16 @@ def write_steps(trainer: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.
     world = trainer.world
     step_s = world.gather(torch.from_numpy(trainer.clock.step_seconds())).numpy()
     phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
+    own = trainer.clock.own_times()
+    own_s = world.gather(torch.from_numpy(own.own_seconds())).numpy()
+    ready_s = world.gather(torch.from_numpy(own.ready_seconds())).numpy()
     loss = world.gather(torch.from_numpy(np.array(trainer.losses.read))).numpy()
     if world.rank == 0:
         warmup = _warmup(trainer, step_s).num_steps
         before_s = trainer.progress.seconds
         first = trainer.first_step
-        steps.write_steps(directory.path / STEPS, first, before_s, warmup, step_s, phase_s, loss)
+        path, times = directory.path / STEPS, (step_s, phase_s, own_s, ready_s)
+        steps.write_steps(path, first, before_s, warmup, *times, loss)
     return step_s, phase_s
 
 

@@ -25,6 +25,7 @@ from lab.task.base import Task
 from lab.training.gradients import LossScale, clip_gradients, gradients_finite
 from lab.training.losses import Losses, overflow
 from lab.training.optim import Optim
+from lab.training.planted import Plant
 from lab.training.progress import Progress
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,10 +59,11 @@ class Trainer:
         self.batch_size, self.progress = batch_size, progress
         self.optimizer = optim.optimizer(model)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
+        self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         sync.clock = self.clock
         self.memory = Memory(world.device)
         self.first_step = 0  # of this start of the run
+        self.plant: Plant | None = None  # set to delay a phase of each step
         self.losses = Losses()
         self.traffic = array("q")  # payload bytes and messages, of one step after the other
 
@@ -73,6 +75,7 @@ class Trainer:
                 any other work.
         """
         batches = iter(self.data.train_batches(self._sampler()))
+        batches = self.plant.over(batches) if self.plant else batches
         self.sync.step = self.progress.step
         with self.sync:
             self.model.train()
