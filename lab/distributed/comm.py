@@ -249,7 +249,7 @@ class Comm(ABC):
 
     def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
         parts = torch.empty_like(tensor) if parts is None else parts
-        return SummedParts(self._iall_to_all(parts, tensor), parts, output)
+        return SummedParts(self._begin(self._iall_to_all, parts, tensor), parts, output)
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)
