@@ -7,9 +7,11 @@ so nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from lab.sync.fragments import STRIDED
 
 
 class Begin(Enum):
@@ -20,6 +22,7 @@ class Begin(Enum):
     AFTER_BACKWARD = "after backward"
     NEXT_STEP = "after backward, and runs during the next step"
     AFTER_UPDATE = "after the update"
+    NEXT_STEPS = "after the update, and runs during the next steps"
 
 
 class Leg(Enum):
@@ -38,7 +41,10 @@ class Pattern:
     Attributes:
         begins: when an exchange starts.
         legs: in the order in which they run.
-        every: steps from one exchange to the next.
+        every: steps from one exchange to the next, of the same parameters.
+        fragments: parts of the model that are exchanged at different steps of `every`.
+        fragment_order: how parameters are divided among them, see lab.sync.fragments.
+        delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
         by_library: another library exchanges the gradients, on a schedule of its own.
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
         no_overlap: why `overlap=true` is refused; empty: it is accepted.
@@ -50,6 +56,9 @@ class Pattern:
     begins: Begin
     legs: tuple[Leg, ...]
     every: int = 1
+    fragments: int = 1
+    fragment_order: str = STRIDED
+    delay: int = 0
     by_library: bool = False
     waits_in_backward: bool = False
     no_overlap: str = ""
@@ -59,7 +68,7 @@ class Pattern:
     @property
     def overlaps(self) -> bool:
         """True if exchanges run while the rank computes."""
-        return self.begins in (Begin.DURING_BACKWARD, Begin.NEXT_STEP)
+        return self.begins in (Begin.DURING_BACKWARD, Begin.NEXT_STEP, Begin.NEXT_STEPS)
 
     @property
     def own_replicas(self) -> bool:
@@ -95,6 +104,15 @@ def local(every: int) -> Pattern:
         no_overlap="must be false; weights are exchanged after the update",
         no_fp16="each rank would skip other steps",
     )
+
+
+def streaming(every: int, fragments: int, order: str, delay: int) -> Pattern:
+    """Average the weights of one fragment after another, or (`delay`) during the next steps."""
+    parts = {"fragments": fragments, "fragment_order": order, "delay": delay}
+    if not delay:
+        no_overlap = "must be false with sync.delay=0; weights are exchanged after the update"
+        return replace(local(every), no_overlap=no_overlap, **parts)
+    return replace(local(every), begins=Begin.NEXT_STEPS, no_overlap="", **parts)
 
 
 def root_update(overlap: bool) -> Pattern:
@@ -146,6 +164,9 @@ UNKNOWN = Pattern(
 OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
     "LocalSync": lambda sync, _: local(sync["every"]),
+    "StreamingSync": lambda sync, _: streaming(
+        sync["every"], sync["fragments"], sync["fragment_order"], sync["delay"]
+    ),
     "RootUpdate": lambda _, overlap: root_update(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
