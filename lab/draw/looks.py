@@ -11,6 +11,7 @@ from typing import Literal
 # Okabe and Ito, "Color Universal Design", 2008; without its yellow, which is lost on white.
 BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
+GREY = "#7F7F7F"
 COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
 
 LineStyle = Literal["-", "--", ":", "-."]
@@ -51,6 +52,7 @@ LOOKS: dict[str, Look] = {
     "fc1x1_onebit": Look(PURPLE, "--", "h"),
     "local_sgd": Look(SKY, ":", ">"),
     "diloco": Look(VERMILLION, ":", "H"),
+    "streaming_diloco": Look(GREY, "-", "H"),
     "ddp": Look(GREEN, "--", "d"),
     "horovod": Look(BLACK, ":", "d"),
     "caffe": Look(BROWN, ":", "^"),

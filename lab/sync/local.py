@@ -69,7 +69,7 @@ class LocalSync(GradSync):
     def __enter__(self) -> Self:
         if not self.in_round:
             self.anchor = {name: p.detach().clone() for name, p in self.parameters.items()}
-        return super().__enter__()
+        return self  # without GradSync's hooks: no bucket waits for a gradient
 
     def finish(self) -> None:
         """Leave each rank its own gradients."""

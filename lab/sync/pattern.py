@@ -68,7 +68,12 @@ class Pattern:
     @property
     def overlaps(self) -> bool:
         """True if exchanges run while the rank computes."""
-        return self.begins in (Begin.DURING_BACKWARD, Begin.NEXT_STEP, Begin.NEXT_STEPS)
+        return self.begins is Begin.DURING_BACKWARD or self.outlasts_step
+
+    @property
+    def outlasts_step(self) -> bool:
+        """True if exchanges of one step run during later ones."""
+        return self.begins in (Begin.NEXT_STEP, Begin.NEXT_STEPS)
 
     @property
     def own_replicas(self) -> bool:

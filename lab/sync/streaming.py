@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Self
 
 import torch
@@ -62,6 +63,8 @@ class StreamingSync(LocalSync):
         self.fragments = rules.fragments(sizes, fragments, fragment_order)
         make_plan = partial(plan, parts.model, parts.bucket_mb, self.order)
         self._plans = [make_plan(only=names) for names in self.fragments]
+        self._all = [*chain(*self._plans)]
+        self._use(self._all)
         # The last fragment at the end of a round, the others at equal distances before it.
         turns = {(1 + n) * every // fragments % every: n for n in range(fragments)}
         self._turns = turns  # the fragment whose exchange begins, by steps done modulo `every`
@@ -112,6 +115,7 @@ class StreamingSync(LocalSync):
             self.parameters[name].grad = mean
         self._move_anchor(self.arriving, own_share)
         self.arriving = {}
+        self._use(self._all)
         return finite
 
     def sent(self) -> tuple[int, int]:
