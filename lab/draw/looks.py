@@ -53,6 +53,7 @@ LOOKS: dict[str, Look] = {
     "local_sgd": Look(SKY, ":", ">"),
     "diloco": Look(VERMILLION, ":", "H"),
     "streaming_diloco": Look(GREY, "-", "H"),
+    "des_loc": Look(GREY, "--", ">"),
     "ddp": Look(GREEN, "--", "d"),
     "horovod": Look(BLACK, ":", "d"),
     "caffe": Look(BROWN, ":", "^"),

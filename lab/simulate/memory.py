@@ -28,6 +28,7 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "GradSync": lambda s, sync, e: extra_bytes(s, e),
     "LocalSync": _local,
     "StreamingSync": _local,
+    "DesLoc": lambda s, sync, e: extra_bytes(s, e),
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
     # A second gradient, which is under way during the step.

@@ -227,7 +227,7 @@ def exchanges(
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
     pattern = strategy.pattern
     steps = pattern.delay if pattern.begins is Begin.NEXT_STEPS else pattern.every
-    parts = len(pattern.legs) * steps
+    parts = len(pattern.legs) * steps / pattern.num_exchanges
     found = []
     for bucket in planned:
         first, *others = bucket
@@ -282,6 +282,6 @@ def _begins(pattern: Pattern, ready: int, num_layers: int) -> int:
     return num_layers if pattern.outlasts_step else 0  # layer 0 is the last to have a gradient
 
 
-def _share(stage: Stage, parts: int) -> Stage:
+def _share(stage: Stage, parts: float) -> Stage:
     """Return one of `parts` equal parts of a stage: the share of one step or one leg."""
     return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)

@@ -1,4 +1,7 @@
-"""LocalSync: ranks train on their own, and average their weights every few steps."""
+"""LocalSync: ranks train on their own, and average their weights every few steps.
+
+LocalSteps is what it shares with other syncs of ranks that train on their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,46 @@ from lab.sync.gradsync import GradSync
 from lab.sync.pattern import Pattern, local
 
 
-class LocalSync(GradSync):
+class LocalSteps(GradSync):
+    """A sync whose ranks take steps with their own gradients, and exchange after some updates.
+
+    Attributes:
+        parameters: the trainable ones, by name.
+        in_round: ranks may have different weights.
+
+    Raises:
+        ValueError: an exchange that does not average.
+    """
+
+    def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
+        if not parts.exchange.keeps_replicas_equal:
+            name = type(parts.exchange).__name__
+            raise ValueError(f"exchange={name}: does not average; choose one that does")
+        super().__init__(parts, pattern)
+        self.divides_loss = False
+        self._follow(list(self._bucket_of))  # no exchange waits for backward: any order will do
+        self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
+        self.in_round = False
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return not self.in_round
+
+    def __enter__(self) -> Self:
+        return self  # without GradSync's hooks: no bucket waits for a gradient
+
+    def finish(self) -> None:
+        """Leave each rank its own gradients."""
+
+    def _average(self) -> Tensor | None:
+        """Replace all `grad` by their means over the ranks; see Sync.finish."""
+        step = self.step
+        finite = super().finish()
+        self.step = step  # which the caller counts
+        return finite
+
+
+class LocalSync(LocalSteps):
     """Local SGD, with an outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1).
 
     All ranks begin a round with the same weights, the anchor, and take `every` steps with their own
@@ -45,13 +87,7 @@ class LocalSync(GradSync):
         pattern: Pattern | None = None,
     ) -> None:
         _check_ranges(every, outer_lr, outer_momentum)
-        if not parts.exchange.keeps_replicas_equal:
-            name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: does not average; choose one that does")
         super().__init__(parts, pattern or local(every))
-        self.divides_loss = False  # ranks take steps with their own gradients
-        self._follow(list(self._bucket_of))  # no exchange waits for backward: any order will do
-        self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
         self.outer = torch.optim.SGD(
             self.parameters.values(),
             lr=outer_lr,
@@ -59,32 +95,23 @@ class LocalSync(GradSync):
             nesterov=outer_momentum > 0,
             fused=True,
         )
-        self.anchor: dict[str, Tensor] = {}
-        self.in_round = False  # the weights have left the anchor
-
-    @property
-    def keeps_replicas_equal(self) -> bool:
-        return not self.in_round
+        self.anchor: dict[str, Tensor] = {}  # which the weights have left, if in_round
 
     def __enter__(self) -> Self:
         if not self.in_round:
             self.anchor = {name: p.detach().clone() for name, p in self.parameters.items()}
-        return self  # without GradSync's hooks: no bucket waits for a gradient
-
-    def finish(self) -> None:
-        """Leave each rank its own gradients."""
+        return super().__enter__()
 
     def after_update(self, last: bool) -> Tensor | None:
         self.in_round = not last and (self.step + 1) % self.every != 0
-        if self.in_round:
-            self.step += 1
-            return None
-        return self._end_round()
+        finite = None if self.in_round else self._end_round()
+        self.step += 1
+        return finite
 
     @torch.no_grad()
     def _end_round(self) -> Tensor | None:
         self._leave_changes(self.parameters)
-        finite = super().finish()
+        finite = self._average()
         self._move_anchor(self.parameters)
         return finite
 

@@ -6,6 +6,7 @@ so nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -30,6 +31,7 @@ class Leg(Enum):
 
     MEAN_OF_GRADIENTS = "mean of gradients to all ranks"
     MEAN_OF_CHANGES = "mean of weight changes to all ranks"
+    MEAN_OF_STATES = "mean of weights and of the optimizer's moments to all ranks"
     GRADIENTS_TO_ROOT = "mean of gradients to the root"
     WEIGHTS_FROM_ROOT = "weights from the root"
 
@@ -41,7 +43,8 @@ class Pattern:
     Attributes:
         begins: when an exchange starts.
         legs: in the order in which they run.
-        every: steps from one exchange to the next, of the same parameters.
+        every: steps from one exchange to the next, of the same parameters; the steps of a round.
+        num_exchanges: in `every` steps, each as large as the model.
         fragments: parts of the model that are exchanged at different steps of `every`.
         fragment_order: how parameters are divided among them, see lab.sync.fragments.
         delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
@@ -56,6 +59,7 @@ class Pattern:
     begins: Begin
     legs: tuple[Leg, ...]
     every: int = 1
+    num_exchanges: int = 1
     fragments: int = 1
     fragment_order: str = STRIDED
     delay: int = 0
@@ -78,7 +82,7 @@ class Pattern:
     @property
     def own_replicas(self) -> bool:
         """True if each rank has its own weights and momentum between exchanges."""
-        return Leg.MEAN_OF_CHANGES in self.legs
+        return not {Leg.MEAN_OF_CHANGES, Leg.MEAN_OF_STATES}.isdisjoint(self.legs)
 
     @property
     def takes_exchanges(self) -> bool:
@@ -118,6 +122,23 @@ def streaming(every: int, fragments: int, order: str, delay: int) -> Pattern:
         no_overlap = "must be false with sync.delay=0; weights are exchanged after the update"
         return replace(local(every), no_overlap=no_overlap, **parts)
     return replace(local(every), begins=Begin.NEXT_STEPS, no_overlap="", **parts)
+
+
+def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
+    """Average weights and an optimizer's moments at periods of their own.
+
+    Raises:
+        ValueError: a period that is no integer of at least 1.
+    """
+    periods = {"every": every, "first_every": first_every}
+    if second_every is not None:
+        periods["second_every"] = second_every
+    for key, period in periods.items():
+        if type(period) is not int or period < 1:
+            raise ValueError(f"sync.{key}={period}: must be an integer of at least 1")
+    whole = math.lcm(*periods.values())
+    num_exchanges = sum(whole // period for period in periods.values())
+    return replace(local(whole), legs=(Leg.MEAN_OF_STATES,), num_exchanges=num_exchanges)
 
 
 def root_update(overlap: bool) -> Pattern:
@@ -172,6 +193,7 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "StreamingSync": lambda sync, _: streaming(
         sync["every"], sync["fragments"], sync["fragment_order"], sync["delay"]
     ),
+    "DesLoc": lambda sync, _: des_loc(sync["every"], sync["first_every"], sync["second_every"]),
     "RootUpdate": lambda _, overlap: root_update(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),

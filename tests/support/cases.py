@@ -27,9 +27,12 @@ LIBRARIES = ("ddp", "horovod")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
-# first or, with an outer momentum, the fourth; `auto` has decided; a gradient is under way.
+# first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
+# under way.
 RESUMED = {
     "diloco": ("sync.every=2",),
+    "streaming_diloco": ("sync.every=4", "sync.delay=2"),
+    "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
     "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
 }

@@ -48,6 +48,7 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(strategy: str) -> None:
         ("strategy=overlap", Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), 1),
         ("strategy=cntk sync.double_buffer=true", Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), 1),
         ("strategy=streaming_diloco", Begin.NEXT_STEPS, (Leg.MEAN_OF_CHANGES,), 10),
+        ("strategy=des_loc", Begin.AFTER_UPDATE, (Leg.MEAN_OF_STATES,), 60),
         ("strategy=diloco sync.every=5", Begin.AFTER_UPDATE, (Leg.MEAN_OF_CHANGES,), 5),
         (
             "strategy=tensorflow",
