@@ -48,6 +48,7 @@ LOOKS: dict[str, Look] = {
     "randomk": Look(BROWN, "--", "h"),
     "powersgd": Look(PURPLE, "-.", "D"),
     "auto": Look(BLACK, "--", "*"),
+    "schedule": Look(GREY, ":", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),
     "fc1x1_onebit": Look(PURPLE, "--", "h"),
     "local_sgd": Look(SKY, ":", ">"),

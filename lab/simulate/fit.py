@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from lab.model.profile import Profile
-from lab.simulate.costs import card_of
+from lab.simulate.costs import is_staged
 from lab.simulate.hardware import Hardware, Range
 from lab.simulate.load import class_of
 from lab.simulate.network import Network
@@ -147,7 +147,7 @@ def _codecs(cell: Observation, hardware: Hardware) -> list[str]:
     kinds = kinds_of_steps(cell.profile, cell.strategy, Network(hardware, cell.world_size))
     planned = [exchange for _, of_step in kinds for exchange in of_step]
     computes = any(stage.row == "codec" for each in planned for stage in each.stages)
-    staged = card_of(cell.strategy.exchange).staged
+    staged = is_staged(cell.strategy.exchange)
     return [class_of(cell.strategy.exchange)] if computes and staged else []
 
 

@@ -10,11 +10,12 @@ from typing import Any
 from lab.exchange.grouping import group
 from lab.measure.spans import Span
 from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.simulate.costs import card_of, stages_of
+from lab.simulate.costs import card_of, is_staged, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Shape, Stage
+from lab.simulate.load import Shape
 from lab.simulate.network import Network
+from lab.simulate.phases import in_shares, phases_of
 from lab.sync.fragments import fragments
 from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
 
@@ -53,8 +54,10 @@ class Strategy:
             raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
-        card_of(settings["exchange"])
-        return cls(settings["exchange"], settings["bucket_mb"], pattern, settings["accumulate"])
+        exchange = in_shares(settings["exchange"], settings["steps"])
+        for _, way in phases_of(exchange):
+            card_of(way)
+        return cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
 
     @property
     def lossy(self) -> bool:
@@ -131,11 +134,12 @@ def simulate(
     world_size: int,
     per_rank_batch_size: int,
 ) -> Step:
-    """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
+    """Simulate the mean step of a run on `world_size` ranks. ValueError as in `predict`."""
     network = Network(hardware, world_size)
     kinds = [
-        (share, _step(profile, network, strategy, planned, per_rank_batch_size))
-        for share, planned in kinds_of_steps(profile, strategy, network)
+        (of_run * share, _step(profile, network, strategy, planned, per_rank_batch_size))
+        for of_run, exchange in phases_of(strategy.exchange)
+        for share, planned in kinds_of_steps(profile, replace(strategy, exchange=exchange), network)
     ]
     step_s = sum(share * step.step_s for share, step in kinds)
     payload_bytes = sum(share * step.payload_bytes for share, step in kinds)
@@ -162,7 +166,7 @@ def _step(
         )
         for layer in profile.layers
     ]
-    in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged
+    in_turns = hardware.library == "gloo" and is_staged(strategy.exchange)
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
     terms = hardware.contention, hardware.burst_s
     rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
@@ -227,7 +231,7 @@ def exchanges(
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
     pattern = strategy.pattern
     steps = pattern.delay if pattern.begins is Begin.NEXT_STEPS else pattern.every
-    parts = len(pattern.legs) * steps / pattern.num_exchanges
+    share = pattern.num_exchanges / (max(1, len(pattern.legs)) * steps)
     found = []
     for bucket in planned:
         first, *others = bucket
@@ -235,7 +239,7 @@ def exchanges(
         ready = min(places[name.rpartition(".")[0]] for name in bucket)
         stages = stages_of(list(bucket.values()), strategy.exchange, network)
         begins = _begins(pattern, ready, len(places))
-        found.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
+        found.append(Exchange(label, begins, [stage.scaled(share) for stage in stages]))
     return found
 
 
@@ -280,8 +284,3 @@ def _begins(pattern: Pattern, ready: int, num_layers: int) -> int:
     if pattern.begins is Begin.DURING_BACKWARD:
         return ready
     return num_layers if pattern.outlasts_step else 0  # layer 0 is the last to have a gradient
-
-
-def _share(stage: Stage, parts: float) -> Stage:
-    """Return one of `parts` equal parts of a stage: the share of one step or one leg."""
-    return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)

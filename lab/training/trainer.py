@@ -74,6 +74,7 @@ class Trainer:
         """
         batches = iter(self.data.train_batches(self._sampler()))
         self.sync.step = self.progress.step
+        self.sync.exchange.total_steps = self.total_steps
         with self.sync:
             self.model.train()
             before = self.sync.sent()

@@ -26,6 +26,9 @@ STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 LIBRARIES = ("ddp", "horovod")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
+# Exchanges that differ from step to step; test_schedule.py tells what each step sends. Where a test
+# makes one without a run, its phases end after these steps.
+OVER_TIME = {"schedule": ("until=[1,2]",)}
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
 # first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
 # under way.
@@ -65,7 +68,8 @@ def maker(name: str, *settings: str, **arguments: Any) -> Callable[[], Any]:
         settings: of the exchange, as `ratio=0.05`.
         arguments: of its class, in the place of what is set.
     """
-    node = load([f"exchange={name}", *(f"exchange.{setting}" for setting in settings)]).exchange
+    given = (*OVER_TIME.get(name, ()), *settings)
+    node = load([f"exchange={name}", *(f"exchange.{setting}" for setting in given)]).exchange
     return partial(build, node, **arguments)
 
 
@@ -102,6 +106,10 @@ LINKS = Hardware("any", "made up", "gloo", 1, None, Link(0.0, 1e9), math.inf)
 # tests/unit/house/test_exchanges.py names those without a card.
 WITH_CARD = [exchange for exchange in EXCHANGES if class_of(exchange_settings(exchange)) in CARDS]
 # Exchanges that move anything, and leave the same bits whenever they are run.
-REPEATABLE = [e for e in WITH_CARD if bytes_per_value(e) > 0 and e not in BY_THE_CLOCK]
+REPEATABLE = [
+    exchange
+    for exchange in WITH_CARD
+    if bytes_per_value(exchange) > 0 and exchange not in (*BY_THE_CLOCK, *OVER_TIME)
+]
 EXACT = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) >= 4]
 COMPRESSING = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) < 4]

@@ -504,6 +504,22 @@ def test_fragments_are_hidden_behind_the_steps_of_their_delay(profile: Profile) 
     assert hidden.step_s == pytest.approx(compute_s, rel=1e-3)
 
 
+def test_a_schedule_takes_the_mean_of_its_phases_over_the_run(profile: Profile) -> None:
+    # Without overlap, where the thread or turns that PowerSGD decides for all make no difference.
+    settings = ("overlap=false", "exchange.until=[0.2,0.5]")
+    run = simulate(profile, FLAT, strategy("schedule", *settings), 4, 64)
+    phases = [
+        simulate(profile, FLAT, strategy(name, "overlap=false"), 4, 64)
+        for name in ("overlap", "powersgd", "onebit")
+    ]
+    shares = (0.2, 0.3, 0.5)
+    for field in ("step_s", "payload_bytes"):
+        expected = sum(
+            share * getattr(step, field) for share, step in zip(shares, phases, strict=True)
+        )
+        assert getattr(run, field) == pytest.approx(expected)
+
+
 def test_crossings(profile: Profile) -> None:
     tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
     batch_size = crossover_batch(profile, FLAT, tree, 4)
