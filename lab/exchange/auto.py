@@ -86,6 +86,9 @@ class Auto(Exchange):
         comm.all_gather(all_medians, medians)
         return all_medians.amax(dim=0).cpu()
 
+    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
+        self.compressed.add_residual(bucket, comm)
+
     def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         self.compressed.flush_residual(bucket, comm)
 

@@ -54,6 +54,9 @@ class Exchange(ABC):
             name = type(self).__name__
             raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
 
+    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
+        """Add this rank's residuals to `bucket.flat`."""
+
     def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
 

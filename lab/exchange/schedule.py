@@ -79,6 +79,10 @@ class Schedule(Exchange):
             )
         return [round(end * self.total_steps) for end in self.until]
 
+    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
+        for exchange in self.phases.values():
+            exchange.add_residual(bucket, comm)
+
     def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         for exchange in self.phases.values():
             exchange.flush_residual(bucket, comm)

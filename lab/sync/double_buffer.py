@@ -53,6 +53,8 @@ class DoubleBuffer(GradSync):
         if not self.double_buffer:
             return super().finish()
         self.settle()
+        if self.drift:
+            self.drift.end_step()
         finite = self._all_finite()
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()

@@ -110,6 +110,8 @@ class StreamingSync(LocalSync):
     def _receive(self, own_share: float) -> Tensor | None:
         """Wait for the fragment under way, and move its anchor and weights."""
         self.settle()
+        if self.drift:
+            self.drift.end_step()
         finite = self._all_finite()
         for name, mean in self.arriving.items():
             self.parameters[name].grad = mean
