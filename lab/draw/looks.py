@@ -42,6 +42,7 @@ LOOKS: dict[str, Look] = {
     "bf16": Look(BLUE, "--", "X"),
     "fp16": Look(BLUE, ":", "x"),
     "int8": Look(BLUE, "-.", "8"),
+    "int4": Look(GREY, "-.", "8"),
     "onebit": Look(VERMILLION, "-", "*"),
     "signsgd_ef": Look(VERMILLION, "--", "+"),
     "topk": Look(BROWN, "-", "p"),

@@ -132,6 +132,18 @@ def _int8(load: Load) -> None:
     load.codec(decode)
 
 
+def _int4(load: Load) -> None:
+    """Count the memory passes of lab/codec/int4.py and of the residual."""
+    kept = 62 * load.n if load.exchange["error_feedback"] else 0  # decoded again, and subtracted
+    encode, decode, add = 50 * load.n + kept, 22 * load.n, 12 * load.n
+    message = load.n * (1 / 2 + 8 / load.exchange["block_size"])
+    load.codec(encode)
+    load.wire(load.network.all_to_all(message / load.N))
+    load.codec(decode + add + encode / load.N)
+    load.wire(load.network.all_gather(message / load.N))
+    load.codec(decode)
+
+
 def _signsgd(load: Load) -> None:
     """Count the memory passes of lab/codec/signsgd.py and of its residual."""
     least = load.exchange["min_values"]
@@ -255,6 +267,16 @@ CARDS: dict[str, Card] = {
         staged=True,
         lossy=_always,
         scratch=lambda s, e: s.n * (2 + 1 / s.N) + 4 * s.largest / s.N,
+    ),
+    "Int4": Card(
+        _int4,
+        staged=True,
+        lossy=_always,
+        # While a bucket is decoded to find what was left out: its levels, blocks and values.
+        scratch=lambda s, e: (
+            (8.5 if e["error_feedback"] else 5.5) * s.largest + s.n * (1 / 2 + 8 / e["block_size"])
+        ),
+        kept=lambda s, e: 4 * s.n if e["error_feedback"] else 0,
     ),
     "SignSGD": Card(_signsgd, staged=True, lossy=_always, kept=lambda s, e: 4 * s.n),
     "TopK": Card(

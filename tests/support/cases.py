@@ -44,6 +44,7 @@ COUNTED = {"powersgd": ("exchange.rank=32",)}
 # More settings of an exchange where tensors have a few thousand values, so that it compresses them.
 COMPRESSES_LITTLE = {
     "int8": ("block_size=64",),
+    "int4": ("block_size=16",),
     "randomk": ("ratio=0.05",),
     "signsgd_ef": ("min_values=100",),
     "topk": ("ratio=0.05",),

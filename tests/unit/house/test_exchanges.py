@@ -124,4 +124,4 @@ def test_bytes_of_the_design_are_those_of_the_card(exchange: str) -> None:
 
 
 def test_the_design_has_the_codecs() -> None:
-    assert {"fp16", "int8", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)
+    assert {"fp16", "int8", "int4", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)
