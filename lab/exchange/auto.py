@@ -86,6 +86,12 @@ class Auto(Exchange):
         comm.all_gather(all_medians, medians)
         return all_medians.amax(dim=0).cpu()
 
+    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
+        self.compressed.add_residual(bucket, comm)
+
+    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+        self.compressed.flush_residual(bucket, comm)
+
     def choices(self) -> list[dict[str, Any]]:
         """Return for each bucket its first parameter, both costs and the chosen exchange."""
         return [

@@ -19,6 +19,9 @@ class Exchange(ABC):
     `average` is plain synchronous code, or made of `stages` (see Staged). It may run inside
     backward, on a side stream or on a worker thread, and must not depend on which. A non-finite
     gradient must become non-finite on every rank; the trainer then restores this object's state.
+
+    Attributes:
+        total_steps: of the run; the trainer sets it. None: unknown, in a loop of the user's own.
     """
 
     exact = True  # delivers the mean up to rounding; tests check it
@@ -26,6 +29,7 @@ class Exchange(ABC):
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
     takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
+    total_steps: int | None = None
 
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
@@ -49,6 +53,9 @@ class Exchange(ABC):
         if self.needs_send_recv and comm.no_send_recv:
             name = type(self).__name__
             raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
+
+    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
+        """Add this rank's residuals to `bucket.flat`."""
 
     def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -109,7 +109,10 @@ class BucketPlan:
 
 
 def plan(
-    model: nn.Module, bucket_mb: float | None, order: list[str] | None = None
+    model: nn.Module,
+    bucket_mb: float | None,
+    order: list[str] | None = None,
+    only: Container[str] | None = None,
 ) -> list[BucketPlan]:
     """Divide the trainable parameters into buckets, in the order in which backward fills them.
 
@@ -121,8 +124,10 @@ def plan(
             to less. None: one bucket for all. 0: one per module.
         order: names of the parameters as their gradients arrive. None: the reverse order of
             registration, in which gradients usually arrive.
+        only: names of the parameters to divide. None: all.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    named = [(name, p) for name, p in trainable if only is None or name in only]
     if order is not None:
         position = {name: index for index, name in enumerate(order)}
         named.sort(key=lambda pair: position[pair[0]])

@@ -52,10 +52,15 @@ class ErrorFeedback(Exchange):
         # one must not go back to it before the side stream has read it.
         return self.residual[name].add_(gradient)
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
         for name, start, stop in bucket.spans():
             if name in self.residual:
-                bucket.flat[start:stop] += record_stream(self.residual.pop(name))
+                bucket.flat[start:stop] += record_stream(self.residual[name])
+
+    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+        self.add_residual(bucket, comm)
+        for name in bucket.shapes:
+            self.residual.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}

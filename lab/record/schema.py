@@ -147,6 +147,8 @@ class Record:
         evaluations: step, training seconds and metrics of each evaluation.
         gradient_noise: the gradient noise scale in samples, its 95 % interval and the steps that it
             was taken from; of runs with measure=noise (lab.measure.noise_scale).
+        drift: of runs with drift_every, for each window its bucket and last step, the relative
+            error and cosine of what was delivered, and whether that is an alarm (lab.sync.drift).
         replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
             `none`, and a run stopped in the middle of a round.
         buckets: the buckets in the order in which they leave; null: a library plans them, or none
@@ -216,6 +218,7 @@ class Record:
         default_factory=list[dict[str, float | None]]
     )
     gradient_noise: dict[str, float | None] | None = None
+    drift: list[dict[str, Any]] | None = None
     replica_hash: str | None = None
     buckets: list[Bucket] | None = None
     idle: list[str] = field(default_factory=list[str])

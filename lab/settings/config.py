@@ -113,6 +113,9 @@ class Settings:
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown", "noise"))
+    drift_every: int | None = setting(
+        None, "check what a bucket delivers, over windows of so many exchanges", at_least=1
+    )
     warmup_steps: int | None = setting(
         None, "first steps, which statistics leave out; null: until step time is steady", at_least=0
     )

@@ -33,6 +33,10 @@ class Stage:
     seconds: float
     payload_bytes: float = 0.0
 
+    def scaled(self, share: float) -> Stage:
+        """Return a share of the stage, as of one step or one leg."""
+        return Stage(self.row, self.seconds * share, self.payload_bytes * share)
+
 
 @dataclass
 class Load:

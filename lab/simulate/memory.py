@@ -15,15 +15,20 @@ from lab.simulate.load import Settings, Sizes
 from lab.simulate.step import Strategy, buckets
 from lab.sync.pattern import class_of
 
+
+def _local(s: Sizes, sync: Settings, e: Settings) -> float:
+    """Add the anchor, and the outer momentum."""
+    return extra_bytes(s, e) + 4 * s.n * (1 + (sync["outer_momentum"] > 0))
+
+
 # Bytes besides weights, gradients and momentum, by class of sync: of the sizes, the sync's settings
 # and the exchange.
 SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "NoSync": lambda s, sync, e: 0,
     "GradSync": lambda s, sync, e: extra_bytes(s, e),
-    # The anchor, and the outer momentum.
-    "LocalSync": lambda s, sync, e: (
-        extra_bytes(s, e) + 4 * s.n * (1 + (sync["outer_momentum"] > 0))
-    ),
+    "LocalSync": _local,
+    "StreamingSync": _local,
+    "DesLoc": lambda s, sync, e: extra_bytes(s, e),
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
     # A second gradient, which is under way during the step.

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
@@ -55,7 +56,7 @@ class Sync(ABC):
             with sync.micro_batch(last=...):
                 (loss(sync.module(inputs)) * sync.loss_factor).backward()
         finite = sync.finish()
-        optimizer.step()
+        sync.update(optimizer)
         late = sync.after_update(last=...)
 
     Attributes:
@@ -131,6 +132,11 @@ class Sync(ABC):
         Raises:
             Exception: the first error of an exchange.
         """
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Take the optimizer's step, and clear the gradients."""
+        optimizer.step()
+        optimizer.zero_grad()
 
     def after_update(self, last: bool) -> Tensor | None:
         """Exchange weights, if this sync does, once the optimizer has updated them.

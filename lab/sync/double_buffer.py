@@ -54,6 +54,8 @@ class DoubleBuffer(GradSync):
             return super().finish()
         self._all_ready()
         self.settle()
+        if self.drift:
+            self.drift.end_step()
         finite = self._all_finite()
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.comm import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.base import Sync, SyncParts, SyncState
+from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.observed import observed
 from lab.sync.pattern import Begin, Pattern, gradsync
@@ -46,6 +47,7 @@ class GradSync(Sync):
         self.divides_loss = self.exchange.takes_divided
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
+        self.drift: Drift | None = None  # the same
         self._plan = partial(plan, parts.model, parts.bucket_mb)
         self._device = next(parts.model.parameters()).device
         self._arrived: list[str] = []
@@ -96,6 +98,8 @@ class GradSync(Sync):
         self.worker.wait()
         if self.noise:
             self.noise.end_step()
+        if self.drift:
+            self.drift.end_step()
         finite = self._all_finite()
         if self.order is None and len(self.buckets) > 1:
             self._follow(self._order_of_rank_0())
@@ -113,6 +117,8 @@ class GradSync(Sync):
 
     def _follow(self, order: list[str]) -> None:
         self.order = order
+        if self.drift:
+            self.drift.restart()
         self._use(self._plan(order))
 
     def _use(self, buckets: list[BucketPlan]) -> None:
@@ -171,6 +177,10 @@ class GradSync(Sync):
             bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
         if self.noise:
             self.noise.before(bucket, self.comm.size)
+        if self.drift:
+            self.drift.before(bucket)
         yield from self.exchange.stages(bucket, self.comm)
         if self.noise:
             self.noise.after(bucket)
+        if self.drift:
+            self.drift.after(bucket)

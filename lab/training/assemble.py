@@ -22,6 +22,7 @@ from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import one_line
 from lab.sync.base import Sync, SyncParts
+from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.gradsync import GradSync
 from lab.task.base import Task
@@ -108,6 +109,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     _require_like_gpus(world, exchange, sync)
     if config.measure == "noise":
         _observe_noise(sync)
+    if settings.drift_every is not None:
+        _observe_drift(sync, settings.drift_every, settings.precision)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     _require_sgd(config, sync, trainer.optimizer)
     _plant(config, trainer)
@@ -155,6 +158,25 @@ def _observe_noise(sync: Sync) -> None:
             "as allreduce"
         )
     sync.noise = GradientNoise()
+
+
+def _observe_drift(sync: Sync, every: int, precision: str) -> None:
+    """Compare what the exchange delivers with what was due.
+
+    Raises:
+        ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
+    """
+    if not isinstance(sync, GradSync) or not sync.pattern.takes_any_exchange:
+        raise ConfigError(
+            f"drift_every={every}: needs a strategy whose mean reaches all ranks by an exchange of "
+            "the lab, such as onebit"
+        )
+    if precision == "fp16":
+        raise ConfigError(
+            f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
+            "allowed are fp32, bf16"
+        )
+    sync.drift = Drift(sync.exchange, sync.comm, sync.worker, every)
 
 
 def count(model: nn.Module) -> dict[str, int]:

@@ -67,6 +67,8 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     note_plan(trainer, record)
     record.choices = sync.exchange.choices()
     record.gradient_noise = _gradient_noise(trainer, warmup)
+    if isinstance(sync, GradSync) and sync.drift:
+        record.drift = sync.drift.results()
     return record
 
 
@@ -198,6 +200,7 @@ def summary(record: Record, path: Path) -> str:
         *_step_lines(record),
         *_payload_lines(record),
         *_noise_lines(record),
+        *_drift_lines(record),
         *([f"data            {record.data_source}"] if record.data_source else []),
         *(f"no effect       {line}" for line in record.idle),
         *([f"emulated        {emulated}"] if emulated else []),
@@ -246,6 +249,20 @@ def _noise_lines(record: Record) -> Iterator[str]:
     yield (
         f"gradient noise  {noise['samples']:.0f} {record.unit}s [{noise['lo']:.0f}, "
         f"{noise['hi']:.0f}]: larger batches need fewer steps up to about here"
+    )
+
+
+def _drift_lines(record: Record) -> Iterator[str]:
+    if record.drift is None:
+        return
+    alarms = [window for window in record.drift if window["alarm"]]
+    largest = max(alarms or record.drift, key=lambda window: window["error"], default=None)
+    if largest is None:
+        yield "drift           – no window was full, see drift_every"
+        return
+    yield (
+        f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest error "
+        f"is {100 * largest['error']:.2g} %, in bucket {largest['bucket']}"
     )
 
 

@@ -77,6 +77,7 @@ class Trainer:
         batches = iter(self.data.train_batches(self._sampler()))
         batches = self.plant.over(batches) if self.plant else batches
         self.sync.step = self.progress.step
+        self.sync.exchange.total_steps = self.total_steps
         with self.sync:
             self.model.train()
             before = self.sync.sent()
@@ -168,8 +169,7 @@ class Trainer:
         if self.config.clip_grad_norm is not None:
             clip_gradients(self.model, self.config.clip_grad_norm)
         self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.sync.update(self.optimizer)
 
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.

@@ -30,6 +30,8 @@ MORE = {
     "auto": ("exchange.trials=1",),  # for each bucket: decided in step 5
     "local_sgd": ("sync.every=2",),
     "diloco": ("sync.every=2",),
+    "streaming_diloco": ("sync.every=4", "sync.delay=2"),
+    "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
 }
 # All strategies over torch; Horovod's own optimizer waits for its thread.
 CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES} | {

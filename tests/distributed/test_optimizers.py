@@ -19,10 +19,13 @@ from tests.support.ranks import Outcome, train
 ADAMW = ("optim=adamw", "optim.schedule=linear", "optim.decay_vectors=false", "warmup_steps=1")
 RUN = (*ADAMW, "data.size=16", "batch_size=24")
 OF_SGD = [s for s in STRATEGIES if pattern_of(load([f"strategy={s}"])).only_sgd]
-# More settings, so that ten steps end between two rounds and a gradient is under way after five.
+# More settings, so that ten steps end between two rounds, and a gradient or a
+# fragment is under way after five.
 MORE = {
     "local_sgd": ("sync.every=3",),
     "diloco": ("sync.every=3",),
+    "streaming_diloco": ("sync.every=4", "sync.delay=2"),
+    "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
     "cntk": ("sync.double_buffer=true",),
 }
 

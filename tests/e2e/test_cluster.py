@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lab.cluster.settings import Cluster
 from lab.settings.config import ConfigError
 from tests.conftest import Finished, record, wait_for
 from tests.support import HANG_S
+from tests.support.peak import PEAK
 
 Command = Callable[..., Finished]
 QUICK = ("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2")
@@ -134,3 +136,24 @@ def traces() -> list[str]:
     lines = "".join([*seen, Path("/proc/self/mounts").read_text()]).splitlines()
     theirs = ("lab-", " /run/netns ")  # the second: ip's folder of names, once a name was made
     return [line for line in lines if not any(name in line for name in theirs)]
+
+
+def peak_bytes(command: Command, tmp_path: Path, cell: str, *settings: str) -> int:
+    """Return the most bytes that left a host within 10 ms, between the first and last exchange."""
+    run = ("steps=130", "model=mlp", f"model.hidden={[64] * 29}", "cluster.rate=null")
+    recorder = (
+        "recorder=tests.support.peak.PeakRecorder",
+        "+recorder.first=40",
+        "+recorder.last=112",
+    )
+    done = command("lab.train", *run, *recorder, *settings, *TWO_HOSTS, *QUICK, f"cell={cell}")
+    assert done.code == 0, done.err
+    return json.loads((tmp_path / "runs/default" / cell / PEAK).read_text())["peak_bytes"]
+
+
+def test_fragments_divide_the_peak_of_the_interface(command: Command, tmp_path: Path) -> None:
+    every = ("sync.every=40",)  # fragments leave 10 steps apart: more than 10 ms
+    whole = peak_bytes(command, tmp_path, "whole", "strategy=diloco", *every)
+    fragments = ("strategy=streaming_diloco", "sync.fragments=4", *every)
+    part = peak_bytes(command, tmp_path, "part", *fragments)
+    assert part == pytest.approx(whole / 4, rel=0.1)

@@ -11,6 +11,7 @@ from lab.draw.looks import LOOKS
 from lab.settings.config import load
 from lab.simulate.costs import CARDS, class_of, payload_bytes
 from lab.simulate.network import Network
+from lab.sync.pattern import pattern_of
 from tests.conftest import ROOT
 from tests.support import cases
 from tests.support.cases import (
@@ -101,11 +102,13 @@ EVALUATED = [s for s in ALL_STRATEGIES if s not in (*LIBRARIES, *cases.BY_THE_CL
 
 @pytest.mark.parametrize("strategy", EVALUATED)
 def test_bytes_of_the_readme_are_those_of_the_card(strategy: str) -> None:
-    exchange = load([f"strategy={strategy}"]).exchange
+    config = load([f"strategy={strategy}"])
+    exchange, pattern = config.exchange, pattern_of(config)
     every = steps_of_a_round(strategy)
     for size in (2, 3, 4, 8):
         names = {"n": ROWS * COLUMNS, "rows": ROWS, "columns": COLUMNS, "N": size, "H": every}
-        expected = payload_bytes([(ROWS, COLUMNS)], exchange, Network(LINKS, size)) / every
+        once = payload_bytes([(ROWS, COLUMNS)], exchange, Network(LINKS, size))
+        expected = once * pattern.num_exchanges / pattern.every
         assert value_of(formula_of(strategy), **names) == pytest.approx(expected, rel=0.01)
 
 
@@ -121,4 +124,4 @@ def test_bytes_of_the_design_are_those_of_the_card(exchange: str) -> None:
 
 
 def test_the_design_has_the_codecs() -> None:
-    assert {"fp16", "int8", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)
+    assert {"fp16", "int8", "int4", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)
