@@ -16,6 +16,7 @@ from lab.distributed.rank_info import RankInfo
 
 # Renamed in torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Works(list[dist.Work]):
@@ -68,7 +69,7 @@ class TorchComm(Comm):
         if self.backend != "nccl":
             return super()._ireduce_scatter(output, tensor, parts)
         flat = output.view(-1), tensor.view(-1)
-        return _begun(dist.reduce_scatter_tensor(*flat, group=self.group, async_op=True))
+        return _begun(reduce_scatter_flat(*flat, group=self.group, async_op=True))
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         return _begun(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
