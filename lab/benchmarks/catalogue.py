@@ -15,10 +15,13 @@ OWN = {
         "null",
         "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
     ),
-    "rounds": ("20", "collective, reduce_scatter, codec, convolution, layout, layers, throughput: rounds"),
+    "rounds": (
+        "20",
+        "collective, reduce_scatter, codec, convolution, layout, layers, throughput: rounds",
+    ),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
-        "collective, reduce_scatter: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
+        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
     ),
     "codec": ("null", "codec: a list of codecs; null: all"),
     "algorithm": ("null", "convolution: a list of algorithms; null: all"),

@@ -51,6 +51,7 @@ LOOKS: dict[str, Look] = {
     "fc1x1_onebit": Look(PURPLE, "--", "h"),
     "local_sgd": Look(SKY, ":", ">"),
     "diloco": Look(VERMILLION, ":", "H"),
+    "zero1": Look(PURPLE, ":", "P"),
     "ddp": Look(GREEN, "--", "d"),
     "horovod": Look(BLACK, ":", "d"),
     "caffe": Look(BROWN, ":", "^"),

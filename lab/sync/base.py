@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
@@ -46,6 +47,19 @@ class SyncParts:
     accumulate: int = 1
 
 
+@dataclass(frozen=True)
+class Shard:
+    """This rank's slice of a parameter: its values `start` to `stop`, in memory order.
+
+    Attributes:
+        values: a view of the parameter, of as many dimensions; all but the last are 1.
+    """
+
+    values: nn.Parameter
+    start: int
+    stop: int
+
+
 class Sync(ABC):
     """A schedule that keeps replicas of a model together while ranks compute their own gradients.
 
@@ -55,7 +69,7 @@ class Sync(ABC):
             with sync.micro_batch(last=...):
                 (loss(sync.module(inputs)) * sync.loss_factor).backward()
         finite = sync.finish()
-        optimizer.step()
+        sync.update(optimizer)
         late = sync.after_update(last=...)
 
     Attributes:
@@ -68,6 +82,8 @@ class Sync(ABC):
             sets it in each step.
         clock: records when exchanges run. The trainer sets it; None: nothing is recorded.
         needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
+        shards: the slices that this rank's optimizer updates, by parameter name; {}: it updates
+            whole parameters.
 
     Raises:
         ValueError: the pattern refuses `overlap` or `precision`.
@@ -86,6 +102,7 @@ class Sync(ABC):
         self.loss_scale = 1.0
         self.clock: Clock | None = None
         self.needs_like_gpus = False
+        self.shards: dict[str, Shard] = {}
 
     @property
     def every(self) -> int:
@@ -107,6 +124,18 @@ class Sync(ABC):
         """The factor by which to multiply the loss before backward."""
         return self.loss_scale
 
+    def optimized(self, model: nn.Module) -> nn.Module:
+        """Return the module whose parameters this rank's optimizer updates."""
+        return model
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Return the norm of the gradients that `finish` left, over the ranks if these shard them.
+
+        Args:
+            own: of those on this rank, float32 []. All ranks call this together.
+        """
+        return own
+
     def __enter__(self) -> Self:
         return self
 
@@ -126,6 +155,11 @@ class Sync(ABC):
         Raises:
             Exception: the first error of an exchange.
         """
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Apply the gradients that `finish` left, and drop them."""
+        optimizer.step()
+        optimizer.zero_grad()
 
     def after_update(self, last: bool) -> Tensor | None:
         """Exchange weights, if this sync does, once the optimizer has updated them.

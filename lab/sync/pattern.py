@@ -29,6 +29,8 @@ class Leg(Enum):
     MEAN_OF_CHANGES = "mean of weight changes to all ranks"
     GRADIENTS_TO_ROOT = "mean of gradients to the root"
     WEIGHTS_FROM_ROOT = "weights from the root"
+    PARTS_OF_GRADIENTS = "a part of the mean of gradients to each rank"
+    PARTS_OF_WEIGHTS = "a part of the weights from each rank"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Pattern:
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
         only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
+        only_elementwise: why optimizers that treat a tensor as a whole are refused; empty: they are
+            accepted.
     """
 
     begins: Begin
@@ -55,6 +59,7 @@ class Pattern:
     no_overlap: str = ""
     no_fp16: str = ""
     only_sgd: str = ""
+    only_elementwise: str = ""
 
     @property
     def overlaps(self) -> bool:
@@ -107,6 +112,15 @@ def root_update(overlap: bool) -> Pattern:
     )
 
 
+def zero1(overlap: bool) -> Pattern:
+    """Send each rank its part of the mean gradient, which updates that part and sends it to all."""
+    return Pattern(
+        _backward(overlap),
+        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+        only_elementwise="each rank updates slices of parameters",
+    )
+
+
 def double_buffer(buffered: bool) -> Pattern:
     """Average gradients after backward, or (`buffered`) during the next step."""
     if not buffered:
@@ -147,6 +161,7 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
     "LocalSync": lambda sync, _: local(sync["every"]),
     "RootUpdate": lambda _, overlap: root_update(overlap),
+    "Zero1": lambda _, overlap: zero1(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
     "HorovodSync": lambda _sync, _overlap: horovod(),

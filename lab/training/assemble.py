@@ -26,6 +26,7 @@ from lab.sync.gradsync import GradSync
 from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
+from lab.training.elementwise import require_elementwise
 from lab.training.optim import make_optim
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
@@ -106,6 +107,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     _require_like_gpus(world, exchange, sync)
     if config.measure == "noise":
         _observe_noise(sync)
+    if sync.pattern.only_elementwise:
+        require_elementwise(optim, sync.pattern.only_elementwise)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     _require_sgd(config, sync, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks

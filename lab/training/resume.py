@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lab.distributed.replicas import broadcast_buffers
 from lab.settings.config import Settings
+from lab.training import slices
 from lab.training.losses import overflow
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
@@ -29,7 +30,10 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     broadcast_buffers(model, trainer.world)
     sync_state = sync.state_dict()
     _refuse_spoiled(trainer, sync_state)
-    replica = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    replica: State = {"model": model.state_dict()}
+    if not sync.shards:
+        names = slices.names_of(trainer.optimizer, model.named_parameters())
+        replica |= {"optimizer": trainer.optimizer.state_dict(), "names": names}
     shared = {
         "sync": sync_state,
         "progress": asdict(trainer.progress) | {"seconds": trainer.training_seconds()},
@@ -41,6 +45,8 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     if device.type == "cuda":
         by_rank["cuda_rng"] = torch.cuda.get_rng_state(device)
     (by_rank if sync.own_replicas else shared).update(replica)
+    if sync.shards:
+        by_rank.update(slices.slices_of(trainer.optimizer, sync.shards))
     return shared, by_rank
 
 
@@ -59,7 +65,8 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
     replica = replica_of(rank, trainer.world.size, shared, ranks)
     try:
         trainer.model.load_state_dict(replica["model"])
-        trainer.optimizer.load_state_dict(replica["optimizer"])
+        named = trainer.model.named_parameters()
+        slices.load(trainer.optimizer, named, trainer.sync.shards, replica, ranks)
     except (RuntimeError, ValueError):
         raise ValueError(
             f"resume={trainer.config.resume}: the checkpoint is of another model; use the same "
@@ -107,7 +114,8 @@ def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -
         return shared
     if rank is not None and size == len(ranks):
         return ranks[rank]
-    return mean_state([{key: state[key] for key in ("model", "optimizer")} for state in ranks])
+    keys = [key for key in ("model", "optimizer", "names") if key in ranks[0]]
+    return mean_state([{key: state[key] for key in keys} for state in ranks])
 
 
 def _progress(trainer: Trainer, saved: State) -> Progress:

@@ -56,7 +56,8 @@ class Trainer:
         self.config, self.world, self.watch, self.data = config, world, watch, data
         self.task, self.model, self.sync, self.optim = task, model, sync, optim
         self.batch_size, self.progress = batch_size, progress
-        self.optimizer = optim.optimizer(model)
+        self.optimized = sync.optimized(model)
+        self.optimizer = optim.optimizer(self.optimized)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
         sync.clock = self.clock
@@ -155,7 +156,7 @@ class Trainer:
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
-            good = gradients_finite(self.model, finite)
+            good = gradients_finite(self.optimized, finite)
             self.loss_scale.update(good)
             if not good:
                 self.sync.exchange.load_state_dict(exchange_before)
@@ -163,10 +164,9 @@ class Trainer:
                 self.progress.num_skipped_steps += 1
                 return
         if self.config.clip_grad_norm is not None:
-            clip_gradients(self.model, self.config.clip_grad_norm)
+            clip_gradients(self.optimized, self.config.clip_grad_norm, self.sync.norm)
         self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.sync.update(self.optimizer)
 
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.
