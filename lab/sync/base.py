@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -176,8 +176,16 @@ class Sync(ABC):
         """Return the payload bytes and messages of the exchanges that have ended."""
         return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Enclose forward passes outside of steps, of which each rank may run its own number."""
+        return nullcontext()
+
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that another collective may begin."""
+
+    def idle(self) -> list[str]:
+        """List this sync's settings that change nothing in the run; see lab.sync.idle."""
+        return []
 
     def state_dict(self) -> SyncState:
         """Return the tensors to keep between steps, the same on all ranks."""

@@ -141,6 +141,16 @@ def ddp(hook: str) -> Pattern:
     return Pattern(Begin.DURING_BACKWARD, legs, by_library=hook != "lab", waits_in_backward=True)
 
 
+def fsdp(reduce_scatter: str) -> Pattern:
+    """Leave weights and gradients to torch's FSDP2; "lab" scatters gradients by an exchange."""
+    return Pattern(
+        Begin.DURING_BACKWARD,
+        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+        by_library=reduce_scatter != "lab",
+        waits_in_backward=True,
+    )
+
+
 def horovod() -> Pattern:
     """Leave gradients to Horovod's DistributedOptimizer."""
     return Pattern(Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True)
@@ -164,6 +174,7 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "Zero1": lambda _, overlap: zero1(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
+    "FSDPSync": lambda sync, _: fsdp(sync["reduce_scatter"]),
     "HorovodSync": lambda _sync, _overlap: horovod(),
     "NoSync": lambda _sync, _overlap: none(),
 }

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lab.distributed.sharded import whole
+
 
 def clip_gradients(
     model: nn.Module,
@@ -35,7 +37,7 @@ def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
         exchanged: bool [], the exchange's finding; None: it did not check.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
-    finite = torch.stack(norms).isfinite().all()
+    finite = whole(torch.stack(norms).isfinite().all())
     return bool(finite if exchanged is None else finite & exchanged)
 
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lab.distributed.replicas import broadcast_buffers
+from lab.distributed.sharded import like, local, whole
 from lab.settings.config import Settings
 from lab.training import slices
 from lab.training.losses import overflow
@@ -30,10 +31,10 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     broadcast_buffers(model, trainer.world)
     sync_state = sync.state_dict()
     _refuse_spoiled(trainer, sync_state)
-    replica: State = {"model": model.state_dict()}
+    replica: State = {"model": whole(model.state_dict())}
     if not sync.shards:
         names = slices.names_of(trainer.optimizer, model.named_parameters())
-        replica |= {"optimizer": trainer.optimizer.state_dict(), "names": names}
+        replica |= {"optimizer": whole(trainer.optimizer.state_dict()), "names": names}
     shared = {
         "sync": sync_state,
         "progress": asdict(trainer.progress) | {"seconds": trainer.training_seconds()},
@@ -64,7 +65,11 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
     rank = trainer.world.rank if trainer.sync.own_replicas else None
     replica = replica_of(rank, trainer.world.size, shared, ranks)
     try:
-        trainer.model.load_state_dict(replica["model"])
+        own = trainer.model.state_dict()
+        weights = {
+            name: like(value, own.get(name, value)) for name, value in replica["model"].items()
+        }
+        trainer.model.load_state_dict(weights)
         named = trainer.model.named_parameters()
         slices.load(trainer.optimizer, named, trainer.sync.shards, replica, ranks)
     except (RuntimeError, ValueError):
@@ -143,7 +148,7 @@ def _refuse_spoiled(trainer: Trainer, sync_state: dict[str, dict[str, Tensor]]) 
     """Raise if weights or the sync's tensors are not finite, even if no loss was."""
     kept = (pair for tensors in sync_state.values() for pair in tensors.items())
     tensors = [*trainer.model.named_parameters(), *kept]
-    if not all(tensor.isfinite().all() for _, tensor in tensors):
+    if not all(local(tensor).isfinite().all() for _, tensor in tensors):
         raise overflow(trainer.progress.step - 1, tensors)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lab.distributed.sharded import like
 from lab.sync.base import Shard
 
 State = dict[str, Any]
@@ -58,7 +59,7 @@ def load(
     elif shards:
         flat, groups = _flattened(whole, parameters), whole["optimizer"]["param_groups"]
     else:
-        optimizer.load_state_dict(whole["optimizer"])
+        _load_placed(optimizer, parameters, whole["optimizer"])
         return
     if shards:
         parameters = {name: shard.values for name, shard in shards.items()}
@@ -71,7 +72,20 @@ def load(
         for number, name in enumerate(names)
         if flat[name]
     }
-    optimizer.load_state_dict({"state": state, "param_groups": _groups(optimizer, groups)})
+    saved = {"state": state, "param_groups": _groups(optimizer, groups)}
+    _load_placed(optimizer, parameters, saved)
+
+
+def _load_placed(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: State
+) -> None:
+    """Load a `state_dict` of whole tensors, each sharded if its parameter is."""
+    placed = {
+        number: {key: like(v, parameters[name]) for key, v in saved["state"][number].items()}
+        for number, name in enumerate(names_of(optimizer, parameters.items()))
+        if number in saved["state"]
+    }
+    optimizer.load_state_dict({**saved, "state": placed})
 
 
 def _joined(ranks: list[State]) -> dict[str, State]:
@@ -107,15 +121,15 @@ def _flat(value: Any, parameter: nn.Parameter) -> Any:
     """Return a tensor of `parameter`'s shape in the order of its memory; others as they are."""
     if not isinstance(value, Tensor) or not value.dim() or value.shape != parameter.shape:
         return value
-    laid_out = torch.empty_like(parameter, device=value.device, dtype=value.dtype).copy_(value)
-    return laid_out.detach().as_strided((laid_out.numel(),), (1,))
+    laid_out = value.new_empty_strided(parameter.shape, parameter.stride()).copy_(value)
+    return laid_out.as_strided((laid_out.numel(),), (1,))
 
 
-def _cut(state: State, span: slice, like: nn.Parameter) -> State:
-    """Return `span` of flat state, in the layout of `like`."""
+def _cut(state: State, span: slice, model: nn.Parameter) -> State:
+    """Return `span` of flat state, in the layout of `model`."""
 
     def cut(value: Tensor) -> Tensor:
-        laid_out = torch.empty_like(like, device=value.device, dtype=value.dtype).detach()
+        laid_out = value.new_empty_strided(model.shape, model.stride())
         laid_out.as_strided((laid_out.numel(),), (1,)).copy_(value[span])
         return laid_out
 

@@ -102,7 +102,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(self.task.num_sums, dtype=torch.float64, device=self.world.device)
         per_rank = max(1, self.batch_size // self.world.size)
-        with torch.no_grad():
+        with torch.no_grad(), self.sync.evaluating():
             for batch in self.data.test_batches(self.world.rank, self.world.size, per_rank):
                 inputs, targets = batch
                 with self._autocast():
