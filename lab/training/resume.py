@@ -65,11 +65,8 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
     rank = trainer.world.rank if trainer.sync.own_replicas else None
     replica = replica_of(rank, trainer.world.size, shared, ranks)
     try:
-        own = trainer.model.state_dict()
-        weights = {
-            name: like(value, own.get(name, value)) for name, value in replica["model"].items()
-        }
-        trainer.model.load_state_dict(weights)
+        own, weights = trainer.model.state_dict(), replica["model"]
+        trainer.model.load_state_dict({n: like(w, own.get(n, w)) for n, w in weights.items()})
         named = trainer.model.named_parameters()
         slices.load(trainer.optimizer, named, trainer.sync.shards, replica, ranks)
     except (RuntimeError, ValueError):
