@@ -127,32 +127,44 @@ class SignBit(Scatter):
         sent.encode([values], [flat], self._exchange.threshold)
         comm.all_to_all(received.bytes, sent.bytes)
         received.decode([values])  # rows of each rank's message, one rank after the other
-        torch.sum(padded[:, :n], dim=0, out=output)
+        output.copy_(padded[0, :n])
+        for other in padded[1:, :n]:
+            output += other
+        if residual is not None:
+            residual[:, n:].zero_()  # of padding, which nobody saves
 
     def _residual(self, padded: Tensor, layout: Layout) -> Tensor | None:
         """Return the residual of `padded`, of its shape; None without error feedback.
 
-        The exchange holds views of it, by parameter. After a resume or a rollback it holds other
-        tensors, which are copied; on another number of ranks their rows are laid out anew.
+        The exchange holds views of it, by parameter: [N, rows, inner]. After a resume or a rollback
+        it holds other tensors, which are copied; those of another number of ranks are laid out
+        anew.
         """
         if not self._exchange.error_feedback:
             return None
-        kept, size = self._exchange.residual, len(padded)
         residual = layout.buffers["residual"].take(padded, *padded.shape)
-        for name, at in layout.columns.items():
-            view = residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
-            if name not in kept:
-                view.zero_()
-                if at.start == 0:
-                    residual.zero_()
-            elif kept[name].data_ptr() != view.data_ptr():
-                saved = kept[name].flatten(0, 1)
-                rows = min(len(saved), size * view.shape[1])
-                laid_out = view.new_zeros(size * view.shape[1], at.inner)
-                laid_out[:rows] = saved[:rows]
-                view.copy_(laid_out.view_as(view))
+        kept = self._exchange.residual
+        views = {
+            name: residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
+            for name, at in layout.columns.items()
+            if at.inner
+        }
+        if all(name in kept and kept[name].data_ptr() == v.data_ptr() for name, v in views.items()):
+            return residual
+        residual.zero_()
+        for name, view in views.items():
+            if name in kept:
+                _fill(view, kept[name])
             kept[name] = view
         return residual
+
+
+def _fill(view: Tensor, saved: Tensor) -> None:
+    """Copy the rows of a parameter, [N, rows, inner], to where another N or none puts them."""
+    laid_out = torch.zeros_like(view, memory_format=torch.contiguous_format).flatten(0, 1)
+    rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
+    laid_out[: len(rows)] = rows
+    view.copy_(laid_out.view_as(view))
 
 
 def scatter_of(exchange: Exchange) -> Scatter:

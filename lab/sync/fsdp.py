@@ -14,6 +14,7 @@ from lab.distributed import launcher
 from lab.distributed.comm import Comm
 from lab.distributed.sharded import whole
 from lab.distributed.torch_comm import TorchComm
+from lab.exchange.error_feedback import ErrorFeedback
 from lab.sync.base import SyncParts
 from lab.sync.fsdp_scatter import set_reduce_scatter, sharded_parameters
 from lab.sync.fsdp_units import units
@@ -113,6 +114,11 @@ def _checked(parts: SyncParts) -> TorchComm:
         raise ValueError("strategy=fsdp: runs over torch.distributed only")
     if parts.module is not parts.model:
         raise ValueError("compile=true: is not supported with strategy=fsdp")
+    if parts.precision == "fp16" and isinstance(parts.exchange, ErrorFeedback):
+        raise ValueError(
+            f"precision=fp16: exchange={type(parts.exchange).__name__} keeps residuals in true "
+            "units, and FSDP scatters scaled gradients; allowed are fp32, bf16"
+        )
     if not parts.overlap:
         raise ValueError("overlap=false: strategy=fsdp always exchanges during backward")
     return parts.comm

@@ -23,7 +23,7 @@ ALL_STRATEGIES = choices_of("strategy")
 STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 
 # Strategies with an exact exchange of their own, for which the lab has no cost card.
-LIBRARIES = ("ddp", "horovod")
+LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
