@@ -52,6 +52,8 @@ LOOKS: dict[str, Look] = {
     "local_sgd": Look(SKY, ":", ">"),
     "diloco": Look(VERMILLION, ":", "H"),
     "zero1": Look(PURPLE, ":", "P"),
+    "fsdp": Look(BROWN, "-.", "X"),
+    "hsdp": Look(BLACK, "-.", "X"),
     "ddp": Look(GREEN, "--", "d"),
     "horovod": Look(BLACK, ":", "d"),
     "caffe": Look(BROWN, ":", "^"),

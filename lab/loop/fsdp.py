@@ -14,7 +14,7 @@ from lab.sync.fsdp_scatter import set_reduce_scatter
 
 
 class ReduceScatters:
-    """What the reduce-scatters of a model's FSDP modules share.
+    """The state and counts that the reduce-scatters of a model's FSDP modules share.
 
     Attributes:
         traffic: payload bytes and messages of this rank's reduce-scatters so far.

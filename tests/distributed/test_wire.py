@@ -70,14 +70,34 @@ def step_some(strategy: str) -> tuple[int, int]:
     settings = config.overlap, config.bucket_mb
     sync = build(config.sync, SyncParts(model, model, exchange, world.comm, worker, *settings))
 
+    optimizer = torch.optim.SGD(sync.optimized(model).parameters())
+
     def run() -> None:
         model.weight.grad = torch.randn(ROWS, COLUMNS)
         sync.finish()
+        sync.update(optimizer)
         sync.after_update(last=False)
 
     answer = count(run, world)
     worker.close()
     return answer
+
+
+def shard_some(settings: str) -> tuple[int, int]:
+    """Return the same for a step of FSDP, as its sync computes it."""
+    world, config = join(), load(f"strategy=fsdp {settings}".split())
+    square = COLUMNS, COLUMNS
+    model = nn.Sequential(nn.Linear(*square, bias=False), nn.Linear(*square, bias=False))
+    worker = make_worker(False, world.device, world.comm.backend, False)
+    parts = SyncParts(model, model, build(config.exchange), world.comm, worker, True, 4)
+    sync = build(config.sync, parts)
+
+    def run() -> None:
+        with sync.micro_batch(last=True):
+            sync.module(torch.ones(2, COLUMNS)).sum().backward()
+        sync.finish()
+
+    return count(run, world)
 
 
 def scatter_some() -> tuple[int, int]:
@@ -124,6 +144,7 @@ def test_counted_bytes_are_those_that_crossed_and_the_cards(
 
 # Gradients and weights on the same path have the bytes of gradients and means.
 STEPS = [("caffe", "tree", 3), ("torch7", "star", 2), ("tensorflow", "star", 2)]
+STEPS += [("zero1", "allreduce", 2), ("zero1", "allreduce", 4)]
 
 
 @pytest.mark.parametrize(("strategy", "exchange", "size"), STEPS)
@@ -131,6 +152,22 @@ def test_all_bytes_of_a_step_are_counted(
     on_ranks: OnRanks, strategy: str, exchange: str, size: int
 ) -> None:
     check(on_ranks(size, step_some, strategy), theory(exchange, size))
+
+
+# Two units, each gathered twice, and reduced by torch as an all-reduce or by the lab in half of it.
+@pytest.mark.parametrize(
+    ("settings", "size", "shares"),
+    [
+        ("sync.reduce_scatter=torch", 2, 4),
+        ("sync.reduce_scatter=lab exchange=allreduce", 2, 3),
+        ("sync.reduce_scatter=lab exchange=allreduce sync.shard_size=2", 4, 3 + 1),
+    ],
+)
+def test_fsdp_sends_what_its_sync_computes(
+    on_ranks: OnRanks, settings: str, size: int, shares: int
+) -> None:
+    part = 4 * 2 * COLUMNS**2 / 2
+    check(on_ranks(size, shard_some, settings), part * shares)
 
 
 @pytest.mark.parametrize("size", [2, 4])
