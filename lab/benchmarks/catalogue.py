@@ -17,10 +17,13 @@ OWN = {
         "straggler: 4)",
     ),
     "runs": ("100", "straggler: runs with a planted delay, and as many without one"),
-    "rounds": ("20", "collective, codec, convolution, layout, layers, throughput: rounds"),
+    "rounds": (
+        "20",
+        "collective, reduce_scatter, codec, convolution, layout, layers, throughput: rounds",
+    ),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
-        "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
+        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
     ),
     "codec": ("null", "codec: a list of codecs; null: all"),
     "algorithm": ("null", "convolution: a list of algorithms; null: all"),
@@ -84,6 +87,12 @@ BENCHES = {
             *("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
             "cluster",
         ),
+    ),
+    "reduce_scatter": Bench(
+        "the lab's reduce-scatter by size, compared with torch's, and the bytes that crossed",
+        ("sizes", "rounds", "world_size"),
+        default="none",
+        only=("comm", "backend", "device", "share_gpus", "exchange_timeout_s", "cluster"),
     ),
     "codec": Bench(
         "encode and decode, compared with torch.add on the same tensors",

@@ -149,16 +149,17 @@ def count_wrong(candidate: Candidate, flat: Tensor, rank: int, comm: Comm) -> in
     Values are whole numbers times the number of ranks, drawn for each rank, so that the mean is
     exact in any order of summing, and in bfloat16 as well.
     """
-    everyones = [_values(flat, each, comm.size) for each in range(comm.size)]
+    everyones = [draw_values(flat, each, comm.size) for each in range(comm.size)]
     flat.copy_(everyones[rank])
     candidate.run(flat, comm)
     return int((flat != candidate.expected(everyones, rank)).sum())
 
 
-def _values(flat: Tensor, rank: int, size: int) -> Tensor:
-    generator = torch.Generator(flat.device).manual_seed(rank)
+def draw_values(like: Tensor, rank: int, size: int) -> Tensor:
+    """Draw whole numbers for a rank, whose sums over `size` ranks are exact in any order."""
+    generator = torch.Generator(like.device).manual_seed(rank)
     below = min(11, LARGEST_SUM // size + 1)
-    drawn = torch.randint(0, below, flat.shape, generator=generator, device=flat.device)
+    drawn = torch.randint(0, below, like.shape, generator=generator, device=like.device)
     return drawn.float() * size
 
 

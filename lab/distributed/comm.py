@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+CACHED_VALUES = 2**16  # a sum of so many stays in a core's cache while all parts are added
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
@@ -52,10 +53,11 @@ class SummedParts:
 
     def wait(self) -> None:
         self._arriving.wait()
-        first, *others = self._parts
-        self._output.copy_(first)
-        for other in others:
-            self._output += other
+        parts = self._parts.view(len(self._parts), -1).split(CACHED_VALUES, dim=1)
+        for part, total in zip(parts, self._output.view(-1).split(CACHED_VALUES), strict=True):
+            total.copy_(part[0])
+            for other in part[1:]:
+                total += other
 
     def is_completed(self) -> bool:
         return self._arriving.is_completed()

@@ -16,6 +16,7 @@ from lab.distributed.rank_info import RankInfo
 
 # Renamed in torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Works(list[dist.Work]):
@@ -47,7 +48,7 @@ class TorchComm(Comm):
         super().__init__(group.rank(), group.size())
         self.group = group
         self._second = second
-        self._device = device
+        self.device = device
         self._limit = limit
         self.backend = dist.get_backend(group)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
@@ -68,7 +69,7 @@ class TorchComm(Comm):
         if self.backend != "nccl":
             return super()._ireduce_scatter(output, tensor, parts)
         flat = output.view(-1), tensor.view(-1)
-        return _begun(dist.reduce_scatter_tensor(*flat, group=self.group, async_op=True))
+        return _begun(reduce_scatter_flat(*flat, group=self.group, async_op=True))
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         return _begun(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
@@ -87,8 +88,8 @@ class TorchComm(Comm):
         return Works(filter(None, works))  # only ranks outside the group get None
 
     def _split(self, color: int) -> TorchComm:
-        colors = torch.empty(self.size, dtype=torch.int64, device=self._device)
-        all_gather_flat(colors, torch.tensor([color], device=self._device), group=self.group)
+        colors = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        all_gather_flat(colors, torch.tensor([color], device=self.device), group=self.group)
         members = [
             dist.get_global_rank(self.group, rank)
             for rank, other in enumerate(cast(list[int], colors.tolist()))  # pyright: ignore[reportUnknownMemberType]
@@ -96,7 +97,7 @@ class TorchComm(Comm):
         ]
         group = self._group_of(members)
         second = group if self._second is self.group else self._group_of(members)
-        return TorchComm(group, second, self._device, self._limit)
+        return TorchComm(group, second, self.device, self._limit)
 
     def _group_of(self, members: list[int]) -> dist.ProcessGroup:
         """Make a group of this rank and others, without waiting for ranks of other groups."""

@@ -13,7 +13,7 @@ from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import extra_bytes
 from lab.simulate.load import Settings, Sizes
 from lab.simulate.step import Strategy, buckets
-from lab.sync.pattern import class_of
+from lab.sync.pattern import Leg, class_of
 
 
 def _local(s: Sizes, sync: Settings, e: Settings) -> float:
@@ -32,6 +32,10 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
     # A second gradient, which is under way during the step.
+    # Gradients in buckets, and what a reduce-scatter receives, or sends as another type.
+    "Zero1": lambda s, sync, e: (
+        4 * s.gathered + 4 * s.n * (s.backend != "nccl" or e["dtype"] != "float32")
+    ),
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
     "DDPSync": lambda s, sync, e: 4 * s.n if sync.get("hook", "none") == "none" else math.nan,
@@ -67,7 +71,8 @@ def rank_bytes(
         for bucket in buckets(profile, strategy.bucket_mb)
     ]
     values = profile.gradient_bytes // VALUE_BYTES
-    of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]))
+    sharers = world_size if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs else 1
+    of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]) / sharers)
     gathered = sum(size for number, size in counts if number > 1)
     largest = max(size for _, size in counts)
     first_and_last = {0, world_size - 1}  # a root, and a rank that is none

@@ -23,6 +23,7 @@ Bucket = dict[str, Shape]  # shapes of parameters by name
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
 NONE = {"_target_": "lab.exchange.none.NoExchange"}
+EXACT = {"_target_": "lab.exchange.allreduce.AllReduce", "dtype": "float32"}
 
 
 @dataclass(frozen=True)
@@ -170,29 +171,45 @@ def _step(
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
     terms = hardware.contention, hardware.burst_s
     rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
-    # After the root's update, weights go back the way that gradients came.
-    back = planned if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs else []
+    back = _of_weights(profile, strategy, network, planned)
     for exchange in back:
         schedule.submit(exchange, rank)
     schedule.finish(rank)
     payload_bytes = sum(stage.payload_bytes for each in [*planned, *back] for stage in each.stages)
     step_s = max(
-        rank.now_s + _besides_s(profile, hardware, network, per_rank_batch_size),
+        rank.now_s + _besides_s(profile, hardware, network, per_rank_batch_size, strategy.pattern),
         _input_s(hardware, network, per_rank_batch_size),
     )
     return Step(step_s, payload_bytes, tuple(rank.spans))
 
 
+def _of_weights(
+    profile: Profile, strategy: Strategy, network: Network, planned: list[Exchange]
+) -> list[Exchange]:
+    """Return the exchanges of weights after the update."""
+    if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs:  # the way that gradients came
+        return planned
+    if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs:  # in full, whatever type gradients had
+        return exchanges(profile, replace(strategy, exchange=EXACT), network)
+    return []
+
+
 def _besides_s(
-    profile: Profile, hardware: Hardware, network: Network, per_rank_batch_size: int
+    profile: Profile,
+    hardware: Hardware,
+    network: Network,
+    per_rank_batch_size: int,
+    pattern: Pattern,
 ) -> float:
     """Return the time of a step besides forward, backward and exchange.
 
-    A profile that has it includes the update; `overhead_s` comes on top.
+    A profile that has it includes the update, of all weights even if each rank updates its part
+    alone; `overhead_s` comes on top.
     """
     rest_s = profile.rest_s(per_rank_batch_size)
     if rest_s is None:
-        updated = UPDATE_PASSES * profile.gradient_bytes
+        sharers = network.size if Leg.PARTS_OF_WEIGHTS in pattern.legs else 1
+        updated = UPDATE_PASSES * profile.gradient_bytes / sharers
         rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
     rest_s *= hardware.host_factor(network.size)
     return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)

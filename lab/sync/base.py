@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,6 +47,19 @@ class SyncParts:
     accumulate: int = 1
 
 
+@dataclass(frozen=True)
+class Shard:
+    """This rank's slice of a parameter: its values `start` to `stop`, in memory order.
+
+    Attributes:
+        values: a view of the parameter, of as many dimensions; all but the last are 1.
+    """
+
+    values: nn.Parameter
+    start: int
+    stop: int
+
+
 class Sync(ABC):
     """A schedule that keeps replicas of a model together while ranks compute their own gradients.
 
@@ -69,6 +82,8 @@ class Sync(ABC):
             sets it in each step.
         clock: records when exchanges run. The trainer sets it; None: nothing is recorded.
         needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
+        shards: the slices that this rank's optimizer updates, by parameter name; {}: it updates
+            whole parameters.
 
     Raises:
         ValueError: the pattern refuses `overlap` or `precision`.
@@ -87,6 +102,7 @@ class Sync(ABC):
         self.loss_scale = 1.0
         self.clock: Clock | None = None
         self.needs_like_gpus = False
+        self.shards: dict[str, Shard] = {}
 
     @property
     def every(self) -> int:
@@ -112,6 +128,18 @@ class Sync(ABC):
     def loss_factor(self) -> float:
         """The factor by which to multiply the loss before backward."""
         return self.loss_scale
+
+    def optimized(self, model: nn.Module) -> nn.Module:
+        """Return the module whose parameters this rank's optimizer updates."""
+        return model
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Return the norm of the gradients that `finish` left, over the ranks if these shard them.
+
+        Args:
+            own: of those on this rank, float32 []. All ranks call this together.
+        """
+        return own
 
     def __enter__(self) -> Self:
         return self
@@ -153,8 +181,16 @@ class Sync(ABC):
         """Return the payload bytes and messages of the exchanges that have ended."""
         return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Enclose forward passes outside of steps, of which each rank may run its own number."""
+        return nullcontext()
+
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that another collective may begin."""
+
+    def idle(self) -> list[str]:
+        """List this sync's settings that change nothing in the run; see lab.sync.idle."""
+        return []
 
     def state_dict(self) -> SyncState:
         """Return the tensors to keep between steps, the same on all ranks."""

@@ -34,12 +34,13 @@ class GradSync(Sync):
 
     Args:
         pattern: a subclass's; None: GradSync's own.
+        multiple: divides the length of each bucket's flat tensor; zeros fill it up.
 
     Raises:
         ValueError: the exchange cannot run over this comm.
     """
 
-    def __init__(self, parts: SyncParts, pattern: Pattern | None = None) -> None:
+    def __init__(self, parts: SyncParts, pattern: Pattern | None = None, multiple: int = 1) -> None:
         super().__init__(parts, pattern or gradsync(parts.overlap))
         self.exchange.check_reach(self.comm)
         self.worker = parts.worker
@@ -48,7 +49,7 @@ class GradSync(Sync):
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same
-        self._plan = partial(plan, parts.model, parts.bucket_mb)
+        self._plan = partial(plan, parts.model, parts.bucket_mb, multiple=multiple)
         self._device = next(parts.model.parameters()).device
         self._arrived: list[str] = []
         self._armed = False

@@ -34,6 +34,8 @@ class Leg(Enum):
     MEAN_OF_STATES = "mean of weights and of the optimizer's moments to all ranks"
     GRADIENTS_TO_ROOT = "mean of gradients to the root"
     WEIGHTS_FROM_ROOT = "weights from the root"
+    PARTS_OF_GRADIENTS = "a part of the mean of gradients to each rank"
+    PARTS_OF_WEIGHTS = "a part of the weights from each rank"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Pattern:
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
         only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
+        only_elementwise: why optimizers that treat a tensor as a whole are refused; empty: they are
+            accepted.
     """
 
     begins: Begin
@@ -68,6 +72,7 @@ class Pattern:
     no_overlap: str = ""
     no_fp16: str = ""
     only_sgd: str = ""
+    only_elementwise: str = ""
 
     @property
     def overlaps(self) -> bool:
@@ -151,6 +156,15 @@ def root_update(overlap: bool) -> Pattern:
     )
 
 
+def zero1(overlap: bool) -> Pattern:
+    """Send each rank its part of the mean gradient, which updates that part and sends it to all."""
+    return Pattern(
+        _backward(overlap),
+        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+        only_elementwise="each rank updates slices of parameters",
+    )
+
+
 def double_buffer(buffered: bool) -> Pattern:
     """Average gradients after backward, or (`buffered`) during the next step."""
     if not buffered:
@@ -169,6 +183,16 @@ def ddp(hook: str) -> Pattern:
     """
     legs = () if hook == "noop" else (Leg.MEAN_OF_GRADIENTS,)
     return Pattern(Begin.DURING_BACKWARD, legs, by_library=hook != "lab", waits_in_backward=True)
+
+
+def fsdp(reduce_scatter: str) -> Pattern:
+    """Leave weights and gradients to torch's FSDP2; "lab" scatters gradients by an exchange."""
+    return Pattern(
+        Begin.DURING_BACKWARD,
+        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+        by_library=reduce_scatter != "lab",
+        waits_in_backward=True,
+    )
 
 
 def horovod() -> Pattern:
@@ -195,8 +219,10 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     ),
     "DesLoc": lambda sync, _: des_loc(sync["every"], sync["first_every"], sync["second_every"]),
     "RootUpdate": lambda _, overlap: root_update(overlap),
+    "Zero1": lambda _, overlap: zero1(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
+    "FSDPSync": lambda sync, _: fsdp(sync["reduce_scatter"]),
     "HorovodSync": lambda _sync, _overlap: horovod(),
     "NoSync": lambda _sync, _overlap: none(),
 }

@@ -28,6 +28,7 @@ from lab.sync.gradsync import GradSync
 from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
+from lab.training.elementwise import require_elementwise
 from lab.training.optim import make_optim
 from lab.training.planted import Plant
 from lab.training.progress import Progress, total_steps
@@ -111,6 +112,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         _observe_noise(sync)
     if settings.drift_every is not None:
         _observe_drift(sync, settings.drift_every, settings.precision)
+    if sync.pattern.only_elementwise:
+        require_elementwise(optim, sync.pattern.only_elementwise)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     _require_sgd(config, sync, trainer.optimizer)
     _plant(config, trainer)

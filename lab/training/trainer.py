@@ -57,7 +57,8 @@ class Trainer:
         self.config, self.world, self.watch, self.data = config, world, watch, data
         self.task, self.model, self.sync, self.optim = task, model, sync, optim
         self.batch_size, self.progress = batch_size, progress
-        self.optimizer = optim.optimizer(model)
+        self.optimized = sync.optimized(model)
+        self.optimizer = optim.optimizer(self.optimized)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         sync.clock = self.clock
@@ -105,7 +106,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(self.task.num_sums, dtype=torch.float64, device=self.world.device)
         per_rank = max(1, self.batch_size // self.world.size)
-        with torch.no_grad():
+        with torch.no_grad(), self.sync.evaluating():
             for batch in self.data.test_batches(self.world.rank, self.world.size, per_rank):
                 inputs, targets = batch
                 with self._autocast():
@@ -159,7 +160,7 @@ class Trainer:
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
-            good = gradients_finite(self.model, finite)
+            good = gradients_finite(self.optimized, finite)
             self.loss_scale.update(good)
             if not good:
                 self.sync.exchange.load_state_dict(exchange_before)
@@ -167,7 +168,7 @@ class Trainer:
                 self.progress.num_skipped_steps += 1
                 return
         if self.config.clip_grad_norm is not None:
-            clip_gradients(self.model, self.config.clip_grad_norm)
+            clip_gradients(self.optimized, self.config.clip_grad_norm, self.sync.norm)
         self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
         self.sync.update(self.optimizer)
 

@@ -23,7 +23,7 @@ ALL_STRATEGIES = choices_of("strategy")
 STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 
 # Strategies with an exact exchange of their own, for which the lab has no cost card.
-LIBRARIES = ("ddp", "horovod")
+LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
 # Exchanges that differ from step to step; test_schedule.py tells what each step sends. Where a test
