@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int64_t MOST_COLUMNS = 2048;  // of a block, whose part of q then stays in the first cache
-constexpr int AT_ONCE = 4;              // rows, for each of which q need not be read again
+constexpr int AT_ONCE = 8;              // rows, for each of which q need not be read again
 
 inline float total(Lanes x) {
   float values[W];
@@ -57,9 +57,9 @@ inline void add_rows(const float* rows, const float* p, float* q, int64_t column
     for (int n = 0; n < N; ++n) values[n] = load(rows + n * columns + begin + i, count);
     for (int j = 0; j < R; ++j) {
       float* place = q + j * columns + begin + i;
-      Lanes sum = load(place, count);
-      for (int n = 0; n < N; ++n) sum = sum + Lanes::all(p[n * R + j]) * values[n];
-      store(sum, place, count);
+      Lanes sum = Lanes::all(p[j]) * values[0];  // apart: long sums lose precision
+      for (int n = 1; n < N; ++n) sum = sum + Lanes::all(p[n * R + j]) * values[n];
+      store(load(place, count) + sum, place, count);
     }
   });
 }
