@@ -1,4 +1,4 @@
-"""Call C++ kernels with tensors: which kernels serve which tensors, and how arguments are passed."""
+"""Call C++ kernels with tensors: which kernels serve which tensors, and how these are passed."""
 
 from __future__ import annotations
 

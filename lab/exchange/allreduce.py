@@ -38,7 +38,9 @@ class AllReduce(Staged):
             return
         bucket.divide(bucket.flat, comm.size)
         wire = bucket.flat
-        if self.dtype != wire.dtype:  # into memory that is kept: fresh pages cost more than the copy
+        if (
+            self.dtype != wire.dtype
+        ):  # into memory that is kept: fresh pages cost more than the copy
             wire = bucket.buffers["wire"].take(wire.new_empty(0, dtype=self.dtype), len(wire))
             wire.copy_(bucket.flat)
         yield comm.iall_reduce(wire)

@@ -11,7 +11,7 @@ from lab.codec.topk import native, reference
 
 
 def encode(
-    gradient: Tensor, residual: Tensor | None, indices: Tensor, values: Tensor, offset: int = 0
+    gradient: Tensor, residual: Tensor | None, indices: Tensor, values: Tensor, offset: int
 ) -> None:
     """Take the values of largest magnitude out of gradient + residual; the rest stays there.
 

@@ -92,6 +92,6 @@ def test_views_that_are_not_contiguous_give_the_same() -> None:
     gradient, residual = torch.randn(2, 2000)[:, ::2]
     expected, kept = residual.clone(), residual
     sent = [(torch.empty(10, dtype=torch.int32), torch.empty(10)) for _ in range(2)]
-    topk.encode(gradient.clone(), expected, *sent[0])
-    topk.encode(gradient, kept, *sent[1])
+    topk.encode(gradient.clone(), expected, *sent[0], 0)
+    topk.encode(gradient, kept, *sent[1], 0)
     assert torch.equal(kept, expected) and torch.equal(sent[0][1], sent[1][1])
