@@ -244,7 +244,8 @@ class CastCodec(Codec):
         out.copy_(self.wire)
 
     def definition(self) -> Codec:
-        return CastCodec(self.wire.dtype, False, *self.wire.shape, self.wire.device)
+        rows, columns = self.wire.shape
+        return CastCodec(self.wire.dtype, False, rows, columns, self.wire.device)
 
     def exact(self) -> list[Tensor]:
         return [self.wire.view(torch.uint8)]
