@@ -37,7 +37,12 @@ class AllReduce(Staged):
         if comm.size == 1:
             return
         bucket.divide(bucket.flat, comm.size)
-        wire = bucket.flat.to(self.dtype)
+        wire = bucket.flat
+        if (
+            self.dtype != wire.dtype
+        ):  # into memory that is kept: fresh pages cost more than the copy
+            wire = bucket.buffers["wire"].take(wire.new_empty(0, dtype=self.dtype), len(wire))
+            wire.copy_(bucket.flat)
         yield comm.iall_reduce(wire)
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)

@@ -34,23 +34,17 @@ class ErrorFeedback(Exchange):
         self.error_feedback = error_feedback
         self.residual: dict[str, Tensor] = {}  # [values] by parameter
 
-    def compensated(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the error-compensated gradient of parameter `name`: gradient + residual.
+    def kept(self, name: str, gradient: Tensor) -> Tensor | None:
+        """Return parameter `name`'s residual, zeros at first, to be replaced by the caller.
 
-        The caller subtracts the values that it sends. The result is the residual's memory: the rest
-        is carried over, and `gradient` may be overwritten. Without error feedback it is `gradient`.
+        None without error feedback.
 
         Args:
             gradient: float32 [values].
         """
-        if not self.error_feedback:
-            return gradient
-        if name not in self.residual:
-            self.residual[name] = gradient.clone()
-            return self.residual[name]
-        # In place: on a GPU this runs on a side stream, and memory that was allocated on the main
-        # one must not go back to it before the side stream has read it.
-        return self.residual[name].add_(gradient)
+        if self.error_feedback and name not in self.residual:
+            self.residual[name] = torch.zeros_like(gradient)
+        return self.residual.get(name)
 
     def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
         for name, start, stop in bucket.spans():

@@ -122,14 +122,14 @@ def _onebit(load: Load) -> None:
 
 
 def _int8(load: Load) -> None:
-    """Count the memory passes of lab/codec/int8.py."""
-    encode, decode, add = 29 * load.n, 13 * load.n, 12 * load.n
-    message = load.n * (1 + 8 / load.exchange["block_size"])
-    load.codec(encode)
-    load.wire(load.network.all_to_all(message / load.N))
-    load.codec(decode + add + encode / load.N)
-    load.wire(load.network.all_gather(message / load.N))
-    load.codec(decode)
+    """Count the memory passes of lab/codec/int8: values, and a byte for each."""
+    n, N = load.n, load.N
+    message = n * (1 + 8 / load.exchange["block_size"])
+    load.codec(4 * n + message, in_torch=29 * n)
+    load.wire(load.network.all_to_all(message / N))
+    load.codec(message + message / N, in_torch=25 * n + 29 * n / N)
+    load.wire(load.network.all_gather(message / N))
+    load.codec(4 * n + message, in_torch=13 * n)
 
 
 def _int4(load: Load) -> None:
@@ -145,34 +145,39 @@ def _int4(load: Load) -> None:
 
 
 def _signsgd(load: Load) -> None:
-    """Count the memory passes of lab/codec/signsgd.py and of its residual."""
+    """Count the memory passes of lab/codec/signs: gradient and residual are read twice."""
     least = load.exchange["min_values"]
     n = sum(math.prod(shape) for shape in load.shapes if compressible.signed(shape, least))
-    load.codec(48 * n)
+    load.codec(20 * n + n / 8, in_torch=48 * n)
     load.wire(load.exact(load.n - n) + (load.network.all_gather(n / 8) if n else Cost()))
-    load.codec(8 * n * load.N)
+    load.codec(4 * n + n / 8 * load.N, in_torch=8 * n * load.N)
+
+
+LINE_BYTES = 64  # that a value alone moves, in each direction
 
 
 def _topk(load: Load) -> None:
-    """Count the memory passes of the residual and of lab/codec/topk.py on a CPU."""
+    """Count the memory passes of lab/codec/topk: a candidate is read and written several times."""
     sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
-    load.codec(40 * load.n)
+    load.codec(12 * load.n + (2 * LINE_BYTES + 80) * sent, in_torch=40 * load.n)
     load.wire(load.network.all_gather(8 * sent))  # an int32 index and a value
-    load.codec(16 * sent * load.N)
+    load.codec(4 * load.n + 8 * sent * load.N, in_torch=16 * sent * load.N)
 
 
 def _randomk(load: Load) -> None:
+    """Count the memory passes of lab/codec/randomk."""
     sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
-    load.codec(20 * load.n + 40 * sent)
+    load.codec(12 * load.n + 8 * sent, in_torch=16 * load.n + 160 * sent)
     load.wire(load.exact(sent))
-    load.codec(16 * sent)
+    load.codec(4 * load.n + 12 * sent, in_torch=4 * load.n + 160 * sent)
 
 
 def _powersgd(load: Load) -> None:
+    """Count the memory passes of lab/codec/powersgd over matrices; their factors are small."""
     rank = load.exchange["rank"]
     low = [matrix for shape in load.shapes if (matrix := compressible.low_rank(shape, rank))]
     n = sum(rows * columns for rows, columns in low)
-    load.codec(16 * n)
+    load.codec(12 * n, in_torch=16 * n)
     load.wire(load.exact(load.n - n) + load.exact(rank * sum(rows for rows, _ in low)))
     load.codec(12 * n)
     load.wire(load.exact(rank * sum(columns for _, columns in low)))
@@ -235,7 +240,7 @@ CARDS: dict[str, Card] = {
     "AllReduce": Card(
         _library,
         staged=True,
-        scratch=lambda s, e: 2 * s.n if _rounds(e) else 0,
+        kept=lambda s, e: 2 * s.n if _rounds(e) and s.N > 1 else 0,
         lossy=_rounds,
     ),
     "Star": Card(
@@ -266,7 +271,14 @@ CARDS: dict[str, Card] = {
         _int8,
         staged=True,
         lossy=_always,
-        scratch=lambda s, e: s.n * (2 + 1 / s.N) + 4 * s.largest / s.N,
+        # Messages: sent, received, and this rank's part of the mean.
+        kept=lambda s, e: s.n * (2 + 1 / s.N) * (1 + 8 / e["block_size"]),
+    ),
+    "SignSGD": Card(
+        _signsgd,
+        staged=True,
+        lossy=_always,
+        kept=lambda s, e: 4 * s.n + s.n / 8 * (1 + s.N),
     ),
     "Int4": Card(
         _int4,
@@ -278,19 +290,18 @@ CARDS: dict[str, Card] = {
         ),
         kept=lambda s, e: 4 * s.n if e["error_feedback"] else 0,
     ),
-    "SignSGD": Card(_signsgd, staged=True, lossy=_always, kept=lambda s, e: 4 * s.n),
     "TopK": Card(
         _topk,
         staged=True,
         lossy=_always,
-        # For each value sent: an int64 index; int32 index and value, on this rank and from all.
-        kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 8 + 8 * s.N),
+        # An int32 index and a value each, of this rank and of all.
+        kept=lambda s, e: 4 * s.n + 8 * e["ratio"] * s.n * (1 + s.N),
     ),
     "RandomK": Card(
         _randomk,
         staged=True,
         lossy=_always,
-        kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 4),
+        kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
     "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
     "Auto": _of_parts(_auto),

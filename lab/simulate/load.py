@@ -74,9 +74,15 @@ class Load:
         chunk_mb = chunk_mb_over(self.exchange["chunk_mb"], self.network.hardware.library)
         return chunk_mb * MIB if chunk_mb else math.inf
 
-    def codec(self, num_bytes: float, calls: int = 1) -> None:
-        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls."""
+    def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
+        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls.
+
+        Args:
+            in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
+        """
         hardware = self.network.hardware
+        if in_torch is not None and hardware.library == "nccl":
+            num_bytes = in_torch
         rate = hardware.codec_rate(class_of(self.exchange))
         seconds = calls * hardware.codec_s + num_bytes / rate
         factor = hardware.host_factor(self.N) * self.network.slowest_factor

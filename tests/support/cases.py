@@ -49,10 +49,9 @@ COMPRESSES_LITTLE = {
     "signsgd_ef": ("min_values=100",),
     "topk": ("ratio=0.05",),
 }
-# Times the card's memory that an exchange may allocate where nothing else has been freed. The card
-# leaves out temporaries that fit into what backward has freed by then (a draw or a sort of indices,
-# a byte for each sign); and, while `auto` tries both ways, the second one's.
-TEMPORARIES = {"auto": 1.4, "randomk": 1.85, "signsgd_ef": 1.35, "topk": 1.45}
+# Times the card's memory that an exchange may allocate: while `auto` tries both ways, it keeps the
+# second one's too.
+TEMPORARIES = {"auto": 1.4}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:

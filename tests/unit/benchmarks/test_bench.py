@@ -282,7 +282,10 @@ def results() -> dict[str, dict[str, Any]]:
     ]
     operation = codec.Operation("onebit", "encode", lambda: None, 10**6, 1, [0.1] * 3, [0.1] * 3)
     slow = codec.Operation("grace_like", "decode", lambda: None, 10**6, 1, [5.0], [0.1])
-    coded = [{**codec._row(each, 10**6, 10, 10), "wrong": 0} for each in (operation, slow)]
+    coded = [
+        {**codec._row(each, 10**6, 10, 10), "over_torch": None, "wrong": 0}
+        for each in (operation, slow)
+    ]
     reference = {"name": "torch.add(a, b, out=c)", **codec._rate([0.1], 10**6)}
     kernels = {"kernels": {"level": "AVX2", "compiler": "c++ 1"}, "device": "cpu"}
     values = {"shape": [10, 100], "num_values": 1000, "reference": reference, **kernels}
@@ -304,7 +307,7 @@ DRAWN = {
         ["allreduce (the library's)", "ring", "plain send and recv"],
         3,
     ),
-    "codec": (["onebit", "grace_like"], ["encode, with residual", "decode and add"], 1),
+    "codec": (["onebit", "grace_like"], ["encode, with the residual if it has one", "decode"], 1),
 }
 
 
