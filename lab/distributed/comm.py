@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lab.distributed.nodes import Nodes, each_alone, restricted
+
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
@@ -62,10 +64,15 @@ class SummedParts:
 
 @dataclass
 class Traffic:
-    """Payload bytes and messages that one rank handed to the network."""
+    """Payload bytes and messages that one rank handed to the network.
+
+    Attributes:
+        across_bytes: the part of `payload_bytes` that went to other nodes.
+    """
 
     payload_bytes: int = 0
     num_messages: int = 0
+    across_bytes: int = 0
 
 
 class Comm(ABC):
@@ -80,7 +87,8 @@ class Comm(ABC):
     library collective chooses its own path, so it counts as the bandwidth-optimal algorithm does:
     a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather, all_to_all and
     reduce_scatter (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py compares these
-    figures with the bytes that crossed the loopback interface.
+    figures with the bytes that crossed the loopback interface. Rings pass a node's ranks in their
+    order, so of a ring's bytes those of a rank go to another node whose next rank is on one.
 
     Attributes:
         backend: the library that carries the tensors, as a record names it.
@@ -88,6 +96,7 @@ class Comm(ABC):
         no_split: the reason why `split` is not available; None if it is.
         asynchronous: the i-methods run on the library's own threads.
         settings: environment variables that the library was given, as a record shows them.
+        nodes: the ranks of each node; each alone, until whoever knows more says so.
     """
 
     backend: str
@@ -100,6 +109,7 @@ class Comm(ABC):
         self.size = size
         self.traffic = Traffic()
         self.settings: dict[str, str] = {}
+        self.nodes: Nodes = each_alone(size)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -125,7 +135,7 @@ class Comm(ABC):
         """Begin an all_reduce."""
         if self.size == 1:
             return Done()
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
+        self.count_all_reduce(tensor.nbytes)
         return self._iall_reduce(tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
@@ -133,7 +143,7 @@ class Comm(ABC):
         if self.size == 1:
             output.view_as(tensor).copy_(tensor)
             return Done()
-        self._count((self.size - 1) * tensor.nbytes, self.size - 1)
+        self._count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
         return self._iall_gather(output, tensor)
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
@@ -141,7 +151,7 @@ class Comm(ABC):
         if self.size == 1:
             output.copy_(tensor)
             return Done()
-        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
+        self._count_pairs(tensor.nbytes // self.size)
         return self._iall_to_all(output, tensor)
 
     def ireduce_scatter(
@@ -156,7 +166,7 @@ class Comm(ABC):
         if self.size == 1:
             output.copy_(tensor.view_as(output))
             return Done()
-        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
+        self._count_pairs(tensor.nbytes // self.size)
         return self._ireduce_scatter(output, tensor, parts)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
@@ -164,7 +174,7 @@ class Comm(ABC):
         if self.size == 1:
             return Done()
         if self.rank == source:
-            self._count(tensor.nbytes, 1)
+            self._count(tensor.nbytes, 1, tensor.nbytes if len(self.nodes) > 1 else 0)
         return self._ibroadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -184,8 +194,8 @@ class Comm(ABC):
         a stream. The caller must rule out a deadlock. It is enough that every rank's t-th batch
         sends exactly what other ranks' t-th batches receive.
         """
-        for tensor, _ in sends:
-            self._count(tensor.nbytes, 1)
+        for tensor, to in sends:
+            self._count(tensor.nbytes, 1, 0 if to in self._node() else tensor.nbytes)
         return self._isend_irecv(sends, receives)
 
     def split(self, color: int) -> Comm:
@@ -198,13 +208,34 @@ class Comm(ABC):
         """
         if self.no_split:
             raise ValueError(self.no_split)
-        part = self._split(color)
+        part, members = self._split(color)
         part.traffic, part.settings = self.traffic, self.settings
+        part.nodes = restricted(self.nodes, members)
         return part
 
-    def _count(self, payload_bytes: int, num_messages: int) -> None:
+    def count_all_reduce(self, num_bytes: int) -> None:
+        """Count an all-reduce of `num_bytes`, of this comm or of a library beside it."""
+        steps = 2 * (self.size - 1)
+        self._count_ring(steps * num_bytes // self.size, steps)
+
+    def _count_ring(self, payload_bytes: int, num_messages: int) -> None:
+        follower = (self.rank + 1) % self.size
+        across = 0 if follower in self._node() else payload_bytes
+        self._count(payload_bytes, num_messages, across)
+
+    def _count_pairs(self, num_bytes: int) -> None:
+        """Count `num_bytes` sent to each other rank."""
+        others, beyond = self.size - 1, self.size - len(self._node())
+        self._count(others * num_bytes, others, beyond * num_bytes)
+
+    def _count(self, payload_bytes: int, num_messages: int, across_bytes: int) -> None:
         self.traffic.payload_bytes += payload_bytes
         self.traffic.num_messages += num_messages
+        self.traffic.across_bytes += across_bytes
+
+    def _node(self) -> Sequence[int]:
+        """Return the ranks of this rank's node."""
+        return next(node for node in self.nodes if self.rank in node)
 
     @abstractmethod
     def _iall_reduce(self, tensor: Tensor) -> Collective: ...
@@ -222,5 +253,6 @@ class Comm(ABC):
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)
 
-    def _split(self, color: int) -> Comm:
+    def _split(self, color: int) -> tuple[Comm, list[int]]:
+        """Return the group of `color`, and which of this comm's ranks it has."""
         raise NotImplementedError(self.no_split)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Ranks
 from lab.exchange.bucket import GradBucket
 
 
@@ -52,7 +51,7 @@ class ErrorFeedback(Exchange):
         # one must not go back to it before the side stream has read it.
         return self.residual[name].add_(gradient)
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for name, start, stop in bucket.spans():
             if name in self.residual:
                 bucket.flat[start:stop] += record_stream(self.residual.pop(name))
