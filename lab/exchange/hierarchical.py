@@ -94,8 +94,7 @@ class Hierarchical(Staged):
         blocks = Blocks(bucket, levels.inside.size, num_rails(levels.nodes))
         blocks.fill()
         own = blocks.memory[levels.inside.rank]
-        arriving = bucket.buffers["arriving"].take(bucket.flat, *blocks.memory.shape)
-        yield levels.inside.ireduce_scatter(own, blocks.memory, arriving)
+        yield levels.inside.ireduce_scatter(own, blocks.memory, blocks.arriving(levels.inside))
         if (rail := levels.place.rail) is not None:
             shapes = part_shapes(bucket.shapes, rail, num_rails(levels.nodes))
             flat = own[: sum(shape.numel() for shape in shapes.values())]

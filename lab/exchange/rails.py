@@ -1,11 +1,7 @@
-"""Rails: rail l joins the l-th ranks of all nodes, and carries a share of every parameter's rows.
-
-A share depends on the parameter and the nodes alone, not on buckets, which are planned anew.
-"""
+"""Rails: rail l joins the l-th ranks of all nodes, and carries a share of each parameter."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +11,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import Nodes
 from lab.exchange.bucket import GradBucket
+from lab.exchange.rows import part_shape, rows_of, share
 
 Shapes = Mapping[str, torch.Size]
 
@@ -79,27 +76,16 @@ def place_of(rank: int, nodes: Nodes) -> Place:
     return Place(local, sorted(node[local] for node in nodes).index(rank), len(nodes))
 
 
-def share(rows: int, rail: int, rails: int) -> slice:
-    """Return those of a parameter's rows that a rail carries."""
-    return slice(rail * rows // rails, (rail + 1) * rows // rails)
-
-
 def part_shapes(shapes: Shapes, rail: int, rails: int) -> dict[str, torch.Size]:
-    """Return the shape of each parameter's share, which may have no rows. A scalar is one row."""
-    parts: dict[str, torch.Size] = {}
-    for name, shape in shapes.items():
-        rows, *columns = shape or (1,)
-        part = share(rows, rail, rails)
-        parts[name] = torch.Size((part.stop - part.start, *columns))
-    return parts
+    """Return the shape of each parameter's share, which may have no rows."""
+    return {name: torch.Size(part_shape(shape, rail, rails)) for name, shape in shapes.items()}
 
 
 def shares(flat: Tensor, shapes: Shapes, rail: int, rails: int) -> Iterator[Tensor]:
     """Yield each parameter's share in `flat`, which holds all parameters: views [values]."""
     start = 0
     for shape in shapes.values():
-        rows, *columns = shape or (1,)
-        width = math.prod(columns)
+        rows, width = rows_of(shape)
         part = share(rows, rail, rails)
         yield flat[start + part.start * width : start + part.stop * width]
         start += rows * width
@@ -121,7 +107,7 @@ class Blocks:
     """
 
     def __init__(self, bucket: GradBucket, local: int, rails: int) -> None:
-        self._flat, self._shapes, self._rails = bucket.flat, bucket.shapes, rails
+        self._flat, self._buffers = bucket.flat, bucket.buffers
         parts = [list(shares(bucket.flat, bucket.shapes, rail, rails)) for rail in range(rails)]
         longest = max(sum(map(len, part)) for part in parts)
         self._in_place = (
@@ -137,6 +123,12 @@ class Blocks:
             for part, block in zip(parts, self.memory, strict=False)
             for place in block[: sum(map(len, part))].split([len(values) for values in part])
         ]
+
+    def arriving(self, inside: Comm) -> Tensor | None:
+        """Return memory like the blocks for a reduce-scatter; None where it needs none: NCCL."""
+        if inside.backend == "nccl":
+            return None
+        return self._buffers["arriving"].take(self._flat, *self.memory.shape)
 
     def fill(self) -> None:
         """Copy the bucket into the blocks."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
+from lab.simulate import hierarchy
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Cost, Network
 
@@ -172,6 +173,10 @@ def _auto(load: Load) -> None:
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
 
+def _hierarchical(load: Load) -> None:
+    hierarchy.add_stages(load, card_of(load.exchange["inter"]).add_stages)
+
+
 def _ways(auto: Settings) -> tuple[Settings, Settings]:
     return auto["compressed"], auto["plain"]
 
@@ -252,6 +257,13 @@ CARDS: dict[str, Card] = {
         kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 4),
     ),
     "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "Hierarchical": Card(
+        _hierarchical,
+        staged=True,
+        lossy=lambda e: card_of(e["inter"]).lossy(e["inter"]),
+        scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
+        kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),
+    ),
     "Auto": Card(
         _auto,
         lossy=lambda e: any(card_of(way).lossy(way) for way in _ways(e)),

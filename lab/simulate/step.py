@@ -217,4 +217,4 @@ def _begins(begin: Begin, ready: int, num_layers: int) -> int:
 
 def _share(stage: Stage, parts: int) -> Stage:
     """Return one of `parts` equal parts of a stage: the share of one step or one leg."""
-    return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)
+    return replace(stage, seconds=stage.seconds / parts, payload_bytes=stage.payload_bytes / parts)

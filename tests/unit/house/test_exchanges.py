@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -73,7 +74,7 @@ def value_of(formula: str, **names: float) -> float:
     text = re.sub(r" \([a-z][^)]*[a-z0-9 :]\)$", "", formula)  # (a leaf 4n)
     text = text.replace("−", "-").replace("·", "*").replace("⌈log₂N⌉", "hops")
     text = re.sub(r"(?<=[\d)N])\s*(?=[a-zA-Z(])", "*", text)
-    text = re.sub(r"\b(n|k|r)\(", r"\1*(", text)
+    text = re.sub(r"\b(n|k|r)\(", r"\1*(", text).replace("LM", "L*M")
     assert re.fullmatch(r"[\w\s.+*/(),-]+", text), formula
     hops = math.ceil(math.log2(names["N"]))
     return eval(text, {"__builtins__": {}}, {**names, "hops": hops, "min": min})
@@ -103,9 +104,12 @@ EVALUATED = [s for s in ALL_STRATEGIES if s not in (*LIBRARIES, *cases.BY_THE_CL
 def test_bytes_of_the_readme_are_those_of_the_card(strategy: str) -> None:
     exchange = load([f"strategy={strategy}"]).exchange
     every = steps_of_a_round(strategy)
-    for size in (2, 3, 4, 8):
-        names = {"n": ROWS * COLUMNS, "rows": ROWS, "columns": COLUMNS, "N": size, "H": every}
-        expected = payload_bytes([(ROWS, COLUMNS)], exchange, Network(LINKS, size)) / every
+    for local, nodes in ((1, 2), (1, 3), (1, 4), (1, 8), (2, 2), (4, 2), (2, 3)):
+        size = local * nodes
+        names = {"n": ROWS * COLUMNS, "rows": ROWS, "columns": COLUMNS, "H": every}
+        names |= {"N": size, "L": local, "M": nodes}
+        network = Network(replace(LINKS, ranks_per_node=local, intra=LINKS.inter), size)
+        expected = payload_bytes([(ROWS, COLUMNS)], exchange, network) / every
         assert value_of(formula_of(strategy), **names) == pytest.approx(expected, rel=0.01)
 
 
