@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lab.distributed.nodes import Nodes, each_alone, restricted
 
+Sent = tuple[int, int, int]  # payload bytes, messages, and the bytes of these to other nodes
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
@@ -53,8 +54,8 @@ class SummedParts:
 
     def wait(self) -> None:
         self._arriving.wait()
-        first, *others = self._parts
-        self._output.copy_(first)
+        first, second, *others = self._parts
+        torch.add(first, second, out=self._output)
         for other in others:
             self._output += other
 
@@ -73,6 +74,10 @@ class Traffic:
     payload_bytes: int = 0
     num_messages: int = 0
     across_bytes: int = 0
+
+    def so_far(self) -> Sent:
+        """Return the three counts, which later traffic does not change."""
+        return self.payload_bytes, self.num_messages, self.across_bytes
 
 
 class Comm(ABC):

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
@@ -138,9 +138,9 @@ class Sync(ABC):
         """
         return None
 
-    def sent(self) -> tuple[int, int]:
-        """Return the payload bytes and messages of the exchanges that have ended."""
-        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+    def sent(self) -> Sent:
+        """Return what the exchanges that have ended have sent."""
+        return self.comm.traffic.so_far()
 
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that another collective may begin."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from lab.distributed import world as worlds
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.bucket import GradBucket
+from lab.measure.interface import sent_bytes
 from lab.settings.config import build, load
 from lab.simulate.costs import payload_bytes
 from lab.simulate.network import Network
@@ -31,14 +32,6 @@ ROWS, COLUMNS = 1536, 1024
 NUM_VALUES = ROWS * COLUMNS
 NUM_EXCHANGES = 4
 OnRanks = Callable[..., list[tuple[int, int]]]
-
-
-def loopback_bytes() -> int:
-    """Return the bytes sent over the loopback interface since the machine started."""
-    line = next(
-        line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip()[:3] == "lo:"
-    )
-    return int(line.split(":")[1].split()[8])
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +81,22 @@ def step_some(strategy: str) -> tuple[int, int]:
     return answer
 
 
+def loopback() -> int:
+    sent = sent_bytes("lo")
+    assert sent is not None
+    return sent
+
+
 def count(run: Callable[[], None], world: World) -> tuple[int, int]:
     """Return the payload of one `run` on this rank, and the bytes that crossed for all."""
     run()  # the first call connects
     world.barrier()
-    before, sent = loopback_bytes(), world.comm.traffic.payload_bytes
+    before, sent = loopback(), world.comm.traffic.payload_bytes
     world.barrier()
     for _ in range(NUM_EXCHANGES):
         run()
     world.barrier()
-    counted = loopback_bytes() - before
+    counted = loopback() - before
     worlds.stop()
     return (world.comm.traffic.payload_bytes - sent) // NUM_EXCHANGES, counted // NUM_EXCHANGES
 
@@ -105,7 +104,8 @@ def count(run: Callable[[], None], world: World) -> tuple[int, int]:
 def theory(exchange: str, size: int) -> float:
     """Return the bytes that the busiest rank sends for the matrix, by the exchange's card."""
     settings = exchange_settings(exchange, *COUNTED.get(exchange, ()))
-    return payload_bytes([(ROWS, COLUMNS)], settings, Network(LINKS, size))
+    one_host = replace(LINKS, ranks_per_node=size, intra=LINKS.inter)
+    return payload_bytes([(ROWS, COLUMNS)], settings, Network(one_host, size))
 
 
 # On more ranks those whose ranks send different numbers of bytes.
