@@ -85,9 +85,8 @@ class Hierarchical(Staged):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         levels = self._levels = self._levels or Levels.of(comm)
-        if self._has_state:
-            for name, shape in bucket.shapes.items():
-                self._shapes.setdefault(name, torch.tensor(shape, dtype=torch.int64))
+        for name in bucket.shapes.keys() - self._shapes.keys() if self._has_state else ():
+            self._shapes[name] = torch.tensor(bucket.shapes[name], dtype=torch.int64)
         if levels.inside is None:
             yield from self._between_nodes(bucket, comm)
             return

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from lab.distributed.world import stop
 from lab.distributed.worker import InlineWorker, Worker, make_worker
+from lab.distributed.world import stop
 from lab.exchange.bucket import GradBucket
 from lab.exchange.hierarchical import Hierarchical
 from lab.settings.config import build, load

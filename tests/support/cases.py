@@ -26,6 +26,8 @@ STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 LIBRARIES = ("ddp", "horovod")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
+# Strategies that compress between nodes alone, and so nothing where all ranks are on one.
+BETWEEN_NODES = ("hierarchical_onebit",)
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
 # first or, with an outer momentum, the fourth; `auto` has decided; a gradient is under way.
 RESUMED = {
@@ -73,8 +75,11 @@ def keeps_replicas_equal(strategy: str) -> bool:
 
 
 def is_exact(strategy: str) -> bool:
-    """Return whether a strategy equals one process on the whole batch, up to rounding."""
-    if strategy in LIBRARIES:
+    """Return whether a strategy equals one process on the whole batch, up to rounding.
+
+    All ranks are on one node.
+    """
+    if strategy in (*LIBRARIES, *BETWEEN_NODES):
         return True
     exchange = build(load([f"strategy={strategy}"]).exchange)
     return exchange.exact and steps_of_a_round(strategy) == 1

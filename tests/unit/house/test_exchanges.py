@@ -44,7 +44,7 @@ def lacking() -> list[str]:
         lines += [f"strategy={name}: {place} has no row for it" for name in wanted - set(table)]
         lines += [f"{name}: {place} has a row for no strategy" for name in set(table) - wanted]
     lines += [f"{name}: a card of no exchange" for name in set(CARDS) - set(classes.values())]
-    named = {*cases.RESUMED, *cases.COUNTED, *cases.BY_THE_CLOCK, *LIBRARIES}
+    named = {*cases.RESUMED, *cases.COUNTED, *cases.BY_THE_CLOCK, *LIBRARIES, *cases.BETWEEN_NODES}
     named |= {*cases.COMPRESSES_LITTLE, *cases.TEMPORARIES}
     known = {*ALL_STRATEGIES, *EXCHANGES}
     lines += [f"{name}: a case of tests/support/cases.py for nothing" for name in named - known]
