@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
@@ -22,15 +23,12 @@ from lab.sync.gradsync import GradSync
 CPU = torch.device("cpu")
 LATE, LATE_S = 1, 0.06
 SHORT_S = 0.04  # work without a delay takes less, waiting for it more
-NUM_LATE = (
-    4  # steps, of which the shortest counts: threads of one process keep each other from work
-)
+NUM_LATE = 4  # steps, of which the shortest counts: threads keep each other from work
 
 
-def own_of_a_step(comm: Comm, strategy: str, phase: str) -> dict[str, float]:
+def own_of_a_step(comm: Comm, config: DictConfig, phase: str) -> dict[str, float]:
     """Return the least own times of steps in which rank 1 is late."""
     torch.manual_seed(0)
-    config = load([f"strategy={strategy}"])
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     worker: Worker = ThreadWorker(CPU) if config.overlap else InlineWorker()
     parts = SyncParts(net, net, build(config.exchange), comm, worker, config.overlap, 0)
@@ -69,8 +67,9 @@ def _once() -> Any:
     "strategy", ["allreduce", "overlap", "ring", "star", "onebit", "powersgd", "auto"]
 )
 def test_the_late_rank_works_longer_and_those_that_wait_do_not(strategy: str, phase: str) -> None:
+    config = load([f"strategy={strategy}"])
     late, *others = sorted(
-        run_ranks(3, lambda comm: (comm.rank != LATE, own_of_a_step(comm, strategy, phase))),
+        run_ranks(3, lambda comm: (comm.rank != LATE, own_of_a_step(comm, config, phase))),
         key=lambda pair: pair[0],
     )
     assert LATE_S <= late[1][phase] < LATE_S + SHORT_S, late
