@@ -36,7 +36,7 @@ def own_of_a_step(comm: Comm, config: DictConfig, phase: str) -> dict[str, float
         sync.clock = clock = Clock(CPU, breakdown=False)
         _step(sync, net)
         if comm.rank == LATE and phase == "backward":
-            net[0].weight.register_hook(lambda _: time.sleep(LATE_S))
+            next(net.parameters()).register_hook(lambda _: time.sleep(LATE_S))
         for _ in range(NUM_LATE):
             if comm.rank == LATE and phase == "exchange":
                 comm.before_sending = _once()
