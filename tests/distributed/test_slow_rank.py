@@ -29,7 +29,7 @@ def test_the_delay_is_its_own_work_alone(strategy: str, tmp_path: Path) -> None:
     assert abs(float(late["step_s"])) < DELAY_S / 2  # they end a step together
     for phase in ("input", "forward", "update"):
         assert abs(float(late[f"own_{phase}_s"])) < DELAY_S / 2
-    ready = steps[steps["timed"]].groupby("rank")["ready_s"].last().map(max)
-    assert ready[1] - ready[0] == pytest.approx(DELAY_S, rel=0.3)
+    ready: Any = steps[steps["timed"]].groupby("rank")["ready_s"].last().map(max)
+    assert float(ready[1] - ready[0]) == pytest.approx(DELAY_S, rel=0.3)
     detail = "rank 1 delayed by 60 ms in backward, every step"
     assert {"kind": "straggler", "detail": detail} in outcome.record["emulation"]
