@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
@@ -34,9 +35,9 @@ def own_work(steps: pd.DataFrame) -> pd.DataFrame:
         ValueError: the run is older than own times, or timed no step.
     """
     columns = {f"own_{name}_s": name for name in OWN}
-    if not set(columns) <= set(steps.columns) or not steps["timed"].any():
+    if not set(columns) <= set(steps.columns) or not bool(steps["timed"].to_numpy().any()):
         raise ValueError("its steps.parquet has no own times, or no timed step")
-    means = steps[steps["timed"]].groupby("rank").mean(numeric_only=True)
+    means: Any = steps[steps["timed"]].groupby("rank").mean(numeric_only=True)
     own = means[list(columns)].rename(columns=columns).dropna(axis=1, how="all")
     turn_s = means["step_s"] + means["own_between_s"]
     own[WAIT] = (turn_s - own.sum(axis=1)).clip(lower=0.0)
@@ -52,14 +53,12 @@ def own_work_of_ranks(steps: pd.DataFrame, record: Record, page: Page = SCREEN) 
     own = own_work(steps)
     figure, axes = style.canvas(1, 1, 7.0, 1.6 + 0.3 * len(own), page)
     panel, hatch = axes[0][0], style.HATCH if record.emulation else None
-    look = {"edgecolor": "black", "linewidth": 0.4, "hatch": hatch}
-    for height, (_, row) in enumerate(own.iterrows()):
-        left = 0.0
-        for name, colour in COLOURS.items():
-            length = 1e3 * float(row.get(name, math.nan))
-            if not math.isnan(length):
-                panel.barh(height, length, 0.8, left, color=colour, **look)
-                left += length
+    look: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.4, "hatch": hatch}
+    left = np.zeros(len(own))
+    for name in (name for name in COLOURS if name in own.columns):
+        lengths = 1e3 * np.nan_to_num(own[name].to_numpy(float))
+        panel.barh(range(len(own)), lengths, 0.8, left, color=COLOURS[name], **look)
+        left += lengths
     panel.set_yticks(range(len(own)), [f"rank {rank}" for rank in own.index])
     panel.set_ylim(len(own) - 0.5, -0.5)
     panel.set_xlabel("mean time of a step, and of the gap before it (ms)")
