@@ -24,7 +24,7 @@ LIMIT = 0.1
 
 @dataclass
 class Found:
-    """What a window found, on its way to the host.
+    """The result of a window, on its way to the host.
 
     Attributes:
         values: relative error and cosine, float32 [2].

@@ -165,7 +165,7 @@ def traces() -> list[str]:
 
 def peak_bytes(command: Command, tmp_path: Path, cell: str, *settings: str) -> int:
     """Return the most bytes that left a host within 10 ms, between the first and last exchange."""
-    run = ("steps=130", "model=mlp", f"model.hidden={[64] * 29}", "cluster.rate=null")
+    run = ("steps=130", "model=mlp", f"model.hidden={[32] * 37}", "cluster.rate=null")
     recorder = (
         "recorder=tests.support.peak.PeakRecorder",
         "+recorder.first=40",
