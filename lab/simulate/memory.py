@@ -13,7 +13,7 @@ from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import extra_bytes
 from lab.simulate.load import Settings, Sizes
 from lab.simulate.step import Strategy, buckets
-from lab.sync.pattern import Leg, class_of
+from lab.sync.pattern import Leg, class_of, pattern_of
 
 # Bytes besides weights, gradients and momentum, by class of sync: of the sizes, the sync's settings
 # and the exchange.
@@ -38,10 +38,10 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
 
 
 def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
-    """Count the bytes that a rank needs besides weights, gradients and momentum.
+    """Count the bytes that a rank needs besides weights, gradients and the whole optimizer's state.
 
     Args:
-        settings: of a run, composed; `sync` and `exchange` are read.
+        settings: of a run, composed; `sync`, `exchange` and `optim` are read.
 
     Returns:
         NaN for a sync of unknown memory.
@@ -49,7 +49,10 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
     name = class_of(settings)
     if name not in SYNCS:
         return math.nan
-    return SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    if Leg.PARTS_OF_WEIGHTS in pattern_of(settings).legs:  # others keep their part of the state
+        needed -= VALUE_BYTES * sizes.n * state_copies(settings["optim"]) * (1 - 1 / sizes.N)
+    return needed
 
 
 def rank_bytes(
@@ -66,8 +69,7 @@ def rank_bytes(
         for bucket in buckets(profile, strategy.bucket_mb)
     ]
     values = profile.gradient_bytes // VALUE_BYTES
-    sharers = world_size if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs else 1
-    of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]) / sharers)
+    of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]))
     gathered = sum(size for number, size in counts if number > 1)
     largest = max(size for _, size in counts)
     first_and_last = {0, world_size - 1}  # a root, and a rank that is none
