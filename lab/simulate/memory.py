@@ -27,9 +27,11 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
     # A second gradient, which is under way during the step.
-    # Gradients in buckets, and what a reduce-scatter receives, or sends as another type.
+    # Gradients in buckets, and what a reduce-scatter receives, if buckets are sent as fast as they
+    # fill; another type is sent and received in memory of each bucket.
     "Zero1": lambda s, sync, e: (
-        4 * s.gathered + 4 * s.n * (s.backend != "nccl" or e["dtype"] != "float32")
+        4 * s.gathered
+        + (4 * s.n if e["dtype"] != "float32" else 4 * s.largest * (s.backend != "nccl"))
     ),
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
