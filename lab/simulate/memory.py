@@ -14,7 +14,7 @@ from lab.simulate.costs import extra_bytes
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings, Sizes
 from lab.simulate.step import Strategy, buckets
-from lab.sync.pattern import Leg, class_of
+from lab.sync.pattern import Leg, class_of, pattern_of
 
 
 def _local(s: Sizes, sync: Settings, e: Settings) -> float:
@@ -33,9 +33,11 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
     # A second gradient, which is under way during the step.
-    # Gradients in buckets, and what a reduce-scatter receives, or sends as another type.
+    # Gradients in buckets, and what a reduce-scatter receives, if buckets are sent as fast as they
+    # fill; another type is sent and received in memory of each bucket.
     "Zero1": lambda s, sync, e: (
-        4 * s.gathered + 4 * s.n * (s.backend != "nccl" or e["dtype"] != "float32")
+        4 * s.gathered
+        + (4 * s.n if e["dtype"] != "float32" else 4 * s.largest * (s.backend != "nccl"))
     ),
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
@@ -44,10 +46,10 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
 
 
 def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
-    """Count the bytes that a rank needs besides weights, gradients and momentum.
+    """Count the bytes that a rank needs besides weights, gradients and the whole optimizer's state.
 
     Args:
-        settings: of a run, composed; `sync` and `exchange` are read.
+        settings: of a run, composed; `sync`, `exchange` and `optim` are read.
 
     Returns:
         NaN for a sync of unknown memory.
@@ -55,7 +57,10 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
     name = class_of(settings)
     if name not in SYNCS:
         return math.nan
-    return SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    if Leg.PARTS_OF_WEIGHTS in pattern_of(settings).legs:  # others keep their part of the state
+        needed -= VALUE_BYTES * sizes.n * state_copies(settings["optim"]) * (1 - 1 / sizes.N)
+    return needed
 
 
 def rank_bytes(
@@ -76,8 +81,7 @@ def rank_bytes(
         for bucket in buckets(profile, strategy.bucket_mb)
     ]
     values = profile.gradient_bytes // VALUE_BYTES
-    sharers = world_size if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs else 1
-    of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]) / sharers)
+    of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]))
     gathered = sum(size for number, size in counts if number > 1)
     largest = max(size for _, size in counts)
     first_and_last = {0, world_size - 1}  # a root, and a rank that is none

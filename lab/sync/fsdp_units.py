@@ -23,7 +23,7 @@ def units(model: nn.Module, bucket_mb: float | None) -> list[nn.Module]:
     """
     if bucket_mb is None:
         return [model]
-    users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     shared = {key for key, number in users.items() if number > 1}
     found = [unit for child in model.children() for unit in _within(child, bucket_mb * MIB, shared)]
     return [*found, model]

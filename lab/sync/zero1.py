@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lab.distributed.comm import Collective, SummedParts
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import BucketPlan, GradBucket
+from lab.exchange.bucket import BucketPlan, GradBucket, ScratchBuffers
 from lab.sync.base import Shard, SyncParts, SyncState
 from lab.sync.flatten import flatten
 from lab.sync.gradsync import GradSync
@@ -46,6 +46,7 @@ class Zero1(GradSync):
                 "gradients; allowed are allreduce, bf16, fp16"
             )
         self._wire = parts.exchange.dtype
+        self._spares: list[ScratchBuffers] = []  # of buckets that are not under way
         self._checks_finite = parts.precision == "fp16"
         super().__init__(parts, zero1(parts.overlap), multiple=parts.comm.size)
         self.order = [name for bucket in self.buckets for name in bucket.parameters]
@@ -143,10 +144,13 @@ class Zero1(GradSync):
         mean = parts[self.comm.rank]  # received in place: what was sent is free by then
         self._means.append(mean)
         if self._wire == torch.float32:
-            spare = None
-            if self.comm.backend != "nccl":
-                spare = bucket.buffers["parts"].take(parts, *parts.shape)
-            yield self.comm.ireduce_scatter(mean, parts, spare)
+            if self.comm.backend == "nccl":
+                yield self.comm.ireduce_scatter(mean, parts)
+                return
+            spare = self._spares.pop() if self._spares else ScratchBuffers()
+            received = spare["received"].take(parts, *parts.shape)
+            yield self.comm.ireduce_scatter(mean, parts, received)
+            self._spares.append(spare)
             return
         sent = bucket.buffers["sent"].take(parts.new_empty(0, dtype=self._wire), *parts.shape)
         received = bucket.buffers["received"].take(sent, *parts.shape)
