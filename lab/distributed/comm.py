@@ -11,7 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lab.distributed.nodes import Nodes, each_alone, restricted
+
 CACHED_VALUES = 2**16  # a sum of so many stays in a core's cache while all parts are added
+
+Sent = tuple[int, int, int]  # payload bytes, messages, and the bytes of these to other nodes
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
@@ -69,11 +73,17 @@ class Traffic:
 
     Attributes:
         waited_s: seconds that the host spent in calls of the library, which wait for other ranks.
+        across_bytes: the part of `payload_bytes` that went to other nodes.
     """
 
     payload_bytes: int = 0
     num_messages: int = 0
     waited_s: float = 0.0
+    across_bytes: int = 0
+
+    def so_far(self) -> Sent:
+        """Return the counts of bytes and messages, which later traffic does not change."""
+        return self.payload_bytes, self.num_messages, self.across_bytes
 
 
 class _Waited:
@@ -103,7 +113,8 @@ class Comm(ABC):
     library collective chooses its own path, so it counts as the bandwidth-optimal algorithm does:
     a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather, all_to_all and
     reduce_scatter (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py compares these
-    figures with the bytes that crossed the loopback interface.
+    figures with the bytes that crossed the loopback interface. Rings pass a node's ranks in their
+    order, so of a ring's bytes those of a rank go to another node whose next rank is on one.
 
     Attributes:
         backend: the library that carries the tensors, as a record names it.
@@ -113,6 +124,7 @@ class Comm(ABC):
         settings: environment variables that the library was given, as a record shows them.
         before_sending: called before tensors are handed to the network, to emulate a rank that is
             slow to do so; None: nothing is.
+        nodes: the ranks of each node; each alone, until whoever knows more says so.
     """
 
     backend: str
@@ -126,6 +138,7 @@ class Comm(ABC):
         self.traffic = Traffic()
         self.settings: dict[str, str] = {}
         self.before_sending: Callable[[], None] | None = None
+        self.nodes: Nodes = each_alone(size)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -151,7 +164,8 @@ class Comm(ABC):
         """Begin an all_reduce."""
         if self.size == 1:
             return Done()
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
+        self._announce()
+        self.count_all_reduce(tensor.nbytes)
         return self._begin(self._iall_reduce, tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
@@ -159,7 +173,8 @@ class Comm(ABC):
         if self.size == 1:
             output.view_as(tensor).copy_(tensor)
             return Done()
-        self._count((self.size - 1) * tensor.nbytes, self.size - 1)
+        self._announce()
+        self._count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
         return self._begin(self._iall_gather, output, tensor)
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
@@ -167,7 +182,8 @@ class Comm(ABC):
         if self.size == 1:
             output.copy_(tensor)
             return Done()
-        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
+        self._announce()
+        self._count_pairs(tensor.nbytes // self.size)
         return self._begin(self._iall_to_all, output, tensor)
 
     def ireduce_scatter(
@@ -182,7 +198,8 @@ class Comm(ABC):
         if self.size == 1:
             output.copy_(tensor.view_as(output))
             return Done()
-        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
+        self._announce()
+        self._count_pairs(tensor.nbytes // self.size)
         return self._ireduce_scatter(output, tensor, parts)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
@@ -190,7 +207,8 @@ class Comm(ABC):
         if self.size == 1:
             return Done()
         if self.rank == source:
-            self._count(tensor.nbytes, 1)
+            self._announce()
+            self._count(tensor.nbytes, 1, tensor.nbytes if len(self.nodes) > 1 else 0)
         return self._begin(self._ibroadcast, tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -210,15 +228,11 @@ class Comm(ABC):
         a stream. The caller must rule out a deadlock. It is enough that every rank's t-th batch
         sends exactly what other ranks' t-th batches receive.
         """
-        for tensor, _ in sends:
-            self._count(tensor.nbytes, 1)
+        if sends:
+            self._announce()
+        for tensor, to in sends:
+            self._count(tensor.nbytes, 1, 0 if to in self._node() else tensor.nbytes)
         return self._begin(self._isend_irecv, sends, receives)
-
-    def _begin(self, call: Callable[..., Handle], *arguments: Any) -> _Waited:
-        began = time.perf_counter()
-        handle = call(*arguments)  # some libraries wait here
-        self.traffic.waited_s += time.perf_counter() - began
-        return _Waited(handle, self.traffic)
 
     def split(self, color: int) -> Comm:
         """Return a Comm of the ranks that gave the same `color`; all ranks call this.
@@ -230,15 +244,45 @@ class Comm(ABC):
         """
         if self.no_split:
             raise ValueError(self.no_split)
-        part = self._split(color)
+        part, members = self._split(color)
         part.traffic, part.settings = self.traffic, self.settings
+        part.nodes = restricted(self.nodes, members)
+        part.before_sending = self._announce
         return part
 
-    def _count(self, payload_bytes: int, num_messages: int) -> None:
+    def count_all_reduce(self, num_bytes: int) -> None:
+        """Count an all-reduce of `num_bytes`, of this comm or of a library beside it."""
+        steps = 2 * (self.size - 1)
+        self._count_ring(steps * num_bytes // self.size, steps)
+
+    def _announce(self) -> None:
         if self.before_sending:
             self.before_sending()
+
+    def _begin(self, call: Callable[..., Handle], *arguments: Any) -> _Waited:
+        began = time.perf_counter()
+        handle = call(*arguments)  # some libraries wait here
+        self.traffic.waited_s += time.perf_counter() - began
+        return _Waited(handle, self.traffic)
+
+    def _count_ring(self, payload_bytes: int, num_messages: int) -> None:
+        follower = (self.rank + 1) % self.size
+        across = 0 if follower in self._node() else payload_bytes
+        self._count(payload_bytes, num_messages, across)
+
+    def _count_pairs(self, num_bytes: int) -> None:
+        """Count `num_bytes` sent to each other rank."""
+        others, beyond = self.size - 1, self.size - len(self._node())
+        self._count(others * num_bytes, others, beyond * num_bytes)
+
+    def _count(self, payload_bytes: int, num_messages: int, across_bytes: int) -> None:
         self.traffic.payload_bytes += payload_bytes
         self.traffic.num_messages += num_messages
+        self.traffic.across_bytes += across_bytes
+
+    def _node(self) -> Sequence[int]:
+        """Return the ranks of this rank's node."""
+        return next(node for node in self.nodes if self.rank in node)
 
     @abstractmethod
     def _iall_reduce(self, tensor: Tensor) -> Collective: ...
@@ -256,5 +300,6 @@ class Comm(ABC):
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)
 
-    def _split(self, color: int) -> Comm:
+    def _split(self, color: int) -> tuple[Comm, list[int]]:
+        """Return the group of `color`, and which of this comm's ranks it has."""
         raise NotImplementedError(self.no_split)

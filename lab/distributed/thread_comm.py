@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Done, Handle, Transfer
+from lab.distributed.nodes import Nodes
 
 TIMEOUT_S = 30.0  # longest wait for another rank
 
@@ -75,17 +76,20 @@ class ThreadComm(Comm):
         mail = self.meeting.mail
         return Expected((tensor, mail[source, self.rank]) for tensor, source in receives)
 
-    def _split(self, color: int) -> ThreadComm:
+    def _split(self, color: int) -> tuple[ThreadComm, list[int]]:
         colors = [int(other) for other in self._everyones(torch.tensor(color))]
         members = [rank for rank, other in enumerate(colors) if other == color]
         self._num_splits += 1
         key = self._num_splits, color
         meeting = self.meeting.parts.setdefault(key, _Meeting(len(members)))  # atomic
-        return ThreadComm(members.index(self.rank), len(members), meeting)
+        return ThreadComm(members.index(self.rank), len(members), meeting), members
 
 
-def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
+def run_ranks(size: int, rank_main: Callable[[Comm], Any], nodes: Nodes | None = None) -> list[Any]:
     """Run `rank_main(comm)` as `size` ranks, one thread each; return their results in rank order.
+
+    Args:
+        nodes: the ranks of each node to play; None: each has its own.
 
     Raises:
         Exception: the first rank's error, once every rank has stopped.
@@ -95,8 +99,10 @@ def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
     errors: list[BaseException] = []
 
     def target(rank: int) -> None:
+        comm = ThreadComm(rank, size, meeting)
+        comm.nodes = nodes or comm.nodes
         try:
-            results[rank] = rank_main(ThreadComm(rank, size, meeting))
+            results[rank] = rank_main(comm)
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()

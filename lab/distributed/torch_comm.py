@@ -87,21 +87,19 @@ class TorchComm(Comm):
         ]
         return Works(filter(None, works))  # only ranks outside the group get None
 
-    def _split(self, color: int) -> TorchComm:
+    def _split(self, color: int) -> tuple[TorchComm, list[int]]:
         colors = torch.empty(self.size, dtype=torch.int64, device=self.device)
         all_gather_flat(colors, torch.tensor([color], device=self.device), group=self.group)
-        members = [
-            dist.get_global_rank(self.group, rank)
-            for rank, other in enumerate(cast(list[int], colors.tolist()))  # pyright: ignore[reportUnknownMemberType]
-            if other == color
-        ]
+        everyones = cast(list[int], colors.tolist())  # pyright: ignore[reportUnknownMemberType]
+        members = [rank for rank, other in enumerate(everyones) if other == color]
         group = self._group_of(members)
         second = group if self._second is self.group else self._group_of(members)
-        return TorchComm(group, second, self.device, self._limit)
+        return TorchComm(group, second, self.device, self._limit), members
 
     def _group_of(self, members: list[int]) -> dist.ProcessGroup:
         """Make a group of this rank and others, without waiting for ranks of other groups."""
-        group = dist.new_group(members, self._limit, self.backend, use_local_synchronization=True)
+        ranks = [dist.get_global_rank(self.group, rank) for rank in members]
+        group = dist.new_group(ranks, self._limit, self.backend, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
         return group
 

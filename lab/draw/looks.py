@@ -11,7 +11,7 @@ from typing import Literal
 # Okabe and Ito, "Color Universal Design", 2008; without its yellow, which is lost on white.
 BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
-GREY = "#7F7F7F"
+GREY = "#767676"
 COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
 
 LineStyle = Literal["-", "--", ":", "-."]
@@ -48,6 +48,8 @@ LOOKS: dict[str, Look] = {
     "topk": Look(BROWN, "-", "p"),
     "randomk": Look(BROWN, "--", "h"),
     "powersgd": Look(PURPLE, "-.", "D"),
+    "hierarchical": Look(GREY, "-", "P"),
+    "hierarchical_onebit": Look(GREY, "--", "*"),
     "auto": Look(BLACK, "--", "*"),
     "schedule": Look(GREY, ":", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),

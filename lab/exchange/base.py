@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
+
+
+class Ranks(Protocol):
+    """A rank among `size`, as a Comm is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 class Exchange(ABC):
@@ -54,10 +63,10 @@ class Exchange(ABC):
             name = type(self).__name__
             raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
 
-    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`."""
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
 
     def choices(self) -> list[dict[str, Any]]:
@@ -72,6 +81,13 @@ class Exchange(ABC):
         """Return a copy of `state_dict` that later steps do not change, to undo a step."""
         state = self.state_dict()
         return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Return whether `load_state_dict` can take `state` of the same rank of as many ranks.
+
+        All ranks answer alike.
+        """
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of `state_dict` on the same rank of the same number of ranks."""

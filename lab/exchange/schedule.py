@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Ranks
 from lab.exchange.bucket import GradBucket
 
 KEYS = ("first", "second", "third")
@@ -56,6 +56,13 @@ class Schedule(Exchange):
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from self._switched(bucket, comm).stages(bucket, comm)
 
+    def check_reach(self, comm: Comm) -> None:
+        for exchange in self.phases.values():
+            exchange.check_reach(comm)
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        return all(e.continues(own) for key, e in self.phases.items() if (own := _of(key, state)))
+
     def _switched(self, bucket: GradBucket, comm: Comm) -> Exchange:
         """Return the exchange of a bucket's step, once the others' residuals are in the bucket."""
         number = sum(end <= bucket.step for end in self._ends())
@@ -79,11 +86,11 @@ class Schedule(Exchange):
             )
         return [round(end * self.total_steps) for end in self.until]
 
-    def add_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for exchange in self.phases.values():
             exchange.add_residual(bucket, comm)
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for exchange in self.phases.values():
             exchange.flush_residual(bucket, comm)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -111,8 +111,8 @@ class OwnLoop:
         if self.progress.step >= least_warmup(self.config.warmup_steps):
             self.memory.resume()
 
-    def after_step(self, loss: Tensor | float, sent: tuple[int, int]) -> None:
-        """Note a step's loss, and the payload bytes and messages that it sent."""
+    def after_step(self, loss: Tensor | float, sent: Iterable[int]) -> None:
+        """Note a step's loss, and what it sent (see `Sent`)."""
         value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)
         if self._last:
             self._last.end_step()

@@ -8,17 +8,24 @@ COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
 SENT_BYTES = 8  # column after the interface's name
 
 
-def sent_bytes() -> int | None:
-    """Return the bytes that all interfaces have sent since they exist; None if nobody counts.
+def sent_bytes(interface: str | None = None) -> int | None:
+    """Return the bytes that an interface has sent since it exists; None if nobody counts them.
 
-    Loopback is one of them. Each packet's headers are included, and so is what other processes
-    send.
+    Headers are included, once for each packet that TCP hands over whole, and so is what other
+    processes send; bytes that are lost count again.
+
+    Args:
+        interface: its name, such as "lo"; None: the sum of all, of which loopback is one.
     """
     try:
         lines = COUNTERS.read_text().splitlines()[2:]
     except OSError:
         return None
-    return sum(int(line.partition(":")[2].split()[SENT_BYTES]) for line in lines)
+    sent = {
+        name.strip(): int(counts.split()[SENT_BYTES])
+        for name, _, counts in (line.partition(":") for line in lines)
+    }
+    return sum(sent.values()) if interface is None else sent.get(interface)
 
 
 def namespace() -> int:

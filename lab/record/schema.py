@@ -139,6 +139,7 @@ class Record:
             of breakdowns.
         payload_bytes_per_step: by rank, bytes handed to the network in a step.
         messages_per_step: by rank.
+        across_bytes_per_step: by rank, those of payload_bytes_per_step that went to other hosts.
         peak_memory_bytes: by rank.
         peak_memory_of: a description of what that peak covers.
         reserved_memory_bytes: by rank, held by torch's allocator after the last step (GPUs).
@@ -209,6 +210,7 @@ class Record:
     phases_s: dict[str, float | None] = field(default_factory=dict[str, float | None])
     payload_bytes_per_step: list[int] | None = None
     messages_per_step: list[float] | None = None
+    across_bytes_per_step: list[int] | None = None
     peak_memory_bytes: list[int] | None = None
     peak_memory_of: str | None = None
     reserved_memory_bytes: list[int] | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
+from lab.simulate import hierarchy
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Cost, Network
 from lab.simulate.phases import phases_of, ways_of
@@ -197,6 +198,10 @@ def _schedule(load: Load) -> None:
             load.stages.append(stage.scaled(share))
 
 
+def _hierarchical(load: Load) -> None:
+    hierarchy.add_stages(load, card_of(load.exchange["inter"]).add_stages)
+
+
 def is_staged(exchange: Settings) -> bool:
     """Return whether an exchange takes turns with backward over Gloo, in all of its phases."""
     return all(card_of(way).staged for way in ways_of(exchange) or [exchange])
@@ -304,6 +309,13 @@ CARDS: dict[str, Card] = {
         kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
     "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "Hierarchical": Card(
+        _hierarchical,
+        staged=True,
+        lossy=lambda e: card_of(e["inter"]).lossy(e["inter"]),
+        scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
+        kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),
+    ),
     "Auto": _of_parts(_auto),
     "Schedule": _of_parts(_schedule),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import extra_bytes
+from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings, Sizes
 from lab.simulate.step import Strategy, buckets
 from lab.sync.pattern import Leg, class_of
@@ -58,13 +59,17 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
 
 
 def rank_bytes(
-    profile: Profile, strategy: Strategy, settings: Mapping[str, Any], world_size: int, library: str
+    profile: Profile,
+    strategy: Strategy,
+    settings: Mapping[str, Any],
+    world_size: int,
+    hardware: Hardware,
 ) -> float:
     """Count the bytes of the rank that needs most, without activations; NaN if unknown.
 
     Args:
         settings: of the run, composed; `optim`, `sync` and `exchange` are read.
-        library: over which ranks talk (see Hardware).
+        hardware: over whose library ranks talk, and whose nodes they share.
     """
     counts = [
         (len(bucket), sum(map(math.prod, bucket.values())))
@@ -76,7 +81,11 @@ def rank_bytes(
     gathered = sum(size for number, size in counts if number > 1)
     largest = max(size for _, size in counts)
     first_and_last = {0, world_size - 1}  # a root, and a rank that is none
-    ranks = (Sizes(values, gathered, largest, r, world_size, library) for r in first_and_last)
+    local = min(world_size, hardware.ranks_per_node)
+    ranks = (
+        Sizes(values, gathered, largest, r, world_size, hardware.library, local=local)
+        for r in first_and_last
+    )
     return of_model + max(sync_bytes(sizes, settings) for sizes in ranks)
 
 

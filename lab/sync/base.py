@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
@@ -177,9 +177,9 @@ class Sync(ABC):
         """
         return None
 
-    def sent(self) -> tuple[int, int]:
-        """Return the payload bytes and messages of the exchanges that have ended."""
-        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+    def sent(self) -> Sent:
+        """Return what the exchanges that have ended have sent."""
+        return self.comm.traffic.so_far()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Enclose forward passes outside of steps, of which each rank may run its own number."""

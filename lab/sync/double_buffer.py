@@ -6,6 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
+from lab.distributed.comm import Sent
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
@@ -38,7 +39,7 @@ class DoubleBuffer(GradSync):
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
         self._resting = self._plan() if double_buffer else []
-        self._sent = 0, 0
+        self._sent = 0, 0, 0
 
     def __enter__(self) -> Self:
         if not self.double_buffer:
@@ -69,7 +70,7 @@ class DoubleBuffer(GradSync):
         self.step += 1
         return finite
 
-    def sent(self) -> tuple[int, int]:
+    def sent(self) -> Sent:
         return self._sent if self.double_buffer else super().sent()
 
     def settle(self) -> None:

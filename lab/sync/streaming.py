@@ -120,7 +120,7 @@ class StreamingSync(LocalSync):
         self._use(self._all)
         return finite
 
-    def sent(self) -> tuple[int, int]:
+    def sent(self) -> Sent:
         return self._sent
 
     def settle(self) -> None:

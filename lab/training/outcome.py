@@ -166,14 +166,15 @@ def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
     """Record each rank's memory and its payload of a step: the median of timed steps or, if none,
     the mean of all.
     """
-    traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 2)
+    traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 3)
     timed = _timed(trainer, traffic, warmup)
     sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
     row = torch.tensor([*sent[0], *trainer.memory.sizes()], dtype=torch.float64)
-    payloads, messages, *sizes = trainer.world.gather(row).T.tolist()
+    payloads, messages, across, *sizes = trainer.world.gather(row).T.tolist()
     peaks, reserved, in_use = (list(map(int, each)) if any(each) else None for each in sizes)
     record.payload_bytes_per_step = list(map(int, payloads))
     record.messages_per_step = messages
+    record.across_bytes_per_step = list(map(int, across))
     record.peak_memory_bytes = peaks
     record.peak_memory_of = trainer.memory.kind
     record.reserved_memory_bytes = reserved
@@ -272,3 +273,6 @@ def _payload_lines(record: Record) -> Iterator[str]:
         ring = 2 * record.gradient_bytes * (record.world_size - 1) / record.world_size
         saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
         yield f"payload         {sent / 1e6:.3f} MB per step and rank{saving}"
+        across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
+        if any(across) and record.world_size > hosts:  # ranks share hosts
+            yield f"across hosts    {max(across) / 1e6:.3f} MB of it, of the rank that sends most"

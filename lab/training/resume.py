@@ -130,10 +130,12 @@ def _progress(trainer: Trainer, saved: State) -> Progress:
 def _restore_rank(trainer: Trainer, ranks: list[State]) -> None:
     world, exchange = trainer.world, trainer.sync.exchange
     states = [state["exchange"] for state in ranks]
-    if world.size == len(ranks):
+    same_size = world.size == len(ranks)
+    if same_size:
         torch.set_rng_state(ranks[world.rank]["rng"])
         if "cuda_rng" in ranks[world.rank] and world.device.type == "cuda":
             torch.cuda.set_rng_state(ranks[world.rank]["cuda_rng"], world.device)
+    if same_size and exchange.continues(states[world.rank]):
         state = states[world.rank]
     else:
         state = exchange.redistribute(states, world.rank, world.size) if states[0] else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -66,7 +67,7 @@ class Trainer:
         self.first_step = 0  # of this start of the run
         self.plant: Plant | None = None  # set to delay a phase of each step
         self.losses = Losses()
-        self.traffic = array("q")  # payload bytes and messages, of one step after the other
+        self.traffic = array("q")  # see lab.training.loop.Loop
 
     def steps(self) -> Iterator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
@@ -88,7 +89,7 @@ class Trainer:
                 with self.clock.step():
                     self._step(batches)
                 now = self.sync.sent()  # since the last step: exchanges may outlast their steps
-                self.traffic.extend((now[0] - before[0], now[1] - before[1]))
+                self.traffic.extend(map(operator.sub, now, before))
                 before = now
                 self.progress.step += 1
                 self.progress.samples += self.batch_size

@@ -60,6 +60,31 @@ def test_training_on_two_hosts(command: Command, tmp_path: Path) -> None:
     assert found["emulation"][0] == {"kind": "hosts", "detail": hosts}
 
 
+def test_two_levels_cross_a_link_with_what_the_formula_says(
+    command: Command, tmp_path: Path
+) -> None:
+    cluster = ("cluster=emulated", "cluster.hosts=2", "cluster.ranks_per_host=2", "world_size=4")
+    exchanges = ("exchange=onebit,hierarchical,hierarchical_onebit", "sizes=[4MiB]", "rounds=1")
+    done = command("lab.bench", "collective", *cluster, *exchanges, "device=cpu", "out=all.json")
+    assert done.code == 0, done.err
+    result = json.loads((tmp_path / "all.json").read_text())
+    rows = {row["algorithm"]: row for row in result["rows"]}
+    assert not any(row["wrong"] for row in rows.values())
+    size, scales = 2**22, 8 * 2**20 / 1024  # two scales for each row of 1024 values
+    expected = {
+        "allreduce": 2 * size * 3 / 4,
+        "hierarchical": size,
+        "hierarchical_onebit": size / 32 + scales,
+    }
+    for name, formula in expected.items():
+        assert rows[name]["across_bytes"] == pytest.approx(formula, rel=0.01)
+    for name in (*expected, "onebit"):
+        counted, sent = rows[name]["link_bytes"], rows[name]["across_bytes"]
+        assert sent < counted < 1.05 * sent
+    # In pairs on one host, nothing passes the link.
+    assert rows["sendrecv"]["across_bytes"] == 0 and rows["sendrecv"]["link_bytes"] < 10_000
+
+
 def test_the_exit_code_is_that_of_the_launcher(command: Command) -> None:
     done = command("lab.cluster", "run", "hosts=2", "--", "--nproc-per-node=x", "-m", "lab.train")
     assert done.code == 1

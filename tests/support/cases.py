@@ -29,6 +29,8 @@ BY_THE_CLOCK = ("auto",)
 # Exchanges that differ from step to step; test_schedule.py tells what each step sends. Where a test
 # makes one without a run, its phases end after these steps.
 OVER_TIME = {"schedule": ("until=[1,2]",)}
+# Strategies that compress between nodes alone, and so nothing where all ranks are on one.
+BETWEEN_NODES = ("hierarchical_onebit",)
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
 # first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
 # under way.
@@ -80,8 +82,11 @@ def keeps_replicas_equal(strategy: str) -> bool:
 
 
 def is_exact(strategy: str) -> bool:
-    """Return whether a strategy equals one process on the whole batch, up to rounding."""
-    if strategy in LIBRARIES:
+    """Return whether a strategy equals one process on the whole batch, up to rounding.
+
+    All ranks are on one node.
+    """
+    if strategy in (*LIBRARIES, *BETWEEN_NODES):
         return True
     exchange = build(load([f"strategy={strategy}"]).exchange)
     return exchange.exact and steps_of_a_round(strategy) == 1
