@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,24 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
 
 
+class Ranks(Protocol):
+    """A rank among `size`, as a Comm is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
 class Exchange(ABC):
     """An algorithm that averages gradients over the ranks. One object serves all buckets of a rank.
 
     `average` is plain synchronous code, or made of `stages` (see Staged). It may run inside
     backward, on a side stream or on a worker thread, and must not depend on which. A non-finite
     gradient must become non-finite on every rank; the trainer then restores this object's state.
+
+    Attributes:
+        total_steps: of the run; the trainer sets it. None: unknown, in a loop of the user's own.
     """
 
     exact = True  # delivers the mean up to rounding; tests check it
@@ -26,6 +38,7 @@ class Exchange(ABC):
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
     takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
+    total_steps: int | None = None
 
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
@@ -50,7 +63,10 @@ class Exchange(ABC):
             name = type(self).__name__
             raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        """Add this rank's residuals to `bucket.flat`."""
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
 
     def choices(self) -> list[dict[str, Any]]:
@@ -65,6 +81,13 @@ class Exchange(ABC):
         """Return a copy of `state_dict` that later steps do not change, to undo a step."""
         state = self.state_dict()
         return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Return whether `load_state_dict` can take `state` of the same rank of as many ranks.
+
+        All ranks answer alike.
+        """
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of `state_dict` on the same rank of the same number of ranks."""

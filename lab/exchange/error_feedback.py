@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Ranks
 from lab.exchange.bucket import GradBucket
 
 
@@ -46,10 +45,15 @@ class ErrorFeedback(Exchange):
             self.residual[name] = torch.zeros_like(gradient)
         return self.residual.get(name)
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for name, start, stop in bucket.spans():
             if name in self.residual:
-                bucket.flat[start:stop] += record_stream(self.residual.pop(name))
+                bucket.flat[start:stop] += record_stream(self.residual[name])
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.add_residual(bucket, comm)
+        for name in bucket.shapes:
+            self.residual.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}

@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit.message import Matrix, Message
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Staged
+from lab.exchange.base import Ranks, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import quantised
 from lab.exchange.error_feedback import ErrorFeedback, record_stream
@@ -127,13 +127,18 @@ class OneBit(Staged, ErrorFeedback):
                 residuals[name] = torch.zeros_like(values)
         return [residuals[name] for name in like]
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for matrix in self.matrices(bucket):
             if matrix.name in self.residual:
                 rows = matrix.view(bucket.flat)
-                rows += record_stream(self.residual.pop(matrix.name))
+                rows += record_stream(self.residual[matrix.name])
                 shard = rows[matrix.shard(comm.rank, comm.size)]
-                shard += record_stream(self.shard_residual.pop(matrix.name))
+                shard += record_stream(self.shard_residual[matrix.name])
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        super().flush_residual(bucket, comm)
+        for name in bucket.shapes:
+            self.shard_residual.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {SHARD_RESIDUAL: dict(self.shard_residual)}

@@ -93,8 +93,8 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ConfigError(
-            "FSDP: reduces gradients to shards, where no exchange of the lab ends (docs/"
-            "your_own.md); wrap the model in DistributedDataParallel, or use lab.grad_sync"
+            "FSDP: has no communication hook; use lab.fsdp_reduce_scatter with FSDP2 (docs/"
+            "your_own.md), or wrap the model in DistributedDataParallel"
         )
     if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(

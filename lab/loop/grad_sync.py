@@ -75,7 +75,11 @@ class LoopSync(GradSync):
             FloatingPointError: see SpoiledState.
             Exception: the first error of an exchange.
         """
+        if self.clock:
+            self.clock.next_phase("exchange")
         finite = super().finish()
+        if self.clock:
+            self.clock.next_phase("update")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         if self.loss_scale != 1.0:
             torch._foreach_mul_(gradients, self.loss_scale)

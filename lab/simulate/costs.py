@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
+from lab.simulate import hierarchy
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Cost, Network
+from lab.simulate.phases import phases_of, ways_of
 
 
 def _nothing(sizes: Sizes, exchange: Settings) -> float:
@@ -131,6 +133,18 @@ def _int8(load: Load) -> None:
     load.codec(4 * n + message, in_torch=13 * n)
 
 
+def _int4(load: Load) -> None:
+    """Count the memory passes of lab/codec/int4.py and of the residual."""
+    kept = 62 * load.n if load.exchange["error_feedback"] else 0  # decoded again, and subtracted
+    encode, decode, add = 50 * load.n + kept, 22 * load.n, 12 * load.n
+    message = load.n * (1 / 2 + 8 / load.exchange["block_size"])
+    load.codec(encode)
+    load.wire(load.network.all_to_all(message / load.N))
+    load.codec(decode + add + encode / load.N)
+    load.wire(load.network.all_gather(message / load.N))
+    load.codec(decode)
+
+
 def _signsgd(load: Load) -> None:
     """Count the memory passes of lab/codec/signs: gradient and residual are read twice."""
     least = load.exchange["min_values"]
@@ -173,17 +187,29 @@ def _powersgd(load: Load) -> None:
 
 def _auto(load: Load) -> None:
     """Take the faster exchange for this bucket; training finds it by trying both."""
-    tried = [stages_of(load.shapes, way, load.network) for way in _ways(load.exchange)]
+    tried = [stages_of(load.shapes, way, load.network) for way in ways_of(load.exchange)]
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
 
-def _ways(auto: Settings) -> tuple[Settings, Settings]:
-    return auto["compressed"], auto["plain"]
+def _schedule(load: Load) -> None:
+    """Take each phase's stages for its share of the run."""
+    for share, way in phases_of(load.exchange):
+        for stage in stages_of(load.shapes, way, load.network):
+            load.stages.append(stage.scaled(share))
 
 
-def _dearest(sizes: Sizes, auto: Settings) -> Settings:
+def _hierarchical(load: Load) -> None:
+    hierarchy.add_stages(load, card_of(load.exchange["inter"]).add_stages)
+
+
+def is_staged(exchange: Settings) -> bool:
+    """Return whether an exchange takes turns with backward over Gloo, in all of its phases."""
+    return all(card_of(way).staged for way in ways_of(exchange) or [exchange])
+
+
+def _dearest(sizes: Sizes, exchange: Settings) -> Settings:
     """Return whichever of the chosen exchanges needs more memory."""
-    ways = [way for way in _ways(auto) if not sizes.chosen or class_of(way) in sizes.chosen]
+    ways = [way for way in ways_of(exchange) if not sizes.chosen or class_of(way) in sizes.chosen]
     return max(ways, key=lambda way: extra_bytes(sizes, way))
 
 
@@ -201,6 +227,16 @@ def _tree_kept(s: Sizes, tree: Settings) -> float:
 def _double_tree_kept(s: Sizes, exchange: Settings) -> float:
     children = [len(in_order_node(s.rank, s.N, tree).children) for tree in (0, 1)]
     return sum(s.chunks(s.largest / 2, exchange, number) for number in children)
+
+
+def _of_parts(add_stages: Callable[[Load], None]) -> Card:
+    """Return the card of an exchange that is made of others: memory is that of the dearest."""
+    return Card(
+        add_stages,
+        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e)),
+        scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
+        kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
+    )
 
 
 # By class name; each exchange has one entry.
@@ -249,6 +285,16 @@ CARDS: dict[str, Card] = {
         lossy=_always,
         kept=lambda s, e: 4 * s.n + s.n / 8 * (1 + s.N),
     ),
+    "Int4": Card(
+        _int4,
+        staged=True,
+        lossy=_always,
+        # While a bucket is decoded to find what was left out: its levels, blocks and values.
+        scratch=lambda s, e: (
+            (8.5 if e["error_feedback"] else 5.5) * s.largest + s.n * (1 / 2 + 8 / e["block_size"])
+        ),
+        kept=lambda s, e: 4 * s.n if e["error_feedback"] else 0,
+    ),
     "TopK": Card(
         _topk,
         staged=True,
@@ -263,10 +309,13 @@ CARDS: dict[str, Card] = {
         kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
     "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
-    "Auto": Card(
-        _auto,
-        lossy=lambda e: any(card_of(way).lossy(way) for way in _ways(e)),
-        scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
-        kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
+    "Hierarchical": Card(
+        _hierarchical,
+        staged=True,
+        lossy=lambda e: card_of(e["inter"]).lossy(e["inter"]),
+        scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
+        kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),
     ),
+    "Auto": _of_parts(_auto),
+    "Schedule": _of_parts(_schedule),
 }

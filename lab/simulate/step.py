@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.exchange.grouping import group
 from lab.measure.spans import Span
 from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.simulate.costs import card_of, stages_of
+from lab.simulate.costs import card_of, is_staged, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Shape, Stage
+from lab.simulate.load import Shape
 from lab.simulate.network import Network
+from lab.simulate.phases import in_shares, phases_of
+from lab.sync.fragments import fragments
 from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
+
+Bucket = dict[str, Shape]  # shapes of parameters by name
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
 NONE = {"_target_": "lab.exchange.none.NoExchange"}
+EXACT = {"_target_": "lab.exchange.allreduce.AllReduce", "dtype": "float32"}
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,15 @@ class Strategy:
             raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
-        card_of(settings["exchange"])
-        return cls(settings["exchange"], settings["bucket_mb"], pattern, settings["accumulate"])
+        exchange = in_shares(settings["exchange"], settings["steps"])
+        for _, way in phases_of(exchange):
+            card_of(way)
+        return cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
 
     @property
     def lossy(self) -> bool:
         """True if ranks do not take every step with the mean of their gradients."""
-        late = self.pattern.begins is Begin.NEXT_STEP
+        late = self.pattern.outlasts_step
         return late or self.pattern.own_replicas or card_of(self.exchange).lossy(self.exchange)
 
 
@@ -128,8 +135,27 @@ def simulate(
     world_size: int,
     per_rank_batch_size: int,
 ) -> Step:
-    """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
+    """Simulate the mean step of a run on `world_size` ranks. ValueError as in `predict`."""
     network = Network(hardware, world_size)
+    kinds = [
+        (of_run * share, _step(profile, network, strategy, planned, per_rank_batch_size))
+        for of_run, exchange in phases_of(strategy.exchange)
+        for share, planned in kinds_of_steps(profile, replace(strategy, exchange=exchange), network)
+    ]
+    step_s = sum(share * step.step_s for share, step in kinds)
+    payload_bytes = sum(share * step.payload_bytes for share, step in kinds)
+    return Step(step_s, payload_bytes, kinds[0][1].spans)
+
+
+def _step(
+    profile: Profile,
+    network: Network,
+    strategy: Strategy,
+    planned: Sequence[Exchange],
+    per_rank_batch_size: int,
+) -> Step:
+    """Simulate one step with the exchanges that run in it."""
+    hardware, world_size = network.hardware, network.size
     slowest = network.slowest_factor
     micro_batch_size = per_rank_batch_size // strategy.accumulate
     slowest *= hardware.compute_factor(world_size, profile.num_threads)
@@ -141,34 +167,49 @@ def simulate(
         )
         for layer in profile.layers
     ]
-    in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged
-    planned = exchanges(profile, strategy, network)
+    in_turns = hardware.library == "gloo" and is_staged(strategy.exchange)
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
     terms = hardware.contention, hardware.burst_s
     rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
-    # After the root's update, weights go back the way that gradients came.
-    back = planned if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs else []
+    back = _of_weights(profile, strategy, network, planned)
     for exchange in back:
         schedule.submit(exchange, rank)
     schedule.finish(rank)
     payload_bytes = sum(stage.payload_bytes for each in [*planned, *back] for stage in each.stages)
     step_s = max(
-        rank.now_s + _besides_s(profile, hardware, network, per_rank_batch_size),
+        rank.now_s + _besides_s(profile, hardware, network, per_rank_batch_size, strategy.pattern),
         _input_s(hardware, network, per_rank_batch_size),
     )
     return Step(step_s, payload_bytes, tuple(rank.spans))
 
 
+def _of_weights(
+    profile: Profile, strategy: Strategy, network: Network, planned: list[Exchange]
+) -> list[Exchange]:
+    """Return the exchanges of weights after the update."""
+    if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs:  # the way that gradients came
+        return planned
+    if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs:  # in full, whatever type gradients had
+        return exchanges(profile, replace(strategy, exchange=EXACT), network)
+    return []
+
+
 def _besides_s(
-    profile: Profile, hardware: Hardware, network: Network, per_rank_batch_size: int
+    profile: Profile,
+    hardware: Hardware,
+    network: Network,
+    per_rank_batch_size: int,
+    pattern: Pattern,
 ) -> float:
     """Return the time of a step besides forward, backward and exchange.
 
-    A profile that has it includes the update; `overhead_s` comes on top.
+    A profile that has it includes the update, of all weights even if each rank updates its part
+    alone; `overhead_s` comes on top.
     """
     rest_s = profile.rest_s(per_rank_batch_size)
     if rest_s is None:
-        updated = UPDATE_PASSES * profile.gradient_bytes
+        sharers = network.size if Leg.PARTS_OF_WEIGHTS in pattern.legs else 1
+        updated = UPDATE_PASSES * profile.gradient_bytes / sharers
         rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
     rest_s *= hardware.host_factor(network.size)
     return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
@@ -181,40 +222,82 @@ def _input_s(hardware: Hardware, network: Network, per_rank_batch_size: int) -> 
     return network.local * per_rank_batch_size / hardware.input_samples_per_s
 
 
-def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:
-    """Plan the buckets of a profile's gradients, each with the stages of its exchange."""
+def kinds_of_steps(
+    profile: Profile, strategy: Strategy, network: Network
+) -> list[tuple[float, list[Exchange]]]:
+    """List the kinds of steps of a round: the share of each, and the exchanges that run in it.
+
+    Exchanges within a step count as an equal share in each step of the round. Those that outlast
+    their step, of one fragment after another, run in `delay` steps each, and in others nothing.
+    """
+    pattern = strategy.pattern
+    parts = [
+        exchanges(profile, strategy, network, part)
+        for part in buckets_of_fragments(profile, strategy)
+    ]
+    if pattern.begins is not Begin.NEXT_STEPS:
+        return [(1.0, [exchange for part in parts for exchange in part])]
+    busy = pattern.delay / pattern.every
+    return [*((busy, part) for part in parts), (1 - busy * len(parts), [])]
+
+
+def exchanges(
+    profile: Profile, strategy: Strategy, network: Network, planned: Sequence[Bucket]
+) -> list[Exchange]:
+    """Return the exchange of each bucket: its stages in one step."""
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
-    parts = len(strategy.pattern.legs) * strategy.pattern.every
-    planned = []
-    for bucket in buckets(profile, strategy.bucket_mb):
+    pattern = strategy.pattern
+    steps = pattern.delay if pattern.begins is Begin.NEXT_STEPS else pattern.every
+    share = pattern.num_exchanges / (max(1, len(pattern.legs)) * steps)
+    found = []
+    for bucket in planned:
         first, *others = bucket
         label = f"{first} and {len(others)} more" if others else first
         ready = min(places[name.rpartition(".")[0]] for name in bucket)
         stages = stages_of(list(bucket.values()), strategy.exchange, network)
-        begins = _begins(strategy.pattern.begins, ready, len(places))
-        planned.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
-    return planned
+        begins = _begins(pattern, ready, len(places))
+        found.append(Exchange(label, begins, [stage.scaled(share) for stage in stages]))
+    return found
 
 
-def buckets(profile: Profile, bucket_mb: float | None) -> list[dict[str, Shape]]:
-    """Divide a profile's parameters among buckets: the shapes of each one's, by name."""
-    parameters = {
-        f"{layer.name}.{kind}": shape
-        for layer in profile.layers
-        for kind, shape in shapes(profile.values(layer)).items()
-    }
-    arriving = [(name, VALUE_BYTES * math.prod(parameters[name])) for name in reversed(parameters)]
+def buckets_of_fragments(profile: Profile, strategy: Strategy) -> list[list[Bucket]]:
+    """Divide a profile's parameters among fragments, and each of these among buckets.
+
+    Raises:
+        ValueError: the profile has fewer layers than the strategy has fragments.
+    """
+    pattern = strategy.pattern
+    sizes = [(name, VALUE_BYTES * math.prod(shape)) for name, shape in _parameters(profile).items()]
+    if pattern.fragments == 1:
+        return [buckets(profile, strategy.bucket_mb)]
+    parts = fragments(sizes, pattern.fragments, pattern.fragment_order)
+    return [buckets(profile, strategy.bucket_mb, names) for names in parts]
+
+
+def buckets(
+    profile: Profile, bucket_mb: float | None, only: Container[str] | None = None
+) -> list[Bucket]:
+    """Divide a profile's parameters, or `only` some, among buckets: shapes of each, by name."""
+    parameters = _parameters(profile)
+    arriving = [
+        (name, VALUE_BYTES * math.prod(parameters[name]))
+        for name in reversed(parameters)
+        if only is None or name in only
+    ]
     planned = group(arriving, bucket_mb, profile.bytes_scale)
     return [{name: parameters[name] for name in names} for names in planned]
 
 
-def _begins(begin: Begin, ready: int, num_layers: int) -> int:
+def _parameters(profile: Profile) -> Bucket:
+    return {
+        f"{layer.name}.{kind}": shape
+        for layer in profile.layers
+        for kind, shape in shapes(profile.values(layer)).items()
+    }
+
+
+def _begins(pattern: Pattern, ready: int, num_layers: int) -> int:
     """Return the layer whose gradient starts an exchange; `ready` completes its bucket."""
-    if begin is Begin.DURING_BACKWARD:
+    if pattern.begins is Begin.DURING_BACKWARD:
         return ready
-    return num_layers if begin is Begin.NEXT_STEP else 0  # layer 0 is the last to have a gradient
-
-
-def _share(stage: Stage, parts: int) -> Stage:
-    """Return one of `parts` equal parts of a stage: the share of one step or one leg."""
-    return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)
+    return num_layers if pattern.outlasts_step else 0  # layer 0 is the last to have a gradient

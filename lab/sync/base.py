@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
@@ -46,6 +47,19 @@ class SyncParts:
     accumulate: int = 1
 
 
+@dataclass(frozen=True)
+class Shard:
+    """This rank's slice of a parameter: its values `start` to `stop`, in memory order.
+
+    Attributes:
+        values: a view of the parameter, of as many dimensions; all but the last are 1.
+    """
+
+    values: nn.Parameter
+    start: int
+    stop: int
+
+
 class Sync(ABC):
     """A schedule that keeps replicas of a model together while ranks compute their own gradients.
 
@@ -55,7 +69,7 @@ class Sync(ABC):
             with sync.micro_batch(last=...):
                 (loss(sync.module(inputs)) * sync.loss_factor).backward()
         finite = sync.finish()
-        optimizer.step()
+        sync.update(optimizer)
         late = sync.after_update(last=...)
 
     Attributes:
@@ -68,6 +82,8 @@ class Sync(ABC):
             sets it in each step.
         clock: records when exchanges run. The trainer sets it; None: nothing is recorded.
         needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
+        shards: the slices that this rank's optimizer updates, by parameter name; {}: it updates
+            whole parameters.
 
     Raises:
         ValueError: the pattern refuses `overlap` or `precision`.
@@ -86,11 +102,17 @@ class Sync(ABC):
         self.loss_scale = 1.0
         self.clock: Clock | None = None
         self.needs_like_gpus = False
+        self.shards: dict[str, Shard] = {}
 
     @property
     def every(self) -> int:
         """Steps from one exchange to the next."""
         return self.pattern.every
+
+    @property
+    def waits_in(self) -> tuple[str, ...]:
+        """Phases of a step, besides that of the exchange, in which a rank waits for others."""
+        return ("backward",) if self.pattern.waits_in_backward else ()
 
     @property
     def own_replicas(self) -> bool:
@@ -106,6 +128,18 @@ class Sync(ABC):
     def loss_factor(self) -> float:
         """The factor by which to multiply the loss before backward."""
         return self.loss_scale
+
+    def optimized(self, model: nn.Module) -> nn.Module:
+        """Return the module whose parameters this rank's optimizer updates."""
+        return model
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Return the norm of the gradients that `finish` left, over the ranks if these shard them.
+
+        Args:
+            own: of those on this rank, float32 []. All ranks call this together.
+        """
+        return own
 
     def __enter__(self) -> Self:
         return self
@@ -127,6 +161,11 @@ class Sync(ABC):
             Exception: the first error of an exchange.
         """
 
+    def update(self, optimizer: Optimizer) -> None:
+        """Take the optimizer's step, and clear the gradients."""
+        optimizer.step()
+        optimizer.zero_grad()
+
     def after_update(self, last: bool) -> Tensor | None:
         """Exchange weights, if this sync does, once the optimizer has updated them.
 
@@ -138,12 +177,20 @@ class Sync(ABC):
         """
         return None
 
-    def sent(self) -> tuple[int, int]:
-        """Return the payload bytes and messages of the exchanges that have ended."""
-        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+    def sent(self) -> Sent:
+        """Return what the exchanges that have ended have sent."""
+        return self.comm.traffic.so_far()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Enclose forward passes outside of steps, of which each rank may run its own number."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that another collective may begin."""
+
+    def idle(self) -> list[str]:
+        """List this sync's settings that change nothing in the run; see lab.sync.idle."""
+        return []
 
     def state_dict(self) -> SyncState:
         """Return the tensors to keep between steps, the same on all ranks."""

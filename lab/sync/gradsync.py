@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Self, cast
 
@@ -14,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.comm import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.base import Sync, SyncParts, SyncState
+from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
+from lab.sync.observed import observed
 from lab.sync.pattern import Begin, Pattern, gradsync
 
 
@@ -32,12 +34,13 @@ class GradSync(Sync):
 
     Args:
         pattern: a subclass's; None: GradSync's own.
+        multiple: divides the length of each bucket's flat tensor; zeros fill it up.
 
     Raises:
         ValueError: the exchange cannot run over this comm.
     """
 
-    def __init__(self, parts: SyncParts, pattern: Pattern | None = None) -> None:
+    def __init__(self, parts: SyncParts, pattern: Pattern | None = None, multiple: int = 1) -> None:
         super().__init__(parts, pattern or gradsync(parts.overlap))
         self.exchange.check_reach(self.comm)
         self.worker = parts.worker
@@ -45,7 +48,8 @@ class GradSync(Sync):
         self.divides_loss = self.exchange.takes_divided
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
-        self._plan = partial(plan, parts.model, parts.bucket_mb)
+        self.drift: Drift | None = None  # the same
+        self._plan = partial(plan, parts.model, parts.bucket_mb, multiple=multiple)
         self._device = next(parts.model.parameters()).device
         self._arrived: list[str] = []
         self._armed = False
@@ -89,11 +93,14 @@ class GradSync(Sync):
 
         The mean is in `grad` afterwards, even if it is not finite; see Sync.
         """
+        self._all_ready()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         self.worker.wait()
         if self.noise:
             self.noise.end_step()
+        if self.drift:
+            self.drift.end_step()
         finite = self._all_finite()
         if self.order is None and len(self.buckets) > 1:
             self._follow(self._order_of_rank_0())
@@ -111,12 +118,20 @@ class GradSync(Sync):
 
     def _follow(self, order: list[str]) -> None:
         self.order = order
+        if self.drift:
+            self.drift.restart()
         self._use(self._plan(order))
 
     def _use(self, buckets: list[BucketPlan]) -> None:
         self.buckets = buckets
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.parameters}
         self._begin_step()
+
+    def _all_ready(self) -> None:
+        """Mark the buckets that backward did not complete, or whose hooks start nothing."""
+        if self.clock:
+            for bucket in range(len(self.buckets)):
+                self.clock.ready(bucket)
 
     def _begin_step(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
@@ -128,7 +143,10 @@ class GradSync(Sync):
         if self.order is None:
             self._arrived.append(name)
         self.worker.advance()
-        self._missing[self._bucket_of[name]] -= 1
+        bucket = self._bucket_of[name]
+        self._missing[bucket] -= 1
+        if self.clock and self._during_backward and self._missing[bucket] == 0:
+            self.clock.ready(bucket)
         while (
             self._during_backward
             and len(self._exchanged) < len(self.buckets)
@@ -147,12 +165,12 @@ class GradSync(Sync):
         return [names[index] for index in cast(list[int], order.tolist())]  # pyright: ignore[reportUnknownMemberType]
 
     def _submit_next(self) -> None:
-        bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
+        with self.clock.exchange_work() if self.clock else nullcontext():
+            bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
         job = partial(self._stages, bucket)
-        if self.clock:
-            job = self.clock.traced(str(bucket), job, coded=not self.exchange.exact)
+        job = observed(self.clock, str(bucket), job, self.exchange, self.comm, self.worker)
         self.worker.submit(label, job)
 
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
@@ -160,6 +178,10 @@ class GradSync(Sync):
             bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
         if self.noise:
             self.noise.before(bucket, self.comm.size)
+        if self.drift:
+            self.drift.before(bucket)
         yield from self.exchange.stages(bucket, self.comm)
         if self.noise:
             self.noise.after(bucket)
+        if self.drift:
+            self.drift.after(bucket)

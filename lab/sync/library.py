@@ -38,8 +38,6 @@ class LibrarySync(Sync):
         """Unscale, and count what the library sent. Call it when the library is done."""
         self._unscale()
         if self._wire_bytes:
-            steps, size = 2 * (self.comm.size - 1), self.comm.size
-            self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
-            self.comm.traffic.num_messages += steps
+            self.comm.count_all_reduce(self._wire_bytes)
         self.step += 1
         return None

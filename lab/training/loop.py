@@ -33,7 +33,7 @@ class Loop(Protocol):
     Attributes:
         batch_size: global.
         first_step: number of the first step of this start of the run.
-        traffic: payload bytes and messages, of one step after the other; empty: unknown.
+        traffic: what each step sent, one after the other (see `Sent`); empty: unknown.
     """
 
     @property

@@ -15,7 +15,7 @@ def note_plan(trainer: Loop, record: Record) -> None:
     if not isinstance(trainer.sync, Sync) or not hasattr(trainer.config, "accumulate"):
         return
     record.buckets = _buckets(trainer)
-    record.idle = idle(
+    record.idle = trainer.sync.idle() + idle(
         trainer.sync.pattern,
         strategy=record.strategy,
         world_size=record.world_size,

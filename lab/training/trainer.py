@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from lab.task.base import Task
 from lab.training.gradients import LossScale, clip_gradients, gradients_finite
 from lab.training.losses import Losses, overflow
 from lab.training.optim import Optim
+from lab.training.planted import Plant
 from lab.training.progress import Progress
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,14 +58,16 @@ class Trainer:
         self.config, self.world, self.watch, self.data = config, world, watch, data
         self.task, self.model, self.sync, self.optim = task, model, sync, optim
         self.batch_size, self.progress = batch_size, progress
-        self.optimizer = optim.optimizer(model)
+        self.optimized = sync.optimized(model)
+        self.optimizer = optim.optimizer(self.optimized)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
+        self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         sync.clock = self.clock
         self.memory = Memory(world.device)
         self.first_step = 0  # of this start of the run
+        self.plant: Plant | None = None  # set to delay a phase of each step
         self.losses = Losses()
-        self.traffic = array("q")  # payload bytes and messages, of one step after the other
+        self.traffic = array("q")  # see lab.training.loop.Loop
 
     def steps(self) -> Iterator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
@@ -73,7 +77,9 @@ class Trainer:
                 any other work.
         """
         batches = iter(self.data.train_batches(self._sampler()))
+        batches = self.plant.over(batches) if self.plant else batches
         self.sync.step = self.progress.step
+        self.sync.exchange.total_steps = self.total_steps
         with self.sync:
             self.model.train()
             before = self.sync.sent()
@@ -83,7 +89,7 @@ class Trainer:
                 with self.clock.step():
                     self._step(batches)
                 now = self.sync.sent()  # since the last step: exchanges may outlast their steps
-                self.traffic.extend((now[0] - before[0], now[1] - before[1]))
+                self.traffic.extend(map(operator.sub, now, before))
                 before = now
                 self.progress.step += 1
                 self.progress.samples += self.batch_size
@@ -101,7 +107,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(self.task.num_sums, dtype=torch.float64, device=self.world.device)
         per_rank = max(1, self.batch_size // self.world.size)
-        with torch.no_grad():
+        with torch.no_grad(), self.sync.evaluating():
             for batch in self.data.test_batches(self.world.rank, self.world.size, per_rank):
                 inputs, targets = batch
                 with self._autocast():
@@ -155,7 +161,7 @@ class Trainer:
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
-            good = gradients_finite(self.model, finite)
+            good = gradients_finite(self.optimized, finite)
             self.loss_scale.update(good)
             if not good:
                 self.sync.exchange.load_state_dict(exchange_before)
@@ -163,10 +169,9 @@ class Trainer:
                 self.progress.num_skipped_steps += 1
                 return
         if self.config.clip_grad_norm is not None:
-            clip_gradients(self.model, self.config.clip_grad_norm)
+            clip_gradients(self.optimized, self.config.clip_grad_norm, self.sync.norm)
         self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.sync.update(self.optimizer)
 
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.

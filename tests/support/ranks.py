@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lab.distributed import world as worlds
+from lab.distributed.sharded import whole
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
@@ -141,10 +142,10 @@ def execute(arguments: list[str], config: DictConfig) -> Outcome:
     assert directory is not None
     run = Run(config, arguments, world, directory)
     code = run.execute()
-    worlds.stop()
     assert run.parts is not None
     trainer = run.parts.trainer
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    weights = {n: whole(p.detach()) for n, p in trainer.model.named_parameters()}
+    worlds.stop()
     return Outcome(code, run.record.to_json(), weights, trainer.sync.exchange.state_dict())
 
 

@@ -24,6 +24,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.int8 import Int8
 from lab.measure import peak
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
@@ -156,11 +157,24 @@ def test_one_wrong_value_is_counted_on_every_rank() -> None:
     assert [each["broken"] for each in wrong_by_rank(3, {"broken": Forgetful})] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["none", "onebit"])
-def test_what_is_no_all_reduce_is_refused(name: str) -> None:
-    exchanges = {name: build(load([f"exchange={name}"]).exchange)}
-    with pytest.raises(ConfigError, match=f"exchange={name}: is not an all-reduce"):
+def test_what_delivers_no_mean_is_refused() -> None:
+    exchanges = {"none": build(load(["exchange=none"]).exchange)}
+    with pytest.raises(ConfigError, match="exchange=none: delivers no mean; allowed are"):
         run_ranks(2, lambda comm: collective.make_candidates(exchanges, comm))
+
+
+class OnItsOwn(Int8):
+    """A broken compressing exchange: rank 1 ends with another value."""
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        super().average(bucket, comm)
+        bucket.flat[7] += comm.rank
+
+
+def test_ranks_must_agree_on_what_a_lossy_exchange_delivers() -> None:
+    make = {"int8": Int8, "broken": OnItsOwn}
+    found = [(each["int8"], each["broken"]) for each in wrong_by_rank(2, make)]
+    assert found == [(0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
