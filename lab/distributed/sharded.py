@@ -24,7 +24,7 @@ def whole(value: Any) -> Any:
         return {key: whole(each) for key, each in value.items()}
     if isinstance(value, list):
         return [whole(each) for each in value]
-    return value.full_tensor() if isinstance(value, Tensor) and is_sharded(value) else value
+    return value.full_tensor() if isinstance(value, Tensor) and is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def local(tensor: Tensor) -> Tensor:

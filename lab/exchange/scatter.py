@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lab.codec import int8
+from lab.codec.int8 import codec as int8
 from lab.codec.onebit.message import Matrix, Message
 from lab.distributed.comm import Comm, SummedParts
 from lab.exchange.allreduce import AllReduce

@@ -184,13 +184,14 @@ def _step(
 
 
 def _of_weights(
-    profile: Profile, strategy: Strategy, network: Network, planned: list[Exchange]
-) -> list[Exchange]:
+    profile: Profile, strategy: Strategy, network: Network, planned: Sequence[Exchange]
+) -> Sequence[Exchange]:
     """Return the exchanges of weights after the update."""
     if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs:  # the way that gradients came
         return planned
     if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs:  # in full, whatever type gradients had
-        return exchanges(profile, replace(strategy, exchange=EXACT), network)
+        (buckets,) = buckets_of_fragments(profile, strategy)
+        return exchanges(profile, replace(strategy, exchange=EXACT), network, buckets)
     return []
 
 

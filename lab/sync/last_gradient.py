@@ -29,8 +29,8 @@ class LastGradient:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                hook = register(partial(self._ready, name))
-                self._hooks[name] = cast(RemovableHandle, hook)
+                hook = cast(RemovableHandle, register(partial(self._ready, name)))
+                self._hooks[name] = hook
 
     def end_step(self) -> None:
         """Keep the hook of the last gradient alone."""

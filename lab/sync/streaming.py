@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lab.distributed.comm import Sent
 from lab.exchange.bucket import plan
 from lab.sync import fragments as rules
 from lab.sync.base import SyncParts, SyncState
