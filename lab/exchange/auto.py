@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Kept, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback
 from lab.measure.clock import Mark, mark, seconds
@@ -85,6 +86,12 @@ class Auto(Exchange):
         all_medians = medians.new_empty(comm.size, 2)
         comm.all_gather(all_medians, medians)
         return all_medians.amax(dim=0).cpu()
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        yield from self.compressed.kept(shapes, comm)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return max(each.error_bound(largest, size) for each in (self.compressed, self.plain))
 
     def choices(self) -> list[dict[str, Any]]:
         """Return for each bucket its first parameter, both costs and the chosen exchange."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Kept, Shapes
 from lab.exchange.bucket import GradBucket
 
 
@@ -56,6 +58,13 @@ class ErrorFeedback(Exchange):
         for name, start, stop in bucket.spans():
             if name in self.residual:
                 bucket.flat[start:stop] += record_stream(self.residual.pop(name))
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        for name, values in self.residual.items():
+            yield name, 0, values.view(-1)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return 0.0 if self.error_feedback else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}

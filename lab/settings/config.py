@@ -112,6 +112,9 @@ class Settings:
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown", "noise"))
+    check: str = setting(
+        "none", "first: prove in the first steps that gradients are averaged", ("none", "first")
+    )
     warmup_steps: int | None = setting(
         None, "first steps, which statistics leave out; null: until step time is steady", at_least=0
     )

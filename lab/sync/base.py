@@ -142,6 +142,14 @@ class Sync(ABC):
         """Return the payload bytes and messages of the exchanges that have ended."""
         return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
 
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of the parameters of each bucket; empty: a library plans them."""
+        return []
+
+    def error_bound(self, largest: float, size: int) -> float:
+        """Bound the distance of a gradient from the mean, as Exchange.error_bound does."""
+        return self.exchange.error_bound(largest, size)
+
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that another collective may begin."""
 

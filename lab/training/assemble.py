@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lab.certificate.by_sync import check_of
+from lab.certificate.check import Check
 from lab.data import Data
 from lab.distributed import replicas
 from lab.distributed import world as worlds
@@ -106,10 +108,30 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     _require_like_gpus(world, exchange, sync)
     if config.measure == "noise":
         _observe_noise(sync)
-    trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
+    trainer = Trainer(
+        settings,
+        world,
+        watch,
+        data,
+        task,
+        model,
+        sync,
+        optim,
+        batch_size,
+        progress,
+        _check(config, model, sync, world),
+    )
     _require_sgd(config, sync, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
+
+
+def _check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
+    """Return the examination of the first exchanges that `check` asks for."""
+    if config.check == "none":
+        return Check()
+    exchange: Any = OmegaConf.to_container(config.exchange, resolve=True)
+    return check_of(model, sync, world.gather, world.size, exchange, config.strategy)
 
 
 def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:

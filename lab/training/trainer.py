@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lab.certificate.check import Check
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
 from lab.distributed.replicas import broadcast_buffers
@@ -19,6 +20,7 @@ from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
+from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
@@ -37,7 +39,7 @@ class Trainer:
         watch: tells when to stop. task: loss and metrics of the model's outputs. model: on the
         device, transformed, equal on all ranks. sync: exchanges gradients, or weights every few
         steps. optim: sets the hyperparameters of each update. batch_size: global batch size.
-        progress: the first and the last step.
+        progress: the first and the last step. check: examines the first exchanges.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class Trainer:
         optim: Optim,
         batch_size: int,
         progress: Progress,
+        check: Check,
     ) -> None:
         self.config, self.world, self.watch, self.data = config, world, watch, data
         self.task, self.model, self.sync, self.optim = task, model, sync, optim
-        self.batch_size, self.progress = batch_size, progress
+        self.batch_size, self.progress, self.check = batch_size, progress, check
         self.optimizer = optim.optimizer(model)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
@@ -71,10 +74,11 @@ class Trainer:
         Raises:
             FloatingPointError: a step was not finite, found while the next one is queued or before
                 any other work.
+            CertificateError: gradients are not exchanged as they should be.
         """
         batches = iter(self.data.train_batches(self._sampler()))
         self.sync.step = self.progress.step
-        with self.sync:
+        with self.sync, self.check:
             self.model.train()
             before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
@@ -120,6 +124,11 @@ class Trainer:
         """Optimizer steps of the whole run, including those before a resume."""
         return self.progress.total_steps
 
+    @property
+    def certificate(self) -> Certificate | None:
+        """What `check` has found; None: it looks at nothing, or is not done."""
+        return self.check.certificate
+
     def evaluated(self) -> bool:
         """True if the current weights have been evaluated."""
         evaluations = self.progress.evaluations
@@ -146,11 +155,15 @@ class Trainer:
             total += loss.detach()
         with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()
+        self.check.after_gradients()
         self._check_last_step()  # before the update, so that weights show the error
         with clock.phase("update"):
             self._update(finite, before)
+        last = self.progress.step + 1 == self.total_steps
+        self.check.before_weights(last)
         with clock.phase("exchange"):  # of weights
-            late = sync.after_update(last=self.progress.step + 1 == self.total_steps)
+            late = sync.after_update(last)
+        self.check.after_weights()
         self.losses.append(total, *() if self.loss_scale else (finite, late))
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:

@@ -1,0 +1,178 @@
+"""Bytes of an exchange: as a formula says, as Comm counts them, and as an interface counted them."""
+
+from __future__ import annotations
+
+import math
+import platform
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.simulate.costs import CARDS, class_of, payload_bytes
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.network import Network
+
+INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")
+TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements
+SLACK_BYTES = 32_768  # of control messages: stores, barriers, the order of buckets
+OF_A_MESSAGE = 512  # bytes by which alignment and padding may lengthen a rank's part of a bucket
+# Payload bytes are the same over any links.
+ANY_LINKS = Hardware("any", "any links", "gloo", 1, None, Link(0.0, 1e9), math.inf)
+Shapes = Sequence[tuple[int, ...]]  # of a bucket's parameters
+
+
+class Odometer:
+    """Bytes that one rank sends, and that its interfaces send, from `start` to `stop`."""
+
+    def start(self, sent: int) -> None:
+        """Begin to count; `sent` is the payload so far."""
+        self._sent, self._before = sent, _interface_bytes()
+
+    def stop(self, sent: int) -> Tensor:
+        """Return payload; interfaces' counts before and after, of lo and of all; and where."""
+        after = _interface_bytes()
+        host = zlib.crc32(platform.node().encode())
+        namespace = NAMESPACE.stat().st_ino if NAMESPACE.exists() else 0
+        row = [sent - self._sent, *self._before, *after, namespace, host]
+        return torch.tensor(row, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one exchange moved.
+
+    Attributes:
+        payload: bytes by rank that were handed to the network.
+        counted: bytes of all ranks that crossed the interfaces; None: no interface tells.
+        why: the reason for None; else the interface's name.
+    """
+
+    payload: tuple[int, ...]
+    counted: float | None
+    why: str
+
+
+def moved(rows: Tensor, backend: str) -> Moved:
+    """Combine the results of `Odometer.stop` of all ranks: [N, 7]."""
+    payload = tuple(int(each) for each in rows[:, 0].tolist())
+    if backend != "gloo":
+        return Moved(payload, None, f"{backend} need not send over an interface")
+    if len(set(rows[:, 6].tolist())) > 1:
+        return Moved(payload, None, "the hosts' interfaces carry others' bytes too")
+    if not INTERFACES.exists():
+        return Moved(payload, None, f"no {INTERFACES} here")
+    places = rows[:, 5]
+    inside = [rows[places == place] for place in places.unique()]
+    # All ranks of a namespace read the same counters: the first before, the last after.
+    before, after = (1, 3) if len(inside) == 1 else (2, 4)
+    counted = sum(float(each[:, after].max() - each[:, before].min()) for each in inside)
+    return Moved(payload, counted, "lo" if len(inside) == 1 else "the hosts' interfaces")
+
+
+def formula_bytes(
+    exchange: Mapping[str, Any] | None, buckets: Sequence[Shapes], size: int
+) -> float | None:
+    """Return the bytes of the busiest rank by the exchange's card; None: it has none.
+
+    Args:
+        exchange: its settings. buckets: shapes by bucket.
+    """
+    if not exchange or "_target_" not in exchange or not buckets:
+        return None
+    name = class_of(exchange)
+    # A class of the same name elsewhere is another one; and `auto` decides by the clock.
+    if name not in CARDS or name == "Auto" or not exchange["_target_"].startswith("lab."):
+        return None
+    network = Network(ANY_LINKS, size)
+    return sum(payload_bytes(shapes, exchange, network) for shapes in buckets)
+
+
+def ring_bytes(num_values: int, size: int) -> float:
+    """Return the bytes of all ranks in an fp32 ring."""
+    return 2 * (size - 1) * 4.0 * num_values
+
+
+@dataclass
+class Ledger:
+    """The bytes of several exchanges, compared with each other and with the formula.
+
+    Args:
+        num_values: of the gradients.
+        entries: the exchanges, in order.
+    """
+
+    num_values: int
+    entries: list[Moved]
+
+    def fault(self, formula: float | None, padding: float) -> str | None:
+        """Return why the last exchange did not send what it should; None: it did.
+
+        Args:
+            formula: bytes of the busiest rank; None: there is none.
+            padding: bytes by which the formula may be too low.
+        """
+        payload = self.entries[-1].payload
+        if not any(payload):
+            return "hook ignored: the exchange handed no byte to the network"
+        if formula is not None and abs(max(payload) - formula) > TOLERANCE * formula + padding:
+            return (
+                f"bytes: rank {payload.index(max(payload))} handed {max(payload)} bytes to the "
+                f"network, and the formula of this exchange says {formula:.0f}"
+            )
+        return None
+
+    @property
+    def factor(self) -> float | None:
+        """How many times fewer bytes were handed to the network than by an fp32 ring."""
+        total = sum(self.entries[-1].payload)
+        return ring_bytes(self.num_values, len(self.entries[-1].payload)) / total if total else None
+
+    @property
+    def counted_factor(self) -> float | None:
+        """The same of the bytes that an interface counted; the most of all exchanges."""
+        counted = [each.counted for each in self.entries if each.counted]
+        return (
+            ring_bytes(self.num_values, len(self.entries[-1].payload)) / min(counted)
+            if counted
+            else None
+        )
+
+    def excess(self) -> tuple[float | None, str]:
+        """Return counted bytes over payload, the least of all exchanges; or None, and why.
+
+        Others' bytes only add, so the least is nearest to the exchange's own.
+        """
+        *_, last = self.entries
+        if last.counted is None:
+            return None, last.why
+        if sum(last.payload) < 2 * SLACK_BYTES:
+            kib = sum(last.payload) / 1024
+            return None, f"{kib:.3g} KiB are too few to be told from control messages"
+        ratios = [_ratio(each) for each in self.entries if each.counted is not None]
+        return min(ratios), last.why
+
+
+def _ratio(each: Moved) -> float:
+    """Return counted bytes over payload, less what control messages may have added."""
+    total = sum(each.payload)
+    assert each.counted is not None
+    over = each.counted - total
+    spared = math.copysign(min(abs(over), SLACK_BYTES), over)
+    return (each.counted - spared) / total
+
+
+def _interface_bytes() -> tuple[float, float]:
+    """Return the bytes sent so far over lo, and over all interfaces of this namespace."""
+    try:
+        lines = INTERFACES.read_text().splitlines()[2:]
+    except OSError:
+        return 0.0, 0.0
+    sent = {
+        name.strip(): float(row.split()[8]) for name, _, row in (s.partition(":") for s in lines)
+    }
+    return sent.get("lo", 0.0), sum(sent.values())
