@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lab.certificate.report import CertificateError as CertificateError
     from lab.loop.attach import attach as attach
     from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
     from lab.loop.grad_sync import grad_sync as grad_sync
@@ -22,9 +23,18 @@ _HOME = {
     "ddp_comm_hook": "lab.loop.attach",
     "grad_sync": "lab.loop.grad_sync",
     "Run": "lab.loop.run",
+    "CertificateError": "lab.certificate.report",
     "ConfigError": "lab.settings.errors",
 }
-__all__ = ["ConfigError", "Run", "__version__", "attach", "ddp_comm_hook", "grad_sync"]
+__all__ = [
+    "CertificateError",
+    "ConfigError",
+    "Run",
+    "__version__",
+    "attach",
+    "ddp_comm_hook",
+    "grad_sync",
+]
 
 
 def __getattr__(name: str) -> Any:

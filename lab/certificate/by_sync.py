@@ -175,7 +175,7 @@ def check_of(
         exchange: settings of the sync's exchange.
         strategy: name, for messages.
     """
-    pattern, size = sync.pattern, sync.comm.size
+    pattern = sync.pattern
     if num_launched == 1:
         return Unchecked("one rank has nothing to exchange")
     moves_nothing = pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 from torch import Tensor, nn
@@ -38,11 +38,18 @@ class Observer:
     Args:
         model: names the parameters.
         sync: exchanges their gradients.
+        on_gradient: called when a gradient appears.
     """
 
-    def __init__(self, model: nn.Module, sync: Exchanging, about: About) -> None:
-        self._sync = sync
-        self.watch = watch = Watch(model, self.begin)
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: Exchanging,
+        about: About,
+        on_gradient: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sync, self._on_gradient = sync, on_gradient
+        self.watch = watch = Watch(model, self._gradient)
         watch.bounded = 0 < about.error_bound(1.0, about.size) < math.inf
         self.odometer = Odometer()
         self.buckets: list[Shapes] = []
@@ -109,6 +116,11 @@ class Observer:
         assert self._kept is not None
         self._kept = self._kept[:, -1:]
         self.watch.head_only = True
+
+    def _gradient(self, first: bool) -> None:
+        if first:
+            self.begin()
+        self._on_gradient()
 
     def _kept_now(self) -> Tensor:
         return self.watch.kept(self._sync.exchange, self._sync.comm)

@@ -13,7 +13,8 @@ from torch import Tensor
 from lab.certificate.verdict import Verdict
 from lab.certificate.watch import Seen
 
-NEAR = 0.02  # relative distance at which a gradient is taken for a candidate
+NEAR = 1e-3  # relative distance at which a gradient is taken for a candidate
+NEAR_ROUNDINGS = 8  # and so many spacings of the gradients' type
 NEAR_LOSSY = 0.25  # the same after an exchange that is off by a bound
 TAKES_PART = 0.1  # share of the largest weight from which on a rank takes part in a mean
 
@@ -47,20 +48,18 @@ class Diagnosis:
     parameters: tuple[int, ...]
 
 
-def diagnose(seen: Seen, verdict: Verdict, last: Tensor | None, lossy: bool) -> Diagnosis:
+def diagnose(seen: Seen, verdict: Verdict, last: Tensor | None, near: float) -> Diagnosis:
     """Name what most of the ranks with wrong gradients hold.
 
     Args:
         last: image of the mean of the step before [P, K]; None: there was none.
-        lossy: the exchange may be off by a bound.
+        near: relative distance at which a gradient is taken for a candidate.
     """
     wrong = verdict.wrong.any(dim=0)
     which, ranks = wrong.nonzero().flatten(), verdict.wrong.any(dim=1).nonzero().flatten().tolist()
-    near = NEAR_LOSSY if lossy else NEAR
     found = {rank: _of_rank(rank, seen, verdict.mean, which, last, near) for rank in ranks}
-    fault, _ = Counter(fault for fault, _ in found.values()).most_common(1)[0]
-    like = tuple(rank for rank in ranks if found[rank][0] is fault)
-    text = found[like[0]][1]
+    fault, text = Counter(found.values()).most_common(1)[0][0]
+    like = tuple(rank for rank in ranks if found[rank] == (fault, text))
     if fault is Fault.OWN and verdict.proven.any():  # other parameters are exchanged
         fault = Fault.LEFT_OUT
     return Diagnosis(fault, text, like, tuple(which.tolist()))
@@ -73,7 +72,7 @@ def _of_rank(
         return Fault.LEFT_OUT, "no gradient"
     got, mean = seen.delivered[rank, which], mean[which]
     if not got.any():
-        return Fault.STALE, "zeros, as a buffer that nothing was written to"
+        return Fault.STALE, "zeros, as if nothing was written,"
     candidates = [*_candidates(rank, seen.own[:, which], seen.sent[:, which], mean)]
     if last is not None:
         candidates.append((Fault.STALE, "the mean of the step before", last[which]))
@@ -115,7 +114,7 @@ def _mixture(got: Tensor, sent: Tensor, near: float) -> tuple[Fault, str] | None
     if len(members) == size:
         return Fault.SCALED, f"{total:.3g}x the mean"
     times = "" if abs(total - 1) < 2 * near else f"{total:.3g}x "
-    return Fault.GROUP, f"{times}the mean over {len(members)} of {size} ranks ({named(members)})"
+    return Fault.GROUP, f"{times}the mean over {len(members)} of {size} ({named(members)})"
 
 
 def apart(got: Tensor, other: Tensor) -> float:
@@ -124,8 +123,19 @@ def apart(got: Tensor, other: Tensor) -> float:
     return float((got - other).norm() / size) if size else 0.0
 
 
+def near_of(bound: float, eps: float) -> float:
+    """Return the distance at which gradients are alike.
+
+    Args:
+        bound: error that the exchange allows itself. eps: relative spacing of the gradients' type.
+    """
+    return NEAR_LOSSY if bound else max(NEAR, NEAR_ROUNDINGS * eps)
+
+
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks as text: "0-3", or "0, 2"."""
+    """Return ranks as text: "rank 1", "ranks 0-3" or "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(map(str, ranks))
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lab.certificate import report
-from lab.certificate.diagnosis import Fault, diagnose, named
+from lab.certificate.diagnosis import Diagnosis, Fault, diagnose, named, near_of
 from lab.certificate.report import CertificateError, failed
 from lab.certificate.sketch import HEAD
 from lab.certificate.traffic import (
-    OF_A_MESSAGE,
+    BLOCK_BYTES,
     TOLERANCE,
     Ledger,
     Odometer,
@@ -27,6 +27,10 @@ from lab.certificate.verdict import Verdict, bounds, judge, unequal_at_start
 from lab.certificate.watch import Seen
 from lab.record.certificate import Certificate
 
+NO_GRADIENT = (
+    "hook ignored: backward reached no parameter of this model; perhaps a copy of it trains"
+)
+TOO_LATE = "but became trainable after its exchange was set up"
 TF32_EPS = 2.0**-10
 QUIET_S, QUIET_BYTES = 0.05, 4096  # in such a pause, more bytes than these are others'
 PROPERTY = {
@@ -110,33 +114,26 @@ class Examination:
         Raises:
             CertificateError: names what is wrong.
         """
+        traffic = self.about.gather(sent)  # first: once all have read them, bytes may travel
         seen = mine.of_all(self.about.gather)
-        traffic = self.about.gather(sent)
         if not seen.is_finite():
             return False
         self.num_exchanges += 1
         self._check_start(seen.start)
         if not seen.reached.any():
-            self.fail(
-                "exchanged",
-                "hook ignored: backward reached no parameter of this model; does a copy of it train?",
-            )
+            self.fail("exchanged", NO_GRADIENT)
         if late := seen.late.any(dim=0).nonzero().flatten().tolist():
-            self.fail(
-                "complete",
-                f"left out: {self.late_names()[late[0]]} has a gradient, but became trainable after its exchange was set up",
-            )
+            name = self.late_names()[late[0]]
+            self.fail("complete", f"left out: {name} has a gradient, {TOO_LATE}")
         self._check_gradients(seen, range(self.about.size) if judged is None else judged)
         self._check_bytes(traffic, buckets)
         return True
 
     def check_weights(self, weights: Tensor) -> None:
-        """Refuse weights that differ after they were exchanged: images [P, K]. A collective call."""
+        """Refuse weights [P, K] that differ after they were exchanged. A collective call."""
         for index, ranks in unequal_at_start(self.about.gather(weights.cpu())).items():
-            self.fail(
-                "exchanged",
-                f"not exchanged: {self.names[index]} on ranks {named(ranks)} differs from rank 0's after weights were sent",
-            )
+            where = f"{self.names[index]} on {named(ranks)}"
+            self.fail("exchanged", f"not exchanged: {where} differs from rank 0's, which was sent")
 
     def fail(self, property: str, text: str) -> None:
         """End the examination.
@@ -173,7 +170,8 @@ class Examination:
 
     def _check_start(self, start: Tensor) -> None:
         for index, ranks in unequal_at_start(start).items():
-            text = f"different initial weights: {self.names_at_start[index]} on ranks {named(ranks)} was not equal to rank 0's in the first step"
+            where = f"{self.names_at_start[index]} on {named(ranks)}"
+            text = f"different initial weights: {where} differs from rank 0's in the first step"
             self.fail("equal start", text)
 
     def _check_gradients(self, seen: Seen, judged: Sequence[int]) -> None:
@@ -184,25 +182,30 @@ class Examination:
         first, bound = seen.row(0), bounds(self.bound, sizes)
         verdict = judge(first, bound, eps, judged)
         if verdict.wrong.any():
-            found = diagnose(first, verdict, self._last, self.bound > 0)
-            few = [self.names[index] for index in found.parameters]
-            which = few[0] if len(few) == 1 else f"{few[0]} and {len(few) - 1} more"
-            hold = "holds" if len(few) == 1 else "hold"
-            text = (
-                f"{found.fault.value}: {which} on ranks {named(found.ranks)} {hold} {found.text}, in exchange {self.num_exchanges}, where the mean of the ranks' own "
-                "gradients should be, which were noted before the exchange"
-            )
+            found = diagnose(first, verdict, self._last, near_of(self.bound, float(eps.max())))
+            text = f"{found.fault.value}: {self._located(found)}"
             self.fail(PROPERTY[found.fault], text)
         if self.verdict is None:  # the first one reads all values
             self.verdict = verdict
         self._last = seen.row(-1).sent.mean(dim=0)
+
+    def _located(self, found: Diagnosis) -> str:
+        names = [self.names[index] for index in found.parameters]
+        which = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        hold = "holds" if len(found.ranks) == 1 else "hold"
+        return (
+            f"{named(found.ranks)} {hold} {found.text} in {which} (exchange "
+            f"{self.num_exchanges}), not the mean of the ranks' own gradients, noted before it"
+        )
 
     def _check_bytes(self, traffic: Tensor, buckets: Sequence[Shapes]) -> None:
         about = self.about
         self.ledger.entries.append(moved(traffic, about.backend))
         if not about.counts_itself:
             return
-        padding = OF_A_MESSAGE * about.size * len(buckets) + 16 * len(self.names)
+        # Each rank's part of each bucket may end in a block that is not full.
+        block = max(BLOCK_BYTES, (about.settings or {}).get("block_size", 0))
+        padding = 2 * block * about.size * len(buckets) + 16 * len(self.names)
         formula = formula_bytes(about.settings, buckets, about.size)
         if fault := self.ledger.fault(formula, padding):
             self.fail("exchanged" if fault.startswith("hook") else "bytes", fault)

@@ -18,7 +18,7 @@ PROPERTIES = (
 HOW = {
     "equal start": "random projections of weights and buffers are equal on all ranks",
     "exchanged": "delivered gradients are no rank's own",
-    "averaged once": "delivered + what compression kept back = the mean of the ranks' own gradients",
+    "averaged once": "delivered + errors kept = the mean of the ranks' own gradients",
     "right group": "that mean is over all ranks",
     "complete": "it holds for each parameter that backward reached",
     "fresh": "it is the mean of the same step",

@@ -1,4 +1,4 @@
-"""Bytes of an exchange: as a formula says, as Comm counts them, and as an interface counted them."""
+"""Bytes of an exchange: by its formula, as Comm counts them, and as an interface does."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lab.simulate.network import Network
 INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")
 TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements
 SLACK_BYTES = 32_768  # of control messages: stores, barriers, the order of buckets
-OF_A_MESSAGE = 512  # bytes by which alignment and padding may lengthen a rank's part of a bucket
+BLOCK_BYTES = 1032  # by which padding may lengthen a rank's part of a bucket, in each of two stages
 # Payload bytes are the same over any links.
 ANY_LINKS = Hardware("any", "any links", "gloo", 1, None, Link(0.0, 1e9), math.inf)
-Shapes = Sequence[tuple[int, ...]]  # of a bucket's parameters
+Shapes = list[tuple[int, ...]]  # of a bucket's parameters
 
 
 class Odometer:
@@ -119,7 +119,8 @@ class Ledger:
         payload = self.entries[-1].payload
         if not any(payload):
             return "hook ignored: the exchange handed no byte to the network"
-        if formula is not None and abs(max(payload) - formula) > TOLERANCE * formula + padding:
+        off = abs(max(payload) - formula) if formula else 0.0
+        if formula and off > TOLERANCE * formula + padding:
             return (
                 f"bytes: rank {payload.index(max(payload))} handed {max(payload)} bytes to the "
                 f"network, and the formula of this exchange says {formula:.0f}"

@@ -1,4 +1,4 @@
-"""One rank's observation of a step: the gradients that backward makes, and those it is left with."""
+"""One rank's observation of a step: the gradients it makes, and those it is left with."""
 
 from __future__ import annotations
 
@@ -71,15 +71,16 @@ class Watch:
 
     Args:
         model: names its parameters.
-        on_begin: called when the first gradient of a step appears, before any exchange of it.
+        on_gradient: called when a gradient appears, before any exchange of it; its argument is
+            true for the first one since `reset`.
 
     Attributes:
         head_only: only the first values of each parameter are looked at.
         bounded: also find the largest gradient, which some exchanges' error bounds need.
     """
 
-    def __init__(self, model: nn.Module, on_begin: Callable[[], None]) -> None:
-        self._model, self._on_begin = model, on_begin
+    def __init__(self, model: nn.Module, on_gradient: Callable[[bool], None]) -> None:
+        self._model, self._tell = model, on_gradient
         self._device = next(model.parameters()).device
         tensors = [*model.parameters(), *model.buffers()]
         self._sketch = Sketch(max(t.numel() for t in tensors), self._device)
@@ -179,8 +180,7 @@ class Watch:
 
     @torch.no_grad()
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
-        if not self._own:
-            self._on_begin()
+        self._tell(not self._own)
         parameter = self.parameters[name]
         parts = [gradient] if parameter.grad is None else [gradient, parameter.grad]
         images = torch.stack([self._image(part, parameter) for part in parts])

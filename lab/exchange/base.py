@@ -13,7 +13,6 @@ from torch import Tensor
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
 
-
 Shapes = Mapping[str, torch.Size]
 Kept = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
 

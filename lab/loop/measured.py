@@ -18,6 +18,7 @@ from lab.exchange.none import NoExchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
+from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.training.assemble import global_batch_size
 from lab.training.loop import Synced
@@ -32,6 +33,8 @@ class LabSync(Synced, Protocol):
     def comm(self) -> Comm: ...
     @property
     def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def certificate(self) -> Certificate | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class OwnLoop:
     first_step = 0
 
     def __init__(
-        self, config: DictConfig, world: World, model: nn.Module | None, sync: Synced | None
+        self, config: DictConfig, world: World, model: nn.Module | None, sync: LabSync | None
     ) -> None:
         self.config, self.world = cast(Settings, config), world
         self.model = model or nn.Module()
+        self._lab_sync = sync
         self.sync: Synced = sync or Unchecked()
         if model is None and sync:
             self.sync = Unchecked(sync.every, sync.exchange)
@@ -70,6 +74,11 @@ class OwnLoop:
     def total_steps(self) -> int:
         """Steps so far: the loop alone knows when it ends."""
         return self.progress.step
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What check="first" of `sync` has found."""
+        return self._lab_sync.certificate if self._lab_sync else None
 
     def before_step(self) -> None:
         """Begin to measure memory, once warm-up is over."""
