@@ -19,7 +19,8 @@ from lab.simulate.network import Network
 
 INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")
 TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements
-SLACK_BYTES = 32_768  # of control messages: stores, barriers, the order of buckets
+SLACK_BYTES = 16_384  # of control messages: stores, barriers, headers of short ones
+ENOUGH_BYTES = 10 * SLACK_BYTES  # of all ranks, to be told from those
 BLOCK_BYTES = 1032  # by which padding may lengthen a rank's part of a bucket, in each of two stages
 # Payload bytes are the same over any links.
 ANY_LINKS = Hardware("any", "any links", "gloo", 1, None, Link(0.0, 1e9), math.inf)
@@ -151,7 +152,7 @@ class Ledger:
         *_, last = self.entries
         if last.counted is None:
             return None, last.why
-        if sum(last.payload) < 2 * SLACK_BYTES:
+        if sum(last.payload) < ENOUGH_BYTES:
             kib = sum(last.payload) / 1024
             return None, f"{kib:.3g} KiB are too few to be told from control messages"
         ratios = [_ratio(each) for each in self.entries if each.counted is not None]

@@ -1,4 +1,4 @@
-"""Loops of a user's own, by DDP and by grad_sync, each with one mistake that check="first" names."""
+"""Loops of a user's own, by DDP and by grad_sync, each with a mistake that check="first" names."""
 
 from __future__ import annotations
 
