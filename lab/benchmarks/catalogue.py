@@ -15,7 +15,7 @@ OWN = {
         "null",
         "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
     ),
-    "rounds": ("20", "collective, codec, convolution, layout, layers, throughput: rounds"),
+    "rounds": ("20", "certificate, collective, codec, convolution, layout, layers, throughput"),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
         "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
@@ -114,6 +114,11 @@ BENCHES = {
     ),
     "recording": Bench(
         "what the lab's own book-keeping adds to a step", ("world_size",), default="none"
+    ),
+    "certificate": Bench(
+        "what check=first adds to the first three steps of strategy=A,B,..., in steps",
+        ("rounds", "world_size"),
+        default="overlap,onebit,int8,ddp",
     ),
     "convolution": Bench(
         "algorithms on a model's convolutions: time, operations, workspace, error",

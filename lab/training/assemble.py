@@ -119,17 +119,15 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         optim,
         batch_size,
         progress,
-        _check(config, model, sync, world),
+        first_check(config, model, sync, world) if config.check == "first" else Check(),
     )
     _require_sgd(config, sync, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
 
 
-def _check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
-    """Return the examination of the first exchanges that `check` asks for."""
-    if config.check == "none":
-        return Check()
+def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
+    """Return the examination of a run's first exchanges, as check=first asks for it."""
     exchange: Any = OmegaConf.to_container(config.exchange, resolve=True)
     return check_of(model, sync, world.gather, world.size, exchange, config.strategy)
 
