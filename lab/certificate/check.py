@@ -1,4 +1,4 @@
-"""Check: what a training loop calls to have its first exchanges examined."""
+"""Check: the calls of a training loop that have its first exchanges examined."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Observer:
         assert before is not None
         self._before = before
         watch = self.watch
-        start = watch.weights()[:0] if self.examination.num_exchanges else watch.start()
+        start = watch.no_start() if self.examination.num_exchanges else watch.start()
         return watch.seen(start, kept_factor * before, kept_factor * self._kept, factor)
 
     def sent(self) -> Tensor:

@@ -34,7 +34,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the wrong gradients are.
+    """Finding of what the wrong gradients are.
 
     Attributes:
         text: says it of one rank: "the rank's own gradient".

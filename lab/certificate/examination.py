@@ -1,4 +1,4 @@
-"""What all ranks saw of the first exchanges, judged; and the certificate that follows."""
+"""The first exchanges as all ranks saw them, judged; and the certificate that follows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROPERTY = {
 
 @dataclass(frozen=True)
 class About:
-    """What is known of an exchange before it begins.
+    """Facts of an exchange, known before it begins.
 
     Attributes:
         gather: returns every rank's tensor, of one shape: [...] -> [N, ...] in host memory.

@@ -45,7 +45,7 @@ class Odometer:
 
 @dataclass(frozen=True)
 class Moved:
-    """What one exchange moved.
+    """Bytes that one exchange moved.
 
     Attributes:
         payload: bytes by rank that were handed to the network.

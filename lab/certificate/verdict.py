@@ -1,4 +1,4 @@
-"""Whether the gradients that ranks are left with are one mean of their own."""
+"""Judge whether the gradients that ranks are left with are one mean of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EQUAL = 1e-12  # relative difference of equal weights, whose images kinds of dev
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one step's gradients show, by parameter (P) and rank (N).
+    """Judgement of one step's gradients, by parameter (P) and rank (N).
 
     Attributes:
         mean: the image of the right gradient [P, K].

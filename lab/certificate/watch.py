@@ -150,6 +150,10 @@ class Watch:
         """Return the images of weights and buffers: [P + B, K]. Buffers are those of the start."""
         return torch.cat([self.weights(), *(image[None] for image in self._buffers.values())])
 
+    def no_start(self) -> Tensor:
+        """Return no images, once the start has been seen: [0, K]."""
+        return self._zero()[:0]
+
     def seen(self, start: Tensor, before: Tensor, after: Tensor, factor: float) -> Seen:
         """Return what this rank has seen of the step.
 

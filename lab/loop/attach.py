@@ -38,7 +38,7 @@ class LoopState(HookState):
 
     @property
     def certificate(self) -> Certificate | None:
-        """What check="first" has found; None: nothing yet, or it was not asked for."""
+        """Return the finding of check="first"; None: nothing yet, or it was not asked for."""
         return self.check.certificate if self.check else None
 
     def close(self) -> None:

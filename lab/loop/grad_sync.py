@@ -58,7 +58,7 @@ class LoopSync(GradSync):
 
     @property
     def certificate(self) -> Certificate | None:
-        """What check="first" has found; None: nothing yet, or it was not asked for."""
+        """Return the finding of check="first"; None: nothing yet, or it was not asked for."""
         return self.check.certificate if self.check else None
 
     def __enter__(self) -> Self:

@@ -77,7 +77,7 @@ class OwnLoop:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What check="first" of `sync` has found."""
+        """Return the finding of check="first" of `sync`."""
         return self._lab_sync.certificate if self._lab_sync else None
 
     def before_step(self) -> None:

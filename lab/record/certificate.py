@@ -25,7 +25,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the first exchanges of a run proved.
+    """Result of an examination of a run's first exchanges.
 
     Attributes:
         holds: nothing that was checked failed.

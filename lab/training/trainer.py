@@ -126,7 +126,7 @@ class Trainer:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What `check` has found; None: it looks at nothing, or is not done."""
+        """Return the finding of `check`; None: it looks at nothing, or is not done."""
         return self.check.certificate
 
     def evaluated(self) -> bool:
