@@ -27,15 +27,15 @@ def measure(request: Request) -> dict[str, Any] | None:
     Raises:
         ConfigError: a setting does not fit, or a strategy has nothing to check.
     """
-    rows = []
+    rows, configs = [], [variant.config for variant in request.variants]
     try:
-        for variant in request.variants:
-            world = join(variant.config)
+        joined = [join(config) for config in configs]
+        for variant, world in zip(request.variants, joined, strict=True):
             with assembled(variant.config, world) as parts:
-                plain_s, checked_s, line = _in_turns(variant.config, parts, request.own["rounds"])
-            if world.rank == 0:
-                rows.append({"name": variant.label, "line": line, **cost(plain_s, checked_s)})
-        configs = [variant.config for variant in request.variants]
+                rounds = _in_turns(variant.config, parts, request.own["rounds"])
+            plain_s, checked_s, line = rounds
+            rows.append({"name": variant.label, "line": line, **cost(plain_s, checked_s)})
+        world = joined[0]
         result = {"rows": rows, "num_rounds": request.own["rounds"], "world_size": world.size}
         result |= {"backend": world.comm.backend, **surroundings(world, *configs)}
         return result if world.rank == 0 else None

@@ -21,6 +21,7 @@ from lab.certificate.traffic import (
     Odometer,
     Shapes,
     formula_bytes,
+    is_labs,
     moved,
 )
 from lab.certificate.verdict import Verdict, bounds, judge, unequal_at_start
@@ -207,7 +208,7 @@ class Examination:
         block = max(BLOCK_BYTES, (about.settings or {}).get("block_size", 0))
         padding = 2 * block * about.size * len(buckets) + 16 * len(self.names)
         formula = formula_bytes(about.settings, buckets, about.size)
-        if fault := self.ledger.fault(formula, padding):
+        if fault := self.ledger.fault(formula, padding, is_labs(about.settings)):
             self.fail("exchanged" if fault.startswith("hook") else "bytes", fault)
 
 

@@ -128,7 +128,8 @@ def _bytes(done: Examination) -> _Bytes:
     """Put the bytes into words, which a formula and, where it can, an interface has checked."""
     factor = done.ledger.factor
     if factor is None:
-        return _Bytes("no bytes", Finding("bytes", "not checked", "nothing was counted"))
+        why = f"{done.about.name} sends by no Comm"
+        return _Bytes(f"bytes not counted, because {why}", Finding("bytes", "not checked", why))
     ratio, where = done.ledger.excess()
     if ratio is not None and ratio < 1 - TOLERANCE:
         ratio, where = None, f"the bytes did not cross {where}"

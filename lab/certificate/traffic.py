@@ -83,14 +83,18 @@ def formula_bytes(
     Args:
         exchange: its settings. buckets: shapes by bucket.
     """
-    if not exchange or "_target_" not in exchange or not buckets:
+    if not exchange or not is_labs(exchange) or not buckets:
         return None
     name = class_of(exchange)
-    # A class of the same name elsewhere is another one; and `auto` decides by the clock.
-    if name not in CARDS or name == "Auto" or not exchange["_target_"].startswith("lab."):
+    if name not in CARDS or name == "Auto":  # which decides by the clock
         return None
     network = Network(ANY_LINKS, size)
     return sum(payload_bytes(shapes, exchange, network) for shapes in buckets)
+
+
+def is_labs(exchange: Mapping[str, Any] | None) -> bool:
+    """Return whether an exchange, by its settings, is one of the lab's classes."""
+    return bool(exchange) and str((exchange or {}).get("_target_", "")).startswith("lab.")
 
 
 def ring_bytes(num_values: int, size: int) -> float:
@@ -110,16 +114,18 @@ class Ledger:
     num_values: int
     entries: list[Moved]
 
-    def fault(self, formula: float | None, padding: float) -> str | None:
+    def fault(self, formula: float | None, padding: float, uses_comm: bool) -> str | None:
         """Return why the last exchange did not send what it should; None: it did.
 
         Args:
             formula: bytes of the busiest rank; None: there is none.
             padding: bytes by which the formula may be too low.
+            uses_comm: the exchange is known to send by a Comm, which counts; a user's may not.
         """
         payload = self.entries[-1].payload
         if not any(payload):
-            return "hook ignored: the exchange handed no byte to the network"
+            ignored = "hook ignored: the exchange handed no byte to the network"
+            return ignored if uses_comm else None
         off = abs(max(payload) - formula) if formula else 0.0
         if formula and off > TOLERANCE * formula + padding:
             return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -68,7 +68,7 @@ class Trainer:
         self.losses = Losses()
         self.traffic = array("q")  # payload bytes and messages, of one step after the other
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
 
         Raises:

@@ -56,6 +56,11 @@ class Images(nn.Sequential):
         )
 
 
+def _channels_last() -> nn.Module:
+    images: Any = Images()
+    return images.to(memory_format=torch.channels_last)
+
+
 class Recurrent(nn.Module):
     """An LSTM, whose last output is read."""
 
@@ -82,7 +87,7 @@ def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Tensor]]] = {
     "perceptron": (Perceptron, _normal(70)),
     "images": (Images, _normal(3, 8, 8)),
-    "channels last": (lambda: Images().to(memory_format=torch.channels_last), _normal(3, 8, 8)),
+    "channels last": (_channels_last, _normal(3, 8, 8)),
     "recurrent": (Recurrent, _normal(6, 16)),
     "tied": (Tied, lambda chance: torch.randint(30, (ROWS, 7), generator=chance)),
 }

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
+from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.int8 import Int8
 from lab.exchange.onebit import OneBit
 
 
@@ -137,3 +139,28 @@ class ForgetsResidual(OneBit):
         yield from super().stages(bucket, comm)
         for values in self.residual.values():
             values.view(-1)[: values.numel() // 8].zero_()
+
+
+class SummedInt8(Int8):
+    """ByteGrad whose mean is multiplied by the number of ranks."""
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        yield from super().stages(bucket, comm)
+        bucket.flat.mul_(comm.size)
+
+
+class DividedBFloat16(AllReduce):
+    """An all-reduce in bfloat16 that is divided twice."""
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        yield from super().stages(bucket, comm)
+        bucket.flat.div_(comm.size)
+
+
+class OwnInt8(Int8):
+    """ByteGrad that is ignored: gradients stay as they are."""
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        own = bucket.flat.clone()
+        yield from super().stages(bucket, comm)
+        bucket.flat.copy_(own)

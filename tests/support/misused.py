@@ -116,7 +116,6 @@ OF_EXCHANGES = {
     "not exchanged": "NotExchanged",
     "wrong group": "WrongGroup",
     "stale buffer": "Stale",
-    "hook ignored": "Bypassed",
 }
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     **{

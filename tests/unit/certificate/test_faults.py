@@ -10,7 +10,7 @@ from lab.record.certificate import Certificate
 from lab.sync.base import Sync
 from lab.sync.local import LocalSync
 from tests.support.certified import MODELS, Case, certified, clean_cases
-from tests.support.misaveraged import Uncompressed
+from tests.support.misaveraged import Bypassed, Uncompressed
 
 
 def other_weights(model: nn.Module, _sync: Sync, rank: int) -> None:
@@ -22,6 +22,15 @@ def other_weights(model: nn.Module, _sync: Sync, rank: int) -> None:
 def sends_all(_model: nn.Module, sync: Sync, _rank: int) -> None:
     """Swap the exchange that the settings name for one that does not compress."""
     sync.exchange = Uncompressed()
+
+
+def sends_elsewhere(_model: nn.Module, sync: Sync, _rank: int) -> None:
+    sync.exchange = Bypassed()
+
+
+def lossy(strategy: str, exchange: str) -> Case:
+    target = f"exchange._target_=tests.support.misaveraged.{exchange}"
+    return Case((f"strategy={strategy}", target), "images", 4)
 
 
 def wrong(exchange: str, *more: str, model: str = "perceptron", size: int = 4) -> Case:
@@ -53,8 +62,7 @@ FAULTS = {
     ),
     "one value": (wrong("OneValueOff"), "averaged once", "not the mean: rank 1 holds something"),
     "ignored": (
-        wrong("Bypassed", size=2),
-        "exchanged",
+        *(Case(("strategy=onebit",), spoil=sends_elsewhere), "exchanged"),
         "hook ignored: the exchange handed no byte",
     ),
     "wrong group": (
@@ -69,6 +77,13 @@ FAULTS = {
         *(wrong("Stale", "bucket_mb=0.01", model="recurrent", size=3), "fresh"),
         "(exchange 3)",
     ),
+    "summed int8": (
+        lossy("int8", "SummedInt8"),
+        "averaged once",
+        "summed, not averaged: ranks 0-3",
+    ),
+    "divided bf16": (lossy("bf16", "DividedBFloat16"), "averaged once", "divided twice: ranks 0-3"),
+    "own int8": (lossy("int8", "OwnInt8"), "exchanged", "not exchanged: ranks 0-3 hold the rank's"),
     "unwritten": (wrong("Unwritten"), "fresh", "stale buffer: ranks 0-3 hold zeros"),
     "residual": (one_bit("ForgetsResidual"), "averaged once", "not the mean: ranks 0-2 hold some"),
     "not compressed": (
@@ -143,6 +158,12 @@ def test_parameters_that_forward_left_out_are_reported_not_accused() -> None:
     assert certificate.unused == ["never.weight", "never.bias"]
     assert "8 of 10 parameters (unused: never.weight and 1 more)" in certificate.line
     assert certificate.holds
+
+
+def test_a_users_exchange_that_sends_by_no_comm_is_not_accused() -> None:
+    certificate = certified(wrong("Bypassed", size=2))[0]
+    assert certificate.holds
+    assert "3 of 3 parameters, bytes not counted, because exchange=Bypassed" in certificate.line
 
 
 def test_gradients_alike_on_all_ranks_prove_nothing() -> None:

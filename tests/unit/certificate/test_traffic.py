@@ -64,11 +64,14 @@ def test_few_bytes_are_not_compared() -> None:
 
 
 def test_an_exchange_that_hands_over_nothing_or_too_much_is_a_fault() -> None:
-    assert "hook ignored" in str(ledger(0, payload=0).fault(None, 0))
-    assert ledger(2 * MB).fault(None, 0) is None
-    assert ledger(2 * MB).fault(0.98 * MB, 0) is None
-    assert ledger(2 * MB).fault(0.5 * MB, 0.6 * MB) is None
-    assert "and the formula of this exchange says 500000" in str(ledger(2 * MB).fault(0.5 * MB, 0))
+    assert "hook ignored" in str(ledger(0, payload=0).fault(None, 0, True))
+    assert ledger(0, payload=0).fault(None, 0, uses_comm=False) is None
+    assert ledger(2 * MB).fault(None, 0, True) is None
+    assert ledger(2 * MB).fault(0.98 * MB, 0, True) is None
+    assert ledger(2 * MB).fault(0.5 * MB, 0.6 * MB, True) is None
+    assert "and the formula of this exchange says 500000" in str(
+        ledger(2 * MB).fault(0.5 * MB, 0, True)
+    )
 
 
 def test_every_card_gives_a_formula_but_that_of_auto() -> None:
