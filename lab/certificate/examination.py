@@ -33,7 +33,8 @@ NO_GRADIENT = (
 )
 TOO_LATE = "but became trainable after its exchange was set up"
 TF32_EPS = 2.0**-10
-QUIET_S, QUIET_BYTES = 0.05, 4096  # in such a pause, more bytes than these are others'
+QUIET_BYTES = 4096  # of a rank, by its own control messages; more are others'
+LONGEST_PAUSE_S = 2.0
 PROPERTY = {
     Fault.SUMMED: "averaged once",
     Fault.DIVIDED: "averaged once",
@@ -152,7 +153,8 @@ class Examination:
                 sends there.
         """
         ratio, where = self.ledger.excess() if self.ledger.entries else (None, "")
-        if ratio is not None and ratio > 1 + TOLERANCE and self._is_quiet():
+        exceeds = ratio is not None and ratio > 1 + TOLERANCE
+        if exceeds and self.ledger.is_steady and self._is_quiet():
             self.fail(
                 "bytes",
                 f"bytes: {where} counted {ratio:.2f}x what the exchange handed to the network in "
@@ -161,13 +163,13 @@ class Examination:
         return report.certificate(self)
 
     def _is_quiet(self) -> bool:
-        """Return whether nothing crosses the interfaces while no rank sends."""
+        """Return whether nothing crosses the interfaces in a pause as long as an exchange."""
         odometer = Odometer()
         self.about.gather(torch.zeros(1))  # no rank is in an exchange any more
         odometer.start(0)
-        time.sleep(QUIET_S)
+        time.sleep(min(LONGEST_PAUSE_S, max(each.seconds for each in self.ledger.entries)))
         counted = moved(self.about.gather(odometer.stop(0)), self.about.backend).counted
-        return counted is not None and counted < QUIET_BYTES
+        return counted is not None and counted < QUIET_BYTES * self.about.size
 
     def _check_start(self, start: Tensor) -> None:
         for index, ranks in unequal_at_start(start).items():

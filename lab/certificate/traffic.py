@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +33,14 @@ class Odometer:
 
     def start(self, sent: int) -> None:
         """Begin to count; `sent` is the payload so far."""
-        self._sent, self._before = sent, _interface_bytes()
+        self._sent, self._before, self._since = sent, _interface_bytes(), time.monotonic()
 
     def stop(self, sent: int) -> Tensor:
-        """Return payload; interfaces' counts before and after, of lo and of all; and where."""
-        after = _interface_bytes()
+        """Return payload; interfaces' counts before and after, of lo and of all; where; seconds."""
+        after, seconds = _interface_bytes(), time.monotonic() - self._since
         host = zlib.crc32(platform.node().encode())
         namespace = NAMESPACE.stat().st_ino if NAMESPACE.exists() else 0
-        row = [sent - self._sent, *self._before, *after, namespace, host]
+        row = [sent - self._sent, *self._before, *after, namespace, host, seconds]
         return torch.tensor(row, dtype=torch.float64)
 
 
@@ -51,15 +52,17 @@ class Moved:
         payload: bytes by rank that were handed to the network.
         counted: bytes of all ranks that crossed the interfaces; None: no interface tells.
         why: the reason for None; else the interface's name.
+        seconds: from its begin to its end, on the slowest rank.
     """
 
     payload: tuple[int, ...]
     counted: float | None
     why: str
+    seconds: float = 0.0
 
 
 def moved(rows: Tensor, backend: str) -> Moved:
-    """Combine the results of `Odometer.stop` of all ranks: [N, 7]."""
+    """Combine the results of `Odometer.stop` of all ranks: [N, 8]."""
     payload = tuple(int(each) for each in rows[:, 0].tolist())
     if backend != "gloo":
         return Moved(payload, None, f"{backend} need not send over an interface")
@@ -72,7 +75,8 @@ def moved(rows: Tensor, backend: str) -> Moved:
     # All ranks of a namespace read the same counters: the first before, the last after.
     before, after = (1, 3) if len(inside) == 1 else (2, 4)
     counted = sum(float(each[:, after].max() - each[:, before].min()) for each in inside)
-    return Moved(payload, counted, "lo" if len(inside) == 1 else "the hosts' interfaces")
+    where = "lo" if len(inside) == 1 else "the hosts' interfaces"
+    return Moved(payload, counted, where, float(rows[:, 7].max()))
 
 
 def formula_bytes(
@@ -149,6 +153,12 @@ class Ledger:
             if counted
             else None
         )
+
+    @property
+    def is_steady(self) -> bool:
+        """True if an interface counted alike in each of several exchanges."""
+        ratios = [_ratio(each) for each in self.entries if each.counted is not None]
+        return len(ratios) > 2 and max(ratios) - min(ratios) <= TOLERANCE * min(ratios)
 
     def excess(self) -> tuple[float | None, str]:
         """Return counted bytes over payload, the least of all exchanges; or None, and why.

@@ -9,10 +9,10 @@ from lab.certificate.traffic import SLACK_BYTES, Ledger, Moved, formula_bytes, m
 from tests.support.cases import WITH_CARD, exchange_settings
 
 MB = 1_000_000
-# payload; lo before, all before; lo after, all after; namespace; host
-ONE_PLACE = [[MB, 5, 50, 2 * MB + 5, 0, 1, 7], [MB, 9, 90, 2 * MB + 5, 0, 1, 7]]
-TWO_PLACES = [[MB, 5, 50, 5, MB + 50, 1, 7], [MB, 6, 60, 6, MB + 60, 2, 7]]
-TWO_HOSTS = [[MB, 5, 50, 5, MB + 50, 1, 7], [MB, 6, 60, 6, MB + 60, 1, 8]]
+# payload; lo before, all before; lo after, all after; namespace; host; seconds
+ONE_PLACE = [[MB, 5, 50, 2 * MB + 5, 0, 1, 7, 0.5], [MB, 9, 90, 2 * MB + 5, 0, 1, 7, 0.5]]
+TWO_PLACES = [[MB, 5, 50, 5, MB + 50, 1, 7, 0.5], [MB, 6, 60, 6, MB + 60, 2, 7, 0.5]]
+TWO_HOSTS = [[MB, 5, 50, 5, MB + 50, 1, 7, 0.5], [MB, 6, 60, 6, MB + 60, 1, 8, 0.5]]
 
 
 def rows(of_ranks: list[list[int]]) -> torch.Tensor:
@@ -20,11 +20,11 @@ def rows(of_ranks: list[list[int]]) -> torch.Tensor:
 
 
 def test_ranks_of_a_namespace_share_its_counters() -> None:
-    assert moved(rows(ONE_PLACE), "gloo") == Moved((MB, MB), 2 * MB, "lo")
+    assert moved(rows(ONE_PLACE), "gloo") == Moved((MB, MB), 2 * MB, "lo", 0.5)
 
 
 def test_emulated_hosts_have_their_own() -> None:
-    assert moved(rows(TWO_PLACES), "gloo") == Moved((MB, MB), 2 * MB, "the hosts' interfaces")
+    assert moved(rows(TWO_PLACES), "gloo") == Moved((MB, MB), 2 * MB, "the hosts' interfaces", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,12 @@ def test_control_messages_are_spared_but_not_more() -> None:
     assert ledger(2 * MB + SLACK_BYTES).excess()[0] == 1
     assert ledger(3 * MB).excess()[0] == pytest.approx(1.5 - SLACK_BYTES / 2 / MB)
     assert ledger(MB).excess()[0] == pytest.approx(0.5 + SLACK_BYTES / 2 / MB)
+
+
+def test_an_excess_counts_only_if_all_exchanges_have_it() -> None:
+    assert ledger(4 * MB, 4.1 * MB, 4 * MB).is_steady
+    assert not ledger(4 * MB, 4 * MB).is_steady
+    assert not ledger(9 * MB, 4 * MB, 4 * MB).is_steady
 
 
 def test_few_bytes_are_not_compared() -> None:
