@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lab.certificate.report import CertificateError as CertificateError
     from lab.loop.attach import attach as attach
     from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
     from lab.loop.fsdp import fsdp_reduce_scatter as fsdp_reduce_scatter
@@ -24,9 +25,11 @@ _HOME = {
     "fsdp_reduce_scatter": "lab.loop.fsdp",
     "grad_sync": "lab.loop.grad_sync",
     "Run": "lab.loop.run",
+    "CertificateError": "lab.certificate.report",
     "ConfigError": "lab.settings.errors",
 }
 __all__ = [
+    "CertificateError",
     "ConfigError",
     "Run",
     "__version__",

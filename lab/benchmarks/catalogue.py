@@ -19,7 +19,7 @@ OWN = {
     "runs": ("100", "straggler: runs with a planted delay, and as many without one"),
     "rounds": (
         "20",
-        "collective, reduce_scatter, codec, convolution, layout, layers, throughput: rounds",
+        "certificate, collective, reduce_scatter, codec, convolution, layout, layers, throughput",
     ),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
@@ -146,6 +146,11 @@ BENCHES = {
         "what the marks of a rank's own times add to a step, in turns with none",
         ("world_size",),
         default="overlap",
+    ),
+    "certificate": Bench(
+        "what check=first adds to the first three steps of strategy=A,B,..., in steps",
+        ("rounds", "world_size"),
+        default="overlap,onebit,int8,ddp",
     ),
     "convolution": Bench(
         "algorithms on a model's convolutions: time, operations, workspace, error",

@@ -33,6 +33,9 @@ class AllReduce(Staged):
         self.dtype = DTYPES[dtype]
         self.exact = self.dtype == torch.float32
 
+    def error_bound(self, largest: float, size: int) -> float:
+        return 0.0 if self.exact else rounding_bound(self.dtype, largest, size)
+
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.size == 1:
             return
@@ -46,3 +49,10 @@ class AllReduce(Staged):
         yield comm.iall_reduce(wire)
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)
+
+
+def rounding_bound(dtype: torch.dtype, largest: float, size: int) -> float:
+    """Bound the error of a mean whose `size` summands and partial sums are rounded to `dtype`."""
+    about = torch.finfo(dtype)
+    smallest = about.tiny * about.eps  # below half of it a value becomes zero
+    return size * (about.eps * largest + smallest) / 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange, Ranks
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.measure.marks import Mark, mark, seconds
 
@@ -96,6 +96,12 @@ class Auto(Exchange):
 
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         self.compressed.flush_residual(bucket, comm)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        yield from self.compressed.kept(shapes, comm)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return max(each.error_bound(largest, size) for each in (self.compressed, self.plain))
 
     def choices(self) -> list[dict[str, Any]]:
         """Return for each bucket its first parameter, both costs and the chosen exchange."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
+
+Shapes = Mapping[str, torch.Size]
+Kept = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
 
 
 class Ranks(Protocol):
@@ -68,6 +72,26 @@ class Exchange(ABC):
 
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        """Yield the compression errors that this rank keeps for later steps; most keep none.
+
+        With these, lab.certificate checks any lossy exchange: summed over the ranks, N * delivered
+        means + kept = true sums at any time.
+
+        Args:
+            shapes: of the parameters that are exchanged, by name.
+        """
+        yield from ()
+
+    def error_bound(self, largest: float, size: int) -> float:
+        """Bound the distance of a delivered value from the mean, besides rounding and `kept`.
+
+        Args:
+            largest: magnitude that no gradient of any rank exceeds.
+            size: number of ranks.
+        """
+        return 0.0 if self.exact else math.inf
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""

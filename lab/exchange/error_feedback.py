@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.exchange.base import Exchange, Ranks
+from lab.distributed.comm import Comm
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes
 from lab.exchange.bucket import GradBucket
 
 
@@ -33,7 +36,7 @@ class ErrorFeedback(Exchange):
         self.error_feedback = error_feedback
         self.residual: dict[str, Tensor] = {}  # [values] by parameter
 
-    def kept(self, name: str, gradient: Tensor) -> Tensor | None:
+    def residual_of(self, name: str, gradient: Tensor) -> Tensor | None:
         """Return parameter `name`'s residual, zeros at first, to be replaced by the caller.
 
         None without error feedback.
@@ -54,6 +57,13 @@ class ErrorFeedback(Exchange):
         self.add_residual(bucket, comm)
         for name in bucket.shapes:
             self.residual.pop(name, None)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        for name, values in self.residual.items():
+            yield name, 0, values.view(-1)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return 0.0 if self.error_feedback else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}

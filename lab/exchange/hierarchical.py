@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.nodes import each_alone
-from lab.exchange.base import Exchange, Ranks, Staged
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import record_stream
 from lab.exchange.rails import (
     Blocks,
     Levels,
-    Shapes,
     is_split,
     num_rails,
     part_shapes,
@@ -140,6 +140,17 @@ class Hierarchical(Staged):
             self.inter.flush_residual(part, self._levels.place)
         for name in bucket.shapes:
             self.carried.pop(name, None)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        of_inter = (values for kind in self.inter.state_dict().values() for values in kind.values())
+        like = next(chain(self.carried.values(), of_inter), None)
+        if like is not None:
+            whole = _zeros(shapes, like.new_empty(0, dtype=torch.float32))
+            self.add_residual(whole, comm)
+            yield from ((name, 0, whole.flat[start:stop]) for name, start, stop in whole.spans())
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return self.inter.error_bound(largest, size)
 
     def state_dict(self) -> dict[str, Any]:
         inter = self.inter.state_dict()

@@ -40,6 +40,10 @@ class Int8(Staged):
             raise ValueError(f"exchange.block_size={block_size}: must be a multiple of 4 above 0")
         self.block_size = block_size
 
+    def error_bound(self, largest: float, size: int) -> float:
+        half = largest / (int8.LEVELS - 1)  # of a level, where values fill [-largest, largest]
+        return half + half * (1 + 1 / (int8.LEVELS - 1))
+
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         flat, size = bucket.flat, comm.size
         if not len(flat):

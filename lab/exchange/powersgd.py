@@ -73,7 +73,7 @@ class PowerSGD(ErrorFeedback):
         message, ps = _together(shapes, qs[0])
         matrices = []
         for (name, gradient), q, p in zip(gradients.items(), qs, ps, strict=True):
-            residual = self.kept(name, gradient.view(-1))
+            residual = self.residual_of(name, gradient.view(-1))
             kept = None if residual is None else residual.view_as(gradient)
             powersgd.project(gradient, kept, q, p)
             matrices.append(gradient if kept is None else kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import Nodes
+from lab.exchange.base import Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.rows import part_shape, rows_of, share
-
-Shapes = Mapping[str, torch.Size]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class RandomK(Sparse):
         gradients = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
         for (name, gradient), sent in zip(gradients.items(), values, strict=True):
             seed = self._seed(name, bucket.step)
-            randomk.encode(gradient, self.kept(name, gradient), sent, probe, seed)
+            randomk.encode(gradient, self.residual_of(name, gradient), sent, probe, seed)
         yield comm.iall_reduce(message)
         bucket.finite = probe.isfinite()
         message.div_(comm.size)

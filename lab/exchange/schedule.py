@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Exchange, Ranks
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes
 from lab.exchange.bucket import GradBucket
 
 KEYS = ("first", "second", "third")
@@ -93,6 +93,13 @@ class Schedule(Exchange):
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for exchange in self.phases.values():
             exchange.flush_residual(bucket, comm)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        for exchange in self.phases.values():
+            yield from exchange.kept(shapes, comm)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return max(exchange.error_bound(largest, size) for exchange in self.phases.values())
 
     def choices(self) -> list[dict[str, Any]]:
         """Return for each phase its exchange and steps, and then what the exchanges chose."""

@@ -53,7 +53,7 @@ class SignSGD(Staged, ErrorFeedback):
         message = bucket.buffers["outgoing"].take(byte, 1, size)
         magnitudes, bits = _parts(message, gradients)
         for index, (name, gradient) in enumerate(gradients.items()):
-            kept = self.kept(name, gradient)
+            kept = self.residual_of(name, gradient)
             signs.encode(gradient, kept, magnitudes[0, index], bits[index][0])
         received = bucket.buffers["received"].take(byte, comm.size, size)
         arriving = comm.iall_gather(received, message[0])

@@ -34,7 +34,7 @@ class TopK(Sparse):
         values = message[1].view(torch.float32).split(counts)
         for (name, start, stop), *places in zip(bucket.spans(), indices, values, strict=True):
             gradient = bucket.flat[start:stop]
-            topk.encode(gradient, self.kept(name, gradient), *places, offset=start)
+            topk.encode(gradient, self.residual_of(name, gradient), *places, offset=start)
         received = bucket.buffers["received"].take(word, comm.size, 2, sum(counts))
         yield comm.iall_gather(received, message)
         topk.decode(received, bucket.flat)

@@ -19,6 +19,7 @@ from lab.exchange.none import NoExchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
+from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.sync.gradsync import GradSync
 from lab.sync.last_gradient import LastGradient, waits_of_ddp
@@ -35,6 +36,8 @@ class LabSync(Synced, Protocol):
     def comm(self) -> Comm: ...
     @property
     def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def certificate(self) -> Certificate | None: ...
 
     clock: Clock | None
 
@@ -63,6 +66,7 @@ class OwnLoop:
     ) -> None:
         self.config, self.world = cast(Settings, config), world
         self.model = model or nn.Module()
+        self._lab_sync = sync
         self.sync: Synced = sync or Unchecked()
         if model is None and sync:
             self.sync = Unchecked(sync.every, sync.exchange)
@@ -105,6 +109,11 @@ class OwnLoop:
     def total_steps(self) -> int:
         """Steps so far: the loop alone knows when it ends."""
         return self.progress.step
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the finding of check="first" of `sync`."""
+        return self._lab_sync.certificate if self._lab_sync else None
 
     def before_step(self) -> None:
         """Begin to measure memory, once warm-up is over. The clock's step comes next."""

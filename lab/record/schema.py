@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from lab.measure.steady import Warmup
 from lab.record import schema_1
+from lab.record.certificate import Certificate
 from lab.record.decode import decode
 from lab.record.files import write_json
 
@@ -150,6 +151,7 @@ class Record:
             was taken from; of runs with measure=noise (lab.measure.noise_scale).
         drift: of runs with drift_every, for each window its bucket and last step, the relative
             error and cosine of what was delivered, and whether that is an alarm (lab.sync.drift).
+        certificate: what check=first found; null: it was not asked for, or not reached.
         replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
             `none`, and a run stopped in the middle of a round.
         buckets: the buckets in the order in which they leave; null: a library plans them, or none
@@ -221,6 +223,7 @@ class Record:
     )
     gradient_noise: dict[str, float | None] | None = None
     drift: list[dict[str, Any]] | None = None
+    certificate: Certificate | None = None
     replica_hash: str | None = None
     buckets: list[Bucket] | None = None
     idle: list[str] = field(default_factory=list[str])

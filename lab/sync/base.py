@@ -185,6 +185,14 @@ class Sync(ABC):
         """Enclose forward passes outside of steps, of which each rank may run its own number."""
         return nullcontext()
 
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of the parameters of each bucket; empty: a library plans them."""
+        return []
+
+    def error_bound(self, largest: float, size: int) -> float:
+        """Bound the distance of a gradient from the mean, as Exchange.error_bound does."""
+        return self.exchange.error_bound(largest, size)
+
     def settle(self) -> None:
         """Wait for exchanges that outlast their step, so that another collective may begin."""
 

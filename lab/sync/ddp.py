@@ -21,7 +21,7 @@ from lab.exchange.none import NoExchange
 from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.last_gradient import LastGradient, waits_of_ddp
-from lab.sync.library import LibrarySync
+from lab.sync.library import LibrarySync, library_bound
 from lab.sync.pattern import ddp
 
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
@@ -59,6 +59,7 @@ class DDPSync(LibrarySync):
         self.module = self.wrapped
         self._power: powerSGD_hook.PowerSGDState | None = None
         self._lab: HookState | None = None
+        self._hook_name = hook
         self._sent = 0  # values, by PowerSGD since it began
         self._last: LastGradient | None = None
         self._model = parts.model
@@ -106,6 +107,14 @@ class DDPSync(LibrarySync):
     def __exit__(self, *_: object) -> None:
         if self._last:
             self._last.close()
+
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        return self._lab.bucket_shapes() if self._lab is not None else []
+
+    def error_bound(self, largest: float, size: int) -> float:
+        if self._hook_name == "lab":
+            return super().error_bound(largest, size)
+        return library_bound(self._hook_name, largest, size)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         if self._last:

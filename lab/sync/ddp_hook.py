@@ -104,6 +104,14 @@ class HookState:
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
 
+    def sent(self) -> tuple[int, int]:
+        """Return the payload bytes and messages so far."""
+        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of the parameters of each bucket of the last step."""
+        return [[tuple(s) for s in packed.shapes.values()] for packed, _ in self._exchanged]
+
     def close(self) -> None:
         """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
         for hook in self._hooks:

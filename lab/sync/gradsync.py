@@ -108,6 +108,9 @@ class GradSync(Sync):
         self.step += 1
         return finite
 
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        return [[tuple(shape) for shape in bucket.shapes.values()] for bucket in self.buckets]
+
     def _on_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
         register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         self._hooks.append(cast(RemovableHandle, register(call)))

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lab.certificate.by_sync import check_of
+from lab.certificate.check import Check
 from lab.cluster.straggler import straggler_of
 from lab.data import Data
 from lab.distributed import replicas
@@ -114,7 +116,19 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         _observe_drift(sync, settings.drift_every, settings.precision)
     if sync.pattern.only_elementwise:
         require_elementwise(optim, sync.pattern.only_elementwise)
-    trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
+    trainer = Trainer(
+        settings,
+        world,
+        watch,
+        data,
+        task,
+        model,
+        sync,
+        optim,
+        batch_size,
+        progress,
+        first_check(config, model, sync, world) if config.check == "first" else Check(),
+    )
     _require_sgd(config, sync, trainer.optimizer)
     _plant(config, trainer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
@@ -138,6 +152,12 @@ def _plant(config: DictConfig, trainer: Trainer) -> None:
     if straggler and straggler.rank == world.rank:
         trainer.plant = Plant(straggler, world.device)
         trainer.plant.into(trainer.model, sync, trainer.optimizer)
+
+
+def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
+    """Return the examination of a run's first exchanges, as check=first asks for it."""
+    exchange: Any = OmegaConf.to_container(config.exchange, resolve=True)
+    return check_of(model, sync, world.gather, world.size, exchange, config.strategy)
 
 
 def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:

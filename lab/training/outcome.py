@@ -134,6 +134,7 @@ def note_progress(trainer: Loop, record: Record) -> None:
     """Record what this rank knows alone, also of a run that fails."""
     progress = trainer.progress
     record.num_steps, record.num_skipped_steps = progress.step, progress.num_skipped_steps
+    record.certificate = trainer.certificate
     record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
 
 

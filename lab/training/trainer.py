@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lab.certificate.check import Check
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
 from lab.distributed.replicas import broadcast_buffers
@@ -20,6 +21,7 @@ from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
+from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
@@ -39,7 +41,7 @@ class Trainer:
         watch: tells when to stop. task: loss and metrics of the model's outputs. model: on the
         device, transformed, equal on all ranks. sync: exchanges gradients, or weights every few
         steps. optim: sets the hyperparameters of each update. batch_size: global batch size.
-        progress: the first and the last step.
+        progress: the first and the last step. check: examines the first exchanges.
     """
 
     def __init__(
@@ -54,12 +56,13 @@ class Trainer:
         optim: Optim,
         batch_size: int,
         progress: Progress,
+        check: Check,
     ) -> None:
         self.config, self.world, self.watch, self.data = config, world, watch, data
         self.task, self.model, self.sync, self.optim = task, model, sync, optim
-        self.batch_size, self.progress = batch_size, progress
         self.optimized = sync.optimized(model)
         self.optimizer = optim.optimizer(self.optimized)
+        self.batch_size, self.progress, self.check = batch_size, progress, check
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         sync.clock = self.clock
@@ -69,18 +72,19 @@ class Trainer:
         self.losses = Losses()
         self.traffic = array("q")  # see lab.training.loop.Loop
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
 
         Raises:
             FloatingPointError: a step was not finite, found while the next one is queued or before
                 any other work.
+            CertificateError: gradients are not exchanged as they should be.
         """
         batches = iter(self.data.train_batches(self._sampler()))
         batches = self.plant.over(batches) if self.plant else batches
         self.sync.step = self.progress.step
         self.sync.exchange.total_steps = self.total_steps
-        with self.sync:
+        with self.sync, self.check:
             self.model.train()
             before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
@@ -126,6 +130,11 @@ class Trainer:
         """Optimizer steps of the whole run, including those before a resume."""
         return self.progress.total_steps
 
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the finding of `check`; None: it looks at nothing, or is not done."""
+        return self.check.certificate
+
     def evaluated(self) -> bool:
         """True if the current weights have been evaluated."""
         evaluations = self.progress.evaluations
@@ -152,11 +161,15 @@ class Trainer:
             total += loss.detach()
         with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()
+        self.check.after_gradients()
         self._check_last_step()  # before the update, so that weights show the error
         with clock.phase("update"):
             self._update(finite, before)
+        last = self.progress.step + 1 == self.total_steps
+        self.check.before_weights(last)
         with clock.phase("exchange"):  # of weights
-            late = sync.after_update(last=self.progress.step + 1 == self.total_steps)
+            late = sync.after_update(last)
+        self.check.after_weights()
         self.losses.append(total, *() if self.loss_scale else (finite, late))
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:

@@ -27,7 +27,8 @@ from lab.distributed.sharded import whole
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
-from lab.training.run import Run, claim_directory
+from lab.training.claim import claim_directory
+from lab.training.run import Run
 from tests.support import HANG_S
 
 # Ranks fork from a process that has done their imports, and has started no threads.

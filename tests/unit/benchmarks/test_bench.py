@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lab import bench
-from lab.benchmarks import codec, collective, memory, step
+from lab.benchmarks import certificate, codec, collective, memory, step
 from lab.benchmarks.request import read
 from lab.benchmarks.sizes import size_name
 from lab.benchmarks.views import show
@@ -402,6 +402,18 @@ def test_a_benchmark_without_a_figure_writes_its_result_alone(tmp_path: Path) ->
     assert show.write(tmp_path / "a.json", result) == [tmp_path / "a.json"]
     assert json.loads((tmp_path / "a.json").read_text()) == result
     assert show.table(result).splitlines()[1].split() == ["9", "20.00", "0.0400"]
+
+
+def test_the_cost_of_a_check_is_counted_in_steps() -> None:
+    found = certificate.cost([0.3, 0.6, 0.3], [0.4, 0.7, 0.35])
+    assert found["step_s"]["median"] == pytest.approx(0.1)
+    assert found["added_s"]["median"] == pytest.approx(0.1)
+    assert found["added_steps"]["median"] == pytest.approx(1.0)
+    row = {"name": "onebit", "line": "certificate: all is well", **found}
+    about = {"num_rounds": 3, "world_size": 2, "backend": "gloo", "emulation": "none"}
+    text = show.table({"bench": "certificate", "rows": [row], **about})
+    assert text.splitlines()[1].split() == ["onebit", "100.00", "0.00", "100", "1"]
+    assert "onebit: certificate: all is well" in text
 
 
 def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
