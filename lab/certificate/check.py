@@ -12,7 +12,7 @@ from lab.certificate.examination import About, Examination
 from lab.certificate.report import unchecked
 from lab.certificate.traffic import Odometer, Shapes
 from lab.certificate.watch import Seen, Watch
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Sent
 from lab.exchange.base import Exchange
 from lab.record.certificate import Certificate
 
@@ -26,7 +26,7 @@ class Exchanging(Protocol):
     def exchange(self) -> Exchange: ...
     @property
     def comm(self) -> Comm: ...
-    def sent(self) -> tuple[int, int]: ...
+    def sent(self) -> Sent: ...
     def bucket_shapes(self) -> list[Shapes]: ...
 
 

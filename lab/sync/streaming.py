@@ -70,7 +70,7 @@ class StreamingSync(LocalSync):
         turns = {(1 + n) * every // fragments % every: n for n in range(fragments)}
         self._turns = turns  # the fragment whose exchange begins, by steps done modulo `every`
         self.arriving: dict[str, Tensor] = {}  # changes of a fragment under way; means once there
-        self._sent = 0, 0
+        self._sent = 0, 0, 0
 
     def __enter__(self) -> Self:
         super().__enter__()

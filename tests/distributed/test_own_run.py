@@ -109,8 +109,8 @@ def test_what_the_lab_does_not_know_is_null(tmp_path: Path) -> None:
     assert record.payload_bytes_per_step is None and record.messages_per_step is None
     assert record.replica_hash is None
     steps = pd.read_parquet(path / "steps.parquet").query("step > 1")
-    assert (steps["own_backward_s"] > 0).all()  # DDP waits after the last gradient
-    assert steps["own_exchange_s"].isna().all()
+    assert (steps["own_backward_s"] > 0).to_numpy().all()  # DDP waits after the last gradient
+    assert steps["own_exchange_s"].isna().to_numpy().all()
     assert record.settings["sync._target_"].endswith("DDPSync")
     assert path.name == "ddp-n2-b16-lr_0.01"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lab.codec.int8 import native, reference
 from lab.codec.native import fitting
 
-HEADER_BYTES = reference.HEADER_BYTES
+HEADER_BYTES, LEVELS = reference.HEADER_BYTES, reference.LEVELS
 
 
 def encode(values: Tensor, records: Tensor) -> None:

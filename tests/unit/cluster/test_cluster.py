@@ -236,6 +236,6 @@ def test_a_straggler_that_cannot_be_planted_is_refused(setting: str, message: st
 def test_a_planted_straggler_is_described_for_the_record() -> None:
     words = ["straggler=planted", "straggler.rank=2", "straggler.every=10"]
     planted = straggler_of(load(["strategy=overlap", *words]), 4)
-    assert planted == Straggler(2, "backward", 0.05, 10)
-    assert planted.describe() == "rank 2 delayed by 50 ms in backward, every 10 steps"
+    assert planted == (expected := Straggler(2, "backward", 0.05, 10))
+    assert expected.describe() == "rank 2 delayed by 50 ms in backward, every 10 steps"
     assert straggler_of(load(["strategy=overlap"]), 4) is None
