@@ -13,7 +13,7 @@ from torch.distributed import GradBucket as DDPBucket  # pyright: ignore[reportP
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.comm import Collective, Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, ScratchBuffers
@@ -104,9 +104,9 @@ class HookState:
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
 
-    def sent(self) -> tuple[int, int]:
-        """Return the payload bytes and messages so far."""
-        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+    def sent(self) -> Sent:
+        """Return what the exchanges have sent so far."""
+        return self.comm.traffic.so_far()
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
         """Return the shapes of the parameters of each bucket of the last step."""
