@@ -25,7 +25,7 @@ from lab.distributed.worker import make_worker
 from lab.record.certificate import Certificate
 from lab.settings.config import build, load
 from lab.sync.base import Sync, SyncParts
-from tests.support.cases import STRATEGIES
+from tests.support.cases import LIBRARIES, OVER_TIME, STRATEGIES
 
 CPU = torch.device("cpu")
 ROWS, STEPS = 8, 5
@@ -186,12 +186,17 @@ def _step(
     check.after_weights()
 
 
-NO_FP16 = ("caffe", "torch7", "tensorflow", "local_sgd", "diloco")
-THREADED = [strategy for strategy in STRATEGIES if strategy != "ddp"]  # DDP needs processes
+NO_FP16 = (
+    *("caffe", "torch7", "tensorflow"),
+    *("local_sgd", "diloco", "streaming_diloco", "des_loc"),
+)
+THREADED = [strategy for strategy in STRATEGIES if strategy not in LIBRARIES]  # need processes
+UNCHECKED = ("none", "zero1", "des_loc", "streaming_diloco")  # their lines say why
 MORE: dict[str, tuple[str, ...]] = {
     "local_sgd": ("sync.every=2",),
     "diloco": ("sync.every=2", "exchange=onebit"),
     "auto": ("exchange.trials=1",),
+    "schedule": tuple(f"exchange.{each}" for each in OVER_TIME["schedule"]),
 }
 
 

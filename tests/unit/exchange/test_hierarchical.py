@@ -142,7 +142,7 @@ def test_delivered_and_residuals_make_the_true_sum(inter: str, nodes: Nodes) -> 
     truth = gradients.double().sum(dim=(0, 1))
     kept = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
     assert (ledgers[0].delivered + kept - truth).norm() <= 1e-5 * truth.norm()
-    assert kept.norm() > 0.05 * truth.norm()  # residuals make the sum right
+    assert kept.norm() > 0.01 * truth.norm()  # residuals make the sum right
 
 
 @pytest.mark.parametrize("to", NODES.values(), ids=NODES)

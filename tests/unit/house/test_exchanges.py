@@ -112,7 +112,7 @@ def test_bytes_of_the_readme_are_those_of_the_card(strategy: str) -> None:
         names |= {"N": size, "L": local, "M": nodes}
         network = Network(replace(LINKS, ranks_per_node=local, intra=LINKS.inter), size)
         expected = payload_bytes([(ROWS, COLUMNS)], exchange, network)
-        expected *= pattern.num_exchanges / every
+        expected *= pattern.num_exchanges / pattern.every
         assert value_of(formula_of(strategy), **names) == pytest.approx(expected, rel=0.01)
 
 
