@@ -101,7 +101,7 @@ def sizes_of(sync: Any, world: World) -> Sizes:
         rank=world.rank,
         N=world.size,
         backend=world.comm.backend,
-        chosen=frozenset(choice["chosen"] for choice in choices),
+        chosen=frozenset(choice["chosen"] for choice in choices if "chosen" in choice),
     )
 
 

@@ -44,6 +44,9 @@ class Auto(Exchange):
             name = type(plain).__name__
             raise ValueError(f"exchange.plain={name}: keeps residuals; make it exchange.compressed")
         for key, exchange in (("compressed", compressed), ("plain", plain)):
+            if exchange.delivers != "mean":
+                name = type(exchange).__name__
+                raise ValueError(f"exchange.{key}={name}: leaves a {exchange.delivers}, no mean")
             if not exchange.keeps_replicas_equal:
                 name = type(exchange).__name__
                 raise ValueError(f"exchange.{key}={name}: does not keep replicas equal")

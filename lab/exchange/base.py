@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
@@ -22,6 +22,7 @@ class Exchange(ABC):
     """
 
     exact = True  # delivers the mean up to rounding; tests check it
+    delivers = "mean"  # or "direction": see lab.exchange.direction
     keeps_replicas_equal = True
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
@@ -29,7 +30,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        """Replace `bucket.flat` by its mean over the ranks of `comm`, all of which call this."""
+        """Replace `bucket.flat` by what this exchange delivers: its mean over the ranks of `comm`.
+
+        All ranks call this.
+        """
 
     def asynchronous(self, comm: Comm) -> bool:
         """Return whether `stages` leaves all waiting to its caller."""
@@ -49,6 +53,9 @@ class Exchange(ABC):
         if self.needs_send_recv and comm.no_send_recv:
             name = type(self).__name__
             raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
+
+    def look_at(self, model: nn.Module) -> None:
+        """Find in `model` what gradients alone do not show, once, before the first step."""
 
     def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""

@@ -39,6 +39,12 @@ class LocalSync(GradSync):
         if not parts.exchange.keeps_replicas_equal:
             name = type(parts.exchange).__name__
             raise ValueError(f"exchange={name}: does not average; choose one that does")
+        if parts.exchange.delivers != "mean":
+            name = type(parts.exchange).__name__
+            raise ValueError(
+                f"exchange={name}: leaves a {parts.exchange.delivers}, no mean; sync=local averages "
+                "changes of weights"
+            )
         super().__init__(parts, local(every))
         self.divides_loss = False  # ranks take steps with their own gradients
         self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}

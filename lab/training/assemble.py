@@ -108,6 +108,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         _observe_noise(sync)
     trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
     _require_sgd(config, sync, trainer.optimizer)
+    if sync.pattern.takes_exchanges and exchange.delivers == "direction":
+        _require_direction(config, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
 
@@ -117,6 +119,23 @@ def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimize
     if sync.pattern.only_sgd and not isinstance(optimizer, torch.optim.SGD):
         chosen = f"strategy={config.strategy} optim={config.optim['_target_']}"
         raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; allowed is optim=sgd")
+
+
+def _require_direction(config: DictConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what would not apply an exchange's direction as it is."""
+    groups = optimizer.param_groups
+    if not isinstance(optimizer, torch.optim.SGD) or any(g["momentum"] for g in groups):
+        momentum = f" optim.momentum={groups[0]['momentum']}" if "momentum" in groups[0] else ""
+        raise ConfigError(
+            f"strategy={config.strategy} optim={config.optim['_target_']}{momentum}: the exchange "
+            "keeps the moments and leaves a direction; allowed is optim=direction, SGD without "
+            "momentum"
+        )
+    if config.clip_grad_norm is not None:
+        raise ConfigError(
+            f"clip_grad_norm={config.clip_grad_norm}: strategy={config.strategy} leaves a "
+            "direction, whose norm is not the gradient's; must be null"
+        )
 
 
 def _observe_noise(sync: Sync) -> None:
