@@ -11,6 +11,7 @@ from typing import Literal
 # Okabe and Ito, "Color Universal Design", 2008; without its yellow, which is lost on white.
 BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
+GREY = "#767676"
 COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
 
 LineStyle = Literal["-", "--", ":", "-."]
@@ -46,6 +47,7 @@ LOOKS: dict[str, Look] = {
     "topk": Look(BROWN, "-", "p"),
     "randomk": Look(BROWN, "--", "h"),
     "powersgd": Look(PURPLE, "-.", "D"),
+    "onebit_adam": Look(GREY, "-", "*"),
     "auto": Look(BLACK, "--", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),
     "fc1x1_onebit": Look(PURPLE, "--", "h"),

@@ -166,6 +166,29 @@ def _powersgd(load: Load) -> None:
     load.codec(4 * n)
 
 
+def _onebit_adam(load: Load) -> None:
+    """Count the passes of a step with a frozen variance: momentum, signs, correction, decoding."""
+    message = sum(_blocks(shape, load.exchange["block_size"], load.N) for shape in load.shapes)
+    load.codec((12 + 16 + 12) * load.n + message, 2 * len(load.shapes))
+    load.wire(load.network.all_to_all(message / load.N))
+    load.codec((8 * load.N + 12 + 12) * load.n / load.N + message, 2 * len(load.shapes))
+    load.wire(load.network.all_gather(message / load.N))
+    load.codec(4 * load.n + message, 2 * len(load.shapes))
+
+
+def _blocks(shape: Shape, block_size: int, size: int) -> int:
+    """Count the bytes of a parameter's blocks in the lines of a message, as blocks.py cuts them."""
+    rows, rest = divmod(math.prod(shape), block_size)
+    whole = math.ceil(rows / size) * (math.ceil(block_size / 8) + 8)
+    return size * (whole + (math.ceil(rest / 8) + 8 if rest else 0))
+
+
+def _onebit_adam_kept(s: Sizes, adam: Settings) -> float:
+    """Count moments and residuals of a frozen variance, whole and in shards, and four messages."""
+    of_message = s.n * (1 / 8 + 8 / adam["block_size"])
+    return 4 * s.n * (2 + 2 / s.N) + of_message * (3 + 1 / s.N)
+
+
 def _auto(load: Load) -> None:
     """Take the faster exchange for this bucket; training finds it by trying both."""
     tried = [stages_of(load.shapes, way, load.network) for way in _ways(load.exchange)]
@@ -252,6 +275,7 @@ CARDS: dict[str, Card] = {
         kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 4),
     ),
     "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "OneBitAdam": Card(_onebit_adam, staged=True, lossy=_always, kept=_onebit_adam_kept),
     "Auto": Card(
         _auto,
         lossy=lambda e: any(card_of(way).lossy(way) for way in _ways(e)),

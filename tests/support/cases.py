@@ -32,9 +32,12 @@ RESUMED = {
     "diloco": ("sync.every=2",),
     "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
+    "onebit_adam": ("exchange.freeze_at=4",),
 }
+# More settings of exchanges that begin exactly, so that the second step is as all later ones.
+STEADY = {"onebit_adam": ("exchange.freeze_at=1",)}
 # More settings where bytes are counted: at rank 2 it sends so little that TCP's headers show.
-COUNTED = {"powersgd": ("exchange.rank=32",)}
+COUNTED = {"powersgd": ("exchange.rank=32",), **STEADY}
 # More settings of an exchange where tensors have a few thousand values, so that it compresses them.
 COMPRESSES_LITTLE = {
     "int8": ("block_size=64",),
@@ -100,5 +103,8 @@ LINKS = Hardware("any", "made up", "gloo", 1, None, Link(0.0, 1e9), math.inf)
 WITH_CARD = [exchange for exchange in EXCHANGES if class_of(exchange_settings(exchange)) in CARDS]
 # Exchanges that move anything, and leave the same bits whenever they are run.
 REPEATABLE = [e for e in WITH_CARD if bytes_per_value(e) > 0 and e not in BY_THE_CLOCK]
-EXACT = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) >= 4]
-COMPRESSING = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) < 4]
+# Exchanges that leave a direction, no mean: only optim=direction applies it.
+DIRECTIONS = [exchange for exchange in REPEATABLE if maker(exchange)().delivers == "direction"]
+MEANS = [exchange for exchange in REPEATABLE if exchange not in DIRECTIONS]
+EXACT = [exchange for exchange in MEANS if bytes_per_value(exchange) >= 4]
+COMPRESSING = [exchange for exchange in MEANS if bytes_per_value(exchange) < 4]
