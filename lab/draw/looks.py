@@ -48,6 +48,7 @@ LOOKS: dict[str, Look] = {
     "randomk": Look(BROWN, "--", "h"),
     "powersgd": Look(PURPLE, "-.", "D"),
     "onebit_adam": Look(GREY, "-", "*"),
+    "muon": Look(GREY, "--", "P"),
     "auto": Look(BLACK, "--", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),
     "fc1x1_onebit": Look(PURPLE, "--", "h"),

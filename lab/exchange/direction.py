@@ -16,7 +16,7 @@ Kept = dict[str, Tensor]  # by parameter
 
 
 class Direction(Staged):
-    """An exchange that leaves in `bucket.flat` the direction of the update, not a mean of gradients.
+    """An exchange that leaves in `bucket.flat` the direction of an update, no mean of gradients.
 
     SGD without momentum applies it, `x -= lr * (direction + weight_decay * x)`: learning rates and
     their schedule stay the optimizer's, and weight decay is decoupled, as AdamW's. What adaptive
@@ -94,6 +94,11 @@ class Adam:
         torch.sqrt(variance, out=out)
         out.div_(self.correction(1, updates) ** 0.5).add_(self.eps)
         torch.div(momentum, out, out=out).div_(self.correction(0, updates))
+
+
+def is_finite(values: Tensor) -> Tensor:
+    """Return whether all values are finite, bool [], without memory of their size."""
+    return torch.linalg.vector_norm(values, torch.inf).isfinite()
 
 
 def zeros(kept: Kept, name: str, like: Tensor) -> Tensor:

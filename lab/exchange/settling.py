@@ -35,9 +35,7 @@ class Settling:
     def __init__(self, every: int, below: float, least: int) -> None:
         require_integer("settle_every", every, 2)
         if not isinstance(below, int | float) or not 0 < below < 1:
-            raise ValueError(
-                f"exchange.settle_below={below}: must be a number above 0 and below 1"
-            )
+            raise ValueError(f"exchange.settle_below={below}: must be a number above 0 and below 1")
         self.every, self.below, self.least = every, below, least
         self.ratio: float | None = None
         self.sample: Kept = {}  # float32 [values / SAMPLED] of v, k steps ago

@@ -47,8 +47,8 @@ COMPRESSES_LITTLE = {
 }
 # Times the card's memory that an exchange may allocate where nothing else has been freed. The card
 # leaves out temporaries that fit into what backward has freed by then (a draw or a sort of indices,
-# a byte for each sign); and, while `auto` tries both ways, the second one's.
-TEMPORARIES = {"auto": 1.4, "randomk": 1.85, "signsgd_ef": 1.35, "topk": 1.45}
+# a byte for each sign, Newton–Schulz's factors); and, while `auto` tries both ways, the second one's.
+TEMPORARIES = {"auto": 1.4, "muon": 1.4, "randomk": 1.85, "signsgd_ef": 1.35, "topk": 1.45}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:

@@ -113,7 +113,9 @@ def test_rows_that_never_had_a_gradient_do_not_move() -> None:
 def test_a_first_gradient_after_freezing_is_counted_and_changes_nothing() -> None:
     given = gradients(FREEZE + 20, 2)
     given[:, :, NUM - 3 * 32 :] = 0
-    given[FREEZE + 5 :, 1, NUM - 40 :] = 1e3  # the last row, and a part of the one before; on rank 1
+    given[FREEZE + 5 :, 1, NUM - 40 :] = (
+        1e3  # the last row, and a part of the one before; on rank 1
+    )
     ledgers = deliver(make(), SHAPES, given)
     assert not ledgers[0].directions[:, NUM - 3 * 32 :].any()
     assert ledgers[0].directions.abs().max() < 20
@@ -154,9 +156,7 @@ def test_the_ratio_is_the_one_that_is_documented() -> None:
     exchange = deliver(make(**SETTLES, settle_below=0.01), SHAPES, given)[0].exchange
     squares = given.mean(dim=1).double() ** 2
     decay = 0.999 ** torch.arange(22, dtype=torch.float64).flip(0)[:, None]
-    before, now = (
-        (squares[:t] * decay[-t:]).sum(dim=0) / decay[-t:].sum(dim=0) for t in (15, 20)
-    )
+    before, now = ((squares[:t] * decay[-t:]).sum(dim=0) / decay[-t:].sum(dim=0) for t in (15, 20))
     names = torch.cat([torch.arange(len(part)) % 16 == 0 for part in now.split(list(LENGTHS))])
     exact = ((now - before).abs()[names].sum() / now[names].sum()).item()
     assert exchange.settling.ratio == pytest.approx(exact, rel=1e-4)
