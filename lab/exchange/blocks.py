@@ -27,7 +27,7 @@ def shard_of(values: Tensor, parts: Sequence[Matrix], rank: int, size: int) -> T
 
 
 def views_of_shard(shard: Tensor, parts: Sequence[Matrix], rank: int, size: int) -> list[Tensor]:
-    """Return the rows in a result of `shard_of`, [rows, columns] for each part; nothing is copied."""
+    """Return the rows in a result of `shard_of`, [rows, columns] for each part, not copied."""
     heights = [part.shard(rank, size) for part in parts]
     sizes = [(s.stop - s.start) * part.columns for s, part in zip(heights, parts, strict=True)]
     cut = zip(shard.split(sizes), parts, strict=True)
@@ -37,4 +37,6 @@ def views_of_shard(shard: Tensor, parts: Sequence[Matrix], rank: int, size: int)
 def joined(shards: Sequence[Tensor], parts: Sequence[Matrix]) -> Tensor:
     """Return all values from the shards of all ranks, in rank order."""
     cut = [views_of_shard(s, parts, rank, len(shards)) for rank, s in enumerate(shards)]
-    return torch.cat([shards[0][:0], *(rows.flatten() for part in zip(*cut) for rows in part)])
+    return torch.cat(
+        [shards[0][:0], *(rows.flatten() for part in zip(*cut, strict=True) for rows in part)]
+    )

@@ -12,7 +12,7 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange import owner_message, owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
-from lab.exchange.direction import Adam, Direction, Kept, copies, require_integer, zeros
+from lab.exchange.direction import Adam, Direction, Kept, copies, is_finite, require_integer, zeros
 from lab.exchange.newton_schulz import orthogonalised, rms_factor
 from lab.exchange.owners import Place, newton_schulz_operations
 
@@ -93,7 +93,7 @@ class Muon(Direction):
         yield comm.iall_gather(message, own)
         for place in places:
             owner_message.unpack(message, place, spans[place.name])
-        bucket.finite = bucket.flat.isfinite().all()
+        bucket.finite = is_finite(bucket.flat)
 
     def _owners(self, bucket: GradBucket, size: int) -> dict[str, int]:
         """Return the owner of each matrix of the model; of the bucket, if there is no model."""

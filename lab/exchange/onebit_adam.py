@@ -13,7 +13,7 @@ from lab.codec.onebit.message import Matrix
 from lab.distributed.comm import Collective, Comm
 from lab.exchange import blocks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.direction import Adam, Direction, Kept, copies, require_integer, zeros
+from lab.exchange.direction import Adam, Direction, Kept, copies, is_finite, require_integer, zeros
 from lab.exchange.error_feedback import shares
 from lab.exchange.frozen import freeze, scaled
 from lab.exchange.settling import Settling
@@ -116,18 +116,19 @@ class OneBitAdam(Direction):
 
     def _exact(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield comm.iall_reduce(bucket.flat)
-        bucket.finite = bucket.flat.isfinite().all()
+        bucket.finite = is_finite(bucket.flat)
         correction = self.adam.correction(1, self.updates)
         for name, start, stop in bucket.spans():
             gradient = bucket.flat[start:stop]
-            moments = [zeros(self.kept[kind], name, gradient) for kind in ("momentum", "variance")]
-            self.adam.add(gradient, *moments)
+            momentum = zeros(self.kept["momentum"], name, gradient)
+            variance = zeros(self.kept["variance"], name, gradient)
+            self.adam.add(gradient, momentum, variance)
             if self.freeze_at is None:
-                self.settling.look(name, moments[1], correction, self.updates)
-            self.adam.direction(*moments, self.updates, out=gradient)
+                self.settling.look(name, variance, correction, self.updates)
+            self.adam.direction(momentum, variance, self.updates, out=gradient)
 
     def _compressed(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        parts = [self._part(bucket, *span, comm) for span in bucket.spans()]
+        parts = [self._part(bucket, comm, *span) for span in bucket.spans()]
         factor = 1 / self.adam.correction(0, self.updates)
         for part in parts:
             momentum = self.kept["momentum"][part.name].view_as(part.active)
@@ -147,7 +148,7 @@ class OneBitAdam(Direction):
         for part in parts:
             part.put_back(self._keep(part.name))
 
-    def _part(self, bucket: GradBucket, name: str, start: int, stop: int, comm: Comm) -> Part:
+    def _part(self, bucket: GradBucket, comm: Comm, name: str, start: int, stop: int) -> Part:
         """Return a parameter's gradient, frozen, with the rows that are sent."""
         if name not in self.kept["ratio"]:
             self._freeze(name, bucket.shapes[name], comm)

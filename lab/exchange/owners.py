@@ -74,6 +74,6 @@ def hidden_matrices(
 
 
 def newton_schulz_operations(rows: int, columns: int, steps: int) -> int:
-    """Count the floating-point operations that orthogonalise a matrix; 2 for a product and a sum."""
+    """Count the operations that orthogonalise a matrix: 2 for a product and a sum."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)

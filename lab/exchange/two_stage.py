@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from lab.codec.onebit.message import Matrix, Message
@@ -15,7 +14,7 @@ Residuals = Sequence[Tensor | None]  # [rows, columns], one for each matrix; Non
 
 
 class TwoStageSum:
-    """Quantised reduce-scatter and all-gather of a bucket's matrices (Seide et al. 2014, section 3).
+    """Quantised reduce-scatter and all-gather of matrices (Seide et al. 2014, section 3).
 
     1. Each rank quantises its matrices and their residuals, and keeps the errors as new residuals.
        Row shard r of every rank goes to rank r, which decodes and sums them in rank order.

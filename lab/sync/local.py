@@ -42,8 +42,8 @@ class LocalSync(GradSync):
         if parts.exchange.delivers != "mean":
             name = type(parts.exchange).__name__
             raise ValueError(
-                f"exchange={name}: leaves a {parts.exchange.delivers}, no mean; sync=local averages "
-                "changes of weights"
+                f"exchange={name}: leaves a {parts.exchange.delivers}, no mean; sync=local "
+                "averages changes of weights"
             )
         super().__init__(parts, local(every))
         self.divides_loss = False  # ranks take steps with their own gradients

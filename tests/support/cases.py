@@ -32,7 +32,7 @@ RESUMED = {
     "diloco": ("sync.every=2",),
     "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
-    "onebit_adam": ("exchange.freeze_at=4",),
+    "onebit_adam": ("exchange.freeze_at=4", "exchange.eps=0.1"),
 }
 # More settings of exchanges that begin exactly, so that the second step is as all later ones.
 STEADY = {"onebit_adam": ("exchange.freeze_at=1",)}
@@ -47,7 +47,7 @@ COMPRESSES_LITTLE = {
 }
 # Times the card's memory that an exchange may allocate where nothing else has been freed. The card
 # leaves out temporaries that fit into what backward has freed by then (a draw or a sort of indices,
-# a byte for each sign, Newton–Schulz's factors); and, while `auto` tries both ways, the second one's.
+# a byte for each sign, Newton–Schulz's factors); and, while `auto` tries both, the second one's.
 TEMPORARIES = {"auto": 1.4, "muon": 1.4, "randomk": 1.85, "signsgd_ef": 1.35, "topk": 1.45}
 
 

@@ -19,7 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class Ledger:
-    """One rank's view: each step's direction [steps, values], payload, messages, and its exchange."""
+    """One rank's view: directions [steps, values], payload and messages by step, the exchange."""
 
     directions: Tensor
     payload: list[int]

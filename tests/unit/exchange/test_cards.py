@@ -41,12 +41,12 @@ def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], list[to
     gradients = [torch.randn(SHAPE.numel()) for _ in range(size)]
 
     def rank_main(comm: Comm) -> tuple[torch.Tensor, int]:
-        made = build(node)
-        for step in range(2):
+        made, gradient = build(node), gradients[comm.rank]
+        buckets = [GradBucket({"w": SHAPE}, gradient.clone(), step) for step in (0, 1)]
+        for bucket in buckets:
             comm.traffic.payload_bytes = 0
-            bucket = GradBucket({"w": SHAPE}, gradients[comm.rank].clone(), step)
             made.average(bucket, comm)
-        return bucket.flat, comm.traffic.payload_bytes
+        return buckets[-1].flat, comm.traffic.payload_bytes
 
     means, payloads = zip(*run_ranks(size, rank_main), strict=True)
     return gradients, list(means), max(payloads)
