@@ -101,8 +101,8 @@ def sizes_of(sync: Any, world: World) -> Sizes:
         rank=world.rank,
         N=world.size,
         backend=world.comm.backend,
-        chosen=frozenset(choice["chosen"] for choice in choices),
         local=max(map(len, world.comm.nodes)),
+        chosen=frozenset(choice["chosen"] for choice in choices if "chosen" in choice),
     )
 
 

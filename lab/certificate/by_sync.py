@@ -181,6 +181,8 @@ def check_of(
     moves_nothing = pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal
     if not pattern.legs or moves_nothing:
         return Unchecked(f"strategy={strategy} exchanges nothing")
+    if pattern.takes_exchanges and sync.exchange.delivers != "mean":
+        return Unchecked(f"strategy={strategy} leaves a {sync.exchange.delivers}, no mean")
     who = sync if pattern.by_library else sync.exchange
     about = About(
         gather,

@@ -50,6 +50,8 @@ LOOKS: dict[str, Look] = {
     "powersgd": Look(PURPLE, "-.", "D"),
     "hierarchical": Look(GREY, "-", "P"),
     "hierarchical_onebit": Look(GREY, "--", "*"),
+    "onebit_adam": Look(GREY, "-", "*"),
+    "muon": Look(GREY, "--", "P"),
     "auto": Look(BLACK, "--", "*"),
     "schedule": Look(GREY, ":", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, require_mean
 from lab.exchange.bucket import GradBucket
 from lab.measure.marks import Mark, mark, seconds
 
@@ -44,9 +44,7 @@ class Auto(Exchange):
             name = type(plain).__name__
             raise ValueError(f"exchange.plain={name}: keeps residuals; make it exchange.compressed")
         for key, exchange in (("compressed", compressed), ("plain", plain)):
-            if not exchange.keeps_replicas_equal:
-                name = type(exchange).__name__
-                raise ValueError(f"exchange.{key}={name}: does not keep replicas equal")
+            require_mean(f"exchange.{key}", exchange)
         self.compressed, self.plain, self.trials = compressed, plain, trials
         self.needs_send_recv = compressed.needs_send_recv or plain.needs_send_recv
         self.needs_like_gpus = compressed.needs_like_gpus or plain.needs_like_gpus

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
@@ -38,6 +38,7 @@ class Exchange(ABC):
     """
 
     exact = True  # delivers the mean up to rounding; tests check it
+    delivers = "mean"  # or "direction": see lab.exchange.direction
     keeps_replicas_equal = True
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
@@ -46,7 +47,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        """Replace `bucket.flat` by its mean over the ranks of `comm`, all of which call this."""
+        """Replace `bucket.flat` by what this exchange delivers: its mean over the ranks of `comm`.
+
+        All ranks call this.
+        """
 
     def asynchronous(self, comm: Comm) -> bool:
         """Return whether `stages` leaves all waiting to its caller."""
@@ -69,6 +73,9 @@ class Exchange(ABC):
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`."""
+
+    def look_at(self, model: nn.Module) -> None:
+        """Find in `model` what gradients alone do not show, once, before the first step."""
 
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
@@ -131,6 +138,21 @@ class Exchange(ABC):
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Return this rank's state among `size` ranks, made from another number of states."""
         return {}
+
+
+def require_mean(key: str, exchange: Exchange) -> None:
+    """Refuse an exchange that does not leave a mean, where `key` needs one that does.
+
+    Raises:
+        ValueError: it leaves a direction, or does not keep replicas equal.
+    """
+    name = type(exchange).__name__
+    if not exchange.keeps_replicas_equal:
+        raise ValueError(f"{key}={name}: does not keep replicas equal; choose one that does")
+    if exchange.delivers != "mean":
+        raise ValueError(
+            f"{key}={name}: leaves a {exchange.delivers}, no mean; choose one that does"
+        )
 
 
 class Staged(Exchange):

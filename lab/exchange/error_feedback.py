@@ -73,8 +73,7 @@ class ErrorFeedback(Exchange):
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each new rank an equal share of the residuals' sum, so that the sum stays."""
-        residuals = [state["residual"] for state in states]
-        return {"residual": {name: _share(residuals, name, size) for name in residuals[0]}}
+        return {"residual": shares([state["residual"] for state in states], size)}
 
 
 def record_stream(residual: Tensor) -> Tensor:
@@ -88,8 +87,13 @@ def record_stream(residual: Tensor) -> Tensor:
     return residual
 
 
-def _share(residuals: list[dict[str, Tensor]], name: str, size: int) -> Tensor:
-    total = residuals[0][name].double()
-    for other in residuals[1:]:
-        total += other[name]
+def shares(kept: list[dict[str, Tensor]], size: int) -> dict[str, Tensor]:
+    """Return an equal share for each of `size` ranks of what others kept, by parameter."""
+    return {name: _share([tensors[name] for tensors in kept], size) for name in kept[0]}
+
+
+def _share(tensors: list[Tensor], size: int) -> Tensor:
+    total = tensors[0].double()
+    for other in tensors[1:]:
+        total += other
     return total.div_(size).float()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
 from lab.distributed.nodes import each_alone
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean
 from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import record_stream
 from lab.exchange.rails import (
@@ -55,8 +55,7 @@ class Hierarchical(Staged):
 
     def __init__(self, inter: Exchange) -> None:
         name = type(inter).__name__
-        if not inter.keeps_replicas_equal:
-            raise ValueError(f"exchange.inter={name}: does not keep replicas equal")
+        require_mean("exchange.inter", inter)
         if isinstance(inter, Hierarchical):
             raise ValueError(f"exchange.inter={name}: has two levels itself; allowed is one")
         self.inter = inter

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lab.codec.onebit import codec as onebit
-from lab.codec.onebit.message import Matrix, Message
+from lab.codec.onebit.message import Matrix
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import quantised
 from lab.exchange.error_feedback import ErrorFeedback, record_stream
+from lab.exchange.two_stage import TwoStageSum
 from lab.exchange.uncompressed import ExactMeans, gaps
 
 GRANULARITIES = ("column", "block")
@@ -89,25 +90,17 @@ class OneBit(Staged, ErrorFeedback):
             bucket.finite = exact.put_back().isfinite().all()
             return
 
-        def message(role: str, lines: int) -> Message:
-            return Message(matrices, comm.size, lines, bucket.flat, bucket.buffers[role])
-
         values = {matrix.name: matrix.view(bucket.flat) for matrix in matrices}
-        outgoing, received = message("outgoing", comm.size), message("received", comm.size)
-        outgoing.encode([*values.values()], self._kept(self.residual, values), self.threshold)
-        arriving = comm.iall_to_all(received.bytes, outgoing.bytes)
-        yield exact.collective
-        finite = exact.put_back().isfinite().all()
-        yield arriving
-        # The gradient has been encoded: its memory is free for the sum.
         shards = {m.name: values[m.name][m.shard(comm.rank, comm.size)] for m in matrices}
-        reduced, gathered = message("reduced", 1), message("gathered", comm.size)
-        kept = self._kept(self.shard_residual, shards)
-        reduced.encode_sum(received, [*shards.values()], kept, self.threshold)
-        yield comm.iall_gather(gathered.bytes, reduced.bytes)
-        bucket.finite = finite & gathered.scales().isfinite().all()
-        gathered.scales().div_(comm.size)
-        gathered.decode([*values.values()])
+        quantiser = TwoStageSum(matrices, comm, bucket.flat, bucket.buffers, self.threshold)
+        yield from quantiser.stages(
+            [*values.values()],
+            self._kept(self.residual, values),
+            self._kept(self.shard_residual, shards),
+            divisor=comm.size,
+        )
+        yield exact.collective
+        bucket.finite = quantiser.finite & exact.put_back().isfinite().all()
 
     def matrices(self, bucket: GradBucket) -> list[Matrix]:
         """Return the parts of `bucket` that are quantised; the rest travels exactly."""

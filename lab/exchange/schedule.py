@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes, require_mean
 from lab.exchange.bucket import GradBucket
 
 KEYS = ("first", "second", "third")
@@ -37,9 +37,7 @@ class Schedule(Exchange):
         named = {"first": first, "second": second, "third": third}
         self.phases = {key: exchange for key, exchange in named.items() if exchange is not None}
         for key, exchange in self.phases.items():
-            if not exchange.keeps_replicas_equal:
-                name = type(exchange).__name__
-                raise ValueError(f"exchange.{key}={name}: does not keep replicas equal")
+            require_mean(f"exchange.{key}", exchange)
         check_until(until, len(self.phases))
         self.until = list(until)
         everyone = self.phases.values()

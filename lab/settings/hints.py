@@ -63,6 +63,7 @@ CHOICES = {
         "1bit": "onebit",
         "1bitsgd": "onebit",
         "signsgd": "signsgd_ef",
+        "1bitadam": "onebit_adam",
         "hvd": "horovod",
         "ddpoverlap": "ddp or overlap",
         "distributeddataparallel": "ddp",

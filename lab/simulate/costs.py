@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
-from lab.simulate import hierarchy
+from lab.simulate import directions, hierarchy
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Cost, Network
 from lab.simulate.phases import phases_of, ways_of
@@ -316,6 +316,10 @@ CARDS: dict[str, Card] = {
         scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
         kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),
     ),
+    "OneBitAdam": Card(
+        directions.onebit_adam, staged=True, lossy=_always, kept=directions.onebit_adam_kept
+    ),
+    "Muon": Card(directions.muon, staged=True, lossy=_always, kept=directions.muon_kept),
     "Auto": _of_parts(_auto),
     "Schedule": _of_parts(_schedule),
 }

@@ -62,6 +62,7 @@ class HookState:
         guard: SpoiledState | None = None,
     ) -> None:
         exchange.check_reach(comm)
+        exchange.look_at(getattr(model, COMPILED.rstrip("."), model))
         self.exchange, self.comm, self.worker = exchange, comm, worker
         self.step = 0
         self.finite: Tensor | None = None

@@ -43,6 +43,7 @@ class GradSync(Sync):
     def __init__(self, parts: SyncParts, pattern: Pattern | None = None, multiple: int = 1) -> None:
         super().__init__(parts, pattern or gradsync(parts.overlap))
         self.exchange.check_reach(self.comm)
+        self.exchange.look_at(parts.model)
         self.worker = parts.worker
         self._during_backward = self.pattern.begins is Begin.DURING_BACKWARD
         self.divides_loss = self.exchange.takes_divided

@@ -11,6 +11,7 @@ from typing import Self, TypeGuard
 import torch
 from torch import Tensor
 
+from lab.exchange.base import require_mean
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import Pattern, local
@@ -28,9 +29,7 @@ class LocalSteps(GradSync):
     """
 
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
-        if not parts.exchange.keeps_replicas_equal:
-            name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: does not average; choose one that does")
+        require_mean("exchange", parts.exchange)
         super().__init__(parts, pattern)
         self.divides_loss = False
         self._follow(list(self._bucket_of))  # no exchange waits for backward: any order will do

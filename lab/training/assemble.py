@@ -131,6 +131,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     )
     _require_sgd(config, sync, trainer.optimizer)
     _plant(config, trainer)
+    if sync.pattern.takes_exchanges and exchange.delivers == "direction":
+        _require_direction(config, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
 
@@ -167,6 +169,23 @@ def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimize
         raise ConfigError(f"{chosen}: {sync.pattern.only_sgd}; allowed is optim=sgd")
 
 
+def _require_direction(config: DictConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what would not apply an exchange's direction as it is."""
+    groups = optimizer.param_groups
+    if not isinstance(optimizer, torch.optim.SGD) or any(g["momentum"] for g in groups):
+        momentum = f" optim.momentum={groups[0]['momentum']}" if "momentum" in groups[0] else ""
+        raise ConfigError(
+            f"strategy={config.strategy} optim={config.optim['_target_']}{momentum}: the exchange "
+            "keeps the moments and leaves a direction; allowed is optim=direction, SGD without "
+            "momentum"
+        )
+    if config.clip_grad_norm is not None:
+        raise ConfigError(
+            f"clip_grad_norm={config.clip_grad_norm}: strategy={config.strategy} leaves a "
+            "direction, whose norm is not the gradient's; must be null"
+        )
+
+
 def _observe_noise(sync: Sync) -> None:
     """Collect the norms of gradients before and after their exchange.
 
@@ -189,7 +208,8 @@ def _observe_drift(sync: Sync, every: int, precision: str) -> None:
     Raises:
         ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
     """
-    if not isinstance(sync, GradSync) or not sync.pattern.takes_any_exchange:
+    delivers_mean = sync.pattern.takes_any_exchange and sync.exchange.delivers == "mean"
+    if not isinstance(sync, GradSync) or not delivers_mean:
         raise ConfigError(
             f"drift_every={every}: needs a strategy whose mean reaches all ranks by an exchange of "
             "the lab, such as onebit"

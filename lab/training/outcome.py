@@ -201,6 +201,7 @@ def summary(record: Record, path: Path) -> str:
         *_metric_lines(record),
         *_step_lines(record),
         *_payload_lines(record),
+        *_frozen_lines(record),
         *_noise_lines(record),
         *_drift_lines(record),
         *([f"data            {record.data_source}"] if record.data_source else []),
@@ -239,6 +240,13 @@ def _compute_lines(record: Record) -> Iterator[str]:
     peak = f"peak ({record.compute.peak_source})"
     share = f", {100 * record.mfu:.3g} % of the {peak}" if record.mfu is not None else ""
     yield f"compute         {record.flops_per_s / 1e12:.3g} TFLOP/s{share}"
+
+
+def _frozen_lines(record: Record) -> Iterator[str]:
+    for choice in record.choices:
+        if "frozen_at" in choice:
+            when = choice["frozen_at"]
+            yield f"variance        {f'frozen after step {when}' if when else 'not frozen'}"
 
 
 def _noise_lines(record: Record) -> Iterator[str]:

@@ -33,12 +33,14 @@ MORE = {
     "diloco": ("sync.every=2",),
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
+    "onebit_adam": ("exchange.freeze_at=4",),
 }
 # All strategies over torch; Horovod's own optimizer waits for its thread.
 CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES} | {
     "cntk, double buffer": ("strategy=cntk", "sync.double_buffer=true"),
     "clipped": ("strategy=onebit", "clip_grad_norm=1", "accumulate=2", "precision=bf16"),
     "adamw": ("strategy=onebit", "optim=adamw", "optim.decay_vectors=false"),
+    "settling": ("strategy=onebit_adam", "exchange.settle_every=2", "exchange.least_steps=99"),
     "precision=fp16": ("strategy=onebit", "precision=fp16"),
 }
 # Places that may wait, and why.

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import (
+    DIRECTIONS,
     REPEATABLE,
+    STEADY,
     STRATEGIES,
     is_exact,
     keeps_replicas_equal,
@@ -86,6 +88,10 @@ def bitwise(outcomes: list[Outcome]) -> str:
 @pytest.mark.parametrize("exchange", REPEATABLE)
 def test_overlapped_is_blocking_bit_for_bit(exchange: str) -> None:
     settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN, "steps=8")
+    settings += (
+        *STEADY.get(exchange, ()),
+        *(["optim=direction"] if exchange in DIRECTIONS else []),
+    )
     # Three ranks: the sum of two is the same in any order.
     blocking, overlapped = (train(3, *settings, f"overlap={on}") for on in ("false", "true"))
     assert bitwise(blocking) == bitwise(overlapped)

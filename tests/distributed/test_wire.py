@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -55,10 +56,11 @@ def exchange_some(exchange: str) -> tuple[int, int]:
     world = join()
     settings = [f"exchange={exchange}", *COUNTED.get(exchange, ())]
     average = build(load(settings).exchange).average
-    flat = torch.randn(NUM_VALUES)
+    flat, steps = torch.randn(NUM_VALUES), itertools.count()
 
     def run() -> None:
-        average(GradBucket({"w": torch.Size((ROWS, COLUMNS))}, flat.clone()), world.comm)
+        shapes = {"w": torch.Size((ROWS, COLUMNS))}
+        average(GradBucket(shapes, flat.clone(), next(steps)), world.comm)
 
     return count(run, world)
 

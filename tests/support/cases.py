@@ -40,9 +40,12 @@ RESUMED = {
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
     "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
+    "onebit_adam": ("exchange.freeze_at=4", "exchange.eps=0.1"),
 }
+# More settings of exchanges that begin exactly, so that the second step is as all later ones.
+STEADY = {"onebit_adam": ("exchange.freeze_at=1",)}
 # More settings where bytes are counted: at rank 2 it sends so little that TCP's headers show.
-COUNTED = {"powersgd": ("exchange.rank=32",)}
+COUNTED = {"powersgd": ("exchange.rank=32",), **STEADY}
 # More settings of an exchange where tensors have a few thousand values, so that it compresses them.
 COMPRESSES_LITTLE = {
     "int8": ("block_size=64",),
@@ -53,7 +56,7 @@ COMPRESSES_LITTLE = {
 }
 # Times the card's memory that an exchange may allocate: while `auto` tries both ways, it keeps the
 # second one's too.
-TEMPORARIES = {"auto": 1.4}
+TEMPORARIES = {"auto": 1.4, "muon": 1.4}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:
@@ -116,5 +119,8 @@ REPEATABLE = [
     for exchange in WITH_CARD
     if bytes_per_value(exchange) > 0 and exchange not in (*BY_THE_CLOCK, *OVER_TIME)
 ]
-EXACT = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) >= 4]
-COMPRESSING = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) < 4]
+# Exchanges that leave a direction, no mean: only optim=direction applies it.
+DIRECTIONS = [exchange for exchange in REPEATABLE if maker(exchange)().delivers == "direction"]
+MEANS = [exchange for exchange in REPEATABLE if exchange not in DIRECTIONS]
+EXACT = [exchange for exchange in MEANS if bytes_per_value(exchange) >= 4]
+COMPRESSING = [exchange for exchange in MEANS if bytes_per_value(exchange) < 4]

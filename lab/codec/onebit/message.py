@@ -94,7 +94,8 @@ class Message:
             threshold: see lab.codec.onebit.codec.encode.
         """
         for index, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
-            codec.encode(gradient, residual, threshold, *self.part(index))
+            if len(gradient):  # a rank's own shard may be empty
+                codec.encode(gradient, residual, threshold, *self.part(index))
 
     def encode_sum(
         self,
@@ -118,6 +119,18 @@ class Message:
             codec.reduce(
                 *received.part(index, len(shard)), shard, residual, threshold, scales[0], bits[0]
             )
+
+    def add_up(self, shards: Sequence[Tensor]) -> None:
+        """Decode all lines, each a rank's, and leave their sum in rank order in `shards`.
+
+        Args:
+            shards: float32 [rows, columns], one for each matrix.
+        """
+        for index, shard in enumerate(shards):
+            scales, bits = self.part(index, len(shard))
+            for line in range(len(scales) if len(shard) else 0):
+                of_line = scales[line : line + 1], bits[line : line + 1]
+                codec.decode(*of_line, shard, add=line > 0)
 
     def decode(self, values: Sequence[Tensor]) -> None:
         """Decode all lines into `values`, float32 [rows, columns] for each matrix."""

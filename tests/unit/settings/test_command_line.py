@@ -72,7 +72,7 @@ def test_a_folder_of_ones_own_choices_is_searched(
     assert (config.strategy, config.bucket_mb, config.config_dir) == ("mine", 3, str(folder))
     assert load(["strategy=tree", *line.settings[:1]]).strategy == "tree"
     assert train.main([*words, "--help"]) == 0
-    assert "layerwise, local_sgd, mine, none" in capsys.readouterr().out
+    assert "layerwise, local_sgd, mine, muon, none" in capsys.readouterr().out
     assert "config_dir" not in str(variant(line.settings))
     assert run_name(line.settings, "mine", 2) == "mine-n2"
 

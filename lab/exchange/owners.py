@@ -1,0 +1,79 @@
+"""Who owns what, where every matrix has one owner and other parameters are owned in equal parts.
+
+Without torch: exchanges and their cost cards use the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from lab.exchange.compressible import Matrix, as_matrix
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's values in the message of its owner, or in those of all ranks.
+
+    Attributes:
+        owner: rank that owns all of it; None: each rank owns an equal part.
+        start: first value in the owner's line; in all lines if there is no owner.
+        length: values in a line.
+    """
+
+    name: str
+    owner: int | None
+    start: int
+    length: int
+
+
+def balanced(costs: Mapping[str, float], size: int) -> dict[str, int]:
+    """Assign each item to one of `size` ranks, the dearest first, to whoever has least so far.
+
+    It is Graham's rule of 1969: the busiest rank has at most 4/3 of what the best plan gives it.
+    """
+    loads, owner = [0.0] * size, dict[str, int]()
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        owner[name] = loads.index(min(loads))
+        loads[owner[name]] += costs[name]
+    return owner
+
+
+def lines(
+    shapes: Mapping[str, Sequence[int]], owner: Mapping[str, int], size: int
+) -> tuple[list[Place], int]:
+    """Lay out a bucket as one line for each rank; return the places, and the length of a line."""
+    filled, places = [0] * size, list[Place]()
+    for name, shape in shapes.items():
+        if name in owner:
+            rank, length = owner[name], prod(shape)
+            places.append(Place(name, rank, filled[rank], length))
+            filled[rank] += length
+    width = max(filled)
+    for name, shape in shapes.items():
+        if name not in owner:
+            length = -(-prod(shape) // size)
+            places.append(Place(name, None, width, length))
+            width += length
+    return places, width
+
+
+def hidden_matrices(
+    shapes: Mapping[str, Sequence[int]], tables: Iterable[str]
+) -> dict[str, Matrix]:
+    """Return the parameters that are matrices between hidden layers, as [outputs, the rest].
+
+    Args:
+        tables: names of embeddings. They, and layers of their shape, which turn hidden values back
+            into tokens, are no such matrices (Jordan et al. 2024).
+    """
+    like_tables = {tuple(shapes[name]) for name in tables if name in shapes}
+    found = {n: as_matrix(shape) for n, shape in shapes.items() if tuple(shape) not in like_tables}
+    return {name: matrix for name, matrix in found.items() if matrix}
+
+
+def newton_schulz_operations(rows: int, columns: int, steps: int) -> int:
+    """Count the operations that orthogonalise a matrix: 2 for a product and a sum."""
+    short, long = sorted((rows, columns))
+    return steps * (4 * short * short * long + 2 * short**3)

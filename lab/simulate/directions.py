@@ -1,0 +1,56 @@
+"""Stages and memory of exchanges that leave a direction, for their cost cards."""
+
+from __future__ import annotations
+
+import math
+
+from lab.exchange import owners
+from lab.simulate.load import Load, Settings, Shape, Sizes
+
+
+def onebit_adam(load: Load) -> None:
+    """Count the passes of a step with a frozen variance: momentum, signs, correction, decoding."""
+    message = sum(_blocks(shape, load.exchange["block_size"], load.N) for shape in load.shapes)
+    load.codec((12 + 16 + 12) * load.n + message, 2 * len(load.shapes))
+    load.wire(load.network.all_to_all(message / load.N))
+    load.codec((8 * load.N + 12 + 12) * load.n / load.N + message, 2 * len(load.shapes))
+    load.wire(load.network.all_gather(message / load.N))
+    load.codec(4 * load.n + message, 2 * len(load.shapes))
+
+
+def _blocks(shape: Shape, block_size: int, size: int) -> int:
+    """Count the bytes of a parameter's blocks in the lines of a message, as blocks.py cuts them."""
+    rows, rest = divmod(math.prod(shape), block_size)
+    whole = math.ceil(rows / size) * (math.ceil(block_size / 8) + 8)
+    return size * (whole + (math.ceil(rest / 8) + 8 if rest else 0))
+
+
+def onebit_adam_kept(s: Sizes, adam: Settings) -> float:
+    """Count moments and residuals of a frozen variance, whole and in shards, and four messages."""
+    of_message = s.n * (1 / 8 + 8 / adam["block_size"])
+    return 4 * s.n * (2 + 2 / s.N) + of_message * (3 + 1 / s.N)
+
+
+def muon(load: Load) -> None:
+    """Count copies to and from a message, whose lines are as long as the fullest, and the moments.
+
+    Newton–Schulz is work of the device, and left out.
+    """
+    shapes = {str(number): shape for number, shape in enumerate(load.shapes)}
+    matrices = owners.hidden_matrices(shapes, ())
+    steps = load.exchange["steps"]
+    costs = {n: owners.newton_schulz_operations(*m, steps) for n, m in matrices.items()}
+    _, values = owners.lines(shapes, owners.balanced(costs, load.N), load.N)
+    line = 4 * values
+    load.codec(8 * load.n)
+    load.wire(load.network.all_to_all(line))
+    load.codec(12 * load.n)
+    load.wire(load.network.all_gather(line))
+    load.codec(8 * load.n)
+
+
+def muon_kept(s: Sizes, muon: Settings) -> float:
+    """Count sent and received lines, and momentum; one matrix alone is all its owner's."""
+    if s.gathered:
+        return 8 * s.n + 4 * s.n / s.N
+    return 8 * s.n * s.N + (0 if s.rank else 4 * s.n)

@@ -1,0 +1,171 @@
+"""Muon among ranks against torch.optim.Muon in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.exchange.muon import Muon
+from lab.exchange.newton_schulz import orthogonalised
+from lab.exchange.owners import balanced, newton_schulz_operations
+from tests.support.directions import adam, deliver, num_values
+
+MATRICES = {"wide": (24, 50), "tall": (60, 20), "square": (16, 16)}
+
+
+class Net(nn.Module):
+    """An embedding and its head, matrices, kernels and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.hidden = nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 16)])
+        self.kernels = nn.Conv2d(3, 6, 3)
+        self.head = nn.Linear(16, 20, bias=False)
+
+
+SHAPES = {name: tuple(p.shape) for name, p in Net().named_parameters()}
+HIDDEN = [*(f"hidden.{i}.weight" for i in range(3)), "kernels.weight"]
+
+
+def gradients(steps: int, size: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Tensor:
+    return torch.randn(steps, size, num_values(shapes))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_end_where_torchs_muon_ends_alone(size: int, nesterov: bool) -> None:
+    given = gradients(8, size, MATRICES)
+    ours = torch.randn(given.shape[2])
+    theirs = [nn.Parameter(w.view(s)) for w, s in zip(cut(ours), MATRICES.values(), strict=True)]
+    theirs = [nn.Parameter(weight.detach().clone()) for weight in theirs]
+    settings = {"weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = torch.optim.Muon(theirs, lr=0.002, **settings)
+    for direction, gradient in zip(
+        deliver(partial(Muon, nesterov=nesterov), MATRICES, given)[0].directions, given, strict=True
+    ):
+        for weight, part in zip(theirs, cut(gradient.mean(dim=0)), strict=True):
+            weight.grad = part.view_as(weight)
+        optimizer.step()
+        ours -= 0.002 * (direction + 0.1 * ours)
+    expected = torch.cat([weight.detach().flatten() for weight in theirs])
+    assert (ours - expected).norm() <= 1e-5 * expected.norm()
+
+
+def cut(values: Tensor) -> list[Tensor]:
+    return list(values.split([prod(shape) for shape in MATRICES.values()]))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_in_float32_ranks_equal_one_process(size: int) -> None:
+    given = gradients(6, size)
+    make = partial(Muon, dtype="float32")
+    ranks, alone = (deliver(make, SHAPES, g, weights=Net()) for g in (given, given.mean(1, True)))
+    torch.testing.assert_close(ranks[0].directions, alone[0].directions, rtol=1e-5, atol=1e-5)
+
+
+def test_embeddings_their_heads_and_vectors_go_by_adam() -> None:
+    given = gradients(5, 2)
+    directions = deliver(Muon, SHAPES, given, weights=Net())[0].directions.double()
+    by_adam = adam(given.mean(dim=1), frozen_at=5)
+    start = 0
+    for name, shape in SHAPES.items():
+        span = slice(start, start := start + prod(shape))
+        same = torch.allclose(directions[:, span], by_adam[:, span], rtol=1e-4, atol=1e-5)
+        assert same == (name not in HIDDEN), name
+
+
+def test_each_rank_does_its_share_of_the_products() -> None:
+    blocks = {f"{i}.{n}": s for i in range(8) for n, s in {"a": (64, 192), "b": (256, 64)}.items()}
+    for size in (1, 2, 4):
+        exchange = deliver(Muon, blocks, gradients(1, size, blocks))[0].exchange
+        (work,) = (choice["newton_schulz_operations"] for choice in exchange.choices())
+        total = sum(newton_schulz_operations(*shape, steps=5) for shape in blocks.values())
+        assert sum(work) == total
+        assert len(work) == size
+        assert max(work) <= 1.05 * total / size
+
+
+def test_what_is_balanced_sends_a_rings_bytes_in_two_messages() -> None:
+    blocks = {f"{i}.w": (64, 64) for i in range(8)} | {"norm": (64,)}
+    for size in (2, 4):
+        ledger = deliver(Muon, blocks, gradients(2, size, blocks))[0]
+        ring = 8 * num_values(blocks) * (size - 1) / size
+        assert ledger.payload[1] == pytest.approx(ring, rel=0.01)
+        assert ledger.messages[1] == 2 * (size - 1)
+
+
+def test_a_rank_keeps_the_moments_of_what_it_owns() -> None:
+    blocks = {f"{i}.w": (64, 64) for i in range(8)}
+    for ledger in deliver(Muon, blocks, gradients(2, 4, blocks)):
+        state = ledger.exchange.state_dict()
+        assert sum(t.nbytes for t in state["momentum"].values()) == 4 * num_values(blocks) / 4
+        assert not state["variance"]
+
+
+@pytest.mark.parametrize("new_size", [1, 2, 3, 4])
+def test_another_number_of_ranks_goes_on_where_the_old_one_stopped(new_size: int) -> None:
+    given = gradients(8, 4)
+    make, net = partial(Muon, dtype="float32"), Net()
+    first = deliver(make, SHAPES, given[:5], weights=net)
+    states: list[dict[str, Any]] = []
+    for rank in range(new_size):
+        exchange = make()
+        exchange.look_at(net)
+        old = [ledger.exchange.state_dict() for ledger in first]
+        states.append(exchange.redistribute(old, rank, new_size))
+    mean = given[5:].mean(dim=1, keepdim=True).expand(-1, new_size, -1)
+    resumed = deliver(make, SHAPES, mean, states, 5, weights=net)[0].directions
+    whole = deliver(make, SHAPES, given, weights=net)[0].directions
+    torch.testing.assert_close(resumed, whole[5:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_resumed_run_has_the_same_bits() -> None:
+    given, net = gradients(8, 3), Net()
+    whole = deliver(Muon, SHAPES, given, weights=net)[0].directions
+    first = deliver(Muon, SHAPES, given[:5], weights=net)
+    states = [ledger.exchange.state_dict() for ledger in first]
+    resumed = deliver(Muon, SHAPES, given[5:], states, 5, weights=net)[0].directions
+    assert torch.equal(resumed, whole[5:])
+
+
+def test_a_gradient_that_is_not_finite_reaches_all() -> None:
+    given = gradients(2, 3)
+    given[1, 2, 5] = torch.nan
+    deliver(Muon, SHAPES, given, weights=Net())  # compares `finite` with the gradients
+
+
+def test_singular_values_become_about_one() -> None:
+    matrix = torch.randn(40, 90) @ torch.diag(torch.linspace(0.1, 5, 90))
+    values = torch.linalg.svdvals(orthogonalised(matrix, 5, torch.float32))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_no_rank_has_more_than_its_part_and_the_last_item() -> None:
+    costs = {f"w{i}": float(i % 7 + 1) for i in range(40)}
+    for size in (1, 2, 3, 8):
+        loads = [0.0] * size
+        for name, rank in balanced(costs, size).items():
+            loads[rank] += costs[name]
+        assert max(loads) - min(loads) <= 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"momentum": 1.0}, "exchange.momentum=1.0: must be at least 0 and below 1"),
+        ({"nesterov": 1}, "exchange.nesterov=1: must be true or false"),
+        ({"steps": 0}, "exchange.steps=0: must be an integer of at least 1"),
+        ({"dtype": "fp8"}, "exchange.dtype=fp8: allowed are bfloat16, float32"),
+        ({"eps": -1.0}, "exchange.eps=-1.0: must be a number above 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon(**settings)
