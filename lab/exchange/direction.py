@@ -12,7 +12,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 
-Kept = dict[str, Tensor]  # by parameter
+Moments = dict[str, Tensor]  # by parameter
 
 
 class Direction(Staged):
@@ -101,14 +101,14 @@ def is_finite(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values, torch.inf).isfinite()
 
 
-def zeros(kept: Kept, name: str, like: Tensor) -> Tensor:
+def zeros(kept: Moments, name: str, like: Tensor) -> Tensor:
     """Return what is kept for parameter `name`: zeros like `like` at first."""
     if name not in kept:
         kept[name] = torch.zeros_like(like)
     return kept[name]
 
 
-def copies(kept: Kept) -> Kept:
+def copies(kept: Moments) -> Moments:
     """Return a copy of each tensor that is kept."""
     return {name: value.clone() for name, value in kept.items()}
 

@@ -12,7 +12,15 @@ from lab.distributed.comm import Collective, Comm
 from lab.exchange import owner_message, owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
-from lab.exchange.direction import Adam, Direction, Kept, copies, is_finite, require_integer, zeros
+from lab.exchange.direction import (
+    Adam,
+    Direction,
+    Moments,
+    copies,
+    is_finite,
+    require_integer,
+    zeros,
+)
 from lab.exchange.newton_schulz import orthogonalised, rms_factor
 from lab.exchange.owners import Place, newton_schulz_operations
 
@@ -62,7 +70,7 @@ class Muon(Direction):
         require_integer("steps", steps, 1)
         self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
         self.dtype, self.adam = DTYPES[dtype], Adam((betas[0], betas[1]), eps)
-        self.kept: dict[str, Kept] = {kind: {} for kind in KINDS}  # of what this rank owns
+        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}  # of what this rank owns
         self._shapes: dict[str, torch.Size] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}
@@ -110,9 +118,9 @@ class Muon(Direction):
 
     def _direct(self, place: Place, gradient: Tensor) -> None:
         """Turn a gradient that this rank owns into the direction."""
-        momentum = zeros(self.kept["momentum"], place.name, gradient)
+        momentum = zeros(self.moments["momentum"], place.name, gradient)
         if place.owner is None:
-            variance = zeros(self.kept["variance"], place.name, gradient)
+            variance = zeros(self.moments["variance"], place.name, gradient)
             self.adam.add(gradient, momentum, variance)
             self.adam.direction(momentum, variance, self.updates, out=gradient)
             return
@@ -130,11 +138,11 @@ class Muon(Direction):
         return [{"newton_schulz_operations": work}]
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {kind: dict(kept) for kind, kept in self.kept.items()}
+        return super().state_dict() | {kind: dict(kept) for kind, kept in self.moments.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.kept = {kind: copies(state[kind]) for kind in KINDS}
+        self.moments = {kind: copies(state[kind]) for kind in KINDS}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each matrix's momentum to its new owner, and cut Adam's moments anew."""

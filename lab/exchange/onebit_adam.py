@@ -13,7 +13,15 @@ from lab.codec.onebit.message import Matrix
 from lab.distributed.comm import Collective, Comm
 from lab.exchange import blocks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.direction import Adam, Direction, Kept, copies, is_finite, require_integer, zeros
+from lab.exchange.direction import (
+    Adam,
+    Direction,
+    Moments,
+    copies,
+    is_finite,
+    require_integer,
+    zeros,
+)
 from lab.exchange.error_feedback import shares
 from lab.exchange.frozen import freeze, scaled
 from lab.exchange.settling import Settling
@@ -101,8 +109,8 @@ class OneBitAdam(Direction):
         self.settling = Settling(settle_every, settle_below, least_steps + rate_warmup)
         self.frozen_at = 0  # steps before the variance was frozen; 0: it is not
         # Momentum and residual: this rank's share, of active values once frozen.
-        self.kept: dict[str, Kept] = {kind: {} for kind in (*SHARED, *SHARDED, *EQUAL)}
-        self._rows: Kept = {}  # indices of active rows
+        self.moments: dict[str, Moments] = {kind: {} for kind in (*SHARED, *SHARDED, *EQUAL)}
+        self._rows: Moments = {}  # indices of active rows
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if self.begin(bucket, comm) and not self.frozen_at and self._settled():
@@ -120,8 +128,8 @@ class OneBitAdam(Direction):
         correction = self.adam.correction(1, self.updates)
         for name, start, stop in bucket.spans():
             gradient = bucket.flat[start:stop]
-            momentum = zeros(self.kept["momentum"], name, gradient)
-            variance = zeros(self.kept["variance"], name, gradient)
+            momentum = zeros(self.moments["momentum"], name, gradient)
+            variance = zeros(self.moments["variance"], name, gradient)
             self.adam.add(gradient, momentum, variance)
             if self.freeze_at is None:
                 self.settling.look(name, variance, correction, self.updates)
@@ -131,12 +139,12 @@ class OneBitAdam(Direction):
         parts = [self._part(bucket, comm, *span) for span in bucket.spans()]
         factor = 1 / self.adam.correction(0, self.updates)
         for part in parts:
-            momentum = self.kept["momentum"][part.name].view_as(part.active)
+            momentum = self.moments["momentum"][part.name].view_as(part.active)
             momentum.lerp_(part.active, 1 - self.adam.betas[0])
-            scaled(momentum, self.kept["scales"][part.name], factor, out=part.active)
+            scaled(momentum, self.moments["scales"][part.name], factor, out=part.active)
         matrices = [matrix for part in parts for matrix in part.matrices]
         values = [m.view(part.active.view(-1)) for part in parts for m in part.matrices]
-        residuals = [m.view(self.kept["residual"][m.name]) for m in matrices]
+        residuals = [m.view(self.moments["residual"][m.name]) for m in matrices]
         ratios, shard_residuals = (self._of_shard(kind, parts, comm) for kind in SHARDED)
 
         def correct(sums: list[Tensor]) -> None:
@@ -150,13 +158,13 @@ class OneBitAdam(Direction):
 
     def _part(self, bucket: GradBucket, comm: Comm, name: str, start: int, stop: int) -> Part:
         """Return a parameter's gradient, frozen, with the rows that are sent."""
-        if name not in self.kept["ratio"]:
+        if name not in self.moments["ratio"]:
             self._freeze(name, bucket.shapes[name], comm)
-        active = self.kept["active"][name]
+        active = self.moments["active"][name]
         flat = bucket.flat[start:stop].view(len(active), -1)
         keep = self._keep(name)
         if len(keep) < len(active):
-            late = self.kept["late"]
+            late = self.moments["late"]
             late[name] = late[name] | ((flat != 0).any(dim=1) & ~active)
             chosen = flat[keep]
         else:
@@ -165,44 +173,46 @@ class OneBitAdam(Direction):
 
     def _freeze(self, name: str, shape: torch.Size, comm: Comm) -> None:
         self.settling.sample.pop(name, None)
-        variance = self.kept["variance"].pop(name).div_(self.adam.correction(1, self.frozen_at))
+        variance = self.moments["variance"].pop(name).div_(self.adam.correction(1, self.frozen_at))
         frozen = freeze(variance, shape, self.adam.eps)
-        self.kept["active"][name], self.kept["scales"][name] = frozen.active, frozen.scales
-        self.kept["late"][name] = torch.zeros_like(frozen.active)
-        momentum = self.kept["momentum"].pop(name).div_(comm.size)
+        self.moments["active"][name], self.moments["scales"][name] = frozen.active, frozen.scales
+        self.moments["late"][name] = torch.zeros_like(frozen.active)
+        momentum = self.moments["momentum"].pop(name).div_(comm.size)
         if len(frozen.ratio) < len(momentum):
             momentum = momentum.view(len(frozen.active), -1)[self._keep(name)].flatten()
-        self.kept["momentum"][name] = momentum
+        self.moments["momentum"][name] = momentum
         ratio = blocks.shard_of(frozen.ratio, self._blocks(name), comm.rank, comm.size)
         del variance, frozen
-        self.kept["ratio"][name] = ratio
-        self.kept["residual"][name] = torch.zeros_like(momentum)
-        self.kept["shard_residual"][name] = torch.zeros_like(ratio)
+        self.moments["ratio"][name] = ratio
+        self.moments["residual"][name] = torch.zeros_like(momentum)
+        self.moments["shard_residual"][name] = torch.zeros_like(ratio)
 
     def _keep(self, name: str) -> Tensor:
         """Return the indices of a parameter's active rows."""
         if name not in self._rows:  # the host waits, once for a parameter
-            self._rows[name] = self.kept["active"][name].nonzero().view(-1)
+            self._rows[name] = self.moments["active"][name].nonzero().view(-1)
         return self._rows[name]
 
     def _blocks(self, name: str) -> list[Matrix]:
-        return blocks.blocks(name, self.kept["momentum"][name].numel(), self.block_size)
+        return blocks.blocks(name, self.moments["momentum"][name].numel(), self.block_size)
 
     def _of_shard(self, kind: str, parts: list[Part], comm: Comm) -> list[Tensor]:
         """Return this rank's rows of what is kept in shards, for each matrix of `parts`."""
         where = comm.rank, comm.size
-        each = [blocks.views_of_shard(self.kept[kind][p.name], p.matrices, *where) for p in parts]
+        each = [
+            blocks.views_of_shard(self.moments[kind][p.name], p.matrices, *where) for p in parts
+        ]
         return [rows for views in each for rows in views]
 
     def choices(self) -> list[dict[str, Any]]:
         """Return after how many steps the variance was frozen, and the rows that are not sent."""
-        silent = sum(int((~rows).sum()) for rows in self.kept["active"].values())
-        late = sum(int(rows.sum()) for rows in self.kept["late"].values())
+        silent = sum(int((~rows).sum()) for rows in self.moments["active"].values())
+        late = sum(int(rows.sum()) for rows in self.moments["late"].values())
         frozen = {"frozen_at": self.frozen_at or None, "ratio": self.settling.ratio}
         return [{**frozen, "silent_rows": silent, "late_rows": late}]
 
     def state_dict(self) -> dict[str, Any]:
-        kinds = {kind: dict(kept) for kind, kept in self.kept.items()}
+        kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
         state = {**super().state_dict(), **self.settling.state_dict(), **kinds}
         state["counts"]["frozen_at"] = torch.tensor(self.frozen_at)
         return state
@@ -211,7 +221,7 @@ class OneBitAdam(Direction):
         super().load_state_dict(state)
         self.settling.load_state_dict(state)
         self.frozen_at = int(state["counts"]["frozen_at"])
-        self.kept = {kind: copies(state[kind]) for kind in self.kept}
+        self.moments = {kind: copies(state[kind]) for kind in self.moments}
         self._rows = {}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
