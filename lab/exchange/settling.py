@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.exchange.direction import Kept, require_integer
+from lab.exchange.direction import Moments, require_integer
 
 SAMPLED = 16  # every 16th value is compared: the norms hardly differ, and nor does memory
 
@@ -38,7 +38,7 @@ class Settling:
             raise ValueError(f"exchange.settle_below={below}: must be a number above 0 and below 1")
         self.every, self.below, self.least = every, below, least
         self.ratio: float | None = None
-        self.sample: Kept = {}  # float32 [values / SAMPLED] of v, k steps ago
+        self.sample: Moments = {}  # float32 [values / SAMPLED] of v, k steps ago
         self._sums: Tensor | None = None  # float32 [2]: of differences, and of v
         self._coming: tuple[Tensor, torch.cuda.Event | torch.Event | None] | None = None
 

@@ -210,7 +210,7 @@ def test_what_an_exchange_finds_not_finite_is_told_and_shows_in_the_weights() ->
         ({"outer_momentum": -0.1}, "sync.outer_momentum=-0.1: must be"),
         ({"overlap": True}, "overlap=true: must be false"),
         ({"precision": "fp16"}, "precision=fp16: .*allowed are fp32, bf16"),
-        ({"exchange": NoExchange()}, "exchange=NoExchange: does not average"),
+        ({"exchange": NoExchange()}, "exchange=NoExchange: does not keep replicas equal"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
