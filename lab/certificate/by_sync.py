@@ -196,7 +196,7 @@ def check_of(
     )
     if pattern.legs == (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT):
         return RootCheck(model, sync, replace(about, promise="gradients averaged once at the root"))
-    if isinstance(sync, LocalSync):
+    if type(sync) is LocalSync:  # others send fragments, or moments, at times of their own
         if sync.outer.state:
             return Unchecked("outer momentum was resumed")
         return ChangeCheck(model, sync, replace(about, promise="weight changes averaged once"))

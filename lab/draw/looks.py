@@ -12,6 +12,8 @@ from typing import Literal
 BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
 GREY = "#767676"
+# Two of Paul Tol's muted scheme, which stand apart from those for colour-blind readers too.
+TEAL, WINE = "#44AA99", "#882255"
 COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
 
 LineStyle = Literal["-", "--", ":", "-."]
@@ -48,10 +50,10 @@ LOOKS: dict[str, Look] = {
     "topk": Look(BROWN, "-", "p"),
     "randomk": Look(BROWN, "--", "h"),
     "powersgd": Look(PURPLE, "-.", "D"),
-    "hierarchical": Look(GREY, "-", "P"),
-    "hierarchical_onebit": Look(GREY, "--", "*"),
-    "onebit_adam": Look(GREY, "-", "*"),
-    "muon": Look(GREY, "--", "P"),
+    "hierarchical": Look(TEAL, "-", "P"),
+    "hierarchical_onebit": Look(TEAL, "--", "*"),
+    "onebit_adam": Look(WINE, "-", "*"),
+    "muon": Look(WINE, "--", "P"),
     "auto": Look(BLACK, "--", "*"),
     "schedule": Look(GREY, ":", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),
