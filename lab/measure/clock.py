@@ -30,14 +30,20 @@ class _Step:
     Attributes:
         after: end of the previous step; None after a pause.
         end: end of this step; None until then.
+        phases: by name, the label, begin and end of each part.
         exchanges: track, name, begin and end of each span.
+        overtime: begin and end of what the step left to do after its end.
     """
 
     after: Mark | None
     begin: Mark
     end: Mark = 0.0
-    phases: dict[str, list[tuple[Mark, Mark]]] = field(default_factory=dict)
+    phases: dict[str, list[tuple[str, Mark, Mark]]] = field(default_factory=dict)
     exchanges: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
+    overtime: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def seconds(self) -> float:
+        return seconds(self.begin, self.end) + sum(seconds(*span) for span in self.overtime)
 
 
 class Clock:
@@ -57,6 +63,7 @@ class Clock:
         self._device = device
         self._breakdown = breakdown
         self._current = _Step(None, 0.0)
+        self._phase: tuple[str, str, Mark] | None = None  # under way: name, label, begin
         self._recent: deque[_Step] = deque()  # finished steps that still have marks
         self._rows = array("d")  # earlier steps: see _row
         self._row_length = 2 + len(PHASES) * breakdown
@@ -85,14 +92,28 @@ class Clock:
             self._paused, self._last_end = (now, time.perf_counter()), None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the current step; parts of one name add up (micro-batches)."""
+    def phase(self, name: str, label: str | None = None) -> Iterator[None]:
+        """Time a part of the current step; parts of one name add up (micro-batches).
+
+        A phase within another one interrupts it: each moment counts once.
+
+        Args:
+            label: names the part in a timeline; None: as the phase.
+        """
         if not self._breakdown:
             yield
             return
+        outer = self._phase
+        self._turn_to(name, label or name)
+        yield
+        self._turn_to(*outer[:2]) if outer else self._turn_to(None)
+
+    @contextmanager
+    def overtime(self) -> Iterator[None]:
+        """Time what the last step left to do, after its end; its seconds count towards it."""
         begin = mark(self._device)
         yield
-        self._current.phases.setdefault(name, []).append((begin, mark(self._device)))
+        self._current.overtime.append((begin, mark(self._device)))
 
     def traced(
         self, name: str, job: Callable[[], Iterator[Stage]], coded: bool
@@ -141,7 +162,7 @@ class Clock:
                 continue
             noted.append(("step", f"step {first_step + index}", step.begin, step.end))
             for phase, marks in step.phases.items():
-                noted += [(ROWS.get(phase, phase), phase, *pair) for pair in marks]
+                noted += [(ROWS.get(phase, phase), *part) for part in marks]
             noted += step.exchanges
         return [
             Span(
@@ -153,7 +174,7 @@ class Clock:
     def total_seconds(self) -> float:
         """Return the total duration of all finished steps, in seconds."""
         self._synchronize()
-        return self._seconds + sum(seconds(step.begin, step.end) for step in self._recent)
+        return self._seconds + sum(step.seconds() for step in self._recent)
 
     def finished(self, first: int) -> list[list[float]]:
         """Return a row for each step `first`, ... that the device has passed; no host waits.
@@ -193,11 +214,19 @@ class Clock:
     def _row(self, step: _Step) -> list[float]:
         """Return the seconds of the step, the gap before it and, in a breakdown, each phase."""
         gap_s = 0.0 if step.after is None else seconds(step.after, step.begin)
-        row = [seconds(step.begin, step.end), gap_s]
+        row = [step.seconds(), gap_s]
         for name in PHASES if self._breakdown else ():
             spans = step.phases.get(name)
-            row.append(sum(seconds(*span) for span in spans) if spans else np.nan)
+            row.append(sum(seconds(*marks) for _, *marks in spans) if spans else np.nan)
         return row
+
+    def _turn_to(self, name: str | None, label: str = "") -> None:
+        """End the part of a phase that is under way, and begin one of `name`; None: of none."""
+        now = mark(self._device)
+        if self._phase:
+            ended, *part = self._phase
+            self._current.phases.setdefault(ended, []).append((*part, now))
+        self._phase = (name, label, now) if name else None
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

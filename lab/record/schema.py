@@ -151,7 +151,7 @@ class Record:
         buckets: the buckets in the order in which they leave; null: a library plans them, or none
             is exchanged.
         idle: settings that did nothing in this run, a line each (lab.sync.idle).
-        choices: choices that the exchange made by itself, by bucket.
+        choices: choices that the exchange made by itself, by bucket, and the sync.
         attempts: every start of the run: first step, world size, time and, if another one followed,
             its end.
         duration_s: seconds from the last start to the record.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
@@ -55,7 +56,7 @@ class Sync(ABC):
             with sync.micro_batch(last=...):
                 (loss(sync.module(inputs)) * sync.loss_factor).backward()
         finite = sync.finish()
-        optimizer.step()
+        sync.update(optimizer)
         late = sync.after_update(last=...)
 
     Attributes:
@@ -127,6 +128,11 @@ class Sync(ABC):
             Exception: the first error of an exchange.
         """
 
+    def update(self, optimizer: Optimizer) -> None:
+        """Apply the gradients that `finish` left, and drop them."""
+        optimizer.step()
+        optimizer.zero_grad()
+
     def after_update(self, last: bool) -> Tensor | None:
         """Exchange weights, if this sync does, once the optimizer has updated them.
 
@@ -143,7 +149,11 @@ class Sync(ABC):
         return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
 
     def settle(self) -> None:
-        """Wait for exchanges that outlast their step, so that another collective may begin."""
+        """End what outlasts its step, exchanges and updates, so that other work may begin."""
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Return the choices that this sync made by itself, for the record."""
+        return []
 
     def state_dict(self) -> SyncState:
         """Return the tensors to keep between steps, the same on all ranks."""

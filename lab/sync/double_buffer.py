@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState
-from lab.sync.gradsync import GradSync
+from lab.sync.gradsync import GradSync, all_finite
 
 
 class DoubleBuffer(GradSync):
@@ -53,7 +53,7 @@ class DoubleBuffer(GradSync):
         if not self.double_buffer:
             return super().finish()
         self.settle()
-        finite = self._all_finite()
+        finite = all_finite(self._exchanged)
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()
         while len(self._exchanged) < len(self.buckets):

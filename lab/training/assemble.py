@@ -27,6 +27,7 @@ from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
 from lab.training.optim import make_optim
+from lab.training.piecewise import require_piecewise
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
 
@@ -103,6 +104,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         config.accumulate,
     )
     sync: Sync = build(config.sync, parts)
+    if sync.pattern.waits_in_forward:
+        require_piecewise(config, model, batch_size)
     _require_like_gpus(world, exchange, sync)
     if config.measure == "noise":
         _observe_noise(sync)

@@ -165,8 +165,7 @@ class Trainer:
         if self.config.clip_grad_norm is not None:
             clip_gradients(self.model, self.config.clip_grad_norm)
         self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.sync.update(self.optimizer)
 
     def pause(self) -> None:
         """Wait for exchanges under way, and check the last step; call before other work.
