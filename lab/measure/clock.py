@@ -224,8 +224,8 @@ class Clock:
         """End the part of a phase that is under way, and begin one of `name`; None: of none."""
         now = mark(self._device)
         if self._phase:
-            ended, *part = self._phase
-            self._current.phases.setdefault(ended, []).append((*part, now))
+            ended, its_label, begin = self._phase
+            self._current.phases.setdefault(ended, []).append((its_label, begin, now))
         self._phase = (name, label, now) if name else None
 
     def _synchronize(self) -> None:

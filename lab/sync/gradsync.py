@@ -147,9 +147,14 @@ class GradSync(Sync):
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
         """Return rank 0's `numbers`, of which all ranks have as many."""
         sent = torch.tensor(numbers, device=self._device)
-        self.worker.submit("order of buckets", lambda: iter([self.comm.ibroadcast(sent, 0)]))
-        self.worker.wait()
+        self._alone("order of buckets", lambda: self.comm.ibroadcast(sent, 0))
         return cast(list[int], sent.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+    def _alone(self, label: str, begin: Callable[[], Collective]) -> None:
+        """Run a collective while no exchange is under way, whose stages might share connections."""
+        self.worker.wait()
+        self.worker.submit(label, lambda: iter([begin()]))
+        self.worker.wait()
 
     def _submit_next(self) -> None:
         bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)

@@ -25,8 +25,8 @@ class FirstReads(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._modules = dict(model.named_modules())
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._modules = _modules_of(model)
         self._names: dict[int, list[str]] = {}  # of parameters, by their memory
         for name, parameter in model.named_parameters():
             if parameter.numel():
@@ -44,7 +44,7 @@ class FirstReads(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # pyright: ignore[reportUnknownMemberType]
         for hook in self._hooks:
             hook.remove()
 
@@ -88,12 +88,26 @@ def before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     return module.register_forward_pre_hook(hook, prepend=True)
 
 
+def after(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call `call()` when `module`'s forward has ended."""
+
+    def hook(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        call()
+
+    return module.register_forward_hook(hook)
+
+
+def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by name, itself among them; a shared one has its first name."""
+    return dict(cast(Iterator[tuple[str, nn.Module]], model.named_modules()))
+
+
 def _holders(model: nn.Module) -> dict[str, list[str]]:
     """Return the modules that have each parameter as their own: several if it is shared."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[str, list[str]] = {name: [] for name in name_of.values()}
-    for module_name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
+    for module_name, module in _modules_of(model).items():
+        for _, parameter in module.named_parameters(recurse=False):
             holders[name_of[id(parameter)]].append(module_name)
     return holders
 

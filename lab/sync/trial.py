@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import torch
-from torch import Tensor
 
 from lab.measure.clock import Mark, mark, seconds
 
@@ -17,12 +18,12 @@ class Trial:
         trials: timed steps of each; 0: the second schedule is taken as it is.
 
     Attributes:
-        costs: median seconds of a step under each, float64 [2]; None: not known yet.
+        costs: median seconds of a step under each; None: not known yet.
     """
 
     def __init__(self, trials: int, device: torch.device) -> None:
         self._trials, self._device = trials, device
-        self.costs: Tensor | None = None
+        self.costs: list[float] | None = None
         self._spans: list[list[tuple[Mark, Mark]]] = [[], []]
         self._last: Mark | None = None  # end of the last step; None: it is not to be timed
 
@@ -30,15 +31,14 @@ class Trial:
     def second(self) -> bool:
         """Whether the next step is to follow the second schedule."""
         if self.costs is not None:
-            first_s, second_s = self.costs.tolist()
-            return second_s < first_s
+            return self.costs[1] < self.costs[0]
         return len(self._spans[0]) >= self._trials
 
     @property
     def is_over(self) -> bool:
         return self.costs is not None or self._trials == 0
 
-    def end_step(self) -> Tensor | None:
+    def end_step(self) -> list[float] | None:
         """Note the end of a step.
 
         Returns:
@@ -59,8 +59,7 @@ class Trial:
         """Leave out the step under way, in which other work ran."""
         self._last = None
 
-    def _medians(self) -> Tensor:
+    def _medians(self) -> list[float]:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # once a run
-        times = [[seconds(*span) for span in spans] for spans in self._spans]
-        return torch.tensor(times, dtype=torch.float64).quantile(0.5, dim=1)
+        return [median(seconds(*span) for span in spans) for spans in self._spans]

@@ -1,4 +1,4 @@
-"""Whether an optimizer that updates parameters one by one gives the bits of one that updates all."""
+"""Whether updates of one parameter after the other give the bits of one update of all."""
 
 from __future__ import annotations
 
