@@ -43,11 +43,14 @@ class Card:
         scratch: bytes of memory that a rank needs while it exchanges. Gradients that were gathered
             into a buffer leave free memory behind, which serves as scratch.
         kept: bytes in addition to that: residuals, buffers, and messages under way.
+        sums: it adds values one by one, so that parts of a parameter may travel alone
+            (Exchange.takes_divided).
         lossy: whether an exchange delivers something else than the mean up to rounding.
     """
 
     add_stages: Callable[[Load], None]
     staged: bool = False
+    sums: bool = False
     scratch: Callable[[Sizes, Settings], float] = _nothing
     kept: Callable[[Sizes, Settings], float] = _nothing
     lossy: Callable[[Settings], bool] = _never
@@ -204,24 +207,29 @@ CARDS: dict[str, Card] = {
     "AllReduce": Card(
         _library,
         staged=True,
+        sums=True,
         scratch=lambda s, e: 2 * s.n if _rounds(e) else 0,
         lossy=_rounds,
     ),
     "Star": Card(
         lambda load: load.wire(load.network.star(load.num_bytes)),
+        sums=True,
         scratch=lambda s, e: 0 if s.rank else 4 * s.largest,
     ),
     "Tree": Card(
         lambda load: load.wire(load.network.tree_pipelined(load.num_bytes, load.chunk_bytes)),
+        sums=True,
         scratch=_tree_scratch,
         kept=_tree_kept,
     ),
     "DoubleTree": Card(
         lambda load: load.wire(load.network.tree_double(load.num_bytes, load.chunk_bytes)),
+        sums=True,
         kept=_double_tree_kept,
     ),
     "Ring": Card(
         lambda load: load.wire(load.network.ring(load.num_bytes, load.chunk_bytes)),
+        sums=True,
         kept=lambda s, e: s.chunks(s.largest / s.N, e),
     ),
     "OneBit": Card(

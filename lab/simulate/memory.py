@@ -20,6 +20,8 @@ from lab.sync.pattern import class_of
 SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "NoSync": lambda s, sync, e: 0,
     "GradSync": lambda s, sync, e: extra_bytes(s, e),
+    # Its parts are views of gradients, which live until the next forward has applied them.
+    "PrioritySync": lambda s, sync, e: extra_bytes(s, e),
     # The anchor, and the outer momentum.
     "LocalSync": lambda s, sync, e: (
         extra_bytes(s, e) + 4 * s.n * (1 + (sync["outer_momentum"] > 0))

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.exchange.grouping import group
+from lab.exchange.grouping import cut, group
 from lab.measure.spans import Span
 from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.simulate.costs import card_of, stages_of
-from lab.simulate.events import Beside, Compute, Exchange, Turns, run
+from lab.simulate.events import Beside, Compute, Exchange, Rank, Turns, run
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Shape, Stage
 from lab.simulate.network import Network
+from lab.simulate.steady import steady
 from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
@@ -29,12 +30,16 @@ class Strategy:
         exchange: `_target_` and its arguments, as configured.
         pattern: the pattern of the strategy's sync.
         accumulate: micro-batches of a step; gradients are exchanged in the last one.
+        chunk_mb: size of buckets, and of parts of large parameters, where the next forward waits.
+        tries: the run times steps in which it does not wait as well, and keeps the faster schedule.
     """
 
     exchange: Mapping[str, Any]
     bucket_mb: float | None = None
     pattern: Pattern = gradsync(overlap=False)
     accumulate: int = 1
+    chunk_mb: float | None = None
+    tries: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Strategy:
@@ -51,7 +56,11 @@ class Strategy:
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
         card_of(settings["exchange"])
-        return cls(settings["exchange"], settings["bucket_mb"], pattern, settings["accumulate"])
+        strategy = cls(settings["exchange"], settings["bucket_mb"], pattern, settings["accumulate"])
+        if not pattern.waits_in_forward:
+            return strategy
+        sync = settings["sync"]
+        return replace(strategy, chunk_mb=sync["chunk_mb"], tries=sync["trials"] > 0)
 
     @property
     def lossy(self) -> bool:
@@ -129,6 +138,10 @@ def simulate(
     per_rank_batch_size: int,
 ) -> Step:
     """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
+    if strategy.pattern.waits_in_forward and strategy.tries:
+        ways = replace(strategy, tries=False), replace(strategy, pattern=gradsync(overlap=True))
+        steps = [simulate(profile, hardware, w, world_size, per_rank_batch_size) for w in ways]
+        return min(steps, key=lambda step: step.step_s)
     network = Network(hardware, world_size)
     slowest = network.slowest_factor
     micro_batch_size = per_rank_batch_size // strategy.accumulate
@@ -145,18 +158,25 @@ def simulate(
     planned = exchanges(profile, strategy, network)
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
     terms = hardware.contention, hardware.burst_s
+    besides_s = _besides_s(profile, hardware, network, per_rank_batch_size)
+    input_s = _input_s(hardware, network, per_rank_batch_size)
+    if strategy.pattern.waits_in_forward:
+        passes_s, spans = steady(
+            layers, planned, schedule, Rank(*terms), besides_s, strategy.accumulate
+        )
+        return Step(max(passes_s, input_s), _payload_bytes(planned), spans)
     rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
     # After the root's update, weights go back the way that gradients came.
     back = planned if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs else []
     for exchange in back:
         schedule.submit(exchange, rank)
     schedule.finish(rank)
-    payload_bytes = sum(stage.payload_bytes for each in [*planned, *back] for stage in each.stages)
-    step_s = max(
-        rank.now_s + _besides_s(profile, hardware, network, per_rank_batch_size),
-        _input_s(hardware, network, per_rank_batch_size),
-    )
-    return Step(step_s, payload_bytes, tuple(rank.spans))
+    step_s = max(rank.now_s + besides_s, input_s)
+    return Step(step_s, _payload_bytes([*planned, *back]), tuple(rank.spans))
+
+
+def _payload_bytes(exchanges: list[Exchange]) -> float:
+    return sum(stage.payload_bytes for each in exchanges for stage in each.stages)
 
 
 def _besides_s(
@@ -186,10 +206,10 @@ def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Ex
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
     parts = len(strategy.pattern.legs) * strategy.pattern.every
     planned = []
-    for bucket in buckets(profile, strategy.bucket_mb):
+    for bucket in _messages(profile, strategy):
         first, *others = bucket
         label = f"{first} and {len(others)} more" if others else first
-        ready = min(places[name.rpartition(".")[0]] for name in bucket)
+        ready = min(places[name.partition("[")[0].rpartition(".")[0]] for name in bucket)
         stages = stages_of(list(bucket.values()), strategy.exchange, network)
         begins = _begins(strategy.pattern.begins, ready, len(places))
         planned.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
@@ -206,6 +226,28 @@ def buckets(profile: Profile, bucket_mb: float | None) -> list[dict[str, Shape]]
     arriving = [(name, VALUE_BYTES * math.prod(parameters[name])) for name in reversed(parameters)]
     planned = group(arriving, bucket_mb, profile.bytes_scale)
     return [{name: parameters[name] for name in names} for names in planned]
+
+
+def _messages(profile: Profile, strategy: Strategy) -> list[dict[str, Shape]]:
+    """Divide a profile's parameters among what travels at once: buckets, or also parts of them."""
+    if not strategy.pattern.waits_in_forward:
+        return buckets(profile, strategy.bucket_mb)
+    planned = buckets(profile, strategy.chunk_mb)
+    if not card_of(strategy.exchange).sums:
+        return planned
+    messages: list[dict[str, Shape]] = []
+    for bucket in planned:
+        if len(bucket) > 1:
+            messages.append(bucket)
+            continue
+        ((name, shape),) = bucket.items()
+        parts = cut(math.prod(shape), strategy.chunk_mb, profile.bytes_scale)
+        several = len(parts) > 1
+        messages += [
+            {f"{name}[{part.start}:{part.stop}]": (len(part),) if several else shape}
+            for part in parts
+        ]
+    return messages
 
 
 def _begins(begin: Begin, ready: int, num_layers: int) -> int:
