@@ -80,6 +80,10 @@ class PrioritySync(GradSync):
         self._sent = super().sent()
         return super().__enter__()
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._watched = False  # the hooks are gone
+
     @contextmanager
     def micro_batch(self, last: bool) -> Generator[None]:
         """Enclose one micro-batch; the first of all is watched to see where parameters are read."""

@@ -24,6 +24,7 @@ MORE = {
     "local_sgd": ("sync.every=3",),
     "diloco": ("sync.every=3",),
     "cntk": ("sync.double_buffer=true",),
+    "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
 }
 
 
