@@ -196,9 +196,10 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
                 "compare with python -m lab.sweep"
             )
     for variant in variants:
-        if pattern_of(variant.config).begins is Begin.NEXT_STEP:
+        pattern = pattern_of(variant.config)
+        if pattern.begins is Begin.NEXT_STEP or pattern.waits_in_forward:
             raise ConfigError(
-                f"{variant.label}: sync.double_buffer=true would exchange during the others' "
+                f"{variant.label}: its exchange outlasts a step and would run during the others' "
                 "turns; compare it with python -m lab.sweep"
             )
 

@@ -495,3 +495,37 @@ def test_crossings(profile: Profile) -> None:
         one, other = (simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap))
         assert (MARGIN * one < other) == pays
     assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None
+
+
+def test_priority_hides_behind_forward_what_overlap_exposes() -> None:
+    # A late layer with nearly all the bytes: its gradient is there first, and needed last.
+    parameters = [1000, 1000, 2_000_000]
+    layers = [
+        {"name": name, "parameters": n, "forward_ms": 50, "backward_ms": 50}
+        for name, n in zip("abc", parameters, strict=True)
+    ]
+    profile = Profile.parse(
+        {"name": "x", "source": "made up", "reference_batch": 1, "layers": layers}
+    )
+    link = replace(FLAT, inter=Link(0.0, 40e6), burst_s=0.0)  # 0.2 s for all
+    prioritised = strategy("priority", "sync.trials=0", "sync.chunk_mb=0.4")
+    ours, theirs, alone = (
+        simulate(profile, link, each, 2, 1) for each in (prioritised, strategy("overlap"), CEILING)
+    )
+    assert alone.step_s == pytest.approx(0.3)
+    assert theirs.step_s == pytest.approx(0.4, rel=0.01)  # after c's backward 0.1 s remain to hide
+    assert ours.step_s == pytest.approx(0.3, rel=0.01)
+    assert ours.payload_bytes == pytest.approx(theirs.payload_bytes)
+    began = [span.name for span in ours.spans if span.row == "exchange"]
+    last = max(began.index(name) for name in began if name.startswith("c.weight["))
+    assert began.index("b.weight and 1 more") < last or began.index("a.weight") < last
+
+
+def test_priority_falls_back_to_overlap_where_messages_are_dear(profile: Profile) -> None:
+    slow = replace(FLAT, inter=Link(0.05, 1e9))  # messages are dear
+    overlap = simulate(profile, slow, strategy("overlap"), 4, 64)
+    tried, always = (
+        simulate(profile, slow, strategy("priority", "sync.chunk_mb=1", f"sync.trials={n}"), 4, 64)
+        for n in (3, 0)
+    )
+    assert always.step_s > overlap.step_s == tried.step_s
