@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lab.certificate.report import CertificateError as CertificateError
     from lab.loop.attach import attach as attach
     from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
+    from lab.loop.fsdp import fsdp_reduce_scatter as fsdp_reduce_scatter
     from lab.loop.grad_sync import grad_sync as grad_sync
     from lab.loop.run import Run as Run
     from lab.settings.errors import ConfigError as ConfigError
@@ -20,11 +22,22 @@ if TYPE_CHECKING:
 _HOME = {
     "attach": "lab.loop.attach",
     "ddp_comm_hook": "lab.loop.attach",
+    "fsdp_reduce_scatter": "lab.loop.fsdp",
     "grad_sync": "lab.loop.grad_sync",
     "Run": "lab.loop.run",
+    "CertificateError": "lab.certificate.report",
     "ConfigError": "lab.settings.errors",
 }
-__all__ = ["ConfigError", "Run", "__version__", "attach", "ddp_comm_hook", "grad_sync"]
+__all__ = [
+    "CertificateError",
+    "ConfigError",
+    "Run",
+    "__version__",
+    "attach",
+    "ddp_comm_hook",
+    "fsdp_reduce_scatter",
+    "grad_sync",
+]
 
 
 def __getattr__(name: str) -> Any:

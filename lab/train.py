@@ -10,6 +10,7 @@ import time
 
 from lab.cluster import sandbox
 from lab.cluster.settings import cluster_of
+from lab.cluster.straggler import straggler_of
 from lab.distributed.launcher import end_on_signals, is_first_rank, was_launched, world_size
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
@@ -37,8 +38,7 @@ def main(arguments: list[str]) -> int:
     """Run one rank, or with `--multirun` a grid, as lab.sweep does.
 
     Returns:
-        The process's exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal after
-        it had made steps.
+        The exit code: 0 done, 1 failed, 2 a wrong setting, 75 stopped by a signal after steps.
     """
     return answer(COMMAND, arguments, _train, _refuse)
 
@@ -53,7 +53,8 @@ def _train(line: CommandLine) -> int:
     end_on_signals(COMMAND.name)
     config = load(line.settings)
     cluster = cluster_of(config, world_size() if was_launched() else None)
-    check_batch(config, cluster.num_ranks if cluster else world_size())
+    check_batch(config, num_ranks := cluster.num_ranks if cluster else world_size())
+    straggler_of(config, num_ranks)
     if line.shows_settings:
         from lab.training.dry import check
 

@@ -72,7 +72,7 @@ def _option(advice: Advice, group: Group, cell: Cell, source: Source) -> Option:
         cell,
         Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),
         predict(profile, hardware, strategy, size, cell.batch_size, weak).efficiency,
-        rank_bytes(profile, strategy, plain(cell.config), size, hardware.library),
+        rank_bytes(profile, strategy, plain(cell.config), size, hardware),
         limit(profile, hardware, strategy, size, per_rank),
     )
 

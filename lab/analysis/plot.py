@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from lab.analysis import summary
 from lab.analysis.export import write_records
 from lab.analysis.figures.convergence import convergence
 from lab.analysis.figures.payload import payload
+from lab.analysis.figures.ranks import own_work, own_work_of_ranks
 from lab.analysis.figures.sheet import NothingToDraw, Sheet
 from lab.analysis.figures.speedup import scaling, speedup_bars, throughput
 from lab.analysis.figures.step import step_time
@@ -25,7 +27,8 @@ from lab.analysis.target import times_to_target
 from lab.draw.looks import looks_of
 from lab.draw.page import SCREEN, Page
 from lab.draw.save import save
-from lab.record.schema import SCALINGS
+from lab.record.schema import SCALINGS, read_record
+from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, read_trace
 
 FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
@@ -33,7 +36,8 @@ FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
     *(step_time, payload, convergence),
 )
 TIMELINES = "timeline"
-NAMES = (*(draw.__name__ for draw in FIGURES), TIMELINES)
+RANKS = "ranks"
+NAMES = (*(draw.__name__ for draw in FIGURES), TIMELINES, RANKS)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ def report(
 ) -> None:
     """Write the tables and figures of the studies in `folders`, as one study; print its table.
 
-    For a single cell, draw its timeline; for studies, also those of their cells that have one.
+    For a single cell, draw the own work of its ranks, and its timeline if it has one; for studies,
+    also the timelines of their cells.
 
     Args:
         folders: `runs/<study>`, or one `runs/<study>/<cell>`.
@@ -79,7 +84,7 @@ def report(
         target: also print the time to this value of the metric.
 
     Raises:
-        ValueError: a study cannot be read, or has no such baseline; the cell has no timeline.
+        ValueError: a study cannot be read, or has no such baseline; the cell has nothing to draw.
         OSError: the folder for the files cannot be written to.
     """
     sink.check()
@@ -111,9 +116,24 @@ def _report_study(study: Study, sink: Sink, baseline: str | None, target: float 
 
 
 def _report_cell(folder: Path, sink: Sink) -> None:
-    if not (folder / TIMELINE).is_file():
-        raise ValueError(f"{folder}: holds no {TIMELINE}; runs with measure=breakdown leave one")
-    _draw_timeline(folder, _made(sink.out or folder / "figures") / TIMELINES, sink)
+    """Draw a cell's own work of ranks, and its timeline, as far as it has them."""
+    has_timeline = (folder / TIMELINE).is_file()
+    try:
+        steps = pd.read_parquet(folder / STEPS)
+        own_work(steps)
+    except (ValueError, OSError) as error:
+        if not has_timeline:
+            raise ValueError(
+                f"{folder}: nothing to draw: {error}; and no {TIMELINE}, which runs with "
+                "measure=breakdown leave"
+            ) from None
+        steps = None
+    out = _made(sink.out or folder / "figures")
+    if steps is not None and sink.wants(RANKS):
+        record = read_record(folder / "record.json")
+        _save(partial(own_work_of_ranks, steps, record, sink.page), out / RANKS, sink)
+    if has_timeline and sink.wants(TIMELINES):
+        _draw_timeline(folder, out / TIMELINES, sink)
 
 
 def _folder_of(study: Study) -> Path:

@@ -11,14 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.benchmarks.compressors import Codec
 
-class GraceLike:
+
+class GraceLike(Codec):
     """GRACE's `onebit` with its residual memory (H. Xu et al., ICDCS 2021; grace_dl, torch).
 
     The sign of each value travels as one uint8, with the means of both sides. (GRACE's decoder for
     plain torch.distributed takes `~` of a uint8 mask, which is not the complement; this one follows
     its decoder for Horovod, which converts to bool first.)
     """
+
+    passes = 3, 2
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.payload_bytes = rows * columns + 8
@@ -46,12 +50,14 @@ def _mean_of(values: Tensor, chosen: Tensor) -> Tensor:
     return total / count if count > 0 else total  # the host waits for the device here
 
 
-class DeepSpeedLike:
+class DeepSpeedLike(Codec):
     """The compression of DeepSpeed's 1-bit Adam (H. Tang et al., ICML 2021), one worker's part.
 
     Signs, 0 counted as +, times one scale for the whole tensor: its root mean square. Signs are
     packed eight to a byte, and unpacked to float32.
     """
+
+    passes = 3, 2
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.payload_bytes = -(-rows * columns // 8) + 4

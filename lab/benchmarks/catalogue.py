@@ -13,12 +13,17 @@ OWN = {
     "out": ("null", "FILE.json for the result; its figure is written next to it"),
     "world_size": (
         "null",
-        "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1)",
+        "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1, "
+        "straggler: 4)",
     ),
-    "rounds": ("20", "collective, codec, convolution, layout, layers, throughput: rounds"),
+    "runs": ("100", "straggler: runs with a planted delay, and as many without one"),
+    "rounds": (
+        "20",
+        "certificate, collective, reduce_scatter, codec, convolution, layout, layers, throughput",
+    ),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
-        "collective: sizes of the tensor; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
+        "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
     ),
     "codec": ("null", "codec: a list of codecs; null: all"),
     "algorithm": ("null", "convolution: a list of algorithms; null: all"),
@@ -54,6 +59,8 @@ class Bench:
         environment: variables set for its ranks.
         sets: sets of settings that it compares, unless others are given.
         runs: the benchmark that measures them; empty: itself.
+        num_ranks: ranks to start unless told otherwise; 0: as many as the machine allows, at most
+            NUM_RANKS.
     """
 
     text: str
@@ -67,6 +74,7 @@ class Bench:
     environment: tuple[tuple[str, str], ...] = ()
     sets: tuple[tuple[str, ...], ...] = ()
     runs: str = ""
+    num_ranks: int = 0
 
 
 BENCHES = {
@@ -79,6 +87,12 @@ BENCHES = {
             *("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
             "cluster",
         ),
+    ),
+    "reduce_scatter": Bench(
+        "the lab's reduce-scatter by size, compared with torch's, and the bytes that crossed",
+        ("sizes", "rounds", "world_size"),
+        default="none",
+        only=("comm", "backend", "device", "share_gpus", "exchange_timeout_s", "cluster"),
     ),
     "codec": Bench(
         "encode and decode, compared with torch.add on the same tensors",
@@ -113,7 +127,30 @@ BENCHES = {
         environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
     ),
     "recording": Bench(
-        "what the lab's own book-keeping adds to a step", ("world_size",), default="none"
+        "what the lab's own book-keeping adds to a step",
+        ("world_size",),
+        default="none",
+        num_ranks=1,
+    ),
+    "straggler": Bench(
+        "delays planted into phases of ranks, found by rank and phase or not",
+        ("runs", "world_size"),
+        default="overlap",
+        fixed=(
+            *("model=replay", "profile=alexnet_titanx", "data=synthetic", "data.shape=[1,8,8]"),
+            *("model.bytes_scale=0.002", "model.time_scale=0.3", "batch_size=1024", "steps=30"),
+        ),
+        num_ranks=4,
+    ),
+    "marks": Bench(
+        "what the marks of a rank's own times add to a step, in turns with none",
+        ("world_size",),
+        default="overlap",
+    ),
+    "certificate": Bench(
+        "what check=first adds to the first three steps of strategy=A,B,..., in steps",
+        ("rounds", "world_size"),
+        default="overlap,onebit,int8,ddp",
     ),
     "convolution": Bench(
         "algorithms on a model's convolutions: time, operations, workspace, error",

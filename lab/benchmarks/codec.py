@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,28 @@ from torch import Tensor
 from lab.benchmarks import interleave
 from lab.benchmarks.baselines import DeepSpeedLike, GraceLike
 from lab.benchmarks.catalogue import NUM_VALUES
+from lab.benchmarks.compressors import (
+    CastCodec,
+    Codec,
+    Int8Codec,
+    OneBitCodec,
+    PowerSGDCodec,
+    RandomKCodec,
+    SignsCodec,
+    TopKCodec,
+)
 from lab.benchmarks.request import Request
 from lab.benchmarks.sizes import VALUE_BYTES
 from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
 from lab.codec import build
+from lab.codec.int8 import codec as int8
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit import native, reference
+from lab.codec.powersgd import codec as powersgd
+from lab.codec.powersgd import reference as powersgd_reference
+from lab.codec.randomk import codec as randomk
+from lab.codec.signs import codec as signs
+from lab.codec.topk import codec as topk
 from lab.distributed.gpus import check_gpus
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.settings.config import ConfigError
@@ -32,48 +48,29 @@ BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # seconds of one operation: a slow one takes 
 TOLERANCE = 1e-6  # relative: a few roundings of float32
 
 
-class Codec(Protocol):
-    """A codec under test. It keeps its message between encode and decode.
-
-    Attributes:
-        payload_bytes: bytes that a message sends.
-    """
-
-    payload_bytes: int
-
-    def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        """Encode gradient + residual, float32 [rows, columns]; the error becomes the residual."""
-
-    def decode(self, out: Tensor) -> None:
-        """Add the decoded message to `out`."""
+IN_TORCH = "_reference"  # ends the name of a codec's definition in plain torch
 
 
-class OneBitCodec:
-    """The lab's 1-bit codec in one of its implementations."""
-
-    def __init__(
-        self, implementation: Any, threshold: str, rows: int, columns: int, device: torch.device
-    ) -> None:
-        self.implementation, self.threshold = implementation, threshold
-        self.scales = torch.zeros(1, rows, 2, device=device)
-        width = onebit.bit_bytes(columns)
-        self.bits = torch.zeros(1, rows, width, dtype=torch.uint8, device=device)
-        self.payload_bytes = self.scales.nbytes + self.bits.nbytes
-
-    def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        self.implementation.encode(gradient, residual, self.threshold, self.scales, self.bits)
-
-    def decode(self, out: Tensor) -> None:
-        self.implementation.decode(self.scales, self.bits, out, add=True)
+def _both(
+    name: str, make: Callable[..., Codec], codec: Any, reference: Any
+) -> dict[str, Callable[[int, int, torch.device], Codec]]:
+    return {name: partial(make, codec), name + IN_TORCH: partial(make, reference)}
 
 
-# A new codec is one line here: a function of rows, columns and device.
+# A new codec is one line here: functions of rows, columns and device.
 CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
     "onebit": partial(OneBitCodec, onebit, "zero"),
     "onebit_mean": partial(OneBitCodec, onebit, "mean"),
     "onebit_reference": partial(OneBitCodec, reference, "zero"),
     "grace_like": GraceLike,
     "deepspeed_like": DeepSpeedLike,
+    **_both("int8", Int8Codec, int8, Int8Codec.reference),
+    **_both("signs", SignsCodec, signs, SignsCodec.reference),
+    **_both("topk", TopKCodec, topk, TopKCodec.reference),
+    **_both("randomk", RandomKCodec, randomk, RandomKCodec.reference),
+    **_both("powersgd", PowerSGDCodec, powersgd, powersgd_reference),
+    **_both("bf16", partial(CastCodec, torch.bfloat16), True, False),
+    **_both("fp16", partial(CastCodec, torch.float16), True, False),
 }
 
 
@@ -149,13 +146,10 @@ def _measure_all(
     together = NUM_CALLS if device.type == "cuda" else 1
     operations = []
     for name, codec in codecs.items():
-        moved = VALUE_BYTES * gradient.numel()  # one pass through memory, which no codec can avoid
-        encode = partial(codec.encode, gradient, residual)
-        decode = partial(codec.decode, out)
-        operations += [
-            Operation(name, "encode", encode, 3 * moved + codec.payload_bytes, together),
-            Operation(name, "decode", decode, 2 * moved + codec.payload_bytes, together),
-        ]
+        calls = partial(codec.encode, gradient, residual), partial(codec.decode, out)
+        for kind, call, passes in zip(("encode", "decode"), calls, codec.passes, strict=True):
+            moved = passes * VALUE_BYTES * gradient.numel() + codec.payload_bytes
+            operations.append(Operation(name, kind, call, moved, together))
     against, reference_bytes, run = _reference(gradient, residual, out)
     for number in interleave.progress(range(num_rounds), 0):
         for index in interleave.order(len(operations), number):
@@ -165,7 +159,7 @@ def _measure_all(
     return {
         "rows": [
             _row(each, reference_bytes, codecs[each.codec].payload_bytes, gradient.numel())
-            | {"wrong": wrong[each.codec]}
+            | {"over_torch": _over_torch(each, operations), "wrong": wrong[each.codec]}
             for each in operations
         ],
         "reference": {"name": against, **_rate(reference_s, reference_bytes)},
@@ -175,23 +169,28 @@ def _measure_all(
 def count_wrong(codec: Codec, gradient: Tensor, residual: Tensor) -> int:
     """Count the values that are wrong after one encode and decode.
 
-    For every codec, decoded values plus the new residual must be gradient plus old residual. For
-    the lab's, each bit must also be the reference's, and scales and residuals equal to TOLERANCE.
+    With error feedback, decoded values plus the new residual must be gradient plus old residual;
+    without, decoded values must be the definition's. Where a codec has a definition, the exact
+    parts of its message must be the same bits, and other parts and residuals equal to TOLERANCE.
     """
-    rows, columns = gradient.shape
     left, decoded = residual.clone(), torch.zeros_like(gradient)
     codec.encode(gradient, left)
     codec.decode(decoded)
     true = gradient + residual
-    num_wrong = _count_far(decoded + left, true, true.abs() + decoded.abs())
-    if isinstance(codec, OneBitCodec):
-        definition = OneBitCodec(reference, codec.threshold, rows, columns, gradient.device)
+    size = true.abs() + decoded.abs()
+    num_wrong = _count_far(decoded + left, true, size) if codec.feedback else 0
+    if definition := codec.definition():
         expected = residual.clone()
         definition.encode(gradient, expected)
-        differing = codec.bits ^ definition.bits
-        num_wrong += sum(int((differing >> bit & 1).sum()) for bit in range(8))
-        num_wrong += _count_far(codec.scales, definition.scales, definition.scales.abs())
-        num_wrong += _count_far(left, expected, true.abs() + decoded.abs())
+        num_wrong += _count_far(left, expected, size)
+        for ours, theirs in zip(codec.exact(), definition.exact(), strict=True):
+            num_wrong += sum(int(((ours ^ theirs) >> bit & 1).sum()) for bit in range(8))
+        for ours, theirs in zip(codec.near(), definition.near(), strict=True):
+            num_wrong += _count_far(ours, theirs, theirs.abs())
+        if not codec.feedback:
+            redecoded = torch.zeros_like(gradient)
+            definition.decode(redecoded)
+            num_wrong += _count_far(decoded, redecoded, size)
     return num_wrong
 
 
@@ -231,6 +230,15 @@ def _row(
         "bits_per_value": 8 * payload_bytes / num_values,
         "host_s": interleave.middle(operation.host_s)["median"] if operation.host_s else None,
     }
+
+
+def _over_torch(operation: Operation, operations: list[Operation]) -> dict[str, Any] | None:
+    """Return how many times faster an operation is than plain torch's of the same rounds."""
+    for other in operations:
+        if (other.codec, other.name) == (operation.codec + IN_TORCH, operation.name):
+            common = min(len(other.call_s), len(operation.call_s))
+            return interleave.ratio(other.call_s[:common], operation.call_s[:common])
+    return None
 
 
 def _rate(seconds: list[float], moved_bytes: int) -> dict[str, Any]:

@@ -4,6 +4,8 @@ algbw = size / time and busbw = algbw * 2(N-1)/N (nccl-tests, doc/PERFORMANCE.md
 are the ratio to the library's time, and the share of its own bound that each algorithm reaches. The
 bound is the time that its busiest rank's bytes, both sent and received, take at the rate of a plain
 send and recv in the same run, with all ranks in pairs in which one sends to the other.
+
+Exchanges that compress take part: busbw is then that of an all-reduce which takes as long.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.benchmarks import interleave
+from lab.benchmarks import crossing, interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.sizes import VALUE_BYTES
 from lab.benchmarks.timing import NUM_CALLS, aligner, cache_bytes, per_call
@@ -33,16 +35,22 @@ from lab.training.surroundings import surroundings
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 CALLS_BYTES = 2**22  # most bytes timed together where the host waits for each call
+COLUMNS = 1024  # values that share the scales of 1-bit SGD
 LARGEST_SUM = 256  # whole numbers up to this are exact even in bfloat16
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An operation that replaces each rank's tensor, float32 [num_values], by `expected` of all."""
+    """An operation on each rank's tensor, float32 [num_values].
+
+    Attributes:
+        expected: its result, from the tensors of all ranks; None: it loses some of the mean, but
+            all ranks have the same.
+    """
 
     name: str
     run: Callable[[Tensor, Comm], None]
-    expected: Callable[[list[Tensor], int], Tensor]
+    expected: Callable[[list[Tensor], int], Tensor] | None
 
 
 def measure(request: Request) -> dict[str, Any] | None:
@@ -85,18 +93,19 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
     """List the library's all-reduce, then the others, and a plain send and recv.
 
     Raises:
-        ConfigError: an exchange is not an all-reduce, or cannot run over `comm`.
+        ConfigError: an exchange does not average, or cannot run over `comm`.
     """
     for label, exchange in exchanges.items():
-        if not (exchange.exact or isinstance(exchange, AllReduce)):
+        if not exchange.keeps_replicas_equal:
             raise ConfigError(
-                f"exchange={label}: is not an all-reduce, which delivers the mean; allowed are "
-                "those that do, as ring, tree and bf16"
+                f"exchange={label}: delivers no mean; allowed are those that do, as ring and onebit"
             )
-        if exchange.needs_send_recv and comm.no_send_recv:
-            raise ConfigError(f"exchange={label}: sends from rank to rank; {comm.no_send_recv}")
+        try:
+            exchange.check_reach(comm)
+        except ValueError as error:
+            raise ConfigError(f"exchange={label}: {str(error).partition(': ')[2]}") from None
     candidates = [
-        Candidate(label, _averaging(exchange), _sum if exchange.takes_divided else _mean)
+        Candidate(label, _averaging(exchange), _result_of(exchange))
         for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
     ]
     if not comm.no_send_recv:
@@ -114,7 +123,7 @@ def measure_size(
     flat = torch.empty(size // VALUE_BYTES, device=world.device)
     # The first calls warm up.
     before = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
-    sent = [_busiest_bytes(candidate, flat, world) for candidate in candidates]
+    sent = [crossing.count(partial(each.run, flat, world.comm), world) for each in candidates]
     num_calls = calls_together(size, world)
     align = aligner(world)
     own_s = np.full((2, len(candidates), num_rounds), np.nan)
@@ -129,9 +138,10 @@ def measure_size(
     calls_s, hosts_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()
     times = {candidate.name: taken for candidate, taken in zip(candidates, calls_s, strict=True)}
     return [
-        _row(candidate.name, size, times, num_wrong, busiest, world.size)
+        _row(candidate.name, size, times, num_wrong, bytes_sent.busiest, world.size)
+        | {"across_bytes": bytes_sent.across, "link_bytes": bytes_sent.link}
         | {"host_s": float(np.median(host_s)) if world.device.type == "cuda" else None}
-        for candidate, num_wrong, busiest, host_s in zip(
+        for candidate, num_wrong, bytes_sent, host_s in zip(
             candidates, wrong, sent, hosts_s, strict=True
         )
     ]
@@ -147,28 +157,45 @@ def count_wrong(candidate: Candidate, flat: Tensor, rank: int, comm: Comm) -> in
     """Count the values of this rank that are wrong after one call on fresh values.
 
     Values are whole numbers times the number of ranks, drawn for each rank, so that the mean is
-    exact in any order of summing, and in bfloat16 as well.
+    exact in any order of summing, and in bfloat16 as well. Of a candidate that loses some of it,
+    those values are wrong that are not rank 0's.
     """
-    everyones = [_values(flat, each, comm.size) for each in range(comm.size)]
+    everyones = [draw_values(flat, each, comm.size) for each in range(comm.size)]
     flat.copy_(everyones[rank])
     candidate.run(flat, comm)
-    return int((flat != candidate.expected(everyones, rank)).sum())
+    if candidate.expected:
+        expected = candidate.expected(everyones, rank)
+    else:
+        comm.broadcast(expected := flat.clone(), 0)
+    return int((flat != expected).sum())
 
 
-def _values(flat: Tensor, rank: int, size: int) -> Tensor:
-    generator = torch.Generator(flat.device).manual_seed(rank)
+def draw_values(like: Tensor, rank: int, size: int) -> Tensor:
+    """Draw whole numbers for a rank, whose sums over `size` ranks are exact in any order."""
+    generator = torch.Generator(like.device).manual_seed(rank)
     below = min(11, LARGEST_SUM // size + 1)
-    drawn = torch.randint(0, below, flat.shape, generator=generator, device=flat.device)
+    drawn = torch.randint(0, below, like.shape, generator=generator, device=like.device)
     return drawn.float() * size
 
 
 def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
     def run(flat: Tensor, comm: Comm) -> None:
-        exchange.average(
-            GradBucket({"tensor": flat.shape}, flat, divided=exchange.takes_divided), comm
-        )
+        shape = torch.Size(shape_of(flat.numel()))
+        bucket = GradBucket({"tensor": shape}, flat, divided=exchange.takes_divided)
+        exchange.average(bucket, comm)
 
     return run
+
+
+def shape_of(num_values: int) -> tuple[int, ...]:
+    """Return the shape of the parameter that a tensor stands for: rows of COLUMNS, if it can be."""
+    return (num_values // COLUMNS, COLUMNS) if num_values % COLUMNS == 0 else (num_values,)
+
+
+def _result_of(exchange: Exchange) -> Callable[[list[Tensor], int], Tensor] | None:
+    if not exchange.exact and not exchange.takes_divided:  # a cast to half leaves whole numbers
+        return None
+    return _sum if exchange.takes_divided else _mean
 
 
 def _mean(everyones: list[Tensor], _rank: int) -> Tensor:
@@ -192,12 +219,6 @@ def _of_sender(everyones: list[Tensor], rank: int) -> Tensor:
     return everyones[rank & ~1]
 
 
-def _busiest_bytes(candidate: Candidate, flat: Tensor, world: World) -> int:
-    before = world.comm.traffic.payload_bytes
-    candidate.run(flat, world.comm)
-    return int(world.gather(torch.tensor(world.comm.traffic.payload_bytes - before)).max())
-
-
 def _row(
     name: str,
     size: int,
@@ -215,6 +236,7 @@ def _row(
         "algorithm": name,
         "size_bytes": size,
         "count": size // VALUE_BYTES,
+        "shape": shape_of(size // VALUE_BYTES),
         "type": "float",
         "time_s": interleave.middle(own),
         "algbw_gb_per_s": algbw,

@@ -92,7 +92,10 @@ def exchange_bytes(model: nn.Module, config: DictConfig, num_ranks: int) -> int:
     backend = "nccl" if config.device == "cuda" else "gloo"
     settings: Any = OmegaConf.to_container(config, resolve=True)
     found = [
-        sync_bytes(Sizes(sum(counts), gathered, max(counts), rank, num_ranks, backend), settings)
+        sync_bytes(
+            Sizes(sum(counts), gathered, max(counts), rank, num_ranks, backend, local=num_ranks),
+            settings,
+        )
         for rank in (0, num_ranks - 1)  # a root, and a rank that is none
     ]
     if math.isnan(max(found)):

@@ -102,6 +102,7 @@ def sizes_of(sync: Any, world: World) -> Sizes:
         N=world.size,
         backend=world.comm.backend,
         chosen=frozenset(choice["chosen"] for choice in choices),
+        local=max(map(len, world.comm.nodes)),
     )
 
 

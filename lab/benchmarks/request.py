@@ -18,7 +18,7 @@ from lab.distributed.launcher import was_launched, world_size
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
 from lab.settings.overrides import Override, file_to_write, parse_overrides, split
-from lab.sync.pattern import Begin, pattern_of
+from lab.sync.pattern import pattern_of
 
 # Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
@@ -87,8 +87,8 @@ def read(arguments: list[str]) -> Request:
     texts = {key: OWN[key][0] for key in ("out", *BENCHES[name].own)}
     if was_launched():
         texts |= {"world_size": str(world_size())}
-    elif name == "recording":
-        texts |= {"world_size": "1"}
+    elif BENCHES[name].num_ranks:
+        texts |= {"world_size": str(BENCHES[name].num_ranks)}
     own_texts, others = split(settings, texts)
     texts |= own_texts
     if was_launched() and texts["world_size"] != str(world_size()):
@@ -197,10 +197,10 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
             )
     for variant in variants:
         pattern = pattern_of(variant.config)
-        if pattern.begins is Begin.NEXT_STEP or pattern.waits_in_forward:
+        if pattern.outlasts_step or pattern.waits_in_forward:
             raise ConfigError(
-                f"{variant.label}: its exchange outlasts a step and would run during the others' "
-                "turns; compare it with python -m lab.sweep"
+                f"{variant.label}: its exchanges outlast their step, and would run during the "
+                "others' turns; compare it with python -m lab.sweep"
             )
 
 

@@ -146,6 +146,7 @@ QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "samples_per_s": lambda facts, at: at.batch_size / facts.step_s(at),
     "gain_over_tree": partial(gain, "tree"),
     "gain_over_allreduce": partial(gain, "allreduce"),
+    "gain_over_overlap": partial(gain, "overlap"),
     "transfer_s": transfer_s,
     "transfers": transfers,
     "transfer_share": transfer_share,

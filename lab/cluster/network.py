@@ -20,6 +20,7 @@ SWITCH = "10.77.0.1"
 SUBNET = "10.77.0.0/24"
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+INTERFACE = "eth0"  # of every host
 QUEUE = "50ms"  # longest queue of a link; the rest is dropped
 
 
@@ -42,12 +43,12 @@ def build(cluster: Cluster) -> Iterator[list[str]]:
     yield ["ip", "address", "add", f"{SWITCH}/24", "dev", "switch"]
     yield ["ip", "link", "set", "switch", "up"]
     for host, rate in enumerate(cluster.rates):
-        end = ["peer", "name", "eth0", "netns", f"h{host}"]
+        end = ["peer", "name", INTERFACE, "netns", f"h{host}"]
         yield ["ip", "netns", "add", f"h{host}"]
         yield ["ip", "link", "add", f"link{host}", "type", "veth", *end]
-        yield ["ip", "-n", f"h{host}", "address", "add", f"{address(host)}/24", "dev", "eth0"]
+        yield ["ip", "-n", f"h{host}", "address", "add", f"{address(host)}/24", "dev", INTERFACE]
         yield ["ip", "-n", f"h{host}", "link", "set", "lo", "up"]
-        yield ["ip", "-n", f"h{host}", "link", "set", "eth0", "up"]
+        yield ["ip", "-n", f"h{host}", "link", "set", INTERFACE, "up"]
         yield ["ip", "link", "set", f"link{host}", "master", "switch", "up"]
         yield from govern_tcp(host)
         if rate:
@@ -65,7 +66,7 @@ def govern_tcp(host: int) -> Iterator[list[str]]:
     """
     yield on_host(host, "sh", "-c", f"echo 0 > {SLOW_START}")
     if "cubic" in AVAILABLE.read_text().split():
-        route = [SUBNET, "dev", "eth0", "src", address(host), "congctl", "cubic"]
+        route = [SUBNET, "dev", INTERFACE, "src", address(host), "congctl", "cubic"]
         yield ["ip", "-n", f"h{host}", "route", "replace", *route]
 
 
@@ -78,10 +79,10 @@ def limit(host: int, rate: str) -> Iterator[list[str]]:
     """
     burst = max(LEAST_BURST_BYTES, round(bits_per_s(rate) / 8 * BURST_S))
     largest = str(min(LARGEST_BYTES, round(WHOLE * burst)))
-    yield ["ip", "-n", f"h{host}", "link", "set", "eth0", "gso_max_size", largest]
+    yield ["ip", "-n", f"h{host}", "link", "set", INTERFACE, "gso_max_size", largest]
     yield ["ip", "link", "set", f"link{host}", "gso_max_size", largest]
     shape = ["root", "handle", "1:", "tbf", "rate", rate, "burst", f"{burst}b", "latency", QUEUE]
-    yield ["tc", "-n", f"h{host}", "qdisc", "replace", "dev", "eth0", *shape]
+    yield ["tc", "-n", f"h{host}", "qdisc", "replace", "dev", INTERFACE, *shape]
     yield ["tc", "qdisc", "replace", "dev", f"link{host}", *shape]
 
 
@@ -89,7 +90,7 @@ def impair(cluster: Cluster, host: int) -> list[str]:
     """Delay and drop packets that a host sends: once on the way to any other host."""
     netem = ["netem", "delay", f"{cluster.delay_ms:g}ms", "loss", f"{cluster.loss_percent:g}%"]
     where = ["parent", "1:"] if cluster.rates[host] else ["root"]
-    return ["tc", "-n", f"h{host}", "qdisc", "add", "dev", "eth0", *where, *netem]
+    return ["tc", "-n", f"h{host}", "qdisc", "add", "dev", INTERFACE, *where, *netem]
 
 
 def change_link(event: Change) -> Iterator[list[str]]:

@@ -1,6 +1,7 @@
-"""Emulate a straggler: halt a host's ranks for a part of every few milliseconds.
+"""Emulate a straggler: halt a host's ranks, or delay one phase of one rank's steps.
 
-Timers and the kernel's side of connections continue meanwhile.
+A host's ranks are halted for a part of every few milliseconds; timers and the kernel's side of
+connections continue meanwhile. A rank is delayed by lab.training.planted.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import DictConfig
+
+from lab.settings.config import ConfigError, build
+
+PHASES = ("input", "forward", "backward", "exchange", "update")
 RUN_S = 0.01  # seconds between two halts: shorter than a step, longer than a halt's cost
 
 
@@ -40,3 +47,53 @@ def _send(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is delayed on purpose.
+
+    Attributes:
+        phase: of its steps, one of PHASES.
+        every: it is delayed in every so many steps.
+    """
+
+    rank: int
+    phase: str
+    delay_s: float
+    every: int = 1
+
+    def describe(self) -> str:
+        """Describe the delay for a record."""
+        often = "every step" if self.every == 1 else f"every {self.every} steps"
+        return f"rank {self.rank} delayed by {1e3 * self.delay_s:g} ms in {self.phase}, {often}"
+
+
+def straggler_of(config: DictConfig, world_size: int) -> Straggler | None:
+    """Return the straggler that a run's settings ask for, if any.
+
+    Raises:
+        ConfigError: a wrong setting, or a rank that the run does not have.
+    """
+    if "_target_" not in config.get("straggler", {}):  # a loop of one's own has none
+        return None
+    found: Straggler = build(config.straggler)
+    if found.rank >= world_size:
+        raise ConfigError(f"straggler.rank={found.rank}: the ranks are 0 to {world_size - 1}")
+    return found
+
+
+def planted(rank: int, phase: str, delay_ms: float, every: int) -> Straggler:
+    """Build a Straggler from conf/straggler/planted.yaml.
+
+    Raises:
+        ValueError: names the wrong setting, its value and what is allowed.
+    """
+    for key, value, least in (("rank", rank, 0), ("every", every, 1)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"straggler.{key}={value}: must be an integer of at least {least}")
+    if phase not in PHASES:
+        raise ValueError(f"straggler.phase={phase}: allowed are {', '.join(PHASES)}")
+    if type(delay_ms) not in (int, float) or not 0 < delay_ms <= 60_000:
+        raise ValueError(f"straggler.delay_ms={delay_ms}: must be a number above 0, at most 60000")
+    return Straggler(rank, phase, delay_ms / 1e3, every)

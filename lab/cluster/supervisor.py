@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from lab.cluster.check import check
-from lab.cluster.network import address, build, change_link, execute, name_hosts, on_host
+from lab.cluster.network import INTERFACE, address, build, change_link, execute, name_hosts, on_host
 from lab.cluster.sandbox import AWAITED, FORWARDED, exit_code
 from lab.cluster.settings import EMULATION, Change, Cluster
 from lab.cluster.straggler import slow_down
@@ -106,7 +106,7 @@ def _torchrun(cluster: Cluster, host: int, job: str) -> list[str]:
 
 def _environment(cluster: Cluster, host: int) -> dict[str, str]:
     """Return a host's environment. Without NCCL_HOSTID NCCL would bypass the shaped links."""
-    network = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    network = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
     nccl = {"NCCL_HOSTID": f"h{host}", "NCCL_IB_DISABLE": "1"}
     start = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", EMULATION: cluster.describe()}
     if host == cluster.slow_host:

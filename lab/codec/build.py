@@ -15,7 +15,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
-OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+HEADERS = Path(__file__).with_name("cpp")  # those that all codecs share
+# Without contraction, a product is rounded before it is added, at each level alike.
+OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
 # Processor levels as torch names them, and the compiler options of each.
 LEVELS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 
@@ -25,8 +27,8 @@ def load(source: Path, level: str) -> ctypes.CDLL | None:
     """Compile and load a C++ source; return None, after one warning, if it cannot be built.
 
     Args:
-        source: may include headers (*.h) of its own folder. A change of any of them, or of the
-            source, compiles it again.
+        source: may include headers (*.h) of its own folder and of HEADERS. A change of any of
+            them, or of the source, compiles it again.
         level: from torch.backends.cpu.get_cpu_capability, which respects ATEN_CPU_CAPABILITY. A
         level outside LEVELS gets instructions that every processor has.
     """
@@ -52,7 +54,8 @@ def compiler() -> list[str]:
 
 def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     command, cache = compiler(), _cache()
-    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    headers = [header for folder in (source.parent, HEADERS) for header in folder.glob("*.h")]
+    texts = [path.read_bytes() for path in (source, *sorted(headers))]
     recipe = repr((command, options, texts)).encode()
     name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
     library = cache / name
@@ -60,7 +63,7 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
         # Ranks that start together all build it; the last build stays, and all are equal.
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             fresh = Path(folder) / name
-            line = [*command, *options, str(source), "-o", str(fresh)]
+            line = [*command, *options, f"-I{HEADERS}", str(source), "-o", str(fresh)]
             subprocess.run(line, check=True, capture_output=True, text=True)
             fresh.replace(library)
     return library

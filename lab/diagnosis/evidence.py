@@ -15,7 +15,9 @@ from lab.analysis.noise import noise_floor
 from lab.analysis.points import Point, points_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.analysis.speedup import CEILING
+from lab.diagnosis.slow_ranks import slow_ranks
 from lab.measure.intervals import geometric_mean
+from lab.measure.stragglers import Slow
 from lab.record.trace import TIMELINE, read_trace
 from lab.sync.pattern import Pattern, pattern_of
 
@@ -37,8 +39,10 @@ class Evidence:
         exposed_s: exposed communication: the step less the ceiling; without a ceiling, the
             breakdown's exchange phase on the rank that waited least.
         input_s: waiting for data, mean over ranks.
-        straggler_s: the slowest rank's own work less the median of the other ranks'.
+        straggler_s: the mean delay of the slowest of the slow ranks. In records without own times:
+            the slowest rank's own work less the median of the other ranks'.
         slowest_rank: that rank; -1 is unknown.
+        slow: each phase in which a rank is slow, the longest mean delay first.
         backward_s: mean over ranks.
         floor: the study's noise floor (lab.analysis.noise).
         codec_s: encoding and decoding in exchanges, mean over ranks.
@@ -55,6 +59,7 @@ class Evidence:
     input_s: float = math.nan
     straggler_s: float = math.nan
     slowest_rank: int = -1
+    slow: Sequence[Slow] = ()
     backward_s: float = math.nan
     codec_s: float = math.nan
     floor: float = math.nan
@@ -112,7 +117,11 @@ def gather(study: Study, cell: Cell) -> Evidence:
     pattern = pattern_of(settings)
     # Backward's waits for the exchange are not the rank's own work.
     telling = [] if pattern.waits_in_backward else breakdowns
-    ranks = _own_work(telling, ceiling, pattern.every)
+    unmarked = list(point.done("throughput").values())
+    slow = slow_ranks(unmarked or breakdowns, settings)
+    slowest_rank, straggler_s = (
+        _slower(_own_work(telling, ceiling, pattern.every)) if slow is None else _slowest(slow)
+    )
     # Marks slow a run down, so its times count as shares of its own step.
     scale = step_s / (_median(run.step_s for run in breakdowns) or step_s)
     return Evidence(
@@ -122,8 +131,9 @@ def gather(study: Study, cell: Cell) -> Evidence:
         ceiling_s=_step_s(ceiling),
         exposed_s=_exposed_s(point, ceiling, telling, pattern.every, scale),
         input_s=scale * _phase_s(breakdowns, "data"),
-        straggler_s=_straggler_s(ranks),
-        slowest_rank=int(np.argmax(ranks)) if len(ranks) else -1,
+        straggler_s=straggler_s,
+        slowest_rank=slowest_rank,
+        slow=tuple(slow or ()),
         backward_s=scale * _phase_s(telling, "backward"),
         codec_s=scale * _codec_s(breakdowns),
         floor=noise_floor(points),
@@ -198,11 +208,20 @@ def _by_rank(runs: Sequence[Cell], columns: Sequence[str], every: int = 1) -> np
     return np.mean(same, axis=0) if same else np.empty(0)
 
 
-def _straggler_s(ranks: np.ndarray) -> float:
+def _slowest(slow: Sequence[Slow]) -> tuple[int, float]:
+    """Return the slowest of the slow ranks and its mean delay; -1 and 0 if none is slow."""
+    delays = dict[int, float]()
+    for each in slow:
+        delays[each.rank] = delays.get(each.rank, 0.0) + each.mean_s
+    return max(delays.items(), key=lambda pair: pair[1], default=(-1, 0.0))
+
+
+def _slower(ranks: np.ndarray) -> tuple[int, float]:
+    """Return the rank that works longest, and how much longer than the median of the others."""
     if len(ranks) < 2:
-        return math.nan
+        return -1, math.nan
     *others, slowest = np.sort(ranks)
-    return float(slowest - np.median(others))
+    return int(np.argmax(ranks)), float(slowest - np.median(others))
 
 
 def _codec_s(breakdowns: Sequence[Cell]) -> float:

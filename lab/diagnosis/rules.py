@@ -4,8 +4,9 @@ A step is divided into the time of evenly divided computing (`ideal`) and losses
 largest loss:
 
     input      waiting for data (breakdown)                                   input-bound
-    straggler  the slowest rank's own work less the others' median            straggler-bound, or
-               compute-bound if ranks share processors
+    straggler  the slowest rank's own work less the others' median, if it     straggler-bound, or
+               stands out from noise (lab.measure.stragglers)
+               compute-bound if ranks share processors and none stands out
     exchange   the step less that of `none` on as many ranks                  bandwidth-bound, or
                latency-bound if messages are small; compute-bound if encoding is most of it
     fixed      the rest: compute that did not shrink as ranks were added      launch-bound, or
@@ -21,8 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lab.diagnosis.evidence import Evidence
+from lab.measure.stragglers import Slow
 from lab.record.schema import SHARED, worded
 
+# Kinds of own work that are no phase of a step, in words.
+WHERE = {"between": "between steps", "input": "to load its input", "update": "to update"}
 # A loss below this share of the step does not count: without it, speedup would be at most a
 # ninth higher. Nor does one below the study's noise floor.
 LOSS_SHARE = 0.1
@@ -59,7 +63,7 @@ class Verdict:
     Attributes:
         losses: the losses that count, the largest first; the `named` ones are too close to be
             told apart. Empty for a run that is compute-bound or undecided.
-        decided: False if the records cannot tell exchange from compute.
+        decided: False if the records can neither tell exchange from compute nor name a slow rank.
     """
 
     losses: tuple[Loss, ...]
@@ -83,9 +87,15 @@ def judge(evidence: Evidence) -> Verdict:
     known = [loss for loss in _losses(evidence) if not math.isnan(loss.seconds)]
     least = evidence.step_s * max(LOSS_SHARE, 0 if math.isnan(evidence.floor) else evidence.floor)
     counting = [loss for loss in known if loss.seconds >= least]
-    decided = not math.isnan(evidence.exposed_s)
-    ordered = sorted(counting, key=lambda loss: -loss.seconds) if decided else []
-    return Verdict(tuple(ordered), decided)
+    if math.isnan(evidence.exposed_s):  # own times tell a slow rank without it
+        counting = [loss for loss in counting if loss.part == "straggler" and evidence.slow]
+        return Verdict(tuple(counting), decided=bool(counting))
+    return Verdict(tuple(sorted(counting, key=lambda loss: -loss.seconds)), decided=True)
+
+
+def worded_phase(slow: Slow) -> str:
+    """Say where a rank is slow: "in backward"."""
+    return WHERE.get(slow.phase, f"in {slow.phase}")
 
 
 def _losses(e: Evidence) -> Iterator[Loss]:
@@ -97,6 +107,9 @@ def _losses(e: Evidence) -> Iterator[Loss]:
 
 def _straggler(e: Evidence) -> tuple[str, float, str]:
     clause = f"waits for rank {e.slowest_rank}"
+    if phases := [worded_phase(slow) for slow in e.slow if slow.rank == e.slowest_rank]:
+        # Ranks that share processors share them alike: this one stands out from the others.
+        return "straggler-bound", e.straggler_s, f"{clause}, slow {' and '.join(phases)}"
     if _shared(e):
         return "compute-bound", e.straggler_s, f"{clause} while {worded(e.one.emulation)}"
     return "straggler-bound", e.straggler_s, clause

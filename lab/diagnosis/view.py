@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from lab.analysis.noise import floor_text
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.remedies import Remedy
-from lab.diagnosis.rules import Verdict
+from lab.diagnosis.rules import Verdict, worded_phase
+from lab.measure.stragglers import Slow
 from lab.record.schema import worded
 
 MAX_REMEDIES = 3
+LOOK_AT = {
+    "between": "logging, checkpoints and garbage collection on that rank",
+    "input": "its disk, its decoding processes and the sizes of its samples",
+    "exchange": "the load of its cores, which encode, and the kernels of its codec",
+}
+LOOK_AT_DEVICE = "the clock, temperature and other users of its device, and the shapes of its batch"
 
 
 def headline(evidence: Evidence, verdict: Verdict) -> str:
@@ -52,7 +59,10 @@ def _evidence_lines(e: Evidence) -> Lines:
     yield "payload", _payload(e)
     if e.codec_s > 0:
         yield "encoding", f"{_ms(e.codec_s)} on each rank, and decoding"
-    if not math.isnan(e.straggler_s):
+    for slow in e.slow:
+        yield "slow rank", _slow(slow, e)
+        yield "look at", LOOK_AT.get(slow.phase, LOOK_AT_DEVICE)
+    if not e.slow and e.straggler_s > 0:
         rest = f"rank {e.slowest_rank} works {_ms(e.straggler_s)} ({_share(e.straggler_s, e)})"
         yield "ranks", f"{rest} longer than the others"
     if not math.isnan(e.input_s):
@@ -65,6 +75,14 @@ def _evidence_lines(e: Evidence) -> Lines:
         yield "noise", floor
     if e.one.emulation:
         yield "emulated", worded(e.one.emulation)
+
+
+def _slow(slow: Slow, e: Evidence) -> str:
+    often = "" if slow.share == 1 else f" in {100 * slow.share:.0f} % of the steps"
+    return (
+        f"rank {slow.rank} takes {_ms(slow.delay_s)} ({_share(slow.delay_s, e)}) longer than the "
+        f"others {worded_phase(slow)}{often} (noise floor {_ms(slow.floor_s)})"
+    )
 
 
 def _speedup(e: Evidence) -> str:

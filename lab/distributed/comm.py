@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from lab.distributed.nodes import Nodes, each_alone, restricted
+
+CACHED_VALUES = 2**16  # a sum of so many stays in a core's cache while all parts are added
+
+Sent = tuple[int, int, int]  # payload bytes, messages, and the bytes of these to other nodes
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
 
 
@@ -37,12 +44,61 @@ class Done:
         return True
 
 
+class SummedParts:
+    """A reduce-scatter made of an all-to-all: `wait` adds the parts that have arrived.
+
+    Args:
+        parts: [size, ...], one of each rank, complete after `arriving.wait()`.
+        output: receives their sum, added in rank order.
+    """
+
+    def __init__(self, arriving: Collective, parts: Tensor, output: Tensor) -> None:
+        self._arriving, self._parts, self._output = arriving, parts, output
+
+    def wait(self) -> None:
+        self._arriving.wait()
+        parts = self._parts.view(len(self._parts), -1).split(CACHED_VALUES, dim=1)
+        for part, total in zip(parts, self._output.view(-1).split(CACHED_VALUES), strict=True):
+            total.copy_(part[0])
+            for other in part[1:]:
+                total += other
+
+    def is_completed(self) -> bool:
+        return self._arriving.is_completed()
+
+
 @dataclass
 class Traffic:
-    """Payload bytes and messages that one rank handed to the network."""
+    """Payload bytes and messages that one rank handed to the network.
+
+    Attributes:
+        waited_s: seconds that the host spent in calls of the library, which wait for other ranks.
+        across_bytes: the part of `payload_bytes` that went to other nodes.
+    """
 
     payload_bytes: int = 0
     num_messages: int = 0
+    waited_s: float = 0.0
+    across_bytes: int = 0
+
+    def so_far(self) -> Sent:
+        """Return the counts of bytes and messages, which later traffic does not change."""
+        return self.payload_bytes, self.num_messages, self.across_bytes
+
+
+class _Waited:
+    """Transfers in flight, whose waits are counted."""
+
+    def __init__(self, handle: Any, traffic: Traffic) -> None:
+        self._handle, self._traffic = handle, traffic
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self._handle.wait()
+        self._traffic.waited_s += time.perf_counter() - began
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
 
 
 class Comm(ABC):
@@ -51,23 +107,29 @@ class Comm(ABC):
     Methods whose names begin with i return a handle, to wait for before their tensors are used
     again; the others block the stream. All ranks must begin all collectives in the same order,
     with one exception if `asynchronous`: iall_gather has its own connections, so it may begin
-    before or after an unrelated iall_reduce or iall_to_all.
+    before or after an unrelated iall_reduce, iall_to_all or ireduce_scatter.
 
     `traffic` counts this rank's payload. For send and recv that is the size of the tensor. A
     library collective chooses its own path, so it counts as the bandwidth-optimal algorithm does:
-    a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather and all_to_all
-    (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py compares these figures with
-    the bytes that crossed the loopback interface.
+    a ring for all_reduce, 2(N-1)/N of the tensor, and N-1 blocks for all_gather, all_to_all and
+    reduce_scatter (nccl-tests, doc/PERFORMANCE.md). tests/distributed/test_wire.py compares these
+    figures with the bytes that crossed the loopback interface. Rings pass a node's ranks in their
+    order, so of a ring's bytes those of a rank go to another node whose next rank is on one.
 
     Attributes:
         backend: the library that carries the tensors, as a record names it.
         no_send_recv: the reason why send and recv are not available; None if they are.
+        no_split: the reason why `split` is not available; None if it is.
         asynchronous: the i-methods run on the library's own threads.
         settings: environment variables that the library was given, as a record shows them.
+        before_sending: called before tensors are handed to the network, to emulate a rank that is
+            slow to do so; None: nothing is.
+        nodes: the ranks of each node; each alone, until whoever knows more says so.
     """
 
     backend: str
     no_send_recv: str | None = None
+    no_split: str | None = None
     asynchronous = False
 
     def __init__(self, rank: int, size: int) -> None:
@@ -75,6 +137,8 @@ class Comm(ABC):
         self.size = size
         self.traffic = Traffic()
         self.settings: dict[str, str] = {}
+        self.before_sending: Callable[[], None] | None = None
+        self.nodes: Nodes = each_alone(size)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -88,6 +152,10 @@ class Comm(ABC):
         """Send `tensor[r]` [size, ...] to rank r; `output[r]` receives what rank r sent here."""
         self.iall_to_all(output, tensor).wait()
 
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+        """Fill `output` [...] with the sum over the ranks of their `tensor[rank]` [size, ...]."""
+        self.ireduce_scatter(output, tensor).wait()
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace `tensor` by rank `source`'s. Used at start-up, so counted as one copy sent."""
         self.ibroadcast(tensor, source).wait()
@@ -96,32 +164,52 @@ class Comm(ABC):
         """Begin an all_reduce."""
         if self.size == 1:
             return Done()
-        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2 * (self.size - 1))
-        return self._iall_reduce(tensor)
+        self._announce()
+        self.count_all_reduce(tensor.nbytes)
+        return self._begin(self._iall_reduce, tensor)
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_gather."""
         if self.size == 1:
             output.view_as(tensor).copy_(tensor)
             return Done()
-        self._count((self.size - 1) * tensor.nbytes, self.size - 1)
-        return self._iall_gather(output, tensor)
+        self._announce()
+        self._count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
+        return self._begin(self._iall_gather, output, tensor)
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_to_all."""
         if self.size == 1:
             output.copy_(tensor)
             return Done()
-        self._count((self.size - 1) * tensor.nbytes // self.size, self.size - 1)
-        return self._iall_to_all(output, tensor)
+        self._announce()
+        self._count_pairs(tensor.nbytes // self.size)
+        return self._begin(self._iall_to_all, output, tensor)
+
+    def ireduce_scatter(
+        self, output: Tensor, tensor: Tensor, parts: Tensor | None = None
+    ) -> Collective:
+        """Begin a reduce_scatter.
+
+        Args:
+            parts: like `tensor`, memory that a library without an optimal reduce_scatter may use;
+                None: it allocates some. Gloo's own sends as much as its all-reduce.
+        """
+        if self.size == 1:
+            output.copy_(tensor.view_as(output))
+            return Done()
+        self._announce()
+        self._count_pairs(tensor.nbytes // self.size)
+        return self._ireduce_scatter(output, tensor, parts)
 
     def ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         """Begin a broadcast."""
         if self.size == 1:
             return Done()
         if self.rank == source:
-            self._count(tensor.nbytes, 1)
-        return self._ibroadcast(tensor, source)
+            self._announce()
+            self._count(tensor.nbytes, 1, tensor.nbytes if len(self.nodes) > 1 else 0)
+        return self._begin(self._ibroadcast, tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send `tensor` to rank `to`, which must call recv."""
@@ -140,13 +228,61 @@ class Comm(ABC):
         a stream. The caller must rule out a deadlock. It is enough that every rank's t-th batch
         sends exactly what other ranks' t-th batches receive.
         """
-        for tensor, _ in sends:
-            self._count(tensor.nbytes, 1)
-        return self._isend_irecv(sends, receives)
+        if sends:
+            self._announce()
+        for tensor, to in sends:
+            self._count(tensor.nbytes, 1, 0 if to in self._node() else tensor.nbytes)
+        return self._begin(self._isend_irecv, sends, receives)
 
-    def _count(self, payload_bytes: int, num_messages: int) -> None:
+    def split(self, color: int) -> Comm:
+        """Return a Comm of the ranks that gave the same `color`; all ranks call this.
+
+        It counts into this comm's `traffic`, and numbers its ranks in the order of this one's.
+
+        Raises:
+            ValueError: see `no_split`.
+        """
+        if self.no_split:
+            raise ValueError(self.no_split)
+        part, members = self._split(color)
+        part.traffic, part.settings = self.traffic, self.settings
+        part.nodes = restricted(self.nodes, members)
+        part.before_sending = self._announce
+        return part
+
+    def count_all_reduce(self, num_bytes: int) -> None:
+        """Count an all-reduce of `num_bytes`, of this comm or of a library beside it."""
+        steps = 2 * (self.size - 1)
+        self._count_ring(steps * num_bytes // self.size, steps)
+
+    def _announce(self) -> None:
+        if self.before_sending:
+            self.before_sending()
+
+    def _begin(self, call: Callable[..., Handle], *arguments: Any) -> _Waited:
+        began = time.perf_counter()
+        handle = call(*arguments)  # some libraries wait here
+        self.traffic.waited_s += time.perf_counter() - began
+        return _Waited(handle, self.traffic)
+
+    def _count_ring(self, payload_bytes: int, num_messages: int) -> None:
+        follower = (self.rank + 1) % self.size
+        across = 0 if follower in self._node() else payload_bytes
+        self._count(payload_bytes, num_messages, across)
+
+    def _count_pairs(self, num_bytes: int) -> None:
+        """Count `num_bytes` sent to each other rank."""
+        others, beyond = self.size - 1, self.size - len(self._node())
+        self._count(others * num_bytes, others, beyond * num_bytes)
+
+    def _count(self, payload_bytes: int, num_messages: int, across_bytes: int) -> None:
         self.traffic.payload_bytes += payload_bytes
         self.traffic.num_messages += num_messages
+        self.traffic.across_bytes += across_bytes
+
+    def _node(self) -> Sequence[int]:
+        """Return the ranks of this rank's node."""
+        return next(node for node in self.nodes if self.rank in node)
 
     @abstractmethod
     def _iall_reduce(self, tensor: Tensor) -> Collective: ...
@@ -157,5 +293,13 @@ class Comm(ABC):
     @abstractmethod
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective: ...
 
+    def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
+        parts = torch.empty_like(tensor) if parts is None else parts
+        return SummedParts(self._begin(self._iall_to_all, parts, tensor), parts, output)
+
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
         raise NotImplementedError(self.no_send_recv)
+
+    def _split(self, color: int) -> tuple[Comm, list[int]]:
+        """Return the group of `color`, and which of this comm's ranks it has."""
+        raise NotImplementedError(self.no_split)

@@ -42,6 +42,7 @@ class HorovodComm(Comm):
 
     backend = "horovod"
     no_send_recv = "Horovod has collectives only; use comm=torch"
+    no_split = "Horovod's ranks are one group; use comm=torch"
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -12,6 +12,11 @@ def world_size() -> int:
     return int(os.environ.get("HOROVOD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return int(os.environ.get("HOROVOD_LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
 def was_launched() -> bool:
     """Return whether a launcher started this process as a rank."""
     return "HOROVOD_RANK" in os.environ or "RANK" in os.environ

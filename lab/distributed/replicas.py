@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lab.distributed.sharded import whole
 from lab.distributed.world import World
 
 
@@ -63,7 +64,7 @@ def replica_hash(model: nn.Module, world: World) -> str:
         ReplicaMismatch: names the first parameter that differs, and the ranks.
     """
     names = [name for name, _ in model.named_parameters()]
-    digests = [_digest(parameter) for parameter in model.parameters()]
+    digests = [_digest(whole(parameter)) for parameter in model.parameters()]
     hashes = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
     all_hashes = world.gather(hashes)  # [ranks, parameters, 32]
     for index, name in enumerate(names):

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm, Done, Handle, Transfer
+from lab.distributed.nodes import Nodes
 
 TIMEOUT_S = 30.0  # longest wait for another rank
 
 
 class _Meeting:
-    """Shared state of the ranks: a barrier, a slot each, and a mailbox for each pair."""
+    """Shared state of the ranks: a barrier, a slot each, a mailbox for each pair, and parts."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.slots: list[Tensor] = [torch.empty(0)] * size
         self.mail = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+        self.parts: dict[tuple[int, int], _Meeting] = {}  # by number of the split and by color
 
 
 class Expected(list[tuple[Tensor, queue.SimpleQueue]]):
@@ -40,6 +42,7 @@ class ThreadComm(Comm):
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__(rank, size)
         self.meeting = meeting
+        self._num_splits = 0
 
     def _everyones(self, tensor: Tensor) -> list[Tensor]:
         self.meeting.slots[self.rank] = tensor.clone()
@@ -73,9 +76,20 @@ class ThreadComm(Comm):
         mail = self.meeting.mail
         return Expected((tensor, mail[source, self.rank]) for tensor, source in receives)
 
+    def _split(self, color: int) -> tuple[ThreadComm, list[int]]:
+        colors = [int(other) for other in self._everyones(torch.tensor(color))]
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        self._num_splits += 1
+        key = self._num_splits, color
+        meeting = self.meeting.parts.setdefault(key, _Meeting(len(members)))  # atomic
+        return ThreadComm(members.index(self.rank), len(members), meeting), members
 
-def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
+
+def run_ranks(size: int, rank_main: Callable[[Comm], Any], nodes: Nodes | None = None) -> list[Any]:
     """Run `rank_main(comm)` as `size` ranks, one thread each; return their results in rank order.
+
+    Args:
+        nodes: the ranks of each node to play; None: each has its own.
 
     Raises:
         Exception: the first rank's error, once every rank has stopped.
@@ -85,8 +99,10 @@ def run_ranks(size: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
     errors: list[BaseException] = []
 
     def target(rank: int) -> None:
+        comm = ThreadComm(rank, size, meeting)
+        comm.nodes = nodes or comm.nodes
         try:
-            results[rank] = rank_main(ThreadComm(rank, size, meeting))
+            results[rank] = rank_main(comm)
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()

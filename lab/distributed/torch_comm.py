@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from lab.distributed.rank_info import RankInfo
 
 # Renamed in torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Works(list[dist.Work]):
@@ -34,14 +35,21 @@ class TorchComm(Comm):
     Args:
         second: under Gloo another group of the same ranks, for all_gather and for sends to lower
             ranks; under NCCL the same as `group`.
+        limit: timeout of a collective; `split` gives it to its groups.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, second: dist.ProcessGroup, device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        second: dist.ProcessGroup,
+        device: torch.device,
+        limit: timedelta | None = None,
     ) -> None:
         super().__init__(group.rank(), group.size())
         self.group = group
         self._second = second
+        self.device = device
+        self._limit = limit
         self.backend = dist.get_backend(group)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
         if self.backend == "gloo" and device.type == "cuda":
@@ -56,6 +64,12 @@ class TorchComm(Comm):
 
     def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         return _begun(dist.all_to_all_single(output, tensor, group=self.group, async_op=True))
+
+    def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
+        if self.backend != "nccl":
+            return super()._ireduce_scatter(output, tensor, parts)
+        flat = output.view(-1), tensor.view(-1)
+        return _begun(reduce_scatter_flat(*flat, group=self.group, async_op=True))
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
         return _begun(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
@@ -72,6 +86,22 @@ class TorchComm(Comm):
             for tensor, peer in sends
         ]
         return Works(filter(None, works))  # only ranks outside the group get None
+
+    def _split(self, color: int) -> tuple[TorchComm, list[int]]:
+        colors = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        all_gather_flat(colors, torch.tensor([color], device=self.device), group=self.group)
+        everyones = cast(list[int], colors.tolist())  # pyright: ignore[reportUnknownMemberType]
+        members = [rank for rank, other in enumerate(everyones) if other == color]
+        group = self._group_of(members)
+        second = group if self._second is self.group else self._group_of(members)
+        return TorchComm(group, second, self.device, self._limit), members
+
+    def _group_of(self, members: list[int]) -> dist.ProcessGroup:
+        """Make a group of this rank and others, without waiting for ranks of other groups."""
+        ranks = [dist.get_global_rank(self.group, rank) for rank in members]
+        group = dist.new_group(ranks, self._limit, self.backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+        return group
 
     def _connections(self, source: int, to: int) -> dist.ProcessGroup:
         """Give each direction its own connection: Gloo locks one while it reads or writes."""
@@ -126,13 +156,13 @@ def connect(
         with nccl.told(settings):
             # Bound to its device, NCCL connects now, and not at the first collective.
             group = _group(place, backend, limit, nccl.options(limit), device)
-        comm = TorchComm(group, group, device)
+        comm = TorchComm(group, group, device, limit)
         comm.settings = settings
         return comm
     group = _group(place, backend, limit)
     second = dist.new_group(backend=backend, timeout=limit)
     assert isinstance(second, dist.ProcessGroup)
-    return TorchComm(group, second, device)
+    return TorchComm(group, second, device, limit)
 
 
 def _group(

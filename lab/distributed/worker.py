@@ -22,7 +22,13 @@ Event = torch.cuda.Event | torch.Event
 
 
 class Worker(ABC):
-    """One FIFO of exchanges."""
+    """One FIFO of exchanges.
+
+    Attributes:
+        in_line: a job's own work keeps the caller, and so backward, from going on.
+    """
+
+    in_line = False
 
     @abstractmethod
     def submit(self, label: str, job: Job) -> None:
@@ -48,6 +54,8 @@ class Worker(ABC):
 
 class InlineWorker(Worker):
     """Runs each job where it is submitted: nothing overlaps."""
+
+    in_line = True
 
     def __init__(self) -> None:
         self._current: tuple[str, float] | None = None
@@ -85,6 +93,8 @@ class TurnsWorker(Worker):
     one, so all ranks begin the stages of all jobs in the same order, whatever their timing. A
     thread would have to be woken for each stage, and would compete with backward for a core.
     """
+
+    in_line = True
 
     def __init__(self) -> None:
         self._under_way: deque[_UnderWay] = deque()

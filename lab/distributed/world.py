@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lab.distributed.comm import Comm
 from lab.distributed.gpus import pick_device
+from lab.distributed.nodes import nodes_of
 from lab.distributed.rank_info import RankInfo
 from lab.distributed.torch_comm import all_gather_flat
 
@@ -154,9 +155,11 @@ def start(
     control = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(control, dist.ProcessGroup)
     store = dist.PrefixStore("lab", place.store)
-    hosts = torch.tensor([int(place.local_rank == 0)])
-    dist.all_reduce(hosts, group=control)
-    return World(place, where, store, comm, control, int(hosts))
+    places = torch.empty(place.size, 2, dtype=torch.int64)
+    own = torch.tensor([place.local_rank, place.local_size])
+    all_gather_flat(places.view(-1), own, group=control)
+    comm.nodes = nodes_of([(row[0], row[1]) for row in places.tolist()])
+    return World(place, where, store, comm, control, len(comm.nodes))
 
 
 def _find_rank_info() -> RankInfo:

@@ -11,6 +11,7 @@ from typing import Literal
 # Okabe and Ito, "Color Universal Design", 2008; without its yellow, which is lost on white.
 BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
+GREY = "#767676"
 COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
 
 LineStyle = Literal["-", "--", ":", "-."]
@@ -42,16 +43,25 @@ LOOKS: dict[str, Look] = {
     "bf16": Look(BLUE, "--", "X"),
     "fp16": Look(BLUE, ":", "x"),
     "int8": Look(BLUE, "-.", "8"),
+    "int4": Look(GREY, "-.", "8"),
     "onebit": Look(VERMILLION, "-", "*"),
     "signsgd_ef": Look(VERMILLION, "--", "+"),
     "topk": Look(BROWN, "-", "p"),
     "randomk": Look(BROWN, "--", "h"),
     "powersgd": Look(PURPLE, "-.", "D"),
+    "hierarchical": Look(GREY, "-", "P"),
+    "hierarchical_onebit": Look(GREY, "--", "*"),
     "auto": Look(BLACK, "--", "*"),
+    "schedule": Look(GREY, ":", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),
     "fc1x1_onebit": Look(PURPLE, "--", "h"),
     "local_sgd": Look(SKY, ":", ">"),
     "diloco": Look(VERMILLION, ":", "H"),
+    "streaming_diloco": Look(GREY, "-", "H"),
+    "des_loc": Look(GREY, "--", ">"),
+    "zero1": Look(PURPLE, ":", "P"),
+    "fsdp": Look(BROWN, "-.", "X"),
+    "hsdp": Look(BLACK, "-.", "X"),
     "ddp": Look(GREEN, "--", "d"),
     "horovod": Look(BLACK, ":", "d"),
     "caffe": Look(BROWN, ":", "^"),

@@ -33,11 +33,26 @@ class AllReduce(Staged):
         self.dtype = DTYPES[dtype]
         self.exact = self.dtype == torch.float32
 
+    def error_bound(self, largest: float, size: int) -> float:
+        return 0.0 if self.exact else rounding_bound(self.dtype, largest, size)
+
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.size == 1:
             return
         bucket.divide(bucket.flat, comm.size)
-        wire = bucket.flat.to(self.dtype)
+        wire = bucket.flat
+        if (
+            self.dtype != wire.dtype
+        ):  # into memory that is kept: fresh pages cost more than the copy
+            wire = bucket.buffers["wire"].take(wire.new_empty(0, dtype=self.dtype), len(wire))
+            wire.copy_(bucket.flat)
         yield comm.iall_reduce(wire)
         if wire is not bucket.flat:
             bucket.flat.copy_(wire)
+
+
+def rounding_bound(dtype: torch.dtype, largest: float, size: int) -> float:
+    """Bound the error of a mean whose `size` summands and partial sums are rounded to `dtype`."""
+    about = torch.finfo(dtype)
+    smallest = about.tiny * about.eps  # below half of it a value becomes zero
+    return size * (about.eps * largest + smallest) / 2

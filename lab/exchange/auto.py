@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.error_feedback import ErrorFeedback
-from lab.measure.clock import Mark, mark, seconds
+from lab.measure.marks import Mark, mark, seconds
 
 
 class Auto(Exchange):
@@ -40,7 +40,7 @@ class Auto(Exchange):
     def __init__(self, compressed: Exchange, plain: Exchange, trials: int) -> None:
         if not isinstance(trials, int) or trials < 1:
             raise ValueError(f"exchange.trials={trials}: must be an integer of at least 1")
-        if isinstance(plain, ErrorFeedback):
+        if plain.state_dict():
             name = type(plain).__name__
             raise ValueError(f"exchange.plain={name}: keeps residuals; make it exchange.compressed")
         for key, exchange in (("compressed", compressed), ("plain", plain)):
@@ -53,6 +53,11 @@ class Auto(Exchange):
         # Median seconds of both exchanges, float64 [2], by the bucket's first parameter.
         self.costs: dict[str, Tensor] = {}
         self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
+
+    def check_reach(self, comm: Comm) -> None:
+        super().check_reach(comm)
+        self.compressed.check_reach(comm)
+        self.plain.check_reach(comm)
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         name = next(iter(bucket.shapes))
@@ -86,6 +91,18 @@ class Auto(Exchange):
         comm.all_gather(all_medians, medians)
         return all_medians.amax(dim=0).cpu()
 
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.compressed.add_residual(bucket, comm)
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.compressed.flush_residual(bucket, comm)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        yield from self.compressed.kept(shapes, comm)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return max(each.error_bound(largest, size) for each in (self.compressed, self.plain))
+
     def choices(self) -> list[dict[str, Any]]:
         """Return for each bucket its first parameter, both costs and the chosen exchange."""
         return [
@@ -100,6 +117,9 @@ class Auto(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.compressed.state_dict(), "costs": dict(self.costs)}
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        return self.compressed.continues(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.compressed.load_state_dict(state)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
+
+Shapes = Mapping[str, torch.Size]
+Kept = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
+
+
+class Ranks(Protocol):
+    """A rank among `size`, as a Comm is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 class Exchange(ABC):
@@ -19,6 +32,9 @@ class Exchange(ABC):
     `average` is plain synchronous code, or made of `stages` (see Staged). It may run inside
     backward, on a side stream or on a worker thread, and must not depend on which. A non-finite
     gradient must become non-finite on every rank; the trainer then restores this object's state.
+
+    Attributes:
+        total_steps: of the run; the trainer sets it. None: unknown, in a loop of the user's own.
     """
 
     exact = True  # delivers the mean up to rounding; tests check it
@@ -26,6 +42,7 @@ class Exchange(ABC):
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
     takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
+    total_steps: int | None = None
 
     @abstractmethod
     def average(self, bucket: GradBucket, comm: Comm) -> None:
@@ -50,8 +67,31 @@ class Exchange(ABC):
             name = type(self).__name__
             raise ValueError(f"exchange={name}: sends from rank to rank; {comm.no_send_recv}")
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        """Add this rank's residuals to `bucket.flat`."""
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        """Yield the compression errors that this rank keeps for later steps; most keep none.
+
+        With these, lab.certificate checks any lossy exchange: summed over the ranks, N * delivered
+        means + kept = true sums at any time.
+
+        Args:
+            shapes: of the parameters that are exchanged, by name.
+        """
+        yield from ()
+
+    def error_bound(self, largest: float, size: int) -> float:
+        """Bound the distance of a delivered value from the mean, besides rounding and `kept`.
+
+        Args:
+            largest: magnitude that no gradient of any rank exceeds.
+            size: number of ranks.
+        """
+        return 0.0 if self.exact else math.inf
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
@@ -65,6 +105,13 @@ class Exchange(ABC):
         """Return a copy of `state_dict` that later steps do not change, to undo a step."""
         state = self.state_dict()
         return {key: {n: v.clone() for n, v in tensors.items()} for key, tensors in state.items()}
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Return whether `load_state_dict` can take `state` of the same rank of as many ranks.
+
+        All ranks answer alike.
+        """
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of `state_dict` on the same rank of the same number of ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,8 @@ class GradBucket:
     Attributes:
         shapes: shape of each parameter, by name, in the order in which they lie in `flat`.
         flat: float32 [num_values], this rank's gradient before `average`, the mean after it; each
-            parameter's values in the order in which they lie in memory.
+            parameter's values in the order in which they lie in memory. Zeros follow if its length
+            must be a multiple of some number.
         step: the optimizer step this exchange belongs to, counted from 0.
         divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
         finite: 0-dim bool tensor, set by an exchange that checks; None: not checked.
@@ -57,8 +58,13 @@ class GradBucket:
             total.div_(size)
 
     def __str__(self) -> str:
-        first, *rest = self.shapes
-        return f"{first} and {len(rest)} more" if rest else first
+        return label(self.shapes)
+
+
+def label(names: Iterable[str]) -> str:
+    """Name a bucket after its first parameter."""
+    first, *rest = names
+    return f"{first} and {len(rest)} more" if rest else first
 
 
 class BucketPlan:
@@ -70,11 +76,16 @@ class BucketPlan:
     Args:
         in_place: the single parameter's gradient is exchanged where autograd left it. No other
             gradient may share its memory, as those of parameters that are only viewed and added do.
+        multiple: divides the length of `flat`.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], in_place: bool = False) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], in_place: bool = False, multiple: int = 1
+    ) -> None:
         self.parameters = parameters
-        self.in_place = in_place
+        num_values = sum(parameter.numel() for parameter in parameters.values())
+        self._missing = -num_values % multiple
+        self.in_place = in_place and not self._missing
         self._in_memory = _aligned_first(parameters)
         self.shapes = {name: parameter.shape for name, parameter in self._in_memory.items()}
         self._buffers = ScratchBuffers()
@@ -98,23 +109,31 @@ class BucketPlan:
             parameter.grad = gradient
         return GradBucket(self.shapes, flat, step, divided, buffers=self._buffers)
 
+    def __str__(self) -> str:
+        return label(self.shapes)
+
     def _gather(
         self, parameters: list[nn.Parameter], gradients: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         if self._buffer is None:
             sizes = [parameter.numel() for parameter in parameters]
-            self._buffer = gradients[0].new_empty(sum(sizes))
+            self._buffer = gradients[0].new_zeros(sum(sizes) + self._missing)
+            parts = self._buffer[: sum(sizes)].split(sizes)
             # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
             self._views = [
                 part.as_strided(parameter.shape, parameter.stride())
-                for part, parameter in zip(self._buffer.split(sizes), parameters, strict=True)
+                for part, parameter in zip(parts, parameters, strict=True)
             ]
         torch._foreach_copy_(self._views, gradients)
         return self._buffer, self._views
 
 
 def plan(
-    model: nn.Module, bucket_mb: float | None, order: list[str] | None = None
+    model: nn.Module,
+    bucket_mb: float | None,
+    order: list[str] | None = None,
+    only: Container[str] | None = None,
+    multiple: int = 1,
 ) -> list[BucketPlan]:
     """Divide the trainable parameters into buckets, in the order in which backward fills them.
 
@@ -126,8 +145,11 @@ def plan(
             to less. None: one bucket for all. 0: one per module.
         order: names of the parameters as their gradients arrive. None: the reverse order of
             registration, in which gradients usually arrive.
+        only: names of the parameters to divide. None: all.
+        multiple: divides the length of each bucket's flat tensor.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    named = [(name, p) for name, p in trainable if only is None or name in only]
     if order is not None:
         position = {name: index for index, name in enumerate(order)}
         named.sort(key=lambda pair: position[pair[0]])
@@ -136,7 +158,11 @@ def plan(
     groups = group(sizes, bucket_mb, getattr(model, "bytes_scale", 1.0))
     by_name = dict(named)
     return [
-        BucketPlan({name: by_name[name] for name in names}, len(names) == 1 and names[0] in fresh)
+        BucketPlan(
+            {name: by_name[name] for name in names},
+            in_place=len(names) == 1 and names[0] in fresh,
+            multiple=multiple,
+        )
         for names in groups
     ]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Kept, Ranks, Shapes
 from lab.exchange.bucket import GradBucket
 
 
@@ -34,28 +36,34 @@ class ErrorFeedback(Exchange):
         self.error_feedback = error_feedback
         self.residual: dict[str, Tensor] = {}  # [values] by parameter
 
-    def compensated(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the error-compensated gradient of parameter `name`: gradient + residual.
+    def residual_of(self, name: str, gradient: Tensor) -> Tensor | None:
+        """Return parameter `name`'s residual, zeros at first, to be replaced by the caller.
 
-        The caller subtracts the values that it sends. The result is the residual's memory: the rest
-        is carried over, and `gradient` may be overwritten. Without error feedback it is `gradient`.
+        None without error feedback.
 
         Args:
             gradient: float32 [values].
         """
-        if not self.error_feedback:
-            return gradient
-        if name not in self.residual:
-            self.residual[name] = gradient.clone()
-            return self.residual[name]
-        # In place: on a GPU this runs on a side stream, and memory that was allocated on the main
-        # one must not go back to it before the side stream has read it.
-        return self.residual[name].add_(gradient)
+        if self.error_feedback and name not in self.residual:
+            self.residual[name] = torch.zeros_like(gradient)
+        return self.residual.get(name)
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for name, start, stop in bucket.spans():
             if name in self.residual:
-                bucket.flat[start:stop] += record_stream(self.residual.pop(name))
+                bucket.flat[start:stop] += record_stream(self.residual[name])
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.add_residual(bucket, comm)
+        for name in bucket.shapes:
+            self.residual.pop(name, None)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        for name, values in self.residual.items():
+            yield name, 0, values.view(-1)
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return 0.0 if self.error_feedback else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": dict(self.residual)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from lab.codec import int8
+from lab.codec.int8 import codec as int8
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
@@ -39,28 +40,31 @@ class Int8(Staged):
             raise ValueError(f"exchange.block_size={block_size}: must be a multiple of 4 above 0")
         self.block_size = block_size
 
+    def error_bound(self, largest: float, size: int) -> float:
+        half = largest / (int8.LEVELS - 1)  # of a level, where values fill [-largest, largest]
+        return half + half * (1 + 1 / (int8.LEVELS - 1))
+
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         flat, size = bucket.flat, comm.size
         if not len(flat):
             return
         num_blocks = -(-len(flat) // self.block_size)
         part_blocks = -(-num_blocks // size)
-        shape = (size, part_blocks, int8.HEADER_BYTES + self.block_size)
-        # Zeros, because the last parts may end in unused records.
-        outgoing = torch.zeros(shape, dtype=torch.uint8, device=flat.device)
+        part = (part_blocks, int8.HEADER_BYTES + self.block_size)
+
+        def message(role: str, *shape: int) -> Tensor:
+            return bucket.buffers[role].take(flat.new_empty(0, dtype=torch.uint8), *shape)
+
+        outgoing, received = message("outgoing", size, *part), message("received", size, *part)
+        outgoing.flatten(0, 1)[num_blocks:].zero_()  # the last parts may end in unused records
         int8.encode(flat, outgoing.flatten(0, 1))
-        received = torch.empty_like(outgoing)
         yield comm.iall_to_all(received, outgoing)
 
         # The gradient has been encoded: its memory is free for this rank's part of the mean.
         part_values = part_blocks * self.block_size
         mean = flat[comm.rank * part_values : (comm.rank + 1) * part_values]
-        int8.decode(received[0], mean)
-        other = torch.empty_like(mean)
-        for part in received[1:]:
-            int8.decode(part, other)
-            mean += other
-        reply = torch.zeros_like(outgoing[0])
-        int8.encode(mean.div_(size), reply)
+        reply = message("reply", *part)
+        reply[-(-len(mean) // self.block_size) :].zero_()
+        int8.encode_mean(received, mean, reply)
         yield comm.iall_gather(received, reply)
         int8.decode(received.flatten(0, 1), flat)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit.message import Matrix, Message
 from lab.distributed.comm import Collective, Comm
-from lab.exchange.base import Staged
+from lab.exchange.base import Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import quantised
 from lab.exchange.error_feedback import ErrorFeedback, record_stream
@@ -111,12 +111,12 @@ class OneBit(Staged, ErrorFeedback):
 
     def matrices(self, bucket: GradBucket) -> list[Matrix]:
         """Return the parts of `bucket` that are quantised; the rest travels exactly."""
-        matrices = []
-        for name, start, _ in bucket.spans():
-            rule = (self.granularity, self.block_size, self.min_columns)
-            if matrix := quantised(bucket.shapes[name], *rule):
-                matrices.append(Matrix(name, start, *matrix))
-        return matrices
+        found = (self._matrix(n, start, bucket.shapes[n]) for n, start, _ in bucket.spans())
+        return [matrix for matrix in found if matrix]
+
+    def _matrix(self, name: str, start: int, shape: Sequence[int]) -> Matrix | None:
+        rows = quantised(shape, self.granularity, self.block_size, self.min_columns)
+        return Matrix(name, start, *rows) if rows else None
 
     def _kept(self, residuals: dict[str, Tensor], like: dict[str, Tensor]) -> list[Tensor | None]:
         """Return residuals of the matrices in `like`, zeros at first; None without feedback."""
@@ -127,13 +127,25 @@ class OneBit(Staged, ErrorFeedback):
                 residuals[name] = torch.zeros_like(values)
         return [residuals[name] for name in like]
 
-    def flush_residual(self, bucket: GradBucket, comm: Comm) -> None:
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         for matrix in self.matrices(bucket):
             if matrix.name in self.residual:
                 rows = matrix.view(bucket.flat)
-                rows += record_stream(self.residual.pop(matrix.name))
+                rows += record_stream(self.residual[matrix.name])
                 shard = rows[matrix.shard(comm.rank, comm.size)]
-                shard += record_stream(self.shard_residual.pop(matrix.name))
+                shard += record_stream(self.shard_residual[matrix.name])
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        super().flush_residual(bucket, comm)
+        for name in bucket.shapes:
+            self.shard_residual.pop(name, None)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        yield from super().kept(shapes, comm)
+        for name, values in self.shard_residual.items():
+            if matrix := self._matrix(name, 0, shapes[name]):
+                first_row = matrix.shard(comm.rank, comm.size).start
+                yield name, first_row * matrix.columns, values.view(-1)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {SHARD_RESIDUAL: dict(self.shard_residual)}

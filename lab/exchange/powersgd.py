@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.codec.powersgd import codec as powersgd
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import low_rank
@@ -53,30 +54,37 @@ class PowerSGD(ErrorFeedback):
         if not spans:
             return
         means = [bucket.flat[span].view(bucket.shapes[n][0], -1) for n, span in spans.items()]
-        matrices = [
-            self.compensated(name, mean.view(-1)).view_as(mean)
-            for name, mean in zip(spans, means, strict=True)
-        ]
-        qs = [self._warm_start(name, matrix) for name, matrix in zip(spans, matrices, strict=True)]
-        ps = self._orthogonal_ps(matrices, qs, comm)
+        qs = [self._warm_start(name, mean) for name, mean in zip(spans, means, strict=True)]
+        matrices, ps = self._orthogonal_ps(dict(zip(spans, means, strict=True)), qs, comm)
         for p, q, kept, mean in zip(ps, self._mean_qs(matrices, ps, comm), qs, means, strict=True):
             kept.copy_(q)
-            torch.mm(p, q, out=mean)
+            powersgd.rebuild(p, q, mean)
 
-    def _orthogonal_ps(self, matrices: list[Tensor], qs: list[Tensor], comm: Comm) -> list[Tensor]:
-        """Return each matrix's MQ, summed over the ranks, with orthonormal columns: [rows, r]."""
-        message, ps = _together([(len(matrix), self.rank) for matrix in matrices], matrices[0])
-        for matrix, q, p in zip(matrices, qs, ps, strict=True):
-            torch.mm(matrix, q.T, out=p)
+    def _orthogonal_ps(
+        self, gradients: dict[str, Tensor], qs: list[Tensor], comm: Comm
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Add the residuals to the gradients, and multiply by the last step's Q.
+
+        Returns:
+            Each parameter's M = gradient + residual, [rows, columns]; and MQ, summed over the
+            ranks, with orthonormal columns: [rows, r].
+        """
+        shapes = [(len(gradient), self.rank) for gradient in gradients.values()]
+        message, ps = _together(shapes, qs[0])
+        matrices = []
+        for (name, gradient), q, p in zip(gradients.items(), qs, ps, strict=True):
+            residual = self.residual_of(name, gradient.view(-1))
+            kept = None if residual is None else residual.view_as(gradient)
+            powersgd.project(gradient, kept, q, p)
+            matrices.append(gradient if kept is None else kept)
         comm.all_reduce(message)
-        return [torch.linalg.qr(p).Q for p in ps]
+        return matrices, [torch.linalg.qr(p).Q.contiguous() for p in ps]
 
     def _mean_qs(self, matrices: list[Tensor], ps: list[Tensor], comm: Comm) -> list[Tensor]:
         """Return each matrix's (M^T P)^T, averaged: [r, columns]. Subtract P Q^T from each."""
         message, qs = _together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
-            torch.mm(p.T, matrix, out=q)
-            matrix.addmm_(p, q, alpha=-1)
+            powersgd.project_back(matrix, p, q, subtract=self.error_feedback)
         comm.all_reduce(message)
         message.div_(comm.size)
         return qs

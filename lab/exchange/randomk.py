@@ -5,9 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
+from lab.codec.randomk import codec as randomk
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.sparse import Sparse
@@ -16,11 +14,9 @@ from lab.exchange.sparse import Sparse
 class RandomK(Sparse):
     """The same random values on all ranks, and error feedback (Stich et al. 2018, Algorithm 1).
 
-    One value is drawn from each of k equal ranges of a tensor: without replacement, in k operations
-    instead of a permutation's n, and with equal probability for all values if k divides n. The draw
-    depends on seed, step and parameter name alone, so that ranks agree and a resumed run draws the
-    same. A rank sends 8(k+1)(N-1)/N bytes: one more value tells whether all gradients were finite.
-    Meanwhile it holds 8k bytes of indices.
+    The draw (lab.codec.randomk.codec) depends on seed, step and parameter name alone, so that ranks
+    agree and a resumed run draws the same. A rank sends 8(k+1)(N-1)/N bytes: one more value tells
+    whether all gradients were finite.
 
     Args:
         ratio, error_feedback: see Sparse.
@@ -30,8 +26,6 @@ class RandomK(Sparse):
         ValueError: an argument out of range.
     """
 
-    needs_like_gpus = True  # a GPU's draw depends on how many values it draws at once
-
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(ratio, error_feedback)
         if not isinstance(seed, int):
@@ -39,18 +33,19 @@ class RandomK(Sparse):
         self.seed = seed
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        # 0, or NaN if any value is not finite: the drawn values alone need not show it.
-        probe = bucket.flat.sum(dim=0, keepdim=True).mul_(0)
-        indices, values = self.take(bucket)
-        message = torch.cat([values, probe])
-        del values  # their memory would lie idle while the message travels
+        counts = self.counts(bucket)
+        message = bucket.buffers["message"].take(bucket.flat, sum(counts) + 1)
+        probe = message[-1].zero_()  # or NaN if any value is not finite, drawn or not
+        values = message[:-1].split(counts)
+        gradients = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
+        for (name, gradient), sent in zip(gradients.items(), values, strict=True):
+            seed = self._seed(name, bucket.step)
+            randomk.encode(gradient, self.residual_of(name, gradient), sent, probe, seed)
         yield comm.iall_reduce(message)
-        bucket.finite = message[-1].isfinite()
-        bucket.flat.index_copy_(0, indices, message[:-1].div_(comm.size))
+        bucket.finite = probe.isfinite()
+        message.div_(comm.size)
+        for (name, gradient), mean in zip(gradients.items(), values, strict=True):
+            randomk.decode(mean, gradient, self._seed(name, bucket.step))
 
-    def choose(self, values: Tensor, count: int, name: str, step: int) -> Tensor:
-        generator = torch.Generator(values.device)
-        generator.manual_seed(zlib.crc32(f"{self.seed} {step} {name}".encode()))
-        drawn = torch.randint(1 << 62, (count,), generator=generator, device=values.device)
-        edges = torch.arange(count + 1, device=values.device) * len(values) // max(count, 1)
-        return edges[:-1] + drawn % edges.diff()
+    def _seed(self, name: str, step: int) -> int:
+        return zlib.crc32(f"{self.seed} {step} {name}".encode())

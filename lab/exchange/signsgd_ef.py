@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lab.codec import signsgd
+from lab.codec.signs import codec as signs
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
@@ -50,31 +49,36 @@ class SignSGD(Staged, ErrorFeedback):
             exact.put_back()
             return
         gradients = {name: bucket.flat[span] for name, span in spans.items()}
-        message = _message([self._encode(name, part) for name, part in gradients.items()])
-        received = message.new_empty(comm.size, len(message))
-        arriving = comm.iall_gather(received, message)
+        byte, size = bucket.flat.new_empty(0, dtype=torch.uint8), _message_bytes(gradients)
+        message = bucket.buffers["outgoing"].take(byte, 1, size)
+        magnitudes, bits = _parts(message, gradients)
+        for index, (name, gradient) in enumerate(gradients.items()):
+            kept = self.residual_of(name, gradient)
+            signs.encode(gradient, kept, magnitudes[0, index], bits[index][0])
+        received = bucket.buffers["received"].take(byte, comm.size, size)
+        arriving = comm.iall_gather(received, message[0])
         yield exact.collective
         exact.put_back()
         yield arriving
-        scale_bytes = 4 * len(spans)
-        magnitudes = received[:, :scale_bytes].view(torch.float32) / comm.size
-        start = scale_bytes
-        for index, out in enumerate(gradients.values()):
-            stop = start + signsgd.bit_bytes(len(out))
-            for rank in range(comm.size):
-                bits = received[rank, start:stop]
-                signsgd.decode(magnitudes[rank, index], bits, out, add=rank > 0)
-            start = stop
-
-    def _encode(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        p = self.compensated(name, gradient)
-        magnitude, bits = signsgd.encode(p)
-        p -= torch.copysign(magnitude, p, out=gradient)  # the gradient's memory is free now
-        return magnitude, bits
+        magnitudes, bits = _parts(received, gradients)
+        scales = (magnitudes / comm.size).T.contiguous()
+        for of_ranks, packed, out in zip(scales, bits, gradients.values(), strict=True):
+            signs.decode(of_ranks, packed, out)
 
 
-def _message(encoded: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return all magnitudes, then all bits, in whole float32 words: uint8 [bytes]."""
-    magnitudes, bits = zip(*encoded, strict=True)
-    joined = torch.cat([torch.stack(magnitudes).view(torch.uint8), *bits])
-    return F.pad(joined, (0, -len(joined) % 4))
+def _message_bytes(tensors: dict[str, Tensor]) -> int:
+    """Return the bytes of a message: a magnitude for each tensor, and bits, in whole words."""
+    bits = sum(signs.bit_bytes(len(tensor)) for tensor in tensors.values())
+    return 4 * len(tensors) + -(-bits // 4) * 4
+
+
+def _parts(messages: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return views of `messages`, uint8 [ranks, bytes].
+
+    Returns:
+        Magnitudes, float32 [ranks, tensors], and each tensor's bits, uint8 [ranks, bytes].
+    """
+    sizes = [signs.bit_bytes(len(tensor)) for tensor in tensors.values()]
+    magnitudes = messages.view(torch.float32)[:, : len(tensors)]
+    bits = messages[:, 4 * len(tensors) :][:, : sum(sizes)]
+    return magnitudes, list(bits.split(sizes, dim=1))

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
-import torch
-from torch import Tensor
-
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import num_sent
@@ -30,23 +25,6 @@ class Sparse(Staged, ErrorFeedback):
             raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")
         self.ratio = ratio
 
-    def take(self, bucket: GradBucket) -> tuple[Tensor, Tensor]:
-        """Take the values to send from the compensated gradients; leave zeros in `bucket.flat`.
-
-        Returns:
-            int64 [values], each value's index in `bucket.flat`, and float32 [values].
-        """
-        indices, values = [], []
-        for name, start, stop in bucket.spans():
-            compensated = self.compensated(name, bucket.flat[start:stop])
-            count = num_sent(bucket.shapes[name], self.ratio)
-            chosen = self.choose(compensated, count, name, bucket.step)
-            values.append(compensated[chosen])
-            compensated.index_fill_(0, chosen, 0)
-            indices.append(chosen + start)
-        bucket.flat.zero_()
-        return torch.cat(indices), torch.cat(values)
-
-    @abstractmethod
-    def choose(self, values: Tensor, count: int, name: str, step: int) -> Tensor:
-        """Return the indices of the `count` values to send: int64 [count], without duplicates."""
+    def counts(self, bucket: GradBucket) -> list[int]:
+        """Return how many values of each parameter are sent."""
+        return [num_sent(shape, self.ratio) for shape in bucket.shapes.values()]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from lab.codec import topk
+from lab.codec.topk import codec as topk
 from lab.distributed.comm import Collective, Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.sparse import Sparse
@@ -28,13 +27,14 @@ class TopK(Sparse):
         super().__init__(ratio, error_feedback)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        indices, values = self.take(bucket)
-        message = torch.cat([indices.int(), values.view(torch.int32)])
-        received = message.new_empty(comm.size, 2, len(values))
+        counts = self.counts(bucket)
+        word = bucket.flat.new_empty(0, dtype=torch.int32)
+        message = bucket.buffers["outgoing"].take(word, 2, sum(counts))
+        indices = message[0].split(counts)
+        values = message[1].view(torch.float32).split(counts)
+        for (name, start, stop), *places in zip(bucket.spans(), indices, values, strict=True):
+            gradient = bucket.flat[start:stop]
+            topk.encode(gradient, self.residual_of(name, gradient), *places, offset=start)
+        received = bucket.buffers["received"].take(word, comm.size, 2, sum(counts))
         yield comm.iall_gather(received, message)
-        # No rank sends an index twice, so additions have a fixed order on a GPU too.
-        for places, theirs in received:
-            bucket.flat.index_add_(0, places, theirs.view(torch.float32), alpha=1 / comm.size)
-
-    def choose(self, values: Tensor, count: int, name: str, step: int) -> Tensor:
-        return topk.largest(values, count)
+        topk.decode(received, bucket.flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from lab.distributed import replicas
 from lab.distributed.worker import make_worker
 from lab.exchange.base import Exchange
 from lab.exchange.grouping import MIB
+from lab.loop.check import HookCheck, LoopCheck, check_choice, forgot_hook
 from lab.loop.settings import compose
 from lab.loop.world import world_of
+from lab.record.certificate import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.spoiled import Scaler, SpoiledState
@@ -24,9 +27,35 @@ from lab.sync.spoiled import Scaler, SpoiledState
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
 
+class LoopState(HookState):
+    """The state of a hook in a loop.
+
+    Attributes:
+        check: examines the first exchanges; None: nothing does.
+    """
+
+    check: LoopCheck | None = None
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the finding of check="first"; None: nothing yet, or it was not asked for."""
+        return self.check.certificate if self.check else None
+
+    def close(self) -> None:
+        if self.check:
+            self.check.abandon()
+        super().close()
+
+
 def ddp_comm_hook(
-    strategy: str, ddp: nn.Module, *, scaler: Scaler | None = None, **overrides: Any
-) -> tuple[HookState, Hook]:
+    strategy: str,
+    ddp: nn.Module,
+    *,
+    scaler: Scaler | None = None,
+    check: str | None = None,
+    certificate: str | Path | None = None,
+    **overrides: Any,
+) -> tuple[LoopState, Hook]:
     """Make a communication hook: `ddp.register_comm_hook(state, hook)`.
 
     DDP's buckets are exchanged while backward computes, by process groups of the hook's own. All
@@ -37,6 +66,10 @@ def ddp_comm_hook(
         ddp: a DistributedDataParallel, or what torch.compile made of it.
         scaler: the loop's torch.amp.GradScaler, if it has one: exchanges with residuals need its
             scale, and are undone where the scaler skips the step.
+        check: "first" proves, in the first three exchanges, that ranks started equal and average
+            their gradients once; a fault raises CertificateError out of backward, or before an
+            update without an exchange. None: nothing is checked.
+        certificate: file for what it finds, as JSON; None: it is printed only.
         overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
 
     Returns:
@@ -45,6 +78,7 @@ def ddp_comm_hook(
     Raises:
         ConfigError: a setting, or a module, that a hook does not support.
     """
+    check_choice(check)
     config = compose(strategy, overrides)
     wrapped = _checked(ddp)
     exchange: Exchange = build(config.exchange)
@@ -55,7 +89,7 @@ def ddp_comm_hook(
     try:
         if exchange.needs_like_gpus:
             replicas.require_like_gpus(type(exchange).__name__, world)
-        state = HookState(wrapped.module, exchange, world.comm, worker, guard)
+        state = LoopState(wrapped.module, exchange, world.comm, worker, guard)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     settings: Any = OmegaConf.to_container(config, resolve=True)
@@ -64,12 +98,23 @@ def ddp_comm_hook(
         "overlap": True,
         "bucket_mb": wrapped.bucket_bytes_cap / MIB,
     }
+    if check:
+        state.check = LoopCheck(
+            wrapped.module, state, world, state.settings, certificate, forgot_hook
+        )
+        HookCheck(state.check, state)
     return state, exchange_hook
 
 
 def attach(
-    ddp: nn.Module, strategy: str, *, scaler: Scaler | None = None, **overrides: Any
-) -> HookState:
+    ddp: nn.Module,
+    strategy: str,
+    *,
+    scaler: Scaler | None = None,
+    check: str | None = None,
+    certificate: str | Path | None = None,
+    **overrides: Any,
+) -> LoopState:
     """Let `ddp` exchange its gradients by `strategy`, in one line.
 
     Returns:
@@ -78,7 +123,8 @@ def attach(
     Raises:
         ConfigError: see `ddp_comm_hook`.
     """
-    state, hook = ddp_comm_hook(strategy, ddp, scaler=scaler, **overrides)
+    more = {"check": check, "certificate": certificate}
+    state, hook = ddp_comm_hook(strategy, ddp, scaler=scaler, **more, **overrides)
     _checked(ddp).register_comm_hook(state, hook)
     return state
 
@@ -93,8 +139,8 @@ def _checked(module: nn.Module) -> DistributedDataParallel:
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ConfigError(
-            "FSDP: reduces gradients to shards, where no exchange of the lab ends (docs/"
-            "your_own.md); wrap the model in DistributedDataParallel, or use lab.grad_sync"
+            "FSDP: has no communication hook; use lab.fsdp_reduce_scatter with FSDP2 (docs/"
+            "your_own.md), or wrap the model in DistributedDataParallel"
         )
     if not isinstance(inner, DistributedDataParallel):
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,8 +17,10 @@ from lab.distributed import replicas
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
+from lab.loop.check import LoopCheck, check_choice, forgot_finish
 from lab.loop.settings import compose
 from lab.loop.world import world_of
+from lab.record.certificate import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
@@ -39,7 +42,10 @@ class LoopSync(GradSync):
 
     Attributes:
         settings: the composed settings that made the sync.
+        check: examines the first exchanges; None: nothing does. Set before the loop.
     """
+
+    check: LoopCheck | None = None
 
     def __init__(
         self, parts: SyncParts, world: World, settings: Mapping[str, Any], scaler: Scaler | None
@@ -50,16 +56,25 @@ class LoopSync(GradSync):
         self._model, self._world = parts.model, world
         self._guard = SpoiledState(self.exchange, scaler)
 
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the finding of check="first"; None: nothing yet, or it was not asked for."""
+        return self.check.certificate if self.check else None
+
     def __enter__(self) -> Self:
         replicas.broadcast_state(self._model, self._world)
         super().__enter__()
         self._armed = True
+        if self.check:
+            self.check.begin()
         return self
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         super().__exit__()
         if kind is None:  # after an error, an exchange may wait for a rank that is lost
             self.worker.close()
+        if self.check:
+            self.check.close() if kind is None else self.check.abandon()
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
@@ -73,13 +88,20 @@ class LoopSync(GradSync):
 
         Raises:
             FloatingPointError: see SpoiledState.
+            CertificateError: check="first" has found a fault.
             Exception: the first error of an exchange.
         """
+        if self.clock:
+            self.clock.next_phase("exchange")
         finite = super().finish()
+        if self.clock:
+            self.clock.next_phase("update")
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         if self.loss_scale != 1.0:
             torch._foreach_mul_(gradients, self.loss_scale)
         self._guard.end_step(gradients, finite)
+        if self.check:
+            self.check.exchanged(self.loss_scale)
         return finite
 
     def state_dict(self) -> SyncState:
@@ -120,6 +142,8 @@ def grad_sync(
     *,
     group: dist.ProcessGroup | None = None,
     scaler: Scaler | None = None,
+    check: str | None = None,
+    certificate: str | Path | None = None,
     **overrides: Any,
 ) -> LoopSync:
     """Average the gradients of `model` over the ranks, in a loop of one's own without DDP.
@@ -129,12 +153,13 @@ def grad_sync(
         strategy: a choice of strategy= or exchange= that averages gradients in every step.
         group: the ranks; None: all that a launcher started. The default process group is made if
             the program has not done so. All its ranks call this together.
-        scaler: see `lab.attach`.
+        scaler, check, certificate: see `lab.attach`.
         overrides: settings by dotted key; also `overlap` and `bucket_mb`, which a strategy sets.
 
     Raises:
         ConfigError: a setting, or a model, that is not supported.
     """
+    check_choice(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
     _check(model)
     exchange: Exchange = build(config.exchange)
@@ -147,9 +172,12 @@ def grad_sync(
     try:
         if exchange.needs_like_gpus:
             replicas.require_like_gpus(type(exchange).__name__, world)
-        return LoopSync(parts, world, settings, scaler)
+        sync = LoopSync(parts, world, settings, scaler)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if check:
+        sync.check = LoopCheck(model, sync, world, settings, certificate, forgot_finish)
+    return sync
 
 
 def _check(model: nn.Module) -> None:

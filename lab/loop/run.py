@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from lab.distributed.comm import Sent
 from lab.loop.identity import identity, settings_of
 from lab.loop.measured import LabSync, OwnLoop
 from lab.loop.world import world_of
@@ -151,6 +153,7 @@ class Run:
                 self._fail(late)
                 raise
         finally:
+            self._loop.close()
             self._directory.release()
 
     @contextmanager
@@ -161,11 +164,12 @@ class Run:
         current = Step()
         before = self._sent()
         with loop.clock.step():
+            loop.clock.next_phase("data")
             yield current
         after = self._sent()
         loop.after_step(
             math.nan if current.loss is None else current.loss,
-            (after[0] - before[0], after[1] - before[1]),
+            map(operator.sub, after, before),
         )
 
     def evaluated(self, *, loss: float, **metrics: float) -> None:
@@ -178,11 +182,8 @@ class Run:
         when = {"step": self._loop.progress.step, "seconds": self._loop.clock.total_seconds()}
         self._loop.progress.evaluations.append({**when, "loss": float(loss), **metrics})
 
-    def _sent(self) -> tuple[int, int]:
-        if self._sync is None:
-            return 0, 0
-        traffic = self._sync.comm.traffic
-        return traffic.payload_bytes, traffic.num_messages
+    def _sent(self) -> Sent:
+        return self._sync.comm.traffic.so_far() if self._sync else (0, 0, 0)
 
     def _finish(self) -> None:
         self._loop.pause()
@@ -190,6 +191,7 @@ class Run:
         outcome.note_end(self._loop, self._record, None)
         if self._sync is None:
             self._record.payload_bytes_per_step = self._record.messages_per_step = None
+            self._record.across_bytes_per_step = None
         if self._world.rank == 0:
             self._write()
             print(outcome.summary(self._record, self.path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 from typing import Any, cast
@@ -37,11 +38,13 @@ def world_of(
     control = _beside(ranks, "gloo", limit)
     if backend == "nccl":
         main = _beside(ranks, "nccl", limit, nccl.options(limit))
-        comm = TorchComm(main, main, device)
+        comm = TorchComm(main, main, device, limit)
     else:
-        comm = TorchComm(_beside(ranks, backend, limit), _beside(ranks, backend, limit), device)
-    place, num_hosts = _place(control)
-    return World(place, device, dist.PrefixStore("lab", place.store), comm, control, num_hosts)
+        beside, second = _beside(ranks, backend, limit), _beside(ranks, backend, limit)
+        comm = TorchComm(beside, second, device, limit)
+    place, comm.nodes = _place(control)
+    store = dist.PrefixStore("lab", place.store)
+    return World(place, device, store, comm, control, len(comm.nodes))
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -69,14 +72,17 @@ def _beside(
     return group
 
 
-def _place(control: dist.ProcessGroup) -> tuple[RankInfo, int]:
-    """Return this rank's place among those of `control`, and their number of hosts."""
+def _place(control: dist.ProcessGroup) -> tuple[RankInfo, list[list[int]]]:
+    """Return this rank's place among those of `control`, and the ranks of each node."""
     hosts: list[Any] = [None] * control.size()
-    dist.all_gather_object(hosts, socket.gethostname(), control)
+    # torchrun's number of a node tells apart those that are emulated on one host.
+    node = socket.gethostname(), os.environ.get("GROUP_RANK")
+    dist.all_gather_object(hosts, node, control)
     rank = control.rank()
-    local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    nodes = [[at for at, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+    beside = next(node for node in nodes if rank in node)
     launcher = "torchrun" if dist.is_torchelastic_launched() else "env"
     launcher = launcher if was_launched() else "python"
     store = cast(Any, distributed_c10d)._get_default_store()
-    place = RankInfo(launcher, rank, control.size(), local_rank, local_size, store)
-    return place, len(set(hosts))
+    local_rank, local_size = beside.index(rank), len(beside)
+    return RankInfo(launcher, rank, control.size(), local_rank, local_size, store), nodes

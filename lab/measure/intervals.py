@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 LEVEL = 0.95
 ENOUGH_REPEATS = 3  # two would give an interval, thirteen standard errors wide
@@ -83,6 +83,20 @@ def student(values: NDArray[np.float64], level: float = LEVEL) -> Interval:
     error = float(np.std(values, ddof=1)) / math.sqrt(count)
     half = quantile(count - 1, level) * error
     return Interval(middle - half, middle, middle + half)
+
+
+def wilson(count: int, total: int, level: float = LEVEL) -> dict[str, float | None]:
+    """Compute a share with Wilson's score interval (Wilson 1927), which holds near 0 and 1 too.
+
+    Returns:
+        median (the share itself), low and high, as of a bench; None for no trials.
+    """
+    if total == 0:
+        return {"median": None, "low": None, "high": None}
+    z, share = float(ndtri((1 + level) / 2)), count / total
+    middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z / (1 + z**2 / total) * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
+    return {"median": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}
 
 
 def quantile(degrees_of_freedom: int, level: float = LEVEL) -> float:

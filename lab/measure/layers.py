@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lab.measure.clock import Mark, mark, seconds
 from lab.measure.hold import hold
+from lab.measure.marks import Mark, mark, seconds
 from lab.measure.modules import in_order, layers_of, owners_of, sizes_of
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PHASES = ("data", "forward", "backward", "exchange", "update")  # of a step, marked by breakdowns
+# A rank's own work in a step, in the order of time: since the step before, for data, ...
+OWN = ("between", "input", "forward", "backward", "exchange", "update")
 
 
 @dataclass(frozen=True)

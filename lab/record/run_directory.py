@@ -8,6 +8,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -189,7 +190,9 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", lambda path: path.write_text(yaml))
 
     def write_record(self, record: Record) -> None:
-        """Write the record, the last file of a run."""
+        """Write the certificate, if there is one, and the record, the last file of a run."""
+        if record.certificate:
+            write_json(self.path / "certificate.json", asdict(record.certificate))
         record.write(self.record_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from lab.measure.steady import Warmup
 from lab.record import schema_1
+from lab.record.certificate import Certificate
 from lab.record.decode import decode
 from lab.record.files import write_json
 
@@ -17,7 +18,7 @@ SCHEMA = 2  # the number of this schema; 1 is still read
 
 Status = Literal["done", "failed", "oom", "timeout", "interrupted"]
 Scaling = Literal["strong", "weak"]
-EmulationKind = Literal["hosts", "shared_gpus", "shared_cores", "replay"]
+EmulationKind = Literal["hosts", "shared_gpus", "shared_cores", "replay", "straggler"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 SHARED: tuple[EmulationKind, ...] = ("shared_gpus", "shared_cores")  # ranks lack processors
@@ -29,7 +30,8 @@ class Emulation:
 
     Attributes:
         kind: "hosts" (network namespaces as hosts), "shared_gpus" or "shared_cores" (more ranks
-            than processors), "replay" (compute replayed from a profile).
+            than processors), "replay" (compute replayed from a profile), "straggler" (a rank
+            delayed on purpose).
         detail: a clause that describes it with figures.
     """
 
@@ -138,6 +140,7 @@ class Record:
             of breakdowns.
         payload_bytes_per_step: by rank, bytes handed to the network in a step.
         messages_per_step: by rank.
+        across_bytes_per_step: by rank, those of payload_bytes_per_step that went to other hosts.
         peak_memory_bytes: by rank.
         peak_memory_of: a description of what that peak covers.
         reserved_memory_bytes: by rank, held by torch's allocator after the last step (GPUs).
@@ -146,6 +149,9 @@ class Record:
         evaluations: step, training seconds and metrics of each evaluation.
         gradient_noise: the gradient noise scale in samples, its 95 % interval and the steps that it
             was taken from; of runs with measure=noise (lab.measure.noise_scale).
+        drift: of runs with drift_every, for each window its bucket and last step, the relative
+            error and cosine of what was delivered, and whether that is an alarm (lab.sync.drift).
+        certificate: what check=first found; null: it was not asked for, or not reached.
         replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
             `none`, and a run stopped in the middle of a round.
         buckets: the buckets in the order in which they leave; null: a library plans them, or none
@@ -206,6 +212,7 @@ class Record:
     phases_s: dict[str, float | None] = field(default_factory=dict[str, float | None])
     payload_bytes_per_step: list[int] | None = None
     messages_per_step: list[float] | None = None
+    across_bytes_per_step: list[int] | None = None
     peak_memory_bytes: list[int] | None = None
     peak_memory_of: str | None = None
     reserved_memory_bytes: list[int] | None = None
@@ -215,6 +222,8 @@ class Record:
         default_factory=list[dict[str, float | None]]
     )
     gradient_noise: dict[str, float | None] | None = None
+    drift: list[dict[str, Any]] | None = None
+    certificate: Certificate | None = None
     replica_hash: str | None = None
     buckets: list[Bucket] | None = None
     idle: list[str] = field(default_factory=list[str])

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lab.measure.spans import PHASES
+from lab.measure.spans import OWN, PHASES
 from lab.record.files import write_atomically
 
 STEPS = "steps.parquet"  # in a run's directory
@@ -28,6 +28,8 @@ def write_steps(
     num_warmup: int,
     step_s: Array,
     phase_s: Array,
+    own_s: Array,
+    ready_s: Array,
     loss: Array,
 ) -> None:
     """Write the steps of all ranks.
@@ -39,6 +41,8 @@ def write_steps(
         num_warmup: steps at the start that statistics leave out.
         step_s, loss: [ranks, steps].
         phase_s: [ranks, steps, phases]; NaN where nothing was marked.
+        own_s: [ranks, steps, kinds of own work, as in OWN]; NaN: unknown.
+        ready_s: [ranks, steps, buckets], from the step's begin; NaN: unknown.
 
     Raises:
         OSError: the file cannot be written.
@@ -50,11 +54,15 @@ def write_steps(
         "timed": np.tile(np.arange(steps) >= num_warmup, ranks),
         "step_s": step_s.ravel(),
         **{f"{name}_s": phase_s[:, :, i].ravel() for i, name in enumerate(PHASES)},
+        **{f"own_{name}_s": own_s[:, :, i].ravel() for i, name in enumerate(OWN)},
+        "ready_s": list(ready_s.reshape(ranks * steps, -1)),
         "loss": loss.ravel(),
         "end_s": before_s + step_s.cumsum(axis=1).ravel(),
     }
     table = pa.table(columns)
     if first_step and path.exists():
         earlier = pq.read_table(path)
-        table = pa.concat_tables([earlier.filter(pc.field("step") < first_step), table])
+        table = pa.concat_tables(
+            [earlier.filter(pc.field("step") < first_step), table], promote_options="default"
+        )
     write_atomically(path, lambda temporary: pq.write_table(table, temporary))

@@ -34,7 +34,7 @@ from lab.settings.own_code import (
 
 GROUPS = (
     *("strategy", "exchange", "sync", "transform"),
-    *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster"),
+    *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster", "straggler"),
 )
 # Groups whose choice may be the path of a callable, and the arguments that it may ask for.
 OFFERED: dict[str, tuple[str, ...]] = {
@@ -83,6 +83,7 @@ class Settings:
     comm: dict[str, Any] = setting({}, "how ranks communicate (a group)")
     recorder: dict[str, Any] = setting({}, "where numbers go besides the run directory (a group)")
     cluster: dict[str, Any] = setting({}, "the hosts and links that ranks are started on (a group)")
+    straggler: dict[str, Any] = setting({}, "a rank that is delayed on purpose (a group)")
 
     overlap: bool = setting(False, "exchange buckets while backward still runs")
     bucket_mb: float | None = setting(
@@ -112,6 +113,12 @@ class Settings:
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")
 
     measure: str = setting("throughput", "what is timed", ("throughput", "breakdown", "noise"))
+    drift_every: int | None = setting(
+        None, "check what a bucket delivers, over windows of so many exchanges", at_least=1
+    )
+    check: str = setting(
+        "none", "first: prove in the first steps that gradients are averaged", ("none", "first")
+    )
     warmup_steps: int | None = setting(
         None, "first steps, which statistics leave out; null: until step time is steady", at_least=0
     )

@@ -69,10 +69,17 @@ CHOICES = {
         "localsgd": "local_sgd",
         "parameterserver": "tensorflow",
         "ps": "tensorflow",
+        "fsdp2": "fsdp",
+        "fullyshard": "fsdp",
+        "hybridshard": "hsdp",
+        "zero": "zero1",
+        "zero2": "zero1 or fsdp",
+        "zero3": "fsdp",
+        "zeroredundancyoptimizer": "zero1",
+        "deepspeed": "zero1 or fsdp",
     },
     "optim": {"adam": "adamw"},
 }
-SHARDED = ("fsdp", "fsdp2", "zero", "zero1", "zero2", "zero3", "deepspeed")
 
 
 def hint(key: str, value: str) -> str | None:
@@ -112,8 +119,6 @@ def nearest(key: str, known: Collection[str]) -> str | None:
 def choice_hint(group: str, choice: str, allowed: Sequence[str]) -> str:
     """Return what may have been meant by a choice that a group lacks, ending in a space; or ""."""
     plain = _plain(choice)
-    if group == "strategy" and plain in SHARDED:
-        return "shards the model, and the lab trains replicas; "
     by_plain = {_plain(name): name for name in allowed}
     meant = by_plain.get(plain) or CHOICES.get(group, {}).get(plain)
     if meant and set(meant.split(" or ")) <= set(allowed):

@@ -16,6 +16,7 @@ BOOKKEEPING = (
     "resume",
     "config_dir",
     "recorder",
+    "check",
     "exchange_timeout_s",
 )
 # Groups that a strategy may choose, and its own settings: another strategy differs in them anyway.

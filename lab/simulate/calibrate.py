@@ -53,7 +53,9 @@ def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
             sum(
                 stage.seconds
                 for stage in stages_of(
-                    [(row["size_bytes"] // VALUE_BYTES,)], exchanges[row["algorithm"]], network
+                    [tuple(row.get("shape", (row["size_bytes"] // VALUE_BYTES,)))],
+                    exchanges[row["algorithm"]],
+                    network,
                 )
             )
             for row in known

@@ -5,15 +5,15 @@ The simulator, lab.bench memory, and the tests of payload and documents all read
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
+from lab.simulate import codecs, hierarchy
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
-from lab.simulate.network import Cost, Network
+from lab.simulate.network import Network
+from lab.simulate.phases import phases_of, ways_of
 
 
 def _nothing(sizes: Sizes, exchange: Settings) -> float:
@@ -43,14 +43,14 @@ class Card:
         scratch: bytes of memory that a rank needs while it exchanges. Gradients that were gathered
             into a buffer leave free memory behind, which serves as scratch.
         kept: bytes in addition to that: residuals, buffers, and messages under way.
-        sums: it adds values one by one, so that parts of a parameter may travel alone
-            (Exchange.takes_divided).
+        sums: whether an exchange adds values one by one, so that parts of a parameter may travel
+            alone (Exchange.takes_divided).
         lossy: whether an exchange delivers something else than the mean up to rounding.
     """
 
     add_stages: Callable[[Load], None]
     staged: bool = False
-    sums: bool = False
+    sums: Callable[[Settings], bool] = _never
     scratch: Callable[[Sizes, Settings], float] = _nothing
     kept: Callable[[Sizes, Settings], float] = _nothing
     lossy: Callable[[Settings], bool] = _never
@@ -93,95 +93,31 @@ def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
     return max(4 * sizes.gathered, card.scratch(sizes, exchange)) + card.kept(sizes, exchange)
 
 
-def _library(load: Load) -> None:
-    if load.exchange["dtype"] == "float32" or load.N == 1:  # one rank keeps what it has
-        load.wire(load.exact(load.n))
-        return
-    half, cast = load.num_bytes / 2, 1.5 * load.num_bytes
-    load.codec(cast)
-    load.wire(load.network.all_reduce(half))
-    load.codec(cast)
-
-
-def _onebit(load: Load) -> None:
-    """Count reads and writes as lab/benchmarks/codec.py does: gradient, residuals, message.
-
-    There are three calls per matrix, as in lab/exchange/onebit.py: encode, sum and decode.
-    """
-    rule = [load.exchange[key] for key in ("granularity", "block_size", "min_columns")]
-    matrices = [matrix for shape in load.shapes if (matrix := compressible.quantised(shape, *rule))]
-    n = sum(rows * columns for rows, columns in matrices)
-    message = sum(rows * (columns / 8 + 8) for rows, columns in matrices)  # and two scales a row
-    exact = load.exact(load.n - n)
-    if not n:
-        load.wire(exact)
-        return
-    load.codec(12 * n + message, len(matrices))
-    load.wire(exact + load.network.all_to_all(message / load.N))
-    load.codec(12 * n / load.N + message, len(matrices))
-    load.wire(load.network.all_gather(message / load.N))
-    load.codec(4 * n + message, len(matrices))
-
-
-def _int8(load: Load) -> None:
-    """Count the memory passes of lab/codec/int8.py."""
-    encode, decode, add = 29 * load.n, 13 * load.n, 12 * load.n
-    message = load.n * (1 + 8 / load.exchange["block_size"])
-    load.codec(encode)
-    load.wire(load.network.all_to_all(message / load.N))
-    load.codec(decode + add + encode / load.N)
-    load.wire(load.network.all_gather(message / load.N))
-    load.codec(decode)
-
-
-def _signsgd(load: Load) -> None:
-    """Count the memory passes of lab/codec/signsgd.py and of its residual."""
-    least = load.exchange["min_values"]
-    n = sum(math.prod(shape) for shape in load.shapes if compressible.signed(shape, least))
-    load.codec(48 * n)
-    load.wire(load.exact(load.n - n) + (load.network.all_gather(n / 8) if n else Cost()))
-    load.codec(8 * n * load.N)
-
-
-def _topk(load: Load) -> None:
-    """Count the memory passes of the residual and of lab/codec/topk.py on a CPU."""
-    sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
-    load.codec(40 * load.n)
-    load.wire(load.network.all_gather(8 * sent))  # an int32 index and a value
-    load.codec(16 * sent * load.N)
-
-
-def _randomk(load: Load) -> None:
-    sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
-    load.codec(20 * load.n + 40 * sent)
-    load.wire(load.exact(sent))
-    load.codec(16 * sent)
-
-
-def _powersgd(load: Load) -> None:
-    rank = load.exchange["rank"]
-    low = [matrix for shape in load.shapes if (matrix := compressible.low_rank(shape, rank))]
-    n = sum(rows * columns for rows, columns in low)
-    load.codec(16 * n)
-    load.wire(load.exact(load.n - n) + load.exact(rank * sum(rows for rows, _ in low)))
-    load.codec(12 * n)
-    load.wire(load.exact(rank * sum(columns for _, columns in low)))
-    load.codec(4 * n)
-
-
 def _auto(load: Load) -> None:
     """Take the faster exchange for this bucket; training finds it by trying both."""
-    tried = [stages_of(load.shapes, way, load.network) for way in _ways(load.exchange)]
+    tried = [stages_of(load.shapes, way, load.network) for way in ways_of(load.exchange)]
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
 
-def _ways(auto: Settings) -> tuple[Settings, Settings]:
-    return auto["compressed"], auto["plain"]
+def _schedule(load: Load) -> None:
+    """Take each phase's stages for its share of the run."""
+    for share, way in phases_of(load.exchange):
+        for stage in stages_of(load.shapes, way, load.network):
+            load.stages.append(stage.scaled(share))
 
 
-def _dearest(sizes: Sizes, auto: Settings) -> Settings:
+def _hierarchical(load: Load) -> None:
+    hierarchy.add_stages(load, card_of(load.exchange["inter"]).add_stages)
+
+
+def is_staged(exchange: Settings) -> bool:
+    """Return whether an exchange takes turns with backward over Gloo, in all of its phases."""
+    return all(card_of(way).staged for way in ways_of(exchange) or [exchange])
+
+
+def _dearest(sizes: Sizes, exchange: Settings) -> Settings:
     """Return whichever of the chosen exchanges needs more memory."""
-    ways = [way for way in _ways(auto) if not sizes.chosen or class_of(way) in sizes.chosen]
+    ways = [way for way in ways_of(exchange) if not sizes.chosen or class_of(way) in sizes.chosen]
     return max(ways, key=lambda way: extra_bytes(sizes, way))
 
 
@@ -201,69 +137,99 @@ def _double_tree_kept(s: Sizes, exchange: Settings) -> float:
     return sum(s.chunks(s.largest / 2, exchange, number) for number in children)
 
 
+def _of_parts(add_stages: Callable[[Load], None]) -> Card:
+    """Return the card of an exchange that is made of others: memory is that of the dearest."""
+    return Card(
+        add_stages,
+        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e)),
+        scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
+        kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
+    )
+
+
 # By class name; each exchange has one entry.
 CARDS: dict[str, Card] = {
     "NoExchange": Card(lambda load: None, staged=True, lossy=_always),
     "AllReduce": Card(
-        _library,
+        codecs.all_reduce,
         staged=True,
-        sums=True,
-        scratch=lambda s, e: 2 * s.n if _rounds(e) else 0,
+        sums=_always,
+        kept=lambda s, e: 2 * s.n if _rounds(e) and s.N > 1 else 0,
         lossy=_rounds,
     ),
     "Star": Card(
         lambda load: load.wire(load.network.star(load.num_bytes)),
-        sums=True,
+        sums=_always,
         scratch=lambda s, e: 0 if s.rank else 4 * s.largest,
     ),
     "Tree": Card(
         lambda load: load.wire(load.network.tree_pipelined(load.num_bytes, load.chunk_bytes)),
-        sums=True,
+        sums=_always,
         scratch=_tree_scratch,
         kept=_tree_kept,
     ),
     "DoubleTree": Card(
         lambda load: load.wire(load.network.tree_double(load.num_bytes, load.chunk_bytes)),
-        sums=True,
+        sums=_always,
         kept=_double_tree_kept,
     ),
     "Ring": Card(
         lambda load: load.wire(load.network.ring(load.num_bytes, load.chunk_bytes)),
-        sums=True,
+        sums=_always,
         kept=lambda s, e: s.chunks(s.largest / s.N, e),
     ),
     "OneBit": Card(
-        _onebit,
+        codecs.onebit,
         staged=True,
         lossy=_always,
         # Both residuals, and four messages: sent, received, the shard's sum, and all sums.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
     ),
     "Int8": Card(
-        _int8,
+        codecs.int8,
         staged=True,
         lossy=_always,
-        scratch=lambda s, e: s.n * (2 + 1 / s.N) + 4 * s.largest / s.N,
+        # Messages: sent, received, and this rank's part of the mean.
+        kept=lambda s, e: s.n * (2 + 1 / s.N) * (1 + 8 / e["block_size"]),
     ),
-    "SignSGD": Card(_signsgd, staged=True, lossy=_always, kept=lambda s, e: 4 * s.n),
-    "TopK": Card(
-        _topk,
+    "SignSGD": Card(
+        codecs.signsgd,
         staged=True,
         lossy=_always,
-        # For each value sent: an int64 index; int32 index and value, on this rank and from all.
-        kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 8 + 8 * s.N),
+        kept=lambda s, e: 4 * s.n + s.n / 8 * (1 + s.N),
+    ),
+    "Int4": Card(
+        codecs.int4,
+        staged=True,
+        lossy=_always,
+        # While a bucket is decoded to find what was left out: its levels, blocks and values.
+        scratch=lambda s, e: (
+            (8.5 if e["error_feedback"] else 5.5) * s.largest + s.n * (1 / 2 + 8 / e["block_size"])
+        ),
+        kept=lambda s, e: 4 * s.n if e["error_feedback"] else 0,
+    ),
+    "TopK": Card(
+        codecs.topk,
+        staged=True,
+        lossy=_always,
+        # An int32 index and a value each, of this rank and of all.
+        kept=lambda s, e: 4 * s.n + 8 * e["ratio"] * s.n * (1 + s.N),
     ),
     "RandomK": Card(
-        _randomk,
+        codecs.randomk,
         staged=True,
         lossy=_always,
-        kept=lambda s, e: 4 * s.n + e["ratio"] * s.n * (8 + 4),
+        kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
-    "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
-    "Auto": Card(
-        _auto,
-        lossy=lambda e: any(card_of(way).lossy(way) for way in _ways(e)),
-        scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
-        kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
+    "PowerSGD": Card(codecs.powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "Hierarchical": Card(
+        _hierarchical,
+        staged=True,
+        sums=lambda e: card_of(e["inter"]).sums(e["inter"]),
+        lossy=lambda e: card_of(e["inter"]).lossy(e["inter"]),
+        scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
+        kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),
     ),
+    "Auto": _of_parts(_auto),
+    "Schedule": _of_parts(_schedule),
 }

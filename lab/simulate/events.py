@@ -43,14 +43,20 @@ class Rank:
     Attributes:
         contention, burst_s: see Hardware.
         now_s: the time on that thread.
-        busy_until_s: when the links, or the thread or stream of exchanges, are free.
+        free_s: when the links, or the thread or stream of exchanges, are free; and, where stages
+            inside nodes go their own way, when the links there are.
     """
 
     contention: float
     burst_s: float = 0.0
     now_s: float = 0.0
-    busy_until_s: float = 0.0
+    free_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     spans: list[Span] = field(default_factory=list)
+
+    @property
+    def busy_until_s(self) -> float:
+        """When no exchange is under way any more."""
+        return max(self.free_s.values())
 
     def compute(self, row: str, name: str, seconds: float) -> None:
         """Advance the computing thread, slower while an exchange is under way."""
@@ -60,13 +66,19 @@ class Rank:
         self._note(row, name, self.now_s, end_s)
         self.now_s = end_s
 
-    def beside(self, stage: Stage, name: str, earliest_s: float) -> float:
-        """Run a stage concurrently with compute, first in first out; return when it ends."""
-        start_s = max(earliest_s, self.busy_until_s)
-        saved_s = min(self.burst_s, start_s - self.busy_until_s) if stage.payload_bytes else 0.0
-        self.busy_until_s = start_s + max(0.0, stage.seconds - saved_s)
-        self._note(stage.row, name, start_s, self.busy_until_s)
-        return self.busy_until_s
+    def beside(self, stage: Stage, name: str, earliest_s: float, inside: bool = False) -> float:
+        """Run a stage concurrently with compute, first in first out; return when it ends.
+
+        Args:
+            inside: beside those between nodes, too.
+        """
+        free_s = self.free_s[inside]
+        start_s = max(earliest_s, free_s)
+        shaped = stage.payload_bytes and not stage.inside
+        saved_s = min(self.burst_s, start_s - free_s) if shaped else 0.0
+        self.free_s[inside] = start_s + max(0.0, stage.seconds - saved_s)
+        self._note(stage.row, name, start_s, self.free_s[inside])
+        return self.free_s[inside]
 
     def wait_until(self, end_s: float) -> None:
         self.now_s = max(self.now_s, end_s)
@@ -92,7 +104,10 @@ class Schedule(ABC):
 
 
 class Beside(Schedule):
-    """Stages one after the other, concurrent with backward (ThreadWorker, StreamWorker)."""
+    """Stages one after the other, concurrent with backward (ThreadWorker, StreamWorker).
+
+    Both levels of a hierarchical exchange are on the one thread or stream.
+    """
 
     def __init__(self) -> None:
         self._ends_s: list[float] = []
@@ -144,7 +159,7 @@ class Turns(Schedule):
         """Encode or decode until the next collective is under way, or no stage is left."""
         for stage in job.stages:
             if stage.row == "exchange":
-                job.done_s = rank.beside(stage, job.exchange.name, rank.now_s)
+                job.done_s = rank.beside(stage, job.exchange.name, rank.now_s, stage.inside)
                 return
             rank.compute(stage.row, job.exchange.name, stage.seconds)
         self._under_way.remove(job)

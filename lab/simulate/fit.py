@@ -9,12 +9,13 @@ from statistics import median
 import numpy as np
 
 from lab.model.profile import Profile
-from lab.simulate.costs import card_of
+from lab.simulate.costs import is_staged
 from lab.simulate.hardware import Hardware, Range
 from lab.simulate.load import class_of
 from lab.simulate.network import Network
 from lab.simulate.presets import draws as draws_of
-from lab.simulate.step import Strategy, exchanges, simulate
+from lab.simulate.step import kinds_of_steps, simulate
+from lab.simulate.strategy import Strategy
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
@@ -144,9 +145,10 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
 
 def _codecs(cell: Observation, hardware: Hardware) -> list[str]:
     """Name the class of a cell's exchange if it computes something that delays backward."""
-    planned = exchanges(cell.profile, cell.strategy, Network(hardware, cell.world_size))
+    kinds = kinds_of_steps(cell.profile, cell.strategy, Network(hardware, cell.world_size))
+    planned = [exchange for _, of_step in kinds for exchange in of_step]
     computes = any(stage.row == "codec" for each in planned for stage in each.stages)
-    staged = card_of(cell.strategy.exchange).staged
+    staged = is_staged(cell.strategy.exchange)
     return [class_of(cell.strategy.exchange)] if computes and staged else []
 
 

@@ -27,11 +27,17 @@ class Stage:
 
     Attributes:
         payload_bytes: bytes that the busiest rank sends.
+        inside: only links inside nodes are busy, so that those between nodes may be as well.
     """
 
     row: str
     seconds: float
     payload_bytes: float = 0.0
+    inside: bool = False
+
+    def scaled(self, share: float) -> Stage:
+        """Return a share of the stage, as of one step or one leg."""
+        return Stage(self.row, self.seconds * share, self.payload_bytes * share)
 
 
 @dataclass
@@ -70,17 +76,23 @@ class Load:
         chunk_mb = chunk_mb_over(self.exchange["chunk_mb"], self.network.hardware.library)
         return chunk_mb * MIB if chunk_mb else math.inf
 
-    def codec(self, num_bytes: float, calls: int = 1) -> None:
-        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls."""
+    def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
+        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls.
+
+        Args:
+            in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
+        """
         hardware = self.network.hardware
+        if in_torch is not None and hardware.library == "nccl":
+            num_bytes = in_torch
         rate = hardware.codec_rate(class_of(self.exchange))
         seconds = calls * hardware.codec_s + num_bytes / rate
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
         self.stages.append(Stage("codec", factor * seconds))
 
-    def wire(self, cost: Cost) -> None:
-        """Add a stage that waits for a collective."""
-        self.stages.append(Stage("exchange", cost.seconds, cost.payload_bytes))
+    def wire(self, cost: Cost, inside: bool = False) -> None:
+        """Add a stage that waits for a collective, of all ranks or inside each node."""
+        self.stages.append(Stage("exchange", cost.seconds, cost.payload_bytes, inside))
 
     def exact(self, num_values: int) -> Cost:
         """Return the cost of values that travel uncompressed, in a separate all-reduce."""
@@ -97,6 +109,7 @@ class Sizes:
         largest: values of the largest bucket.
         backend: library over which ranks talk; chunk sizes depend on it.
         chosen: classes that exchange=auto has chosen; empty while it tries both.
+        local: ranks of each node.
     """
 
     n: int
@@ -106,6 +119,7 @@ class Sizes:
     N: int
     backend: str = "gloo"
     chosen: frozenset[str] = frozenset()
+    local: int = 1
 
     def chunks(self, num_values: float, exchange: Settings, num_children: int = 1) -> float:
         """Count the bytes of the chunks that arrive from `num_children` ranks at the same time."""

@@ -11,9 +11,17 @@ from typing import Any
 
 from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import extra_bytes
+from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings, Sizes
-from lab.simulate.step import Strategy, buckets
-from lab.sync.pattern import class_of
+from lab.simulate.messages import buckets
+from lab.simulate.strategy import Strategy
+from lab.sync.pattern import Leg, class_of, pattern_of
+
+
+def _local(s: Sizes, sync: Settings, e: Settings) -> float:
+    """Add the anchor, and the outer momentum."""
+    return extra_bytes(s, e) + 4 * s.n * (1 + (sync["outer_momentum"] > 0))
+
 
 # Bytes besides weights, gradients and momentum, by class of sync: of the sizes, the sync's settings
 # and the exchange.
@@ -22,13 +30,18 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "GradSync": lambda s, sync, e: extra_bytes(s, e),
     # Its parts are views of gradients, which live until the next forward has applied them.
     "PrioritySync": lambda s, sync, e: extra_bytes(s, e),
-    # The anchor, and the outer momentum.
-    "LocalSync": lambda s, sync, e: (
-        extra_bytes(s, e) + 4 * s.n * (1 + (sync["outer_momentum"] > 0))
-    ),
+    "LocalSync": _local,
+    "StreamingSync": _local,
+    "DesLoc": lambda s, sync, e: extra_bytes(s, e),
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
     # A second gradient, which is under way during the step.
+    # Gradients in buckets, and what a reduce-scatter receives, if buckets are sent as fast as they
+    # fill; another type is sent and received in memory of each bucket.
+    "Zero1": lambda s, sync, e: (
+        4 * s.gathered
+        + (4 * s.n if e["dtype"] != "float32" else 4 * s.largest * (s.backend != "nccl"))
+    ),
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
     "DDPSync": lambda s, sync, e: 4 * s.n if sync.get("hook", "none") == "none" else math.nan,
@@ -36,10 +49,10 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
 
 
 def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
-    """Count the bytes that a rank needs besides weights, gradients and momentum.
+    """Count the bytes that a rank needs besides weights, gradients and the whole optimizer's state.
 
     Args:
-        settings: of a run, composed; `sync` and `exchange` are read.
+        settings: of a run, composed; `sync`, `exchange` and `optim` are read.
 
     Returns:
         NaN for a sync of unknown memory.
@@ -47,17 +60,24 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
     name = class_of(settings)
     if name not in SYNCS:
         return math.nan
-    return SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    if Leg.PARTS_OF_WEIGHTS in pattern_of(settings).legs:  # others keep their part of the state
+        needed -= VALUE_BYTES * sizes.n * state_copies(settings["optim"]) * (1 - 1 / sizes.N)
+    return needed
 
 
 def rank_bytes(
-    profile: Profile, strategy: Strategy, settings: Mapping[str, Any], world_size: int, library: str
+    profile: Profile,
+    strategy: Strategy,
+    settings: Mapping[str, Any],
+    world_size: int,
+    hardware: Hardware,
 ) -> float:
     """Count the bytes of the rank that needs most, without activations; NaN if unknown.
 
     Args:
         settings: of the run, composed; `optim`, `sync` and `exchange` are read.
-        library: over which ranks talk (see Hardware).
+        hardware: over whose library ranks talk, and whose nodes they share.
     """
     counts = [
         (len(bucket), sum(map(math.prod, bucket.values())))
@@ -68,7 +88,11 @@ def rank_bytes(
     gathered = sum(size for number, size in counts if number > 1)
     largest = max(size for _, size in counts)
     first_and_last = {0, world_size - 1}  # a root, and a rank that is none
-    ranks = (Sizes(values, gathered, largest, r, world_size, library) for r in first_and_last)
+    local = min(world_size, hardware.ranks_per_node)
+    ranks = (
+        Sizes(values, gathered, largest, r, world_size, hardware.library, local=local)
+        for r in first_and_last
+    )
     return of_model + max(sync_bytes(sizes, settings) for sizes in ranks)
 
 

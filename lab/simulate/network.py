@@ -123,6 +123,40 @@ class Network:
         seconds = all_reduce_s(self._span, num_bytes, self.hardware.protocols)
         return Cost(seconds, ring.payload_bytes)
 
+    def inside(self) -> Network:
+        """Return the ranks of one node."""
+        return self._part(self.local, self.hardware)
+
+    def rail(self, rails: int) -> Network:
+        """Return one rank of each node, while those of `rails` rails share the nodes' links."""
+        inter, nodes = self.hardware.inter, self.num_nodes
+        assert inter is not None  # there are several nodes
+        width = inter.links_of(nodes) / rails
+        link = replace(
+            inter, bandwidth_bytes_per_s=width * inter.bandwidth_bytes_per_s, num_links=1
+        )
+        hardware = replace(
+            self.hardware,
+            ranks_per_node=1,
+            intra=None,
+            inter=link,
+            node_rates=tuple(width * rate for rate in self.hardware.node_rates),
+        )
+        return self._part(nodes, hardware)
+
+    def _part(self, size: int, hardware: Hardware) -> Network:
+        """Return `size` of these ranks, all of which are as busy as all ranks are."""
+        cores = hardware.num_cores and hardware.num_cores * size / self.size
+        part = Network(replace(hardware, num_cores=cores), size)
+        part.slowest_factor = self.slowest_factor
+        return part
+
+    def reduce_scatter(self, num_bytes: float) -> Cost:
+        """Return the cost of a sum of `num_bytes` at each rank: over Gloo an all-to-all first."""
+        if self.hardware.library == "nccl":
+            return self.all_gather(num_bytes)
+        return self.all_to_all(num_bytes) + Cost(self._adding((self.size - 1) * num_bytes))
+
     def all_gather(self, num_bytes: float) -> Cost:
         """Return the cost of a ring that carries `num_bytes` of each rank."""
         steps = self.size - 1

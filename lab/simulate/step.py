@@ -2,74 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from lab.exchange.grouping import cut, group
 from lab.measure.spans import Span
-from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.simulate.costs import card_of, stages_of
+from lab.model.profile import Profile
+from lab.simulate.costs import is_staged, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Turns, run
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Shape, Stage
+from lab.simulate.messages import Bucket, messages_of_fragments, parameter_of
 from lab.simulate.network import Network
+from lab.simulate.phases import phases_of
 from lab.simulate.steady import steady
-from lab.sync.pattern import Begin, Leg, Pattern, class_of, gradsync, pattern_of
+from lab.simulate.strategy import CEILING, EXACT, Strategy
+from lab.sync.pattern import Begin, Leg, Pattern, gradsync
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
-NONE = {"_target_": "lab.exchange.none.NoExchange"}
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A way to exchange gradients.
-
-    Attributes:
-        exchange: `_target_` and its arguments, as configured.
-        pattern: the pattern of the strategy's sync.
-        accumulate: micro-batches of a step; gradients are exchanged in the last one.
-        chunk_mb: size of buckets, and of parts of large parameters, where the next forward waits.
-        tries: the run times steps in which it does not wait as well, and keeps the faster schedule.
-    """
-
-    exchange: Mapping[str, Any]
-    bucket_mb: float | None = None
-    pattern: Pattern = gradsync(overlap=False)
-    accumulate: int = 1
-    chunk_mb: float | None = None
-    tries: bool = False
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Strategy:
-        """Read the strategy from a run's composed settings.
-
-        Raises:
-            ValueError: the strategy has no cost model.
-        """
-        pattern = pattern_of(settings)
-        name = f"strategy={settings['strategy']}"
-        if pattern.by_library:
-            sync = class_of(settings)
-            raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
-        if settings["transform"]:
-            raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
-        card_of(settings["exchange"])
-        strategy = cls(settings["exchange"], settings["bucket_mb"], pattern, settings["accumulate"])
-        if not pattern.waits_in_forward:
-            return strategy
-        sync = settings["sync"]
-        return replace(strategy, chunk_mb=sync["chunk_mb"], tries=sync["trials"] > 0)
-
-    @property
-    def lossy(self) -> bool:
-        """True if ranks do not take every step with the mean of their gradients."""
-        late = self.pattern.begins is Begin.NEXT_STEP
-        return late or self.pattern.own_replicas or card_of(self.exchange).lossy(self.exchange)
-
-
-CEILING = Strategy(NONE)
 
 
 @dataclass(frozen=True)
@@ -137,37 +85,44 @@ def simulate(
     world_size: int,
     per_rank_batch_size: int,
 ) -> Step:
-    """Simulate one step on `world_size` ranks. ValueError as in `predict`."""
+    """Simulate the mean step of a run on `world_size` ranks. ValueError as in `predict`."""
     if strategy.pattern.waits_in_forward and strategy.tries:
         ways = replace(strategy, tries=False), replace(strategy, pattern=gradsync(overlap=True))
         steps = [simulate(profile, hardware, w, world_size, per_rank_batch_size) for w in ways]
         return min(steps, key=lambda step: step.step_s)
     network = Network(hardware, world_size)
-    slowest = network.slowest_factor
-    micro_batch_size = per_rank_batch_size // strategy.accumulate
-    slowest *= hardware.compute_factor(world_size, profile.num_threads)
-    layers = [
-        Compute(
-            layer.name,
-            slowest * profile.forward_s(layer, micro_batch_size),
-            slowest * profile.backward_s(layer, micro_batch_size),
-        )
-        for layer in profile.layers
+    kinds = [
+        (of_run * share, _step(profile, network, strategy, planned, per_rank_batch_size))
+        for of_run, exchange in phases_of(strategy.exchange)
+        for share, planned in kinds_of_steps(profile, replace(strategy, exchange=exchange), network)
     ]
-    in_turns = hardware.library == "gloo" and card_of(strategy.exchange).staged
-    planned = exchanges(profile, strategy, network)
+    step_s = sum(share * step.step_s for share, step in kinds)
+    payload_bytes = sum(share * step.payload_bytes for share, step in kinds)
+    return Step(step_s, payload_bytes, kinds[0][1].spans)
+
+
+def _step(
+    profile: Profile,
+    network: Network,
+    strategy: Strategy,
+    planned: Sequence[Exchange],
+    per_rank_batch_size: int,
+) -> Step:
+    """Simulate one step with the exchanges that run in it."""
+    hardware = network.hardware
+    layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
+    in_turns = hardware.library == "gloo" and is_staged(strategy.exchange)
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
     terms = hardware.contention, hardware.burst_s
-    besides_s = _besides_s(profile, hardware, network, per_rank_batch_size)
-    input_s = _input_s(hardware, network, per_rank_batch_size)
+    besides_s = _besides_s(profile, network, per_rank_batch_size, strategy.pattern)
+    input_s = _input_s(network, per_rank_batch_size)
     if strategy.pattern.waits_in_forward:
         passes_s, spans = steady(
             layers, planned, schedule, Rank(*terms), besides_s, strategy.accumulate
         )
         return Step(max(passes_s, input_s), _payload_bytes(planned), spans)
     rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
-    # After the root's update, weights go back the way that gradients came.
-    back = planned if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs else []
+    back = _of_weights(profile, strategy, network, planned)
     for exchange in back:
         schedule.submit(exchange, rank)
     schedule.finish(rank)
@@ -175,88 +130,99 @@ def simulate(
     return Step(step_s, _payload_bytes([*planned, *back]), tuple(rank.spans))
 
 
-def _payload_bytes(exchanges: list[Exchange]) -> float:
+def _layers(profile: Profile, network: Network, micro_batch_size: int) -> list[Compute]:
+    """Return the layers' times on the slowest rank."""
+    shared = network.hardware.compute_factor(network.size, profile.num_threads)
+    slowest = network.slowest_factor * shared
+    return [
+        Compute(
+            layer.name,
+            slowest * profile.forward_s(layer, micro_batch_size),
+            slowest * profile.backward_s(layer, micro_batch_size),
+        )
+        for layer in profile.layers
+    ]
+
+
+def _payload_bytes(exchanges: Sequence[Exchange]) -> float:
     return sum(stage.payload_bytes for each in exchanges for stage in each.stages)
 
 
+def _of_weights(
+    profile: Profile, strategy: Strategy, network: Network, planned: Sequence[Exchange]
+) -> Sequence[Exchange]:
+    """Return the exchanges of weights after the update."""
+    if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs:  # the way that gradients came
+        return planned
+    if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs:  # in full, whatever type gradients had
+        (buckets,) = messages_of_fragments(profile, strategy)
+        return exchanges(profile, replace(strategy, exchange=EXACT), network, buckets)
+    return []
+
+
 def _besides_s(
-    profile: Profile, hardware: Hardware, network: Network, per_rank_batch_size: int
+    profile: Profile, network: Network, per_rank_batch_size: int, pattern: Pattern
 ) -> float:
     """Return the time of a step besides forward, backward and exchange.
 
-    A profile that has it includes the update; `overhead_s` comes on top.
+    A profile that has it includes the update, of all weights even if each rank updates its part
+    alone; `overhead_s` comes on top.
     """
-    rest_s = profile.rest_s(per_rank_batch_size)
+    hardware, rest_s = network.hardware, profile.rest_s(per_rank_batch_size)
     if rest_s is None:
-        updated = UPDATE_PASSES * profile.gradient_bytes
+        sharers = network.size if Leg.PARTS_OF_WEIGHTS in pattern.legs else 1
+        updated = UPDATE_PASSES * profile.gradient_bytes / sharers
         rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
     rest_s *= hardware.host_factor(network.size)
     return hardware.overhead_s + rest_s + hardware.overhead_s_per_rank * (network.local - 1)
 
 
-def _input_s(hardware: Hardware, network: Network, per_rank_batch_size: int) -> float:
+def _input_s(network: Network, per_rank_batch_size: int) -> float:
     """Return the time in which a node prepares the samples of a step, while it trains."""
-    if not hardware.input_samples_per_s:
-        return 0.0
-    return network.local * per_rank_batch_size / hardware.input_samples_per_s
+    rate = network.hardware.input_samples_per_s
+    return network.local * per_rank_batch_size / rate if rate else 0.0
 
 
-def exchanges(profile: Profile, strategy: Strategy, network: Network) -> list[Exchange]:
-    """Plan the buckets of a profile's gradients, each with the stages of its exchange."""
+def kinds_of_steps(
+    profile: Profile, strategy: Strategy, network: Network
+) -> list[tuple[float, list[Exchange]]]:
+    """List the kinds of steps of a round: the share of each, and the exchanges that run in it.
+
+    Exchanges within a step count as an equal share in each step of the round. Those that outlast
+    their step, of one fragment after another, run in `delay` steps each, and in others nothing.
+    """
+    pattern = strategy.pattern
+    parts = [
+        exchanges(profile, strategy, network, part)
+        for part in messages_of_fragments(profile, strategy)
+    ]
+    if pattern.begins is not Begin.NEXT_STEPS:
+        return [(1.0, [exchange for part in parts for exchange in part])]
+    busy = pattern.delay / pattern.every
+    return [*((busy, part) for part in parts), (1 - busy * len(parts), [])]
+
+
+def exchanges(
+    profile: Profile, strategy: Strategy, network: Network, planned: Sequence[Bucket]
+) -> list[Exchange]:
+    """Return the exchange of each bucket: its stages in one step."""
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
-    parts = len(strategy.pattern.legs) * strategy.pattern.every
-    planned = []
-    for bucket in _messages(profile, strategy):
+    pattern = strategy.pattern
+    steps = pattern.delay if pattern.begins is Begin.NEXT_STEPS else pattern.every
+    share = pattern.num_exchanges / (max(1, len(pattern.legs)) * steps)
+    found = []
+    for bucket in planned:
         first, *others = bucket
         label = f"{first} and {len(others)} more" if others else first
-        ready = min(places[name.partition("[")[0].rpartition(".")[0]] for name in bucket)
+        ready = min(places[parameter_of(name).rpartition(".")[0]] for name in bucket)
         stages = stages_of(list(bucket.values()), strategy.exchange, network)
-        begins = _begins(strategy.pattern.begins, ready, len(places))
-        planned.append(Exchange(label, begins, [_share(stage, parts) for stage in stages]))
-    return planned
+        begins = _begins(pattern, ready, len(places))
+        found.append(Exchange(label, begins, [stage.scaled(share) for stage in stages]))
+    return found
 
 
-def buckets(profile: Profile, bucket_mb: float | None) -> list[dict[str, Shape]]:
-    """Divide a profile's parameters among buckets: the shapes of each one's, by name."""
-    parameters = {
-        f"{layer.name}.{kind}": shape
-        for layer in profile.layers
-        for kind, shape in shapes(profile.values(layer)).items()
-    }
-    arriving = [(name, VALUE_BYTES * math.prod(parameters[name])) for name in reversed(parameters)]
-    planned = group(arriving, bucket_mb, profile.bytes_scale)
-    return [{name: parameters[name] for name in names} for names in planned]
-
-
-def _messages(profile: Profile, strategy: Strategy) -> list[dict[str, Shape]]:
-    """Divide a profile's parameters among what travels at once: buckets, or also parts of them."""
-    if not strategy.pattern.waits_in_forward:
-        return buckets(profile, strategy.bucket_mb)
-    planned = buckets(profile, strategy.chunk_mb)
-    if not card_of(strategy.exchange).sums:
-        return planned
-    messages: list[dict[str, Shape]] = []
-    for bucket in planned:
-        if len(bucket) > 1:
-            messages.append(bucket)
-            continue
-        ((name, shape),) = bucket.items()
-        parts = cut(math.prod(shape), strategy.chunk_mb, profile.bytes_scale)
-        several = len(parts) > 1
-        messages += [
-            {f"{name}[{part.start}:{part.stop}]": (len(part),) if several else shape}
-            for part in parts
-        ]
-    return messages
-
-
-def _begins(begin: Begin, ready: int, num_layers: int) -> int:
+def _begins(pattern: Pattern, ready: int, num_layers: int) -> int:
     """Return the layer whose gradient starts an exchange; `ready` completes its bucket."""
-    if begin is Begin.DURING_BACKWARD:
+    if pattern.begins is Begin.DURING_BACKWARD:
         return ready
-    return num_layers if begin is Begin.NEXT_STEP else 0  # layer 0 is the last to have a gradient
-
-
-def _share(stage: Stage, parts: int) -> Stage:
-    """Return one of `parts` equal parts of a stage: the share of one step or one leg."""
-    return Stage(stage.row, stage.seconds / parts, stage.payload_bytes / parts)
+    return num_layers if pattern.outlasts_step else 0  # layer 0 is the last to have a gradient

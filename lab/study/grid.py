@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
+from lab.cluster.straggler import straggler_of
 from lab.settings.alone import computation
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
@@ -214,6 +215,7 @@ def _cell(arguments: tuple[str, ...], world_size: int) -> Cell:
     config = load(arguments)
     check_batch(config, world_size)
     cluster_of(config, world_size)
+    straggler_of(config, world_size)
     return Cell(arguments, config, world_size)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
@@ -47,6 +47,19 @@ class SyncParts:
     accumulate: int = 1
 
 
+@dataclass(frozen=True)
+class Shard:
+    """This rank's slice of a parameter: its values `start` to `stop`, in memory order.
+
+    Attributes:
+        values: a view of the parameter, of as many dimensions; all but the last are 1.
+    """
+
+    values: nn.Parameter
+    start: int
+    stop: int
+
+
 class Sync(ABC):
     """A schedule that keeps replicas of a model together while ranks compute their own gradients.
 
@@ -69,6 +82,8 @@ class Sync(ABC):
             sets it in each step.
         clock: records when exchanges run. The trainer sets it; None: nothing is recorded.
         needs_like_gpus: the sync itself must compute the same bits on all ranks; see Exchange.
+        shards: the slices that this rank's optimizer updates, by parameter name; {}: it updates
+            whole parameters.
 
     Raises:
         ValueError: the pattern refuses `overlap` or `precision`.
@@ -87,11 +102,17 @@ class Sync(ABC):
         self.loss_scale = 1.0
         self.clock: Clock | None = None
         self.needs_like_gpus = False
+        self.shards: dict[str, Shard] = {}
 
     @property
     def every(self) -> int:
         """Steps from one exchange to the next."""
         return self.pattern.every
+
+    @property
+    def waits_in(self) -> tuple[str, ...]:
+        """Phases of a step, besides that of the exchange, in which a rank waits for others."""
+        return ("backward",) if self.pattern.waits_in_backward else ()
 
     @property
     def own_replicas(self) -> bool:
@@ -107,6 +128,18 @@ class Sync(ABC):
     def loss_factor(self) -> float:
         """The factor by which to multiply the loss before backward."""
         return self.loss_scale
+
+    def optimized(self, model: nn.Module) -> nn.Module:
+        """Return the module whose parameters this rank's optimizer updates."""
+        return model
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Return the norm of the gradients that `finish` left, over the ranks if these shard them.
+
+        Args:
+            own: of those on this rank, float32 []. All ranks call this together.
+        """
+        return own
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +162,7 @@ class Sync(ABC):
         """
 
     def update(self, optimizer: Optimizer) -> None:
-        """Apply the gradients that `finish` left, and drop them."""
+        """Take the optimizer's step, and clear the gradients."""
         optimizer.step()
         optimizer.zero_grad()
 
@@ -144,15 +177,31 @@ class Sync(ABC):
         """
         return None
 
-    def sent(self) -> tuple[int, int]:
-        """Return the payload bytes and messages of the exchanges that have ended."""
-        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+    def sent(self) -> Sent:
+        """Return what the exchanges that have ended have sent."""
+        return self.comm.traffic.so_far()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Enclose forward passes outside of steps, of which each rank may run its own number."""
+        return nullcontext()
+
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of the parameters of each bucket; empty: a library plans them."""
+        return []
+
+    def error_bound(self, largest: float, size: int) -> float:
+        """Bound the distance of a gradient from the mean, as Exchange.error_bound does."""
+        return self.exchange.error_bound(largest, size)
 
     def settle(self) -> None:
         """End what outlasts its step, exchanges and updates, so that other work may begin."""
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this sync made by itself, for the record."""
+        return []
+
+    def idle(self) -> list[str]:
+        """List this sync's settings that change nothing in the run; see lab.sync.idle."""
         return []
 
     def state_dict(self) -> SyncState:

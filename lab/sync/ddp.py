@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,7 +20,8 @@ from lab.exchange.grouping import MIB
 from lab.exchange.none import NoExchange
 from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
-from lab.sync.library import LibrarySync
+from lab.sync.last_gradient import LastGradient, waits_of_ddp
+from lab.sync.library import LibrarySync, library_bound
 from lab.sync.pattern import ddp
 
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
@@ -58,7 +59,10 @@ class DDPSync(LibrarySync):
         self.module = self.wrapped
         self._power: powerSGD_hook.PowerSGDState | None = None
         self._lab: HookState | None = None
+        self._hook_name = hook
         self._sent = 0  # values, by PowerSGD since it began
+        self._last: LastGradient | None = None
+        self._model = parts.model
         self._register(hook, parts, parts.comm.group)
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
@@ -92,7 +96,29 @@ class DDPSync(LibrarySync):
             self._lab is None or self._lab.keeps_replicas_equal
         )
 
+    @property
+    def waits_in(self) -> tuple[str, ...]:
+        return waits_of_ddp(self._model)
+
+    def __enter__(self) -> Self:
+        self._last = None if self._lab else LastGradient(self._model)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._last:
+            self._last.close()
+
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        return self._lab.bucket_shapes() if self._lab is not None else []
+
+    def error_bound(self, largest: float, size: int) -> float:
+        if self._hook_name == "lab":
+            return super().error_bound(largest, size)
+        return library_bound(self._hook_name, largest, size)
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        if self._last:
+            self._last.clock = self.clock
         if self._lab is not None:
             self._lab.step, self._lab.loss_scale = self.step, self.loss_scale
             self._lab.clock = self.clock
@@ -106,6 +132,8 @@ class DDPSync(LibrarySync):
                 self._wire_bytes = 4 * (sent - self._sent)
             self._sent = sent
         super().finish()
+        if self._last:
+            self._last.end_step()
         return self._lab.finite if self._lab is not None else None
 
 

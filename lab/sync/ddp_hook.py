@@ -18,6 +18,7 @@ from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, ScratchBuffers
 from lab.measure.clock import Clock
+from lab.sync.observed import observed
 from lab.sync.spoiled import SpoiledState
 
 COMPILED = "_orig_mod."  # torch.compile puts it into names
@@ -103,6 +104,14 @@ class HookState:
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
 
+    def sent(self) -> tuple[int, int]:
+        """Return the payload bytes and messages so far."""
+        return self.comm.traffic.payload_bytes, self.comm.traffic.num_messages
+
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of the parameters of each bucket of the last step."""
+        return [[tuple(s) for s in packed.shapes.values()] for packed, _ in self._exchanged]
+
     def close(self) -> None:
         """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
         for hook in self._hooks:
@@ -112,6 +121,8 @@ class HookState:
 
     def submit(self, bucket: DDPBucket) -> Future[Tensor]:
         """Begin to exchange one of DDP's buckets; the result is its buffer, with the mean."""
+        if self.clock:
+            self.clock.ready(bucket.index())
         if bucket.index() == 0:
             self._exchanged = []
             if self._guard:
@@ -122,8 +133,7 @@ class HookState:
         # With its device, the future holds an event of the exchange's stream to wait for.
         future = Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         job = partial(self._stages, packed, buffer, future)
-        if self.clock:
-            job = self.clock.traced(str(packed), job, coded=not self.exchange.exact)
+        job = observed(self.clock, str(packed), job, self.exchange, self.comm, self.worker)
         self.worker.submit(f"{type(self.exchange).__name__} of bucket {packed}", job)
         if bucket.is_last():
             self._end_step()
@@ -152,6 +162,8 @@ class HookState:
 
     def _end_step(self) -> None:
         self.worker.wait()
+        if self.clock:
+            self.clock.next_phase("update")
         buckets = [packed for packed, _ in self._exchanged]
         looked = [bucket.finite for bucket in buckets if bucket.finite is not None]
         self.finite = torch.stack(looked).all() if looked else None

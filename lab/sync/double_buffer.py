@@ -6,6 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
+from lab.distributed.comm import Sent
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync, all_finite
@@ -38,7 +39,7 @@ class DoubleBuffer(GradSync):
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
         self._resting = self._plan() if double_buffer else []
-        self._sent = 0, 0
+        self._sent = 0, 0, 0
 
     def __enter__(self) -> Self:
         if not self.double_buffer:
@@ -52,7 +53,10 @@ class DoubleBuffer(GradSync):
         """Begin to exchange this step's gradients; leave the previous step's means in `grad`."""
         if not self.double_buffer:
             return super().finish()
+        self._all_ready()
         self.settle()
+        if self.drift:
+            self.drift.end_step()
         finite = all_finite(self._exchanged)
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()
@@ -66,7 +70,7 @@ class DoubleBuffer(GradSync):
         self.step += 1
         return finite
 
-    def sent(self) -> tuple[int, int]:
+    def sent(self) -> Sent:
         return self._sent if self.double_buffer else super().sent()
 
     def settle(self) -> None:

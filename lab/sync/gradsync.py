@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Self, cast
 
@@ -14,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.comm import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.sync.base import Sync, SyncParts, SyncState
+from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
+from lab.sync.observed import observed
 from lab.sync.pattern import Begin, Pattern, gradsync
 
 
@@ -32,12 +34,13 @@ class GradSync(Sync):
 
     Args:
         pattern: a subclass's; None: GradSync's own.
+        multiple: divides the length of each bucket's flat tensor; zeros fill it up.
 
     Raises:
         ValueError: the exchange cannot run over this comm.
     """
 
-    def __init__(self, parts: SyncParts, pattern: Pattern | None = None) -> None:
+    def __init__(self, parts: SyncParts, pattern: Pattern | None = None, multiple: int = 1) -> None:
         super().__init__(parts, pattern or gradsync(parts.overlap))
         self.exchange.check_reach(self.comm)
         self.worker = parts.worker
@@ -45,7 +48,8 @@ class GradSync(Sync):
         self.divides_loss = self.exchange.takes_divided
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
-        self._plan = partial(plan, parts.model, parts.bucket_mb)
+        self.drift: Drift | None = None  # the same
+        self._plan = partial(plan, parts.model, parts.bucket_mb, multiple=multiple)
         self._device = next(parts.model.parameters()).device
         self._arrived: list[str] = []
         self._armed = False
@@ -90,11 +94,14 @@ class GradSync(Sync):
 
         The mean is in `grad` afterwards, even if it is not finite; see Sync.
         """
+        self._all_ready()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         self.worker.wait()
         if self.noise:
             self.noise.end_step()
+        if self.drift:
+            self.drift.end_step()
         finite = all_finite(self._exchanged)
         if self.order is None and len(self.buckets) > 1:
             self._follow(self._as_on_rank_0(self._arrived))
@@ -102,12 +109,17 @@ class GradSync(Sync):
         self.step += 1
         return finite
 
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
+        return [[tuple(shape) for shape in bucket.shapes.values()] for bucket in self.buckets]
+
     def _on_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
         register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         self._hooks.append(cast(RemovableHandle, register(call)))
 
     def _follow(self, order: list[str]) -> None:
         self.order = order
+        if self.drift:
+            self.drift.restart()
         self._use(self._plan(order))
 
     def _use(self, buckets: list[BucketPlan]) -> None:
@@ -117,6 +129,12 @@ class GradSync(Sync):
             for name in bucket.parameters:
                 self._buckets_of.setdefault(name, []).append(place)
         self._begin_step()
+
+    def _all_ready(self) -> None:
+        """Mark the buckets that backward did not complete, or whose hooks start nothing."""
+        if self.clock:
+            for bucket in range(len(self.buckets)):
+                self.clock.ready(bucket)
 
     def _begin_step(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
@@ -130,6 +148,8 @@ class GradSync(Sync):
         self.worker.advance()
         for place in self._buckets_of[name]:
             self._missing[place] -= 1
+            if self.clock and self._during_backward and self._missing[place] == 0:
+                self.clock.ready(place)
         while (
             self._during_backward
             and len(self._exchanged) < len(self.buckets)
@@ -157,12 +177,12 @@ class GradSync(Sync):
         self.worker.wait()
 
     def _submit_next(self) -> None:
-        bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
+        with self.clock.exchange_work() if self.clock else nullcontext():
+            bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
         job = partial(self._stages, bucket)
-        if self.clock:
-            job = self.clock.traced(str(bucket), job, coded=not self.exchange.exact)
+        job = observed(self.clock, str(bucket), job, self.exchange, self.comm, self.worker)
         self.worker.submit(label, job)
 
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
@@ -170,9 +190,13 @@ class GradSync(Sync):
             bucket.flat.div_(self.loss_scale)  # residuals are kept in units of true gradients
         if self.noise:
             self.noise.before(bucket, self.comm.size)
+        if self.drift:
+            self.drift.before(bucket)
         yield from self.exchange.stages(bucket, self.comm)
         if self.noise:
             self.noise.after(bucket)
+        if self.drift:
+            self.drift.after(bucket)
 
 
 def all_finite(exchanged: list[GradBucket]) -> Tensor | None:

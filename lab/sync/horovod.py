@@ -11,7 +11,7 @@ from lab.distributed.comm import Collective
 from lab.distributed.horovod_comm import HorovodComm, horovod
 from lab.sync import pattern
 from lab.sync.base import SyncParts
-from lab.sync.library import LibrarySync
+from lab.sync.library import LibrarySync, library_bound
 
 WIRE_BYTES = {"none": 4, "fp16": 2}  # of one gradient value
 
@@ -46,6 +46,7 @@ class HorovodSync(LibrarySync):
         num_values = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
         super().__init__("horovod", parts, pattern.horovod(), WIRE_BYTES[compression] * num_values)
         self._worker = parts.worker
+        self._compression = compression
         hvd = horovod()
         self._optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(parts.model.parameters(), lr=0.0),
@@ -56,6 +57,9 @@ class HorovodSync(LibrarySync):
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()  # Horovod counts them by itself
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return library_bound(self._compression, largest, size)
 
     def finish(self) -> None:
         """Wait for Horovod on the worker, where the watchdog can see it wait."""

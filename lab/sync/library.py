@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
+from lab.exchange.allreduce import rounding_bound
 from lab.exchange.none import NoExchange
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import Pattern
@@ -38,8 +42,18 @@ class LibrarySync(Sync):
         """Unscale, and count what the library sent. Call it when the library is done."""
         self._unscale()
         if self._wire_bytes:
-            steps, size = 2 * (self.comm.size - 1), self.comm.size
-            self.comm.traffic.payload_bytes += steps * self._wire_bytes // size
-            self.comm.traffic.num_messages += steps
+            self.comm.count_all_reduce(self._wire_bytes)
         self.step += 1
         return None
+
+
+def library_bound(compression: str, largest: float, size: int) -> float:
+    """Bound the error of a library's mean of gradients; see Exchange.error_bound.
+
+    Args:
+        compression: "none", "bf16" or "fp16"; others state no bound.
+    """
+    if compression == "none":
+        return 0.0
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compression)
+    return rounding_bound(dtype, largest, size) if dtype else math.inf

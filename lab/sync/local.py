@@ -1,7 +1,11 @@
-"""LocalSync: ranks train on their own, and average their weights every few steps."""
+"""LocalSync: ranks train on their own, and average their weights every few steps.
+
+LocalSteps is what it shares with other syncs of ranks that train on their own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Self, TypeGuard
 
 import torch
@@ -9,10 +13,49 @@ from torch import Tensor
 
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import local
+from lab.sync.pattern import Pattern, local
 
 
-class LocalSync(GradSync):
+class LocalSteps(GradSync):
+    """A sync whose ranks take steps with their own gradients, and exchange after some updates.
+
+    Attributes:
+        parameters: the trainable ones, by name.
+        in_round: ranks may have different weights.
+
+    Raises:
+        ValueError: an exchange that does not average.
+    """
+
+    def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
+        if not parts.exchange.keeps_replicas_equal:
+            name = type(parts.exchange).__name__
+            raise ValueError(f"exchange={name}: does not average; choose one that does")
+        super().__init__(parts, pattern)
+        self.divides_loss = False
+        self._follow(list(self._buckets_of))  # no exchange waits for backward: any order will do
+        self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
+        self.in_round = False
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        return not self.in_round
+
+    def __enter__(self) -> Self:
+        return self  # without GradSync's hooks: no bucket waits for a gradient
+
+    def finish(self) -> None:
+        """Leave each rank its own gradients."""
+
+    def _average(self) -> Tensor | None:
+        """Replace all `grad` by their means over the ranks; see Sync.finish."""
+        step = self.step
+        finite = super().finish()
+        self.step = step  # which the caller counts
+        return finite
+
+
+class LocalSync(LocalSteps):
     """Local SGD, with an outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1).
 
     All ranks begin a round with the same weights, the anchor, and take `every` steps with their own
@@ -28,20 +71,23 @@ class LocalSync(GradSync):
         every: steps per round, H in the papers.
         outer_lr, outer_momentum: settings of the outer SGD.
 
+        pattern: a subclass's; None: LocalSync's own.
+
     Raises:
         ValueError: an argument out of range, or an exchange that does not average.
     """
 
     def __init__(
-        self, parts: SyncParts, *, every: int, outer_lr: float, outer_momentum: float
+        self,
+        parts: SyncParts,
+        *,
+        every: int,
+        outer_lr: float,
+        outer_momentum: float,
+        pattern: Pattern | None = None,
     ) -> None:
         _check_ranges(every, outer_lr, outer_momentum)
-        if not parts.exchange.keeps_replicas_equal:
-            name = type(parts.exchange).__name__
-            raise ValueError(f"exchange={name}: does not average; choose one that does")
-        super().__init__(parts, local(every))
-        self.divides_loss = False  # ranks take steps with their own gradients
-        self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
+        super().__init__(parts, pattern or local(every))
         self.outer = torch.optim.SGD(
             self.parameters.values(),
             lr=outer_lr,
@@ -49,45 +95,48 @@ class LocalSync(GradSync):
             nesterov=outer_momentum > 0,
             fused=True,
         )
-        self.anchor: dict[str, Tensor] = {}
-        self.in_round = False  # the weights have left the anchor
-
-    @property
-    def keeps_replicas_equal(self) -> bool:
-        return not self.in_round
+        self.anchor: dict[str, Tensor] = {}  # which the weights have left, if in_round
 
     def __enter__(self) -> Self:
         if not self.in_round:
             self.anchor = {name: p.detach().clone() for name, p in self.parameters.items()}
         return super().__enter__()
 
-    def finish(self) -> None:
-        """Leave each rank its own gradients."""
-
     def after_update(self, last: bool) -> Tensor | None:
         self.in_round = not last and (self.step + 1) % self.every != 0
-        if self.in_round:
-            self.step += 1
-            return None
-        return self._end_round()
+        finite = None if self.in_round else self._end_round()
+        self.step += 1
+        return finite
 
     @torch.no_grad()
     def _end_round(self) -> Tensor | None:
-        weights: list[Tensor] = [*self.parameters.values()]
-        anchor = [*self.anchor.values()]
-        for weight, start in zip(weights, anchor, strict=True):
-            weight.grad = start - weight
-        finite = super().finish()
+        self._leave_changes(self.parameters)
+        finite = self._average()
+        self._move_anchor(self.parameters)
+        return finite
+
+    def _leave_changes(self, names: Iterable[str]) -> None:
+        """Leave in `grad` of each parameter how far it has moved away from its anchor, negated."""
+        for name in names:
+            self.parameters[name].grad = self.anchor[name] - self.parameters[name]
+
+    def _move_anchor(self, names: Iterable[str], own_share: float = 0.0) -> None:
+        """Move anchors by the mean changes in `grad`; weights follow, but for a share of theirs."""
+        weights: list[Tensor] = [self.parameters[name] for name in names]
+        anchor = [self.anchor[name] for name in names]
+        own = [weight.clone() for weight in weights] if own_share else []
         torch._foreach_copy_(weights, anchor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self.outer.step()  # pyright: ignore[reportUnknownMemberType]
         self.outer.zero_grad()
         torch._foreach_copy_(anchor, weights)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        return finite
+        if own:
+            torch._foreach_lerp_(weights, own, own_share)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def state_dict(self) -> SyncState:
         """Return the anchor, unless it equals the weights, and the outer momentum."""
         state = self.outer.state
-        momentum = {n: state[p]["momentum_buffer"] for n, p in self.parameters.items() if state}
+        moved = {name: p for name, p in self.parameters.items() if p in state}
+        momentum = {name: state[p]["momentum_buffer"] for name, p in moved.items()}
         anchor = self.anchor if self.in_round else {}
         return {**super().state_dict(), "anchor": anchor, "momentum": momentum}
 
@@ -100,13 +149,19 @@ class LocalSync(GradSync):
 
 
 def _check_ranges(every: object, outer_lr: object, outer_momentum: object) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_whole(every) or every < 1:
         raise ValueError(f"sync.every={every}: must be an integer of at least 1")
-    if not _is_number(outer_lr) or not 0 < outer_lr < float("inf"):
+    if not is_number(outer_lr) or not 0 < outer_lr < float("inf"):
         raise ValueError(f"sync.outer_lr={outer_lr}: must be a number above 0")
-    if not _is_number(outer_momentum) or not 0 <= outer_momentum < 1:
+    if not is_number(outer_momentum) or not 0 <= outer_momentum < 1:
         raise ValueError(f"sync.outer_momentum={outer_momentum}: must be at least 0 and below 1")
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a setting is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a setting is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

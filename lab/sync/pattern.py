@@ -6,10 +6,13 @@ so nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from lab.sync.fragments import STRIDED
 
 
 class Begin(Enum):
@@ -20,6 +23,7 @@ class Begin(Enum):
     AFTER_BACKWARD = "after backward"
     NEXT_STEP = "after backward, and runs during the next step"
     AFTER_UPDATE = "after the update"
+    NEXT_STEPS = "after the update, and runs during the next steps"
 
 
 class Leg(Enum):
@@ -27,8 +31,11 @@ class Leg(Enum):
 
     MEAN_OF_GRADIENTS = "mean of gradients to all ranks"
     MEAN_OF_CHANGES = "mean of weight changes to all ranks"
+    MEAN_OF_STATES = "mean of weights and of the optimizer's moments to all ranks"
     GRADIENTS_TO_ROOT = "mean of gradients to the root"
     WEIGHTS_FROM_ROOT = "weights from the root"
+    PARTS_OF_GRADIENTS = "a part of the mean of gradients to each rank"
+    PARTS_OF_WEIGHTS = "a part of the weights from each rank"
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,11 @@ class Pattern:
     Attributes:
         begins: when an exchange starts.
         legs: in the order in which they run.
-        every: steps from one exchange to the next.
+        every: steps from one exchange to the next, of the same parameters; the steps of a round.
+        num_exchanges: in `every` steps, each as large as the model.
+        fragments: parts of the model that are exchanged at different steps of `every`.
+        fragment_order: how parameters are divided among them, see lab.sync.fragments.
+        delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
         by_library: another library exchanges the gradients, on a schedule of its own.
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
         waits_in_forward: the next forward waits for each layer's exchange, and updates the layer.
@@ -46,27 +57,39 @@ class Pattern:
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
         only_sgd: why optimizers other than SGD are refused; empty: they are accepted.
+        only_elementwise: why optimizers that treat a tensor as a whole are refused; empty: they are
+            accepted.
     """
 
     begins: Begin
     legs: tuple[Leg, ...]
     every: int = 1
+    num_exchanges: int = 1
+    fragments: int = 1
+    fragment_order: str = STRIDED
+    delay: int = 0
     by_library: bool = False
     waits_in_backward: bool = False
     waits_in_forward: bool = False
     no_overlap: str = ""
     no_fp16: str = ""
     only_sgd: str = ""
+    only_elementwise: str = ""
 
     @property
     def overlaps(self) -> bool:
         """True if exchanges run while the rank computes."""
-        return self.begins in (Begin.DURING_BACKWARD, Begin.NEXT_STEP)
+        return self.begins is Begin.DURING_BACKWARD or self.outlasts_step
+
+    @property
+    def outlasts_step(self) -> bool:
+        """True if exchanges of one step run during later ones."""
+        return self.begins in (Begin.NEXT_STEP, Begin.NEXT_STEPS)
 
     @property
     def own_replicas(self) -> bool:
         """True if each rank has its own weights and momentum between exchanges."""
-        return Leg.MEAN_OF_CHANGES in self.legs
+        return not {Leg.MEAN_OF_CHANGES, Leg.MEAN_OF_STATES}.isdisjoint(self.legs)
 
     @property
     def takes_exchanges(self) -> bool:
@@ -110,6 +133,32 @@ def local(every: int) -> Pattern:
     )
 
 
+def streaming(every: int, fragments: int, order: str, delay: int) -> Pattern:
+    """Average the weights of one fragment after another, or (`delay`) during the next steps."""
+    parts = {"fragments": fragments, "fragment_order": order, "delay": delay}
+    if not delay:
+        no_overlap = "must be false with sync.delay=0; weights are exchanged after the update"
+        return replace(local(every), no_overlap=no_overlap, **parts)
+    return replace(local(every), begins=Begin.NEXT_STEPS, no_overlap="", **parts)
+
+
+def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
+    """Average weights and an optimizer's moments at periods of their own.
+
+    Raises:
+        ValueError: a period that is no integer of at least 1.
+    """
+    periods = {"every": every, "first_every": first_every}
+    if second_every is not None:
+        periods["second_every"] = second_every
+    for key, period in periods.items():
+        if type(period) is not int or period < 1:
+            raise ValueError(f"sync.{key}={period}: must be an integer of at least 1")
+    whole = math.lcm(*periods.values())
+    num_exchanges = sum(whole // period for period in periods.values())
+    return replace(local(whole), legs=(Leg.MEAN_OF_STATES,), num_exchanges=num_exchanges)
+
+
 def root_update(overlap: bool) -> Pattern:
     """Reduce gradients to the root, which updates, and broadcast its weights."""
     return Pattern(
@@ -117,6 +166,15 @@ def root_update(overlap: bool) -> Pattern:
         (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
         no_fp16="only the root would know which steps to skip",
         only_sgd="emulates a framework that updates by SGD on the root",
+    )
+
+
+def zero1(overlap: bool) -> Pattern:
+    """Send each rank its part of the mean gradient, which updates that part and sends it to all."""
+    return Pattern(
+        _backward(overlap),
+        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+        only_elementwise="each rank updates slices of parameters",
     )
 
 
@@ -140,6 +198,16 @@ def ddp(hook: str) -> Pattern:
     return Pattern(Begin.DURING_BACKWARD, legs, by_library=hook != "lab", waits_in_backward=True)
 
 
+def fsdp(reduce_scatter: str) -> Pattern:
+    """Leave weights and gradients to torch's FSDP2; "lab" scatters gradients by an exchange."""
+    return Pattern(
+        Begin.DURING_BACKWARD,
+        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+        by_library=reduce_scatter != "lab",
+        waits_in_backward=True,
+    )
+
+
 def horovod() -> Pattern:
     """Leave gradients to Horovod's DistributedOptimizer."""
     return Pattern(Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True)
@@ -160,9 +228,15 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
     "PrioritySync": lambda _, overlap: priority(overlap),
     "LocalSync": lambda sync, _: local(sync["every"]),
+    "StreamingSync": lambda sync, _: streaming(
+        sync["every"], sync["fragments"], sync["fragment_order"], sync["delay"]
+    ),
+    "DesLoc": lambda sync, _: des_loc(sync["every"], sync["first_every"], sync["second_every"]),
     "RootUpdate": lambda _, overlap: root_update(overlap),
+    "Zero1": lambda _, overlap: zero1(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
+    "FSDPSync": lambda sync, _: fsdp(sync["reduce_scatter"]),
     "HorovodSync": lambda _sync, _overlap: horovod(),
     "NoSync": lambda _sync, _overlap: none(),
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -66,6 +66,20 @@ class Pending:
             if update := self._updates.pop(bucket, None):
                 self._apply(update, clock)
         self._delay(time.perf_counter() - begin_s)
+
+    @contextmanager
+    def lent(self) -> Generator[None]:
+        """Wait for all gradients, and have them in `grad` of their parameters meanwhile."""
+        if not self:
+            yield
+            return
+        self._worker.wait()
+        gradients = {p: g for update in self._updates.values() for p, g in update.gradients.items()}
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        yield
+        for parameter in gradients:
+            parameter.grad = None
 
     def _apply(self, update: _Update, clock: Clock | None) -> None:
         assert self._optimizer is not None  # `use` follows `add`

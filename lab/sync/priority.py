@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lab.distributed.comm import Sent
 from lab.exchange.auto import Auto
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.parts import in_parts
-from lab.measure.clock import Mark, mark, seconds
+from lab.measure.marks import Mark, mark, seconds
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync, all_finite
 from lab.sync.pattern import priority
@@ -74,7 +75,7 @@ class PrioritySync(GradSync):
         self._pending = Pending(parts.worker, getattr(parts.model, "delay", lambda _: None))
         self._leaving: list[GradBucket] = []
         self._finite: Tensor | None = None  # of the last step whose exchange outlasted it
-        self._sent = 0, 0
+        self._sent = 0, 0, 0
 
     def __enter__(self) -> Self:
         self._sent = super().sent()
@@ -128,8 +129,15 @@ class PrioritySync(GradSync):
                 self._apply(None)
         self.trial.interrupt()
 
-    def sent(self) -> tuple[int, int]:
+    def sent(self) -> Sent:
         return self._sent if self._pending else super().sent()
+
+    @contextmanager
+    def arrived(self) -> Generator[None]:
+        """Wait for the step's exchange, and lend each parameter its `grad` for a look at it."""
+        with self._pending.lent():
+            self._sent = super().sent()
+            yield
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the seconds of a step under each schedule, and the chosen one."""
@@ -218,6 +226,7 @@ class PrioritySync(GradSync):
 
     def _leave(self) -> Tensor | None:
         """Submit what backward did not, and go on while it travels."""
+        self._all_ready()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         for index, bucket in enumerate(self._groups):

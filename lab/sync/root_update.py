@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lab.distributed.comm import Collective
 from lab.exchange.base import Rooted
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.sync.base import SyncParts
+from lab.sync.flatten import flatten
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import root_update
 
@@ -69,15 +69,3 @@ class RootUpdate(GradSync):
     def _from_root(self, weights: Tensor) -> Iterator[Collective]:
         self.path.from_root(weights, self.comm)
         yield from ()
-
-
-def flatten(parameters: list[nn.Parameter]) -> Tensor:
-    """Move `parameters` into one block of memory, each in its layout: [number of values]."""
-    rows = [p.detach().as_strided((p.numel(),), (1,)) for p in parameters]
-    if len(rows) == 1:
-        return rows[0]
-    flat = torch.cat(rows)
-    parts = torch.split(flat, [len(row) for row in rows])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.data = part.as_strided(parameter.shape, parameter.stride())
-    return flat

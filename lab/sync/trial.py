@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from lab.measure.clock import Mark, mark, seconds
+from lab.measure.marks import Mark, mark, seconds
 
 
 class Trial:

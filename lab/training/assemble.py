@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from lab.certificate.by_sync import check_of
+from lab.certificate.check import Check
+from lab.cluster.straggler import straggler_of
 from lab.data import Data
 from lab.distributed import replicas
 from lab.distributed import world as worlds
@@ -21,13 +24,16 @@ from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import one_line
 from lab.sync.base import Sync, SyncParts
+from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.gradsync import GradSync
 from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
+from lab.training.elementwise import require_elementwise
 from lab.training.optim import make_optim
 from lab.training.piecewise import require_piecewise
+from lab.training.planted import Plant
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
 
@@ -109,10 +115,52 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     _require_like_gpus(world, exchange, sync)
     if config.measure == "noise":
         _observe_noise(sync)
-    trainer = Trainer(settings, world, watch, data, task, model, sync, optim, batch_size, progress)
+    if settings.drift_every is not None:
+        _observe_drift(sync, settings.drift_every, settings.precision)
+    if sync.pattern.only_elementwise:
+        require_elementwise(optim, sync.pattern.only_elementwise)
+    trainer = Trainer(
+        settings,
+        world,
+        watch,
+        data,
+        task,
+        model,
+        sync,
+        optim,
+        batch_size,
+        progress,
+        first_check(config, model, sync, world) if config.check == "first" else Check(),
+    )
     _require_sgd(config, sync, trainer.optimizer)
+    _plant(config, trainer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
     return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
+
+
+def _plant(config: DictConfig, trainer: Trainer) -> None:
+    """Delay this rank's steps, if the settings ask for it.
+
+    Raises:
+        ConfigError: a wrong setting, or no exchange of the lab's that could be delayed.
+    """
+    world, sync = trainer.world, trainer.sync
+    straggler = straggler_of(config, world.size)
+    if straggler and straggler.phase == "exchange" and not sync.pattern.takes_exchanges:
+        raise ConfigError(
+            f"straggler.phase=exchange: strategy={config.strategy} has no exchange of the lab's; "
+            "allowed are input, forward, backward, update"
+        )
+    world.comm.before_sending = None  # perhaps set for another assembly
+    if straggler and straggler.rank == world.rank:
+        trainer.plant = Plant(straggler, world.device)
+        trainer.plant.into(trainer.model, sync, trainer.optimizer)
+
+
+def first_check(config: DictConfig, model: nn.Module, sync: Sync, world: World) -> Check:
+    """Return the examination of a run's first exchanges, as check=first asks for it."""
+    exchange: Any = OmegaConf.to_container(config.exchange, resolve=True)
+    return check_of(model, sync, world.gather, world.size, exchange, config.strategy)
 
 
 def _require_sgd(config: DictConfig, sync: Sync, optimizer: torch.optim.Optimizer) -> None:
@@ -136,6 +184,30 @@ def _observe_noise(sync: Sync) -> None:
             "as allreduce"
         )
     sync.noise = GradientNoise()
+
+
+def _observe_drift(sync: Sync, every: int, precision: str) -> None:
+    """Compare what the exchange delivers with what was due.
+
+    Raises:
+        ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
+    """
+    if sync.pattern.waits_in_forward:
+        raise ConfigError(
+            f"drift_every={every}: sync={type(sync).__name__} leaves exchanges to the next forward "
+            "and changes its buckets; allowed with overlap=false"
+        )
+    if not isinstance(sync, GradSync) or not sync.pattern.takes_any_exchange:
+        raise ConfigError(
+            f"drift_every={every}: needs a strategy whose mean reaches all ranks by an exchange of "
+            "the lab, such as onebit"
+        )
+    if precision == "fp16":
+        raise ConfigError(
+            f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
+            "allowed are fp32, bf16"
+        )
+    sync.drift = Drift(sync.exchange, sync.comm, sync.worker, every)
 
 
 def count(model: nn.Module) -> dict[str, int]:

@@ -73,6 +73,6 @@ def _of_steps(trainer: Trainer, lr: Sequence[float], first: int) -> Iterator[dic
             "train/lr": lr[step],
             "train/step_s": step_s,
             "train/samples_per_s": trainer.batch_size / (step_s + gap_s),
-            "train/payload_bytes": trainer.traffic[2 * step],
+            "train/payload_bytes": trainer.traffic[3 * step],
             **({"train/exposed_exchange_s": phases_s[EXPOSED]} if phases_s else {}),
         }

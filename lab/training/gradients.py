@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lab.distributed.sharded import whole
 
-def clip_gradients(model: nn.Module, max_norm: float) -> None:
+
+def clip_gradients(
+    model: nn.Module,
+    max_norm: float,
+    over_ranks: Callable[[Tensor], Tensor] = lambda norm: norm,
+) -> None:
     """Scale all gradients down to the norm `max_norm`, if theirs is larger.
+
+    Args: over_ranks: turns the norm of this rank's gradients into that of all.
 
     Like torch's clip_grad_norm_, except that a non-finite gradient spoils no other: if the norm is
     NaN all others become 0, as they do if it is infinite.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if gradients:
-        norm = nn.utils.get_total_norm(gradients)
+        norm = over_ranks(nn.utils.get_total_norm(gradients))
         norm.masked_fill_(norm.isnan(), torch.inf)
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
@@ -28,7 +37,7 @@ def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
         exchanged: bool [], the exchange's finding; None: it did not check.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
-    finite = torch.stack(norms).isfinite().all()
+    finite = whole(torch.stack(norms).isfinite().all())
     return bool(finite if exchanged is None else finite & exchanged)
 
 

@@ -11,6 +11,7 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
+from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.training.losses import Losses
 from lab.training.progress import Progress
@@ -33,7 +34,9 @@ class Loop(Protocol):
     Attributes:
         batch_size: global.
         first_step: number of the first step of this start of the run.
+        certificate: what an examination of its first exchanges found; None: there was none.
         traffic: payload bytes and messages, of one step after the other; empty: unknown.
+        traffic: what each step sent, one after the other (see `Sent`); empty: unknown.
     """
 
     @property
@@ -58,5 +61,7 @@ class Loop(Protocol):
     def losses(self) -> Losses: ...
     @property
     def progress(self) -> Progress: ...
+    @property
+    def certificate(self) -> Certificate | None: ...
     @property
     def traffic(self) -> array[int]: ...

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lab.distributed.sharded import local
+
 
 class Losses:
     """Copies of each step's loss to the host, made while the next step is queued: no host waits.
@@ -54,7 +56,7 @@ def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointE
     If none is finite, the first one cannot be told.
     """
     everything = list(tensors)
-    bad = [name for name, tensor in everything if not tensor.isfinite().all()]
+    bad = [name for name, tensor in everything if not local(tensor).isfinite().all()]
     first = f", first in {bad[0]}" if bad else ""
     where = ", in all parameters" if len(bad) == len(everything) else first
     return FloatingPointError(f"gradient not finite at step {step}{where}; try a smaller optim.lr")

@@ -13,12 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
+from lab.distributed.sharded import is_sharded
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.own_code import callable_at
 from lab.training.schedule import Schedule
 
 NOT_NEGATIVE = ("lr", "weight_decay")
+FUSED_ON_SHARDS = ("torch.optim.Adam", "torch.optim.AdamW")  # torch has no others for DTensors
 
 
 def make_optim(node: DictConfig, batch_size: int) -> Optim:
@@ -128,13 +130,19 @@ class Optim:
 
     def _construct(self, groups: list[Any]) -> Any:
         """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot."""
+        sharded = any(is_sharded(p) for p in _in_groups(groups))
         chosen = {"fused", "foreach", "differentiable"} & self._settings.keys()
         if "fused" in self._own and not chosen and self.target.startswith("torch.optim."):
+            way = "foreach" if sharded and self.target not in FUSED_ON_SHARDS else "fused"
             try:
-                return self._make(groups, **self._settings, fused=True)
+                return self._make(groups, **self._settings, **{way: True})
             except RuntimeError:  # not on this device
                 pass
         return self._make(groups, **self._settings)
+
+
+def _in_groups(groups: list[Any]) -> list[Any]:
+    return [p for each in groups for p in (each["params"] if isinstance(each, dict) else [each])]
 
 
 def _signature(function: Callable[..., Any]) -> dict[str, Parameter]:

@@ -67,6 +67,8 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     record.choices = sync.exchange.choices()
     note_plan(trainer, record)
     record.gradient_noise = _gradient_noise(trainer, warmup)
+    if isinstance(sync, GradSync) and sync.drift:
+        record.drift = sync.drift.results()
     return record
 
 
@@ -91,12 +93,16 @@ def write_steps(trainer: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.
     world = trainer.world
     step_s = world.gather(torch.from_numpy(trainer.clock.step_seconds())).numpy()
     phase_s = world.gather(torch.from_numpy(trainer.clock.phase_seconds())).numpy()
+    own = trainer.clock.own_times()
+    own_s = world.gather(torch.from_numpy(own.own_seconds())).numpy()
+    ready_s = world.gather(torch.from_numpy(own.ready_seconds())).numpy()
     loss = world.gather(torch.from_numpy(np.array(trainer.losses.read))).numpy()
     if world.rank == 0:
         warmup = _warmup(trainer, step_s).num_steps
         before_s = trainer.progress.seconds
         first = trainer.first_step
-        steps.write_steps(directory.path / STEPS, first, before_s, warmup, step_s, phase_s, loss)
+        path, times = directory.path / STEPS, (step_s, phase_s, own_s, ready_s)
+        steps.write_steps(path, first, before_s, warmup, *times, loss)
     return step_s, phase_s
 
 
@@ -128,6 +134,7 @@ def note_progress(trainer: Loop, record: Record) -> None:
     """Record what this rank knows alone, also of a run that fails."""
     progress = trainer.progress
     record.num_steps, record.num_skipped_steps = progress.step, progress.num_skipped_steps
+    record.certificate = trainer.certificate
     record.evaluations = [{**evaluation} for evaluation in progress.evaluations]
 
 
@@ -160,14 +167,15 @@ def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
     """Record each rank's memory and its payload of a step: the median of timed steps or, if none,
     the mean of all.
     """
-    traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 2)
+    traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 3)
     timed = _timed(trainer, traffic, warmup)
     sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
     row = torch.tensor([*sent[0], *trainer.memory.sizes()], dtype=torch.float64)
-    payloads, messages, *sizes = trainer.world.gather(row).T.tolist()
+    payloads, messages, across, *sizes = trainer.world.gather(row).T.tolist()
     peaks, reserved, in_use = (list(map(int, each)) if any(each) else None for each in sizes)
     record.payload_bytes_per_step = list(map(int, payloads))
     record.messages_per_step = messages
+    record.across_bytes_per_step = list(map(int, across))
     record.peak_memory_bytes = peaks
     record.peak_memory_of = trainer.memory.kind
     record.reserved_memory_bytes = reserved
@@ -194,6 +202,7 @@ def summary(record: Record, path: Path) -> str:
         *_step_lines(record),
         *_payload_lines(record),
         *_noise_lines(record),
+        *_drift_lines(record),
         *([f"data            {record.data_source}"] if record.data_source else []),
         *(f"no effect       {line}" for line in record.idle),
         *([f"emulated        {emulated}"] if emulated else []),
@@ -245,9 +254,26 @@ def _noise_lines(record: Record) -> Iterator[str]:
     )
 
 
+def _drift_lines(record: Record) -> Iterator[str]:
+    if record.drift is None:
+        return
+    alarms = [window for window in record.drift if window["alarm"]]
+    largest = max(alarms or record.drift, key=lambda window: window["error"], default=None)
+    if largest is None:
+        yield "drift           – no window was full, see drift_every"
+        return
+    yield (
+        f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest error "
+        f"is {100 * largest['error']:.2g} %, in bucket {largest['bucket']}"
+    )
+
+
 def _payload_lines(record: Record) -> Iterator[str]:
     if record.payload_bytes_per_step and record.gradient_bytes is not None:
         sent = max(record.payload_bytes_per_step)
         ring = 2 * record.gradient_bytes * (record.world_size - 1) / record.world_size
         saving = f", {ring / sent:.1f}x less than an fp32 ring" if 0 < sent < 0.99 * ring else ""
         yield f"payload         {sent / 1e6:.3f} MB per step and rank{saving}"
+        across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
+        if any(across) and record.world_size > hosts:  # ranks share hosts
+            yield f"across hosts    {max(across) / 1e6:.3f} MB of it, of the rank that sends most"

@@ -16,7 +16,7 @@ def note_plan(trainer: Loop, record: Record) -> None:
         return
     record.buckets = _buckets(trainer)
     record.choices = [*record.choices, *trainer.sync.choices()]
-    record.idle = idle(
+    record.idle = trainer.sync.idle() + idle(
         trainer.sync.pattern,
         strategy=record.strategy,
         world_size=record.world_size,

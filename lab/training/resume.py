@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lab.distributed.replicas import broadcast_buffers
+from lab.distributed.sharded import like, local, whole
 from lab.settings.config import Settings
+from lab.training import slices
 from lab.training.losses import overflow
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
@@ -29,7 +31,10 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     broadcast_buffers(model, trainer.world)
     sync_state = sync.state_dict()
     _refuse_spoiled(trainer, sync_state)
-    replica = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    replica: State = {"model": whole(model.state_dict())}
+    if not sync.shards:
+        names = slices.names_of(trainer.optimizer, model.named_parameters())
+        replica |= {"optimizer": whole(trainer.optimizer.state_dict()), "names": names}
     shared = {
         "sync": sync_state,
         "progress": asdict(trainer.progress) | {"seconds": trainer.training_seconds()},
@@ -41,6 +46,8 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     if device.type == "cuda":
         by_rank["cuda_rng"] = torch.cuda.get_rng_state(device)
     (by_rank if sync.own_replicas else shared).update(replica)
+    if sync.shards:
+        by_rank.update(slices.slices_of(trainer.optimizer, sync.shards))
     return shared, by_rank
 
 
@@ -58,8 +65,10 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
     rank = trainer.world.rank if trainer.sync.own_replicas else None
     replica = replica_of(rank, trainer.world.size, shared, ranks)
     try:
-        trainer.model.load_state_dict(replica["model"])
-        trainer.optimizer.load_state_dict(replica["optimizer"])
+        own, weights = trainer.model.state_dict(), replica["model"]
+        trainer.model.load_state_dict({n: like(w, own.get(n, w)) for n, w in weights.items()})
+        named = trainer.model.named_parameters()
+        slices.load(trainer.optimizer, named, trainer.sync.shards, replica, ranks)
     except (RuntimeError, ValueError):
         raise ValueError(
             f"resume={trainer.config.resume}: the checkpoint is of another model; use the same "
@@ -107,7 +116,8 @@ def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -
         return shared
     if rank is not None and size == len(ranks):
         return ranks[rank]
-    return mean_state([{key: state[key] for key in ("model", "optimizer")} for state in ranks])
+    keys = [key for key in ("model", "optimizer", "names") if key in ranks[0]]
+    return mean_state([{key: state[key] for key in keys} for state in ranks])
 
 
 def _progress(trainer: Trainer, saved: State) -> Progress:
@@ -120,10 +130,12 @@ def _progress(trainer: Trainer, saved: State) -> Progress:
 def _restore_rank(trainer: Trainer, ranks: list[State]) -> None:
     world, exchange = trainer.world, trainer.sync.exchange
     states = [state["exchange"] for state in ranks]
-    if world.size == len(ranks):
+    same_size = world.size == len(ranks)
+    if same_size:
         torch.set_rng_state(ranks[world.rank]["rng"])
         if "cuda_rng" in ranks[world.rank] and world.device.type == "cuda":
             torch.cuda.set_rng_state(ranks[world.rank]["cuda_rng"], world.device)
+    if same_size and exchange.continues(states[world.rank]):
         state = states[world.rank]
     else:
         state = exchange.redistribute(states, world.rank, world.size) if states[0] else {}
@@ -135,7 +147,7 @@ def _refuse_spoiled(trainer: Trainer, sync_state: dict[str, dict[str, Tensor]]) 
     """Raise if weights or the sync's tensors are not finite, even if no loss was."""
     kept = (pair for tensors in sync_state.values() for pair in tensors.items())
     tensors = [*trainer.model.named_parameters(), *kept]
-    if not all(tensor.isfinite().all() for _, tensor in tensors):
+    if not all(local(tensor).isfinite().all() for _, tensor in tensors):
         raise overflow(trainer.progress.step - 1, tensors)
 
 

@@ -20,8 +20,7 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
-from lab.settings.names import resolved, run_name, variant
-from lab.settings.own_code import fingerprint
+from lab.settings.names import resolved, variant
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.assemble import Assembly, assemble, global_batch_size
@@ -169,6 +168,8 @@ class Run:
             for step in trainer.steps():
                 bar.update()
                 self.curves.after_step()
+                if (certificate := trainer.check.news()) and shown:
+                    bar.write(certificate.line)
                 is_last = step == trainer.total_steps
                 if config.eval_every and step % config.eval_every == 0 and not is_last:
                     self._note(bar, trainer.evaluate())
@@ -268,32 +269,3 @@ class Run:
             environment=environment_of(world),
             git_commit=git_commit(),
         )
-
-
-def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
-    """Claim the run's directory on rank 0, and tell the others its path, or why there is none.
-
-    Returns: None if an earlier start of this job has already finished.
-
-    Raises: ConfigError: it is taken, or cannot be written.
-    """
-    answer, claimed = "", None
-    if world.rank == 0:
-        parent = Path(config.runs_dir).absolute() / config.study
-        name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
-        try:
-            claimed = RunDirectory.claim(
-                parent, config.cell, name, config.resume, launcher.launch_id(arguments)
-            )
-            answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
-        except ValueError as error:
-            answer = f"no {error}"
-    verdict, _, text = world.broadcast_text(answer).partition(" ")
-    if verdict == "no":
-        raise ConfigError(text)
-    if verdict == "done":
-        if claimed:
-            claimed.release()
-            print(f"done already, by an earlier start of this job: {text}")
-        return None
-    return claimed or RunDirectory(Path(text))  # rank 0's holds the lock

@@ -6,7 +6,8 @@ from omegaconf import DictConfig
 
 from lab.distributed import world
 from lab.training.assemble import join
-from lab.training.run import Run, claim_directory
+from lab.training.claim import claim_directory
+from lab.training.run import Run
 
 
 def start(config: DictConfig, arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ import torch
 from omegaconf import DictConfig
 
 from lab.cluster.settings import EMULATION
+from lab.cluster.straggler import straggler_of
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.record.schema import Emulation, worded
@@ -37,11 +38,13 @@ def emulation(world: World, *configs: DictConfig) -> list[Emulation]:
     hosts = os.environ.get(EMULATION)
     shared = _sharing(world, bool(hosts))
     replays = [config for config in configs if "profile" in config.model]
+    stragglers = [straggler_of(config, world.size) for config in configs]
     profiles = dict.fromkeys(config.profile.get("name") for config in replays)
     return [
         *([Emulation("hosts", hosts)] if hosts else []),
         *([shared] if shared else []),
         *(Emulation("replay", f"compute replayed from profile {name}") for name in profiles),
+        *(Emulation("straggler", one.describe()) for one in dict.fromkeys(stragglers) if one),
     ]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from array import array
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lab.certificate.check import Check
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
 from lab.distributed.replicas import broadcast_buffers
@@ -19,12 +21,14 @@ from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
+from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
 from lab.training.gradients import LossScale, clip_gradients, gradients_finite
 from lab.training.losses import Losses, overflow
 from lab.training.optim import Optim
+from lab.training.planted import Plant
 from lab.training.progress import Progress
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +41,7 @@ class Trainer:
         watch: tells when to stop. task: loss and metrics of the model's outputs. model: on the
         device, transformed, equal on all ranks. sync: exchanges gradients, or weights every few
         steps. optim: sets the hyperparameters of each update. batch_size: global batch size.
-        progress: the first and the last step.
+        progress: the first and the last step. check: examines the first exchanges.
     """
 
     def __init__(
@@ -52,29 +56,35 @@ class Trainer:
         optim: Optim,
         batch_size: int,
         progress: Progress,
+        check: Check,
     ) -> None:
         self.config, self.world, self.watch, self.data = config, world, watch, data
         self.task, self.model, self.sync, self.optim = task, model, sync, optim
-        self.batch_size, self.progress = batch_size, progress
-        self.optimizer = optim.optimizer(model)
+        self.optimized = sync.optimized(model)
+        self.optimizer = optim.optimizer(self.optimized)
+        self.batch_size, self.progress, self.check = batch_size, progress, check
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.clock = Clock(world.device, breakdown=config.measure == "breakdown")
+        self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
         sync.clock = self.clock
         self.memory = Memory(world.device)
         self.first_step = 0  # of this start of the run
+        self.plant: Plant | None = None  # set to delay a phase of each step
         self.losses = Losses()
-        self.traffic = array("q")  # payload bytes and messages, of one step after the other
+        self.traffic = array("q")  # see lab.training.loop.Loop
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
 
         Raises:
             FloatingPointError: a step was not finite, found while the next one is queued or before
                 any other work.
+            CertificateError: gradients are not exchanged as they should be.
         """
         batches = iter(self.data.train_batches(self._sampler()))
+        batches = self.plant.over(batches) if self.plant else batches
         self.sync.step = self.progress.step
-        with self.sync:
+        self.sync.exchange.total_steps = self.total_steps
+        with self.sync, self.check:
             self.model.train()
             before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
@@ -83,7 +93,7 @@ class Trainer:
                 with self.clock.step():
                     self._step(batches)
                 now = self.sync.sent()  # since the last step: exchanges may outlast their steps
-                self.traffic.extend((now[0] - before[0], now[1] - before[1]))
+                self.traffic.extend(map(operator.sub, now, before))
                 before = now
                 self.progress.step += 1
                 self.progress.samples += self.batch_size
@@ -101,7 +111,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(self.task.num_sums, dtype=torch.float64, device=self.world.device)
         per_rank = max(1, self.batch_size // self.world.size)
-        with torch.no_grad():
+        with torch.no_grad(), self.sync.evaluating():
             for batch in self.data.test_batches(self.world.rank, self.world.size, per_rank):
                 inputs, targets = batch
                 with self._autocast():
@@ -119,6 +129,11 @@ class Trainer:
     def total_steps(self) -> int:
         """Optimizer steps of the whole run, including those before a resume."""
         return self.progress.total_steps
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the finding of `check`; None: it looks at nothing, or is not done."""
+        return self.check.certificate
 
     def evaluated(self) -> bool:
         """True if the current weights have been evaluated."""
@@ -146,16 +161,20 @@ class Trainer:
             total += loss.detach()
         with clock.phase("exchange"):  # the part that backward did not hide
             finite = sync.finish()
+        self.check.after_gradients()
         self._check_last_step()  # before the update, so that weights show the error
         with clock.phase("update"):
             self._update(finite, before)
+        last = self.progress.step + 1 == self.total_steps
+        self.check.before_weights(last)
         with clock.phase("exchange"):  # of weights
-            late = sync.after_update(last=self.progress.step + 1 == self.total_steps)
+            late = sync.after_update(last)
+        self.check.after_weights()
         self.losses.append(total, *() if self.loss_scale else (finite, late))
 
     def _update(self, finite: Tensor | None, exchange_before: dict[str, Any]) -> None:
         if self.loss_scale:
-            good = gradients_finite(self.model, finite)
+            good = gradients_finite(self.optimized, finite)
             self.loss_scale.update(good)
             if not good:
                 self.sync.exchange.load_state_dict(exchange_before)
@@ -163,7 +182,7 @@ class Trainer:
                 self.progress.num_skipped_steps += 1
                 return
         if self.config.clip_grad_norm is not None:
-            clip_gradients(self.model, self.config.clip_grad_norm)
+            clip_gradients(self.optimized, self.config.clip_grad_norm, self.sync.norm)
         self.optim.prepare(self.optimizer, self.progress.step, self.total_steps)
         self.sync.update(self.optimizer)
 

@@ -19,10 +19,13 @@ from tests.support.ranks import Outcome, train
 ADAMW = ("optim=adamw", "optim.schedule=linear", "optim.decay_vectors=false", "warmup_steps=1")
 RUN = (*ADAMW, "data.size=16", "batch_size=24")
 OF_SGD = [s for s in STRATEGIES if pattern_of(load([f"strategy={s}"])).only_sgd]
-# More settings, so that ten steps end between two rounds and a gradient is under way after five.
+# More settings, so that ten steps end between two rounds, and a gradient or a
+# fragment is under way after five.
 MORE = {
     "local_sgd": ("sync.every=3",),
     "diloco": ("sync.every=3",),
+    "streaming_diloco": ("sync.every=4", "sync.delay=2"),
+    "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
     "cntk": ("sync.double_buffer=true",),
     "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
 }
@@ -32,10 +35,23 @@ def run(size: int, strategy: str, *settings: str) -> list[Outcome]:
     return train(size, f"strategy={strategy}", *RUN, *MORE.get(strategy, ()), *settings)
 
 
-def optimizer_at(step: int, rank: int) -> dict[str, Any]:
-    """Return the optimizer's state in a checkpoint of the cell `a`."""
+def part_at(step: int, rank: int) -> dict[str, Any]:
+    """Return what all ranks or this one saved in a checkpoint of the cell `a`."""
     shared, owns = checkpoint.load(Path(f"runs/default/a/checkpoints/step_{step:06d}"))
-    return {**shared, **owns[rank]}["optimizer"]
+    return {**shared, **owns[rank]}
+
+
+def optimizer_at(step: int, rank: int) -> dict[str, Any]:
+    """Return the optimizer's state in that checkpoint."""
+    return part_at(step, rank)["optimizer"]
+
+
+def states_at(step: int, rank: int) -> list[dict[str, Any]]:
+    """Return the state of each parameter there, or of each slice of one."""
+    part = part_at(step, rank)
+    if "slices" in part:
+        return [piece["state"] for piece in part["slices"].values()]
+    return [*part["optimizer"]["state"].values()]
 
 
 def test_strategies_of_frameworks_want_sgd() -> None:
@@ -56,7 +72,7 @@ def test_a_resumed_run_ends_in_the_same_bits(strategy: str) -> None:
         if strategy not in BY_THE_CLOCK:
             assert all(torch.equal(one.weights[n], other.weights[n]) for n in one.weights)
     late = strategy == "cntk"  # its first step had no gradient to apply
-    for state in optimizer_at(10, rank=1)["state"].values():
+    for state in states_at(10, rank=1):
         assert float(state["step"]) == 10 - late
         assert state["exp_avg_sq"].norm() > 0
 

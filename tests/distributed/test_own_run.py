@@ -90,6 +90,9 @@ def test_a_loop_of_ones_own_is_recorded_and_read_as_any_run(
     assert record.step_s is not None
     steps = pd.read_parquet(path / "steps.parquet")
     assert len(steps) == 2 * STEPS
+    own = steps[steps["step"] > 1].filter(like="own_")
+    assert own.notna().to_numpy().all()
+    assert own.drop(columns="own_between_s").gt(0).to_numpy().all()
     assert steps.loss.between(0.01, 10).all() and steps.step_s.gt(0).all()
 
     study = load_study(tmp_path / "mine")
@@ -105,6 +108,9 @@ def test_what_the_lab_does_not_know_is_null(tmp_path: Path) -> None:
     path, record = recorded(tmp_path, "ddp")
     assert record.payload_bytes_per_step is None and record.messages_per_step is None
     assert record.replica_hash is None
+    steps = pd.read_parquet(path / "steps.parquet").query("step > 1")
+    assert (steps["own_backward_s"] > 0).to_numpy().all()  # DDP waits after the last gradient
+    assert steps["own_exchange_s"].isna().to_numpy().all()
     assert record.settings["sync._target_"].endswith("DDPSync")
     assert path.name == "ddp-n2-b16-lr_0.01"
 

@@ -67,7 +67,9 @@ def test_trains_and_keeps_replicas_equal(strategy: str, size: int, shared: Path)
     if (every := steps_of_a_round(strategy)) > 1:
         ring = 2 * outcomes[0].record["gradient_bytes"] * (size - 1) / size
         for payload in outcomes[0].record["payload_bytes_per_step"]:
-            assert payload == pytest.approx(ring / every, rel=0.05)
+            # The only round that is timed is the last; fragments all travel again at its end.
+            again = 1 + (strategy == "streaming_diloco")
+            assert payload == pytest.approx(again * ring / every, rel=0.05)
     transform = "fc1x1" if strategy.startswith("fc1x1") else "none"
     far = distance(outcomes[0].weights, single_process(transform, shared))
     if is_exact(strategy):

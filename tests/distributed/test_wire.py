@@ -1,11 +1,11 @@
-"""Payload as Comm counts it, against the bytes that crossed the loopback interface."""
+"""Payload as Comm counts it, against the bytes that crossed the interfaces."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from lab.distributed import world as worlds
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.bucket import GradBucket
+from lab.measure.interfaces import sent_bytes
 from lab.settings.config import build, load
 from lab.simulate.costs import payload_bytes
 from lab.simulate.network import Network
@@ -33,14 +34,6 @@ NUM_EXCHANGES = 4
 OnRanks = Callable[..., list[tuple[int, int]]]
 
 
-def loopback_bytes() -> int:
-    """Return the bytes sent over the loopback interface since the machine started."""
-    line = next(
-        line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip()[:3] == "lo:"
-    )
-    return int(line.split(":")[1].split()[8])
-
-
 @pytest.fixture(scope="module")
 def on_ranks() -> Iterator[OnRanks]:
     """Call a function on each rank, as Crew.call does, in a separate network."""
@@ -50,11 +43,11 @@ def on_ranks() -> Iterator[OnRanks]:
         crew.dismiss()
 
 
-def on_network(network: int | None, rank_main: Callable[[str], Any], name: str) -> Any:
+def on_network(network: int | None, rank_main: Callable[..., Any], *names: str) -> Any:
     if network is not None:
         enter_network(network)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the test's store is outside
-    return rank_main(name)
+    return rank_main(*names)
 
 
 def exchange_some(exchange: str) -> tuple[int, int]:
@@ -78,9 +71,12 @@ def step_some(strategy: str) -> tuple[int, int]:
     settings = config.overlap, config.bucket_mb
     sync = build(config.sync, SyncParts(model, model, exchange, world.comm, worker, *settings))
 
+    optimizer = torch.optim.SGD(sync.optimized(model).parameters())
+
     def run() -> None:
         model.weight.grad = torch.randn(ROWS, COLUMNS)
         sync.finish()
+        sync.update(optimizer)
         sync.after_update(last=False)
 
     answer = count(run, world)
@@ -88,16 +84,47 @@ def step_some(strategy: str) -> tuple[int, int]:
     return answer
 
 
+def shard_some(settings: str) -> tuple[int, int]:
+    """Return the same for a step of FSDP, as its sync computes it."""
+    world, config = join(), load(f"strategy=fsdp {settings}".split())
+    square = COLUMNS, COLUMNS
+    model = nn.Sequential(nn.Linear(*square, bias=False), nn.Linear(*square, bias=False))
+    worker = make_worker(False, world.device, world.comm.backend, False)
+    parts = SyncParts(model, model, build(config.exchange), world.comm, worker, True, 4)
+    sync = build(config.sync, parts)
+
+    def run() -> None:
+        with sync.micro_batch(last=True):
+            sync.module(torch.ones(2, COLUMNS)).sum().backward()
+        sync.finish()
+
+    return count(run, world)
+
+
+def scatter_some() -> tuple[int, int]:
+    """Return the same for a reduce-scatter of the matrix."""
+    world = join()
+    tensor = torch.randn(world.size, NUM_VALUES // world.size)
+    output, parts = torch.empty_like(tensor[0]), torch.empty_like(tensor)
+    return count(lambda: world.comm.ireduce_scatter(output, tensor, parts).wait(), world)
+
+
+def loopback() -> int:
+    sent = sent_bytes("lo")
+    assert sent is not None
+    return sent
+
+
 def count(run: Callable[[], None], world: World) -> tuple[int, int]:
     """Return the payload of one `run` on this rank, and the bytes that crossed for all."""
     run()  # the first call connects
     world.barrier()
-    before, sent = loopback_bytes(), world.comm.traffic.payload_bytes
+    before, sent = loopback(), world.comm.traffic.payload_bytes
     world.barrier()
     for _ in range(NUM_EXCHANGES):
         run()
     world.barrier()
-    counted = loopback_bytes() - before
+    counted = loopback() - before
     worlds.stop()
     return (world.comm.traffic.payload_bytes - sent) // NUM_EXCHANGES, counted // NUM_EXCHANGES
 
@@ -105,7 +132,8 @@ def count(run: Callable[[], None], world: World) -> tuple[int, int]:
 def theory(exchange: str, size: int) -> float:
     """Return the bytes that the busiest rank sends for the matrix, by the exchange's card."""
     settings = exchange_settings(exchange, *COUNTED.get(exchange, ()))
-    return payload_bytes([(ROWS, COLUMNS)], settings, Network(LINKS, size))
+    one_host = replace(LINKS, ranks_per_node=size, intra=LINKS.inter)
+    return payload_bytes([(ROWS, COLUMNS)], settings, Network(one_host, size))
 
 
 # On more ranks those whose ranks send different numbers of bytes.
@@ -122,6 +150,7 @@ def test_counted_bytes_are_those_that_crossed_and_the_cards(
 
 # Gradients and weights on the same path have the bytes of gradients and means.
 STEPS = [("caffe", "tree", 3), ("torch7", "star", 2), ("tensorflow", "star", 2)]
+STEPS += [("zero1", "allreduce", 2), ("zero1", "allreduce", 4)]
 
 
 @pytest.mark.parametrize(("strategy", "exchange", "size"), STEPS)
@@ -129,6 +158,27 @@ def test_all_bytes_of_a_step_are_counted(
     on_ranks: OnRanks, strategy: str, exchange: str, size: int
 ) -> None:
     check(on_ranks(size, step_some, strategy), theory(exchange, size))
+
+
+# Two units, each gathered twice, and reduced by torch as an all-reduce or by the lab in half of it.
+@pytest.mark.parametrize(
+    ("settings", "size", "shares"),
+    [
+        ("sync.reduce_scatter=torch", 2, 4),
+        ("sync.reduce_scatter=lab exchange=allreduce", 2, 3),
+        ("sync.reduce_scatter=lab exchange=allreduce sync.shard_size=2", 4, 3 + 1),
+    ],
+)
+def test_fsdp_sends_what_its_sync_computes(
+    on_ranks: OnRanks, settings: str, size: int, shares: int
+) -> None:
+    part = 4 * 2 * COLUMNS**2 / 2
+    check(on_ranks(size, shard_some, settings), part * shares)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_reduce_scatter_sends_each_part_once(on_ranks: OnRanks, size: int) -> None:
+    check(on_ranks(size, scatter_some), 4 * NUM_VALUES * (size - 1) / size)
 
 
 def check(answers: list[tuple[int, int]], expected: float) -> None:

@@ -39,11 +39,22 @@ def test_collective_starts_its_ranks_and_leaves_json_and_figure(
     assert "#wrong" in capfd.readouterr().out
 
 
+def test_reduce_scatter_compares_the_labs_with_torchs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["sizes=[12B,1MiB]", "world_size=2", "rounds=3", "device=cpu"]
+    assert bench.main(["reduce_scatter", *settings, "out=all.json"]) == 0
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    found = [(row["algorithm"], row["size_bytes"], row["wrong"]) for row in rows]
+    assert found == [(name, size, 0) for size in (8, 2**20) for name in ("torch", "lab")]
+    torchs, labs = (row["crossed_share"] for row in rows[2:])
+    assert torchs >= 1 and labs >= 0.5  # other processes of this machine may send meanwhile
+    assert "ratio to torch" in capfd.readouterr().out
+
+
 def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["collective", "exchange=onebit", "sizes=[4KiB]", "device=cpu"]) == 2
-    assert capfd.readouterr().err.startswith(
-        "lab.bench: error: exchange=onebit: is not an all-reduce"
-    )
+    assert bench.main(["collective", "exchange=none", "sizes=[4KiB]", "device=cpu"]) == 2
+    assert capfd.readouterr().err.startswith("lab.bench: error: exchange=none: delivers no mean")
 
 
 def test_codec_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lab.cluster.settings import Cluster
 from lab.settings.config import ConfigError
 from tests.conftest import Finished, record, wait_for
 from tests.support import HANG_S
+from tests.support.peak import PEAK
 
 Command = Callable[..., Finished]
 QUICK = ("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2")
@@ -56,6 +58,31 @@ def test_training_on_two_hosts(command: Command, tmp_path: Path) -> None:
     assert found["world_size"] == found["environment"]["num_hosts"] == 2
     hosts = "2 hosts as network namespaces, links of 1gbit (tbf), h1 200mbit after 0 s"
     assert found["emulation"][0] == {"kind": "hosts", "detail": hosts}
+
+
+def test_two_levels_cross_a_link_with_what_the_formula_says(
+    command: Command, tmp_path: Path
+) -> None:
+    cluster = ("cluster=emulated", "cluster.hosts=2", "cluster.ranks_per_host=2", "world_size=4")
+    exchanges = ("exchange=onebit,hierarchical,hierarchical_onebit", "sizes=[4MiB]", "rounds=1")
+    done = command("lab.bench", "collective", *cluster, *exchanges, "device=cpu", "out=all.json")
+    assert done.code == 0, done.err
+    result = json.loads((tmp_path / "all.json").read_text())
+    rows = {row["algorithm"]: row for row in result["rows"]}
+    assert not any(row["wrong"] for row in rows.values())
+    size, scales = 2**22, 8 * 2**20 / 1024  # two scales for each row of 1024 values
+    expected = {
+        "allreduce": 2 * size * 3 / 4,
+        "hierarchical": size,
+        "hierarchical_onebit": size / 32 + scales,
+    }
+    for name, formula in expected.items():
+        assert rows[name]["across_bytes"] == pytest.approx(formula, rel=0.01)
+    for name in (*expected, "onebit"):
+        counted, sent = rows[name]["link_bytes"], rows[name]["across_bytes"]
+        assert sent < counted < 1.05 * sent
+    # In pairs on one host, nothing passes the link.
+    assert rows["sendrecv"]["across_bytes"] == 0 and rows["sendrecv"]["link_bytes"] < 10_000
 
 
 def test_the_exit_code_is_that_of_the_launcher(command: Command) -> None:
@@ -134,3 +161,24 @@ def traces() -> list[str]:
     lines = "".join([*seen, Path("/proc/self/mounts").read_text()]).splitlines()
     theirs = ("lab-", " /run/netns ")  # the second: ip's folder of names, once a name was made
     return [line for line in lines if not any(name in line for name in theirs)]
+
+
+def peak_bytes(command: Command, tmp_path: Path, cell: str, *settings: str) -> int:
+    """Return the most bytes that left a host within 10 ms, between the first and last exchange."""
+    run = ("steps=130", "model=mlp", f"model.hidden={[32] * 37}", "cluster.rate=null")
+    recorder = (
+        "recorder=tests.support.peak.PeakRecorder",
+        "+recorder.first=40",
+        "+recorder.last=112",
+    )
+    done = command("lab.train", *run, *recorder, *settings, *TWO_HOSTS, *QUICK, f"cell={cell}")
+    assert done.code == 0, done.err
+    return json.loads((tmp_path / "runs/default" / cell / PEAK).read_text())["peak_bytes"]
+
+
+def test_fragments_divide_the_peak_of_the_interface(command: Command, tmp_path: Path) -> None:
+    every = ("sync.every=40",)  # fragments leave 10 steps apart: more than 10 ms
+    whole = peak_bytes(command, tmp_path, "whole", "strategy=diloco", *every)
+    fragments = ("strategy=streaming_diloco", "sync.fragments=4", *every)
+    part = peak_bytes(command, tmp_path, "part", *fragments)
+    assert part == pytest.approx(whole / 4, rel=0.1)

@@ -23,13 +23,21 @@ ALL_STRATEGIES = choices_of("strategy")
 STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 
 # Strategies with an exact exchange of their own, for which the lab has no cost card.
-LIBRARIES = ("ddp", "horovod")
+LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
+# Exchanges that differ from step to step; test_schedule.py tells what each step sends. Where a test
+# makes one without a run, its phases end after these steps.
+OVER_TIME = {"schedule": ("until=[1,2]",)}
+# Strategies that compress between nodes alone, and so nothing where all ranks are on one.
+BETWEEN_NODES = ("hierarchical_onebit",)
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
-# first or, with an outer momentum, the fourth; `auto` has decided; a gradient is under way.
+# first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
+# under way.
 RESUMED = {
     "diloco": ("sync.every=2",),
+    "streaming_diloco": ("sync.every=4", "sync.delay=2"),
+    "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
     "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
     "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
@@ -39,14 +47,14 @@ COUNTED = {"powersgd": ("exchange.rank=32",)}
 # More settings of an exchange where tensors have a few thousand values, so that it compresses them.
 COMPRESSES_LITTLE = {
     "int8": ("block_size=64",),
+    "int4": ("block_size=16",),
     "randomk": ("ratio=0.05",),
     "signsgd_ef": ("min_values=100",),
     "topk": ("ratio=0.05",),
 }
-# Times the card's memory that an exchange may allocate where nothing else has been freed. The card
-# leaves out temporaries that fit into what backward has freed by then (a draw or a sort of indices,
-# a byte for each sign); and, while `auto` tries both ways, the second one's.
-TEMPORARIES = {"auto": 1.4, "randomk": 1.85, "signsgd_ef": 1.35, "topk": 1.45}
+# Times the card's memory that an exchange may allocate: while `auto` tries both ways, it keeps the
+# second one's too.
+TEMPORARIES = {"auto": 1.4}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:
@@ -63,7 +71,8 @@ def maker(name: str, *settings: str, **arguments: Any) -> Callable[[], Any]:
         settings: of the exchange, as `ratio=0.05`.
         arguments: of its class, in the place of what is set.
     """
-    node = load([f"exchange={name}", *(f"exchange.{setting}" for setting in settings)]).exchange
+    given = (*OVER_TIME.get(name, ()), *settings)
+    node = load([f"exchange={name}", *(f"exchange.{setting}" for setting in given)]).exchange
     return partial(build, node, **arguments)
 
 
@@ -74,8 +83,11 @@ def keeps_replicas_equal(strategy: str) -> bool:
 
 
 def is_exact(strategy: str) -> bool:
-    """Return whether a strategy equals one process on the whole batch, up to rounding."""
-    if strategy in LIBRARIES:
+    """Return whether a strategy equals one process on the whole batch, up to rounding.
+
+    All ranks are on one node.
+    """
+    if strategy in (*LIBRARIES, *BETWEEN_NODES):
         return True
     exchange = build(load([f"strategy={strategy}"]).exchange)
     return exchange.exact and steps_of_a_round(strategy) == 1
@@ -100,6 +112,10 @@ LINKS = Hardware("any", "made up", "gloo", 1, None, Link(0.0, 1e9), math.inf)
 # tests/unit/house/test_exchanges.py names those without a card.
 WITH_CARD = [exchange for exchange in EXCHANGES if class_of(exchange_settings(exchange)) in CARDS]
 # Exchanges that move anything, and leave the same bits whenever they are run.
-REPEATABLE = [e for e in WITH_CARD if bytes_per_value(e) > 0 and e not in BY_THE_CLOCK]
+REPEATABLE = [
+    exchange
+    for exchange in WITH_CARD
+    if bytes_per_value(exchange) > 0 and exchange not in (*BY_THE_CLOCK, *OVER_TIME)
+]
 EXACT = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) >= 4]
 COMPRESSING = [exchange for exchange in REPEATABLE if bytes_per_value(exchange) < 4]

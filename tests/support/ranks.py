@@ -23,10 +23,12 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lab.distributed import world as worlds
+from lab.distributed.sharded import whole
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
-from lab.training.run import Run, claim_directory
+from lab.training.claim import claim_directory
+from lab.training.run import Run
 from tests.support import HANG_S
 
 # Ranks fork from a process that has done their imports, and has started no threads.
@@ -141,10 +143,10 @@ def execute(arguments: list[str], config: DictConfig) -> Outcome:
     assert directory is not None
     run = Run(config, arguments, world, directory)
     code = run.execute()
-    worlds.stop()
     assert run.parts is not None
     trainer = run.parts.trainer
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    weights = {n: whole(p.detach()) for n, p in trainer.model.named_parameters()}
+    worlds.stop()
     return Outcome(code, run.record.to_json(), weights, trainer.sync.exchange.state_dict())
 
 

@@ -25,7 +25,13 @@ HEADER = [
 
 def table(result: dict[str, Any]) -> list[list[str]]:
     """List a header, and a line for each size and algorithm."""
-    return with_host_time([HEADER, *(_line(row) for row in result["rows"])], result["rows"])
+    rows = result["rows"]
+    lines = with_host_time([HEADER, *(_line(row) for row in rows)], rows)
+    for title, key in (("across (B)", "across_bytes"), ("link (B)", "link_bytes")):
+        if any(row.get(key) for row in rows):
+            texts = [title, *(str(row[key]) for row in rows)]
+            lines = [[*line, text] for line, text in zip(lines, texts, strict=True)]
+    return lines
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -35,8 +41,18 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"({result['backend']}); a call takes as long as on its slowest rank",
         "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: of times, with 95 % intervals",
         "of bound: what the busiest rank sends and receives, at the rate of sendrecv, / time",
+        *_notes_on_hosts(result["rows"]),
         *in_cache(result, min(row["size_bytes"] for row in result["rows"])),
     ]
+
+
+def _notes_on_hosts(rows: list[dict[str, Any]]) -> list[str]:
+    if not any(row.get("across_bytes") for row in rows):
+        return []
+    text = "across: payload of a call that a host's ranks send to other hosts, of the busiest host"
+    if any(row.get("link_bytes") for row in rows):
+        text += "; link: what its interface counted, headers too"
+    return [text]
 
 
 def figure(result: dict[str, Any]) -> Figure:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import build
+from lab.codec.native import fitting
 from lab.codec.onebit import native, reference
 
 THRESHOLDS = ("zero", "mean")
@@ -81,11 +82,11 @@ def reduce(
 
 def _implementation(*tensors: Tensor | None) -> native.Kernels | ModuleType:
     """Return the fastest implementation for `tensors`, which are all on one device."""
+    if fast := fitting(native.kernels, *tensors):
+        return fast
     present = [tensor for tensor in tensors if tensor is not None]
-    if not all(tensor.is_contiguous() for tensor in present):
+    if present[0].is_cpu or not all(tensor.is_contiguous() for tensor in present):
         return reference
-    if present[0].device.type == "cpu":
-        return native.kernels(torch.backends.cpu.get_cpu_capability()) or reference
     return triton_kernels(present[0].device) or reference
 
 

@@ -4,55 +4,13 @@
 // this processor. A row is read from memory once: later passes find it in the cache.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <thread>
 #include <vector>
 
-#include "lanes.h"
+#include "loops.h"
+#include "parallel.h"
 
 namespace {
-
-constexpr int64_t W = Lanes::width;
-constexpr int64_t VALUES_PER_THREAD = 1 << 17;  // below this a thread costs more than it saves
-
-// Calls f(first, count) for groups of W values, and for the remainder.
-template <class F>
-inline void groups(int64_t columns, F f) {
-  int64_t i = 0;
-  for (; i + W <= columns; i += W) f(i, W);
-  if (i < columns) f(i, columns - i);
-}
-
-// The first `count` values, and zeros after them.
-inline Lanes load(const float* p, int64_t count) {
-  if (count == W) return Lanes::load(p);
-  float padded[W] = {};
-  std::memcpy(padded, p, count * sizeof(float));
-  return Lanes::load(padded);
-}
-
-inline void store(Lanes x, float* p, int64_t count) {
-  if (count == W) return x.store(p);
-  float padded[W];
-  x.store(padded);
-  std::memcpy(p, padded, count * sizeof(float));
-}
-
-inline uint32_t first(int64_t count) { return (1u << count) - 1; }
-
-inline void put(uint32_t mask, uint8_t* bits, int64_t i, int64_t count) {
-  for (int64_t byte = 0; byte < (count + 7) / 8; ++byte)
-    bits[i / 8 + byte] = static_cast<uint8_t>(mask >> 8 * byte);
-}
-
-inline uint32_t get(const uint8_t* bits, int64_t i, int64_t count) {
-  uint32_t mask = 0;
-  for (int64_t byte = 0; byte < (count + 7) / 8; ++byte)
-    mask |= static_cast<uint32_t>(bits[i / 8 + byte]) << 8 * byte;
-  return mask;
-}
 
 struct Row {
   const float* gradient;
@@ -132,28 +90,20 @@ inline void replace(const float* scales, const uint8_t* bits, float* out, int64_
           [=](int64_t i, int64_t count, Lanes value) { store(value, out + i, count); });
 }
 
-// Like replace, but bypasses the cache: memory is not read before it is written.
+// Like replace, but memory is not read before it is written.
 inline void replace_far(const float* scales, const uint8_t* bits, float* out, int64_t columns) {
-  if (reinterpret_cast<uintptr_t>(out) % sizeof(Lanes)) return replace(scales, bits, out, columns);
-  decoded(scales, bits, columns, [=](int64_t i, int64_t count, Lanes value) {
-    if (count == W) return value.stream(out + i);
-    store(value, out + i, count);
-  });
+  if (!streams(out)) return replace(scales, bits, out, columns);
+  decoded(scales, bits, columns,
+          [=](int64_t i, int64_t count, Lanes value) { stream(value, out + i, count); });
   Lanes::fence();
 }
 
 // Calls f(row) for all rows, on up to `threads` threads.
 template <class F>
 void each_row(int64_t rows, int64_t columns, int64_t threads, F f) {
-  threads = std::min({threads, rows, rows * columns / VALUES_PER_THREAD});
-  threads = std::max<int64_t>(threads, 1);
-  const auto share = [=](int64_t part) {
-    for (int64_t row = rows * part / threads; row < rows * (part + 1) / threads; ++row) f(row);
-  };
-  std::vector<std::thread> others;
-  for (int64_t part = 1; part < threads; ++part) others.emplace_back(share, part);
-  share(0);
-  for (std::thread& other : others) other.join();
+  each_piece(rows, columns, threads, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(row);
+  });
 }
 
 }  // namespace
@@ -190,8 +140,8 @@ void onebit_decode(const float* scales, const uint8_t* bits, float* out, int64_t
 
 // Decodes the rows of `ranks` ranks, sums them in rank order and encodes the sum. The ranks' scales
 // and bits are scales_stride floats and bits_stride bytes apart. A row's sum is never written to memory.
-void onebit_reduce(const float* scales, const uint8_t* bits, int64_t ranks, int64_t scales_stride,
-                   int64_t bits_stride, float* residual, float* out_scales, uint8_t* out_bits,
+void onebit_reduce(const float* scales, const uint8_t* bits, float* residual, float* out_scales,
+                   uint8_t* out_bits, int64_t ranks, int64_t scales_stride, int64_t bits_stride,
                    int64_t rows, int64_t columns, int64_t split_at_mean, int64_t threads) {
   const int64_t width = (columns + 7) / 8;
   each_row(rows, columns, threads, [=](int64_t r) {

@@ -6,10 +6,10 @@ import ctypes
 import functools
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lab.codec import build
+from lab.codec.native import bind
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 
@@ -25,13 +25,9 @@ class Kernels:
     """The functions of one compiled library; lab.codec.onebit.codec describes them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        address, number = ctypes.c_void_p, ctypes.c_int64
-        self._encode, self._decode = library.onebit_encode, library.onebit_decode
-        self._reduce = library.onebit_reduce
-        self._encode.argtypes = [address] * 4 + [number] * 7
-        self._decode.argtypes = [address] * 3 + [number] * 7
-        self._reduce.argtypes = [address] * 2 + [number] * 3 + [address] * 3 + [number] * 4
-        self._encode.restype = self._decode.restype = self._reduce.restype = None
+        self._encode = bind(library.onebit_encode, tensors=4, numbers=6)
+        self._decode = bind(library.onebit_decode, tensors=3, numbers=6)
+        self._reduce = bind(library.onebit_reduce, tensors=5, numbers=6)
 
     def encode(
         self,
@@ -41,27 +37,11 @@ class Kernels:
         scales: Tensor,
         bits: Tensor,
     ) -> None:
-        self._encode(
-            gradient.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            scales.data_ptr(),
-            bits.data_ptr(),
-            *gradient.shape,
-            *_lines(scales, bits),
-            threshold == "mean",
-            torch.get_num_threads(),
-        )
+        numbers = *gradient.shape, *_lines(scales, bits), threshold == "mean"
+        self._encode(gradient, residual, scales, bits, *numbers)
 
     def decode(self, scales: Tensor, bits: Tensor, out: Tensor, add: bool) -> None:
-        self._decode(
-            scales.data_ptr(),
-            bits.data_ptr(),
-            out.data_ptr(),
-            *out.shape,
-            *_lines(scales, bits),
-            add,
-            torch.get_num_threads(),
-        )
+        self._decode(scales, bits, out, *out.shape, *_lines(scales, bits), add)
 
     def reduce(
         self,
@@ -73,19 +53,9 @@ class Kernels:
         out_scales: Tensor,
         out_bits: Tensor,
     ) -> None:
-        self._reduce(
-            scales.data_ptr(),
-            bits.data_ptr(),
-            len(bits),
-            scales.stride(0),
-            bits.stride(0),
-            None if residual is None else residual.data_ptr(),
-            out_scales.data_ptr(),
-            out_bits.data_ptr(),
-            *total.shape,
-            threshold == "mean",
-            torch.get_num_threads(),
-        )
+        ranks = len(bits), scales.stride(0), bits.stride(0)
+        numbers = *ranks, *total.shape, threshold == "mean"
+        self._reduce(scales, bits, residual, out_scales, out_bits, *numbers)
 
 
 def _lines(scales: Tensor, bits: Tensor) -> tuple[int, int, int]:

@@ -88,7 +88,7 @@ def test_links_of_different_rates_limit_too() -> None:
 def bytes_of(name: str, *settings: str, size: int = 2) -> float:
     """Return the bytes of a rank in copies of the model."""
     composed = plain(load([f"strategy={name}", *settings]))
-    total = rank_bytes(PROFILE, strategy(name, *settings), composed, size, "gloo")
+    total = rank_bytes(PROFILE, strategy(name, *settings), composed, size, FLAT)
     return total / PROFILE.gradient_bytes
 
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lab import bench
-from lab.benchmarks import codec, collective, memory, step
+from lab.benchmarks import certificate, codec, collective, memory, step
 from lab.benchmarks.request import read
 from lab.benchmarks.sizes import size_name
 from lab.benchmarks.views import show
@@ -24,6 +24,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.int8 import Int8
 from lab.measure import peak
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
@@ -157,11 +158,24 @@ def test_one_wrong_value_is_counted_on_every_rank() -> None:
     assert [each["broken"] for each in wrong_by_rank(3, {"broken": Forgetful})] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["none", "onebit"])
-def test_what_is_no_all_reduce_is_refused(name: str) -> None:
-    exchanges = {name: build(load([f"exchange={name}"]).exchange)}
-    with pytest.raises(ConfigError, match=f"exchange={name}: is not an all-reduce"):
+def test_what_delivers_no_mean_is_refused() -> None:
+    exchanges = {"none": build(load(["exchange=none"]).exchange)}
+    with pytest.raises(ConfigError, match="exchange=none: delivers no mean; allowed are"):
         run_ranks(2, lambda comm: collective.make_candidates(exchanges, comm))
+
+
+class OnItsOwn(Int8):
+    """A broken compressing exchange: rank 1 ends with another value."""
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        super().average(bucket, comm)
+        bucket.flat[7] += comm.rank
+
+
+def test_ranks_must_agree_on_what_a_lossy_exchange_delivers() -> None:
+    make = {"int8": Int8, "broken": OnItsOwn}
+    found = [(each["int8"], each["broken"]) for each in wrong_by_rank(2, make)]
+    assert found == [(0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
@@ -243,12 +257,14 @@ def test_theory_counts_buffers_scratch_and_residuals() -> None:
     sizes = Sizes(n=1000, gathered=400, largest=800, rank=0, N=2)
     expected = {
         "allreduce": 1600,  # gathered
-        "bf16": 2000,  # all values as 2 bytes each, buckets under way
+        "bf16": 1600 + 2000,  # all values as 2 bytes each, kept from step to step
         "tree": 3200,  # one bucket
         "tree_pipelined": 1600 + 3 * 3200,  # three chunks as large as the bucket
         "ring": 1600 + 3 * 1600,
         "onebit": 1600 + 6000 + 437.5,  # both residuals, and 3.5 messages of 1000 bits
-        "topk": 1600 + 4000 + 10 * 32,  # the residual, and 1 % of the values four times
+        "topk": 1600
+        + 4000
+        + 10 * 24,  # the residual, and a message of 1 % of the values three times
     }
     for name, extra in expected.items():
         assert extra_bytes(sizes, exchange_settings(name)) == extra, name
@@ -283,7 +299,10 @@ def results() -> dict[str, dict[str, Any]]:
     ]
     operation = codec.Operation("onebit", "encode", lambda: None, 10**6, 1, [0.1] * 3, [0.1] * 3)
     slow = codec.Operation("grace_like", "decode", lambda: None, 10**6, 1, [5.0], [0.1])
-    coded = [{**codec._row(each, 10**6, 10, 10), "wrong": 0} for each in (operation, slow)]
+    coded = [
+        {**codec._row(each, 10**6, 10, 10), "over_torch": None, "wrong": 0}
+        for each in (operation, slow)
+    ]
     reference = {"name": "torch.add(a, b, out=c)", **codec._rate([0.1], 10**6)}
     kernels = {"kernels": {"level": "AVX2", "compiler": "c++ 1"}, "device": "cpu"}
     values = {"shape": [10, 100], "num_values": 1000, "reference": reference, **kernels}
@@ -305,7 +324,7 @@ DRAWN = {
         ["allreduce (the library's)", "ring", "plain send and recv"],
         3,
     ),
-    "codec": (["onebit", "grace_like"], ["encode, with residual", "decode and add"], 1),
+    "codec": (["onebit", "grace_like"], ["encode, with the residual if it has one", "decode"], 1),
 }
 
 
@@ -384,6 +403,18 @@ def test_a_benchmark_without_a_figure_writes_its_result_alone(tmp_path: Path) ->
     assert show.write(tmp_path / "a.json", result) == [tmp_path / "a.json"]
     assert json.loads((tmp_path / "a.json").read_text()) == result
     assert show.table(result).splitlines()[1].split() == ["9", "20.00", "0.0400"]
+
+
+def test_the_cost_of_a_check_is_counted_in_steps() -> None:
+    found = certificate.cost([0.3, 0.6, 0.3], [0.4, 0.7, 0.35])
+    assert found["step_s"]["median"] == pytest.approx(0.1)
+    assert found["added_s"]["median"] == pytest.approx(0.1)
+    assert found["added_steps"]["median"] == pytest.approx(1.0)
+    row = {"name": "onebit", "line": "certificate: all is well", **found}
+    about = {"num_rounds": 3, "world_size": 2, "backend": "gloo", "emulation": "none"}
+    text = show.table({"bench": "certificate", "rows": [row], **about})
+    assert text.splitlines()[1].split() == ["onebit", "100.00", "0.00", "100", "1"]
+    assert "onebit: certificate: all is well" in text
 
 
 def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:

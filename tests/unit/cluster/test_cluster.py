@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 from lab.cluster import __main__ as command
 from lab.cluster import network
 from lab.cluster.settings import EMULATION, Change, Cluster, bits_per_s, cluster_of
-from lab.cluster.straggler import descendants, slow_down
+from lab.cluster.straggler import Straggler, descendants, slow_down, straggler_of
 from lab.settings.config import ConfigError, load
 from lab.study.grid import read
 from lab.study.launch import starter
@@ -214,3 +215,27 @@ def test_without_the_tools_one_line_says_what_is_needed(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rank=4", "straggler.rank=4: the ranks are 0 to 3"),
+        ("rank=-1", "straggler.rank=-1: must be an integer of at least 0"),
+        ("phase=sleep", "straggler.phase=sleep: allowed are input, forward, backward, exchange"),
+        ("delay_ms=0", "straggler.delay_ms=0: must be a number above 0"),
+        ("every=0", "straggler.every=0: must be an integer of at least 1"),
+    ],
+)
+def test_a_straggler_that_cannot_be_planted_is_refused(setting: str, message: str) -> None:
+    config = load(["strategy=overlap", "straggler=planted", f"straggler.{setting}"])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        straggler_of(config, 4)
+
+
+def test_a_planted_straggler_is_described_for_the_record() -> None:
+    words = ["straggler=planted", "straggler.rank=2", "straggler.every=10"]
+    planted = straggler_of(load(["strategy=overlap", *words]), 4)
+    assert planted == (expected := Straggler(2, "backward", 0.05, 10))
+    assert expected.describe() == "rank 2 delayed by 50 ms in backward, every 10 steps"
+    assert straggler_of(load(["strategy=overlap"]), 4) is None

@@ -17,10 +17,9 @@ from lab.codec.onebit import codec as onebit
 from lab.codec.onebit import native, reference
 from lab.codec.onebit.message import Matrix, Message
 from lab.codec.scratch import ScratchBuffer
+from tests.support.kernels import HERE, LEVELS, close, kernels_at
 
-LEVELS = ("DEFAULT", "AVX2", "AVX512")
 BYTE = torch.empty(0, dtype=torch.uint8)
-HERE = torch.backends.cpu.get_cpu_capability()
 
 
 class Encoded(NamedTuple):
@@ -114,9 +113,7 @@ def implementation(request: pytest.FixtureRequest) -> Any:
     if request.param == "triton":
         pytest.importorskip("triton", reason="no triton here")
         return OnGPU(importlib.import_module("lab.codec.onebit.triton_codec"))
-    if LEVELS.index(request.param) > LEVELS.index(HERE):
-        pytest.skip(f"this processor has no {request.param}")
-    return native.kernels(request.param)
+    return kernels_at(request.param, native)
 
 
 class OnGPU:
@@ -154,18 +151,6 @@ def inputs(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     if kind in ("nan", "inf", "-inf") and rows:
         gradient[0, columns // 2] = float(kind)
     return gradient * scale, residual * scale
-
-
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    """Compare to 1e-6 of the largest value, and non-finite values exactly."""
-    finite = theirs.isfinite()
-    if not torch.equal(finite, ours.isfinite()):
-        return False
-    largest = float(theirs[finite].abs().max()) if finite.any() else 0.0
-    same_infinities = torch.equal(ours[~finite].nan_to_num(0), theirs[~finite].nan_to_num(0))
-    return same_infinities and torch.allclose(
-        ours[finite], theirs[finite], rtol=1e-6, atol=1e-6 * largest
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, interpreting

@@ -17,7 +17,7 @@ from lab.diagnosis.evidence import Evidence, gather
 from lab.diagnosis.remedies import remedies
 from lab.diagnosis.rules import judge
 from lab.explain import main
-from lab.measure.spans import PHASES, Span
+from lab.measure.spans import OWN, PHASES, Span
 from lab.record.schema import Emulation
 from lab.record.trace import write_trace
 from lab.settings.config import load
@@ -165,6 +165,65 @@ def test_one_slow_rank_is_a_straggler(study: Path) -> None:
     assert verdict == "straggler-bound"
     assert (evidence.slowest_rank, evidence.straggler_s) == (2, pytest.approx(0.09))
     assert evidence.exposed_s == pytest.approx(0.001)  # the others wait for it, not for bytes
+
+
+def planted(run: Path, ranks: int, share: float = 1.0, **columns: float) -> Path:
+    """Give a run steps in which rank 2 takes longer, by seconds of own work."""
+    random = np.random.default_rng(0)
+    steps = pd.DataFrame(
+        {"rank": np.repeat(np.arange(ranks), 200), "step": np.tile(np.arange(200), ranks)}
+    )
+    steps["timed"], steps["step_s"] = steps["step"] >= 5, 0.15
+    for name in OWN:
+        late = (steps["rank"] == 2) & (steps["step"] % round(1 / share) == 0)
+        noise = 1 + 0.02 * random.standard_normal(len(steps))
+        steps[f"own_{name}_s"] = 0.02 * noise + columns.get(name, 0.0) * late
+    steps.to_parquet(run / "steps.parquet")
+    return run
+
+
+def test_a_throughput_run_alone_names_rank_phase_and_delay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = planted(write(tmp_path / "demo", "overlap", 4, 0.15), 4, backward=0.05, update=0.02)
+    verdict, evidence = explain(run)
+    assert verdict == "straggler-bound"
+    assert (evidence.slowest_rank, evidence.straggler_s) == (2, pytest.approx(0.07, rel=0.05))
+    assert main([str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "47 % of the step waits for rank 2, slow in backward and to update\n" in text
+    assert re.search(
+        r"slow rank +rank 2 takes (49|50|51)\.\d ms \(33 %\) longer than the oth", text
+    )
+    assert "its input" not in text
+
+
+def test_a_rank_that_is_slow_in_one_step_of_ten_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = planted(write(tmp_path / "demo", "overlap", 4, 0.15), 4, share=0.1, between=0.05)
+    assert main([str(run)]) == 0
+    assert "longer than the others between steps in 10 % of the steps" in capsys.readouterr().out
+
+
+def test_ranks_that_are_alike_are_not_accused(study: Path) -> None:
+    verdict, evidence = explain(planted(write(study, "overlap", 4, 0.105), 4))
+    assert verdict == "compute-bound"
+    assert (evidence.slowest_rank, evidence.straggler_s, evidence.slow) == (-1, 0.0, ())
+
+
+def test_a_root_that_updates_alone_is_not_slow(study: Path) -> None:
+    settings = {"sync": {"_target_": "lab.sync.root_update.RootUpdate"}}
+    run = write(study, "caffe", 4, 0.15, settings=settings)
+    assert explain(planted(run, 4, update=0.05))[1].slow == ()
+
+
+def test_most_repeats_must_show_a_slow_rank(tmp_path: Path) -> None:
+    runs = [write(tmp_path / "demo", "overlap", 4, 0.15, repeat=repeat) for repeat in range(3)]
+    planted(runs[0], 4, backward=0.05)
+    for run in runs[1:]:
+        planted(run, 4, forward=0.05)
+    assert [slow.phase for slow in explain(runs[0])[1].slow] == ["forward"]
 
 
 def test_compute_that_does_not_shrink_is_bound_by_launches(tmp_path: Path) -> None:

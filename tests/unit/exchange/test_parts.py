@@ -52,4 +52,5 @@ def test_parts_share_one_packed_gradient(in_place: bool) -> None:
 
 @pytest.mark.parametrize("name", WITH_CARD)
 def test_cards_know_which_exchanges_only_sum(name: str) -> None:
-    assert card_of(exchange_settings(name)).sums == maker(name)().takes_divided
+    settings = exchange_settings(name)
+    assert card_of(settings).sums(settings) == maker(name)().takes_divided

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from lab.draw.looks import LOOKS
 from lab.settings.config import load
 from lab.simulate.costs import CARDS, class_of, payload_bytes
 from lab.simulate.network import Network
+from lab.sync.pattern import pattern_of
 from tests.conftest import ROOT
 from tests.support import cases
 from tests.support.cases import (
@@ -43,7 +45,7 @@ def lacking() -> list[str]:
         lines += [f"strategy={name}: {place} has no row for it" for name in wanted - set(table)]
         lines += [f"{name}: {place} has a row for no strategy" for name in set(table) - wanted]
     lines += [f"{name}: a card of no exchange" for name in set(CARDS) - set(classes.values())]
-    named = {*cases.RESUMED, *cases.COUNTED, *cases.BY_THE_CLOCK, *LIBRARIES}
+    named = {*cases.RESUMED, *cases.COUNTED, *cases.BY_THE_CLOCK, *LIBRARIES, *cases.BETWEEN_NODES}
     named |= {*cases.COMPRESSES_LITTLE, *cases.TEMPORARIES}
     known = {*ALL_STRATEGIES, *EXCHANGES}
     lines += [f"{name}: a case of tests/support/cases.py for nothing" for name in named - known]
@@ -73,7 +75,7 @@ def value_of(formula: str, **names: float) -> float:
     text = re.sub(r" \([a-z][^)]*[a-z0-9 :]\)$", "", formula)  # (a leaf 4n)
     text = text.replace("−", "-").replace("·", "*").replace("⌈log₂N⌉", "hops")
     text = re.sub(r"(?<=[\d)N])\s*(?=[a-zA-Z(])", "*", text)
-    text = re.sub(r"\b(n|k|r)\(", r"\1*(", text)
+    text = re.sub(r"\b(n|k|r)\(", r"\1*(", text).replace("LM", "L*M")
     assert re.fullmatch(r"[\w\s.+*/(),-]+", text), formula
     hops = math.ceil(math.log2(names["N"]))
     return eval(text, {"__builtins__": {}}, {**names, "hops": hops, "min": min})
@@ -101,11 +103,16 @@ EVALUATED = [s for s in ALL_STRATEGIES if s not in (*LIBRARIES, *cases.BY_THE_CL
 
 @pytest.mark.parametrize("strategy", EVALUATED)
 def test_bytes_of_the_readme_are_those_of_the_card(strategy: str) -> None:
-    exchange = load([f"strategy={strategy}"]).exchange
+    config = load([f"strategy={strategy}"])
+    exchange, pattern = config.exchange, pattern_of(config)
     every = steps_of_a_round(strategy)
-    for size in (2, 3, 4, 8):
-        names = {"n": ROWS * COLUMNS, "rows": ROWS, "columns": COLUMNS, "N": size, "H": every}
-        expected = payload_bytes([(ROWS, COLUMNS)], exchange, Network(LINKS, size)) / every
+    for local, nodes in ((1, 2), (1, 3), (1, 4), (1, 8), (2, 2), (4, 2), (2, 3)):
+        size = local * nodes
+        names = {"n": ROWS * COLUMNS, "rows": ROWS, "columns": COLUMNS, "H": every}
+        names |= {"N": size, "L": local, "M": nodes}
+        network = Network(replace(LINKS, ranks_per_node=local, intra=LINKS.inter), size)
+        expected = payload_bytes([(ROWS, COLUMNS)], exchange, network)
+        expected *= pattern.num_exchanges / every
         assert value_of(formula_of(strategy), **names) == pytest.approx(expected, rel=0.01)
 
 
@@ -121,4 +128,4 @@ def test_bytes_of_the_design_are_those_of_the_card(exchange: str) -> None:
 
 
 def test_the_design_has_the_codecs() -> None:
-    assert {"fp16", "int8", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)
+    assert {"fp16", "int8", "int4", "signsgd_ef", "topk", "randomk", "powersgd"} == set(CODECS)

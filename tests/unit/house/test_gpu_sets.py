@@ -13,14 +13,15 @@ from lab.distributed.thread_comm import ThreadComm, run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, load
 from tests.gpu import conftest, runs
-from tests.support.cases import LIBRARIES, STRATEGIES
+from tests.support.cases import LIBRARIES, OVER_TIME, STRATEGIES
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in LIBRARIES])
 def test_an_exchange_says_whether_it_sends_from_rank_to_rank(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, begin, used = load([f"strategy={strategy}"]).exchange, ThreadComm._isend_irecv, set()
+    settings = (f"strategy={strategy}", *(f"exchange.{s}" for s in OVER_TIME.get(strategy, ())))
+    node, begin, used = load(settings).exchange, ThreadComm._isend_irecv, set()
 
     def isend_irecv(comm: ThreadComm, sends: Any, receives: Any) -> Handle:
         used.add(comm.rank)

@@ -32,7 +32,8 @@ from lab.simulate.load import Load, Stage
 from lab.simulate.nccl import PROTOCOLS
 from lab.simulate.network import Network
 from lab.simulate.presets import parse
-from lab.simulate.step import CEILING, Step, Strategy, predict, simulate
+from lab.simulate.step import Step, predict, simulate
+from lab.simulate.strategy import CEILING, Strategy
 from lab.sync.pattern import gradsync
 from tests.support.cases import (
     ALL_STRATEGIES,
@@ -477,6 +478,47 @@ def test_double_buffering_hides_an_exchange_behind_the_whole_next_step(profile: 
     exchange_s = sum(s.end_s - s.start_s for s in buffered.spans if s.row == "exchange")
     assert blocking.step_s == pytest.approx(compute_s + codec_s + exchange_s)
     assert compute_s < buffered.step_s < blocking.step_s
+
+
+def test_fragments_are_hidden_behind_the_steps_of_their_delay(profile: Profile) -> None:
+    whole = simulate(profile, FLAT, strategy("diloco"), 4, 64)
+    compute_s = profile.compute_s(64)
+
+    def in_fragments(*settings: str, overlap: bool = True) -> Step:
+        settings = *settings, f"overlap={str(overlap).lower()}"
+        return simulate(profile, FLAT, strategy("streaming_diloco", *settings), 4, 64)
+
+    waiting = in_fragments("sync.fragments=1", "sync.delay=0", overlap=False)
+    assert waiting.step_s == pytest.approx(whole.step_s)
+    for number in (1, 2, 5):
+        assert in_fragments(f"sync.fragments={number}").payload_bytes == pytest.approx(
+            whole.payload_bytes
+        )
+    # An exchange of E seconds beside one step of T delays each round by E - T, and beside ten by 0.
+    exchange_s = 10 * (whole.step_s - compute_s)
+    assert exchange_s > compute_s
+    beside_one = in_fragments("sync.fragments=1", "sync.delay=1")
+    assert 10 * beside_one.step_s == pytest.approx(9 * compute_s + exchange_s)
+    assert in_fragments("sync.fragments=1", "sync.delay=10").step_s < beside_one.step_s
+    quiet = replace(FLAT, inter=replace(FLAT.inter, bandwidth_bytes_per_s=1e12))  # type: ignore[type-var]
+    hidden = simulate(profile, quiet, strategy("streaming_diloco"), 4, 64)
+    assert hidden.step_s == pytest.approx(compute_s, rel=1e-3)
+
+
+def test_a_schedule_takes_the_mean_of_its_phases_over_the_run(profile: Profile) -> None:
+    # Without overlap, where the thread or turns that PowerSGD decides for all make no difference.
+    settings = ("overlap=false", "exchange.until=[0.2,0.5]")
+    run = simulate(profile, FLAT, strategy("schedule", *settings), 4, 64)
+    phases = [
+        simulate(profile, FLAT, strategy(name, "overlap=false"), 4, 64)
+        for name in ("overlap", "powersgd", "onebit")
+    ]
+    shares = (0.2, 0.3, 0.5)
+    for field in ("step_s", "payload_bytes"):
+        expected = sum(
+            share * getattr(step, field) for share, step in zip(shares, phases, strict=True)
+        )
+        assert getattr(run, field) == pytest.approx(expected)
 
 
 def test_crossings(profile: Profile) -> None:

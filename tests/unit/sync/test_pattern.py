@@ -19,11 +19,11 @@ from lab.settings.config import build, choices_of, load
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import OF_CLASS, UNKNOWN, Begin, Leg, pattern_of
 
-LIBRARIES = {"ddp", "horovod"}  # these need their own process group
+LIBRARIES = {"ddp", "fsdp", "hsdp", "horovod"}  # these need their own process group
 
 
 def sync_of(comm: Comm, *settings: str) -> Sync:
-    config, model = load(list(settings)), nn.Linear(4, 3)
+    config, model = load(list(settings)), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     of_run = config.overlap, config.bucket_mb, config.precision
     parts = SyncParts(model, model, build(config.exchange), comm, InlineWorker(), *of_run)
     return build(config.sync, parts)
@@ -47,6 +47,8 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(strategy: str) -> None:
         ("strategy=allreduce", Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), 1),
         ("strategy=overlap", Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), 1),
         ("strategy=cntk sync.double_buffer=true", Begin.NEXT_STEP, (Leg.MEAN_OF_GRADIENTS,), 1),
+        ("strategy=streaming_diloco", Begin.NEXT_STEPS, (Leg.MEAN_OF_CHANGES,), 10),
+        ("strategy=des_loc", Begin.AFTER_UPDATE, (Leg.MEAN_OF_STATES,), 60),
         ("strategy=diloco sync.every=5", Begin.AFTER_UPDATE, (Leg.MEAN_OF_CHANGES,), 5),
         (
             "strategy=tensorflow",
@@ -56,6 +58,12 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(strategy: str) -> None:
         ),
         ("strategy=priority", Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), 1),
         ("strategy=priority overlap=false", Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), 1),
+        (
+            "strategy=zero1",
+            Begin.DURING_BACKWARD,
+            (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+            1,
+        ),
         ("strategy=none", Begin.NEVER, (), 1),
         ("strategy=ddp sync.hook=noop", Begin.DURING_BACKWARD, (), 1),
         (

@@ -1,11 +1,4 @@
-"""Eight bits per value between the smallest and the largest of its block: ByteGrad's codec.
-
-A record encodes one block: its smallest value and the step between two levels, both float32, then
-a byte for each value (as Bagua's MinMaxUInt8, which sends the largest value instead of the step).
-Values are rounded to the nearest level, halves upwards, so a finite value is off by at most half a
-step, and a block of equal values is exact. A block with a non-finite value decodes to non-finite
-values only.
-"""
+"""The definition of the 8-bit codec in plain torch; the C++ kernels give the same bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +12,7 @@ SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a block of equal values has o
 
 
 def encode(values: Tensor, records: Tensor) -> None:
-    """Write `values` to the first of `records`.
-
-    Args:
-        values: float32 [n], overwritten: levels are computed in their memory.
-        records: uint8 [at least ceil(n / block), HEADER_BYTES + block].
-    """
+    """See lab.codec.int8.codec.encode."""
     blocks, tail = _in_blocks(values, records)
     _encode(blocks, records[: len(blocks)])
     if len(tail):  # padded with its last value, which keeps the range
@@ -33,13 +21,23 @@ def encode(values: Tensor, records: Tensor) -> None:
 
 
 def decode(records: Tensor, out: Tensor) -> None:
-    """Fill `out`, float32 [n], from the first of `records`."""
+    """See lab.codec.int8.codec.decode."""
     blocks, tail = _in_blocks(out, records)
     _decode(records[: len(blocks)], blocks)
     if len(tail):
         filled = out.new_empty(1, blocks.shape[1])
         _decode(records[len(blocks) : len(blocks) + 1], filled)
         tail.copy_(filled[0, : len(tail)])
+
+
+def encode_mean(records: Tensor, mean: Tensor, out: Tensor) -> None:
+    """See lab.codec.int8.codec.encode_mean."""
+    decode(records[0], mean)
+    other = torch.empty_like(mean)
+    for of_rank in records[1:]:
+        decode(of_rank, other)
+        mean += other
+    encode(mean.div_(len(records)), out)
 
 
 def _in_blocks(values: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,4 +61,4 @@ def _encode(blocks: Tensor, records: Tensor) -> None:
 def _decode(records: Tensor, blocks: Tensor) -> None:
     header = records[:, :HEADER_BYTES].view(torch.float32)
     blocks.copy_(records[:, HEADER_BYTES:])
-    torch.addcmul(header[:, :1], blocks, header[:, 1:], out=blocks)
+    blocks.mul_(header[:, 1:]).add_(header[:, :1])  # two roundings, which addcmul may fuse

@@ -1,6 +1,7 @@
 // Registers of float32 values and sums of them, for the instructions that the compiler may use.
 //
-// `Lanes` holds `width` values; a mask has a bit for each, the first value's lowest. `Sum` adds up
+// `Lanes` holds `width` values; a mask has a bit for each, the first value's lowest. `min` and `max`
+// return `o` where either value is NaN. `to_bytes` truncates values from 0 to 255.99. `Sum` adds up
 // lanes as double, so that a total does not depend on the width of registers.
 
 #pragma once
@@ -21,8 +22,22 @@ struct Lanes {
   static void fence() { _mm_sfence(); }
   Lanes operator+(Lanes o) const { return {_mm512_add_ps(v, o.v)}; }
   Lanes operator-(Lanes o) const { return {_mm512_sub_ps(v, o.v)}; }
+  Lanes operator*(Lanes o) const { return {_mm512_mul_ps(v, o.v)}; }
+  Lanes operator/(Lanes o) const { return {_mm512_div_ps(v, o.v)}; }
+  Lanes min(Lanes o) const { return {_mm512_min_ps(v, o.v)}; }
+  Lanes max(Lanes o) const { return {_mm512_max_ps(v, o.v)}; }
   Lanes magnitude() const { return {_mm512_abs_ps(v)}; }
   uint32_t at_least(Lanes o) const { return _mm512_cmp_ps_mask(v, o.v, _CMP_GE_OQ); }
+  uint32_t below(Lanes o) const { return _mm512_cmp_ps_mask(v, o.v, _CMP_LT_OQ); }
+  uint32_t sign_bits() const { return _mm512_movepi32_mask(_mm512_castps_si512(v)); }
+  static Lanes from_bytes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
+  }
+  void to_bytes(uint8_t* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(v)));
+  }
   static Lanes choose(uint32_t bits, Lanes zero, Lanes one) {
     return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), zero.v, one.v)};
   }
@@ -50,9 +65,27 @@ struct Lanes {
   static void fence() { _mm_sfence(); }
   Lanes operator+(Lanes o) const { return {_mm256_add_ps(v, o.v)}; }
   Lanes operator-(Lanes o) const { return {_mm256_sub_ps(v, o.v)}; }
+  Lanes operator*(Lanes o) const { return {_mm256_mul_ps(v, o.v)}; }
+  Lanes operator/(Lanes o) const { return {_mm256_div_ps(v, o.v)}; }
+  Lanes min(Lanes o) const { return {_mm256_min_ps(v, o.v)}; }
+  Lanes max(Lanes o) const { return {_mm256_max_ps(v, o.v)}; }
   Lanes magnitude() const { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)}; }
   uint32_t at_least(Lanes o) const {
     return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, o.v, _CMP_GE_OQ)));
+  }
+  uint32_t below(Lanes o) const {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, o.v, _CMP_LT_OQ)));
+  }
+  uint32_t sign_bits() const { return static_cast<uint32_t>(_mm256_movemask_ps(v)); }
+  static Lanes from_bytes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes))};
+  }
+  void to_bytes(uint8_t* p) const {
+    const __m256i whole = _mm256_cvttps_epi32(v);
+    const __m128i pairs =
+        _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
   }
   static Lanes choose(uint32_t bits, Lanes zero, Lanes one) {
     const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -93,10 +126,33 @@ struct Lanes {
   static void fence() {}
   Lanes operator+(Lanes o) const { return {low + o.low, high + o.high}; }
   Lanes operator-(Lanes o) const { return {low - o.low, high - o.high}; }
+  Lanes operator*(Lanes o) const { return {low * o.low, high * o.high}; }
+  Lanes operator/(Lanes o) const { return {low / o.low, high / o.high}; }
+  Lanes min(Lanes o) const {
+    return {low < o.low ? low : o.low, high < o.high ? high : o.high};
+  }
+  Lanes max(Lanes o) const {
+    return {low > o.low ? low : o.low, high > o.high ? high : o.high};
+  }
   Lanes magnitude() const { return {low < 0 ? -low : low, high < 0 ? -high : high}; }
-  uint32_t at_least(Lanes o) const {
-    const Ints set = ((low >= o.low) & places[0]) | ((high >= o.high) & places[1]);
+  uint32_t at_least(Lanes o) const { return mask(low >= o.low, high >= o.high); }
+  uint32_t below(Lanes o) const { return mask(low < o.low, high < o.high); }
+  uint32_t sign_bits() const {
+    return mask(reinterpret_cast<Ints>(low) < 0, reinterpret_cast<Ints>(high) < 0);
+  }
+  static uint32_t mask(Ints first, Ints second) {
+    const Ints set = (first & places[0]) | (second & places[1]);
     return static_cast<uint32_t>(set[0] | set[1] | set[2] | set[3]);
+  }
+  static Lanes from_bytes(const uint8_t* p) {
+    float values[width];
+    for (int64_t i = 0; i < width; ++i) values[i] = p[i];
+    return load(values);
+  }
+  void to_bytes(uint8_t* p) const {
+    float values[width];
+    store(values);
+    for (int64_t i = 0; i < width; ++i) p[i] = static_cast<uint8_t>(static_cast<int32_t>(values[i]));
   }
   static Lanes choose(uint32_t bits, Lanes zero, Lanes one) {
     const Ints all = Ints{} + static_cast<int32_t>(bits);

@@ -1,4 +1,4 @@
-"""The values of largest magnitude."""
+"""The definition of the codec of top-k in plain torch; the C++ kernels take the same values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ import torch
 from torch import Tensor
 
 SAMPLE_EVERY = 257  # odd, and not a divisor of usual widths
+
+
+def encode(
+    gradient: Tensor, residual: Tensor | None, indices: Tensor, values: Tensor, offset: int
+) -> None:
+    """See lab.codec.topk.codec.encode."""
+    compensated = gradient if residual is None else residual.add_(gradient)
+    chosen = largest(compensated, len(indices)).sort().values
+    indices.copy_(chosen + offset)
+    values.copy_(compensated[chosen])
+    if residual is not None:
+        residual.index_fill_(0, chosen, 0)
+
+
+def decode(messages: Tensor, out: Tensor) -> None:
+    """See lab.codec.topk.codec.decode."""
+    out.zero_()
+    # No rank sends an index twice, so additions have a fixed order on a GPU too.
+    for indices, values in messages:
+        out.index_add_(0, indices, values.view(torch.float32), alpha=1 / len(messages))
 
 
 def largest(values: Tensor, count: int) -> Tensor:

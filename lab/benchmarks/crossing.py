@@ -1,0 +1,49 @@
+"""Bytes that one call sends: as Comm counts them, and as the interfaces of emulated hosts do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lab.cluster.network import INTERFACE
+from lab.cluster.settings import EMULATION
+from lab.distributed.world import World
+from lab.measure.interfaces import sent_bytes
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes of one call.
+
+    Attributes:
+        busiest: payload of the rank that sends most.
+        across: payload that the ranks of a host send to other hosts, of the host that sends most.
+        link: all bytes that a host's interface has sent, of the host that sent most; None: the
+            ranks are not on emulated hosts.
+    """
+
+    busiest: int
+    across: int
+    link: int | None
+
+
+def count(call: Callable[[], object], world: World) -> Crossing:
+    """Count the bytes of one `call`, which all ranks make together."""
+    world.barrier()
+    before, traffic = _link_bytes(), world.comm.traffic
+    sent = traffic.so_far()
+    call()
+    world.barrier()  # until all have received, so that all have sent
+    payload, _, across = (now - then for now, then in zip(traffic.so_far(), sent, strict=True))
+    own = torch.tensor([payload, across, _link_bytes() - before])
+    payloads, acrosses, links = world.gather(own).T.tolist()
+    of_hosts = [sum(acrosses[rank] for rank in node) for node in world.comm.nodes]
+    return Crossing(max(payloads), max(of_hosts), max(links) or None)
+
+
+def _link_bytes() -> int:
+    """Return what this emulated host has sent so far; 0 if it is a real one."""
+    return (EMULATION in os.environ and sent_bytes(INTERFACE)) or 0

@@ -1,0 +1,166 @@
+"""Plant a delay into one phase of one rank, run after run, and see whether it is found by name.
+
+Planted and clean runs take turns, so both meet the same machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from lab.benchmarks import interleave
+from lab.benchmarks.request import Request
+from lab.cluster.straggler import PHASES, Straggler
+from lab.distributed import world as worlds
+from lab.distributed.world import World
+from lab.measure.intervals import wilson
+from lab.measure.steady import least_warmup
+from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
+from lab.settings.config import ConfigError
+from lab.sync.alike import alike
+from lab.sync.pattern import pattern_of
+from lab.training.assemble import join
+from lab.training.dry import assembled
+from lab.training.surroundings import surroundings
+
+SEED = 0
+DELAYS_S = 0.02, 0.2  # drawn evenly in their logarithm
+CLOSE = 0.1  # the share by which a delay may be off
+OUTCOMES = ("found", "wrong rank", "wrong phase", "missed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: the delay that was planted, if any, and the slow ranks that were found."""
+
+    planted: Straggler | None
+    step_s: float
+    found: Sequence[Slow]
+
+    @property
+    def outcome(self) -> str:
+        """One of OUTCOMES. To accuse another rank too is wrong; so is another phase first."""
+        assert self.planted
+        if not self.found:
+            return "missed"
+        if {slow.rank for slow in self.found} != {self.planted.rank}:
+            return "wrong rank"
+        return "found" if self.found[0].phase == self.planted.phase else "wrong phase"
+
+    @property
+    def error(self) -> float:
+        """The share by which the delay is off, of a trial that found it."""
+        assert self.planted
+        return self.found[0].delay_s / self.planted.delay_s - 1
+
+
+def measure(request: Request) -> dict[str, Any] | None:
+    """Run all trials; return their outcomes on rank 0.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices and ranks at hand.
+    """
+    config = request.only_config
+    try:
+        world = join(config)
+        plan = draw(request.own["runs"], world.size, _phases(config))
+        trials = [
+            trial
+            for planted in interleave.progress(plan, world.rank)
+            for trial in (_trial(config, world, planted), _trial(config, world, None))
+        ]
+        result = {**summary(trials), "world_size": world.size, "backend": world.comm.backend}
+        return {**result, **surroundings(world, config)} if world.rank == 0 else None
+    finally:
+        worlds.stop()
+
+
+def draw(num_runs: int, num_ranks: int, phases: Sequence[str]) -> list[Straggler]:
+    """Draw the delays to plant: phases in turn, ranks and delays at random; alike on all ranks."""
+    random = np.random.default_rng(SEED)
+    low, high = np.log(DELAYS_S)
+    return [
+        Straggler(
+            int(random.integers(num_ranks)),
+            phases[number % len(phases)],
+            float(np.exp(random.uniform(low, high))),
+        )
+        for number in range(num_runs)
+    ]
+
+
+def summary(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Count outcomes by phase and in all, and accusations of clean runs."""
+    planted = [trial for trial in trials if trial.planted]
+    phases = dict.fromkeys(trial.planted.phase for trial in planted if trial.planted)
+    rows = [
+        _row(phase, [t for t in planted if t.planted and t.planted.phase == phase])
+        for phase in phases
+    ]
+    clean = [trial for trial in trials if not trial.planted]
+    accused = sum(bool(trial.found) for trial in clean)
+    return {
+        "rows": [*rows, _row("all", planted)],
+        "clean": {"runs": len(clean), "accused": accused, "share": wilson(accused, len(clean))},
+        "step_s": float(np.median([trial.step_s for trial in clean])),
+        "trials": [asdict(trial) for trial in trials],
+    }
+
+
+def _row(name: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    outcomes = [trial.outcome for trial in trials]
+    errors = [abs(trial.error) for trial in trials if trial.outcome == "found"]
+    return {
+        "name": name,
+        "runs": len(trials),
+        **{outcome: outcomes.count(outcome) for outcome in OUTCOMES},
+        "share": wilson(outcomes.count("found"), len(trials)),
+        "close": sum(error <= CLOSE for error in errors),
+        "error": {"median": float(np.median(errors)), "most": max(errors)} if errors else None,
+    }
+
+
+def _phases(config: DictConfig) -> list[str]:
+    """List the phases that can be delayed and judged in such a run."""
+    can = PHASES if pattern_of(config).takes_exchanges else set(PHASES) - {"exchange"}
+    return [phase for phase in PHASES if phase in can and phase in alike(config)]
+
+
+def _trial(config: DictConfig, world: World, planted: Straggler | None) -> Trial:
+    own_s, step_s = _run(_with(config, planted), world)
+    return Trial(planted, step_s, stragglers(own_s, step_s, alike(config)))
+
+
+def _run(config: DictConfig, world: World) -> tuple[Times, float]:
+    """Train; return own times [ranks, timed steps, OWN], and the median step of the slowest."""
+    with assembled(config, world) as part:
+        trainer = part.trainer
+        for _ in trainer.steps():
+            pass
+        tables = trainer.clock.own_times().own_seconds(), trainer.clock.step_seconds()
+    warmup = least_warmup(config.warmup_steps)
+    own_s, step_s = (world.gather(torch.from_numpy(each)).numpy()[:, warmup:] for each in tables)
+    if step_s.shape[1] < MIN_STEPS:
+        least = warmup + MIN_STEPS
+        raise ConfigError(f"steps={config.steps}: a slow rank is told from {least} steps or more")
+    return own_s, float(np.median(step_s.max(axis=0)))
+
+
+def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:
+    if planted is None:
+        return config
+    changed = config.copy()
+    settings = {"rank": planted.rank, "phase": planted.phase, "every": planted.every}
+    changed.straggler = OmegaConf.create(
+        {
+            "_target_": "lab.cluster.straggler.planted",
+            "delay_ms": 1e3 * planted.delay_s,
+            **settings,
+        }
+    )
+    return changed

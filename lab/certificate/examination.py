@@ -1,0 +1,221 @@
+"""The first exchanges as all ranks saw them, judged; and the certificate that follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.certificate import report
+from lab.certificate.diagnosis import Diagnosis, Fault, diagnose, named, near_of
+from lab.certificate.report import CertificateError, failed
+from lab.certificate.sketch import HEAD
+from lab.certificate.traffic import (
+    BLOCK_BYTES,
+    TOLERANCE,
+    Ledger,
+    Odometer,
+    Shapes,
+    formula_bytes,
+    is_labs,
+    moved,
+)
+from lab.certificate.verdict import Verdict, bounds, judge, unequal_at_start
+from lab.certificate.watch import Seen
+from lab.record.certificate import Certificate
+
+NO_GRADIENT = (
+    "hook ignored: backward reached no parameter of this model; perhaps a copy of it trains"
+)
+TOO_LATE = "but became trainable after its exchange was set up"
+TF32_EPS = 2.0**-10
+QUIET_BYTES = 4096  # of a rank, by its own control messages; more are others'
+LONGEST_PAUSE_S = 2.0
+PROPERTY = {
+    Fault.SUMMED: "averaged once",
+    Fault.DIVIDED: "averaged once",
+    Fault.SCALED: "averaged once",
+    Fault.UNKNOWN: "averaged once",
+    Fault.OWN: "exchanged",
+    Fault.LEFT_OUT: "complete",
+    Fault.GROUP: "right group",
+    Fault.STALE: "fresh",
+}
+
+
+@dataclass(frozen=True)
+class About:
+    """Facts of an exchange, known before it begins.
+
+    Attributes:
+        gather: returns every rank's tensor, of one shape: [...] -> [N, ...] in host memory.
+        size: ranks that should take part. num_launched: ranks that a launcher started.
+        backend: library that carries the exchange.
+        name: of the exchange, for messages.
+        error_bound: see Exchange.error_bound.
+        settings: of the exchange, which its formula reads; None: unknown.
+        counts_itself: the exchange's bytes are counted as they are sent, not as a library says.
+        promise: what ranks are left with, in the certificate's words.
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    size: int
+    num_launched: int
+    backend: str
+    name: str
+    error_bound: Callable[[float, int], float]
+    settings: Mapping[str, Any] | None = None
+    counts_itself: bool = True
+    promise: str = "gradients averaged once"
+
+
+@dataclass
+class Examination:
+    """The exchanges that were looked at so far. All ranks add the same, and find the same.
+
+    Args:
+        names: of the trainable parameters. names_at_start: of those and the buffers.
+        parameters: the same parameters.
+        late_names: returns the names of those that have become trainable since.
+    """
+
+    about: About
+    names: list[str]
+    names_at_start: list[str]
+    parameters: list[nn.Parameter]
+    late_names: Callable[[], list[str]]
+    num_exchanges: int = 0
+    verdict: Verdict | None = None
+    bound: float = 0.0
+    _last: Tensor | None = None
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(sum(p.numel() for p in self.parameters), [])
+
+    def add(
+        self,
+        mine: Seen,
+        sent: Tensor,
+        buckets: Sequence[Shapes],
+        judged: Sequence[int] | None = None,
+    ) -> bool:
+        """Judge an exchange. A collective call.
+
+        Args:
+            sent: a result of Odometer.stop. buckets: shapes by bucket; empty: unknown.
+            judged: ranks that must hold the mean; None: all.
+
+        Returns:
+            False if it was left out, as a gradient was not finite.
+
+        Raises:
+            CertificateError: names what is wrong.
+        """
+        traffic = self.about.gather(sent)  # first: once all have read them, bytes may travel
+        seen = mine.of_all(self.about.gather)
+        if not seen.is_finite():
+            return False
+        self.num_exchanges += 1
+        self._check_start(seen.start)
+        if not seen.reached.any():
+            self.fail("exchanged", NO_GRADIENT)
+        if late := seen.late.any(dim=0).nonzero().flatten().tolist():
+            name = self.late_names()[late[0]]
+            self.fail("complete", f"left out: {name} has a gradient, {TOO_LATE}")
+        self._check_gradients(seen, range(self.about.size) if judged is None else judged)
+        self._check_bytes(traffic, buckets)
+        return True
+
+    def check_weights(self, weights: Tensor) -> None:
+        """Refuse weights [P, K] that differ after they were exchanged. A collective call."""
+        for index, ranks in unequal_at_start(self.about.gather(weights.cpu())).items():
+            where = f"{self.names[index]} on {named(ranks)}"
+            self.fail("exchanged", f"not exchanged: {where} differs from rank 0's, which was sent")
+
+    def fail(self, property: str, text: str) -> None:
+        """End the examination.
+
+        Raises:
+            CertificateError: always.
+        """
+        raise CertificateError(failed(self, property, text))
+
+    def certificate(self) -> Certificate:
+        """Return what was proven so far. A collective call.
+
+        Raises:
+            CertificateError: more bytes crossed an interface than were said to, and nobody else
+                sends there.
+        """
+        ratio, where = self.ledger.excess() if self.ledger.entries else (None, "")
+        exceeds = ratio is not None and ratio > 1 + TOLERANCE
+        if exceeds and self.ledger.is_steady and self._is_quiet():
+            self.fail(
+                "bytes",
+                f"bytes: {where} counted {ratio:.2f}x what the exchange handed to the network in "
+                f"each of {self.num_exchanges} exchanges, and nothing in between",
+            )
+        return report.certificate(self)
+
+    def _is_quiet(self) -> bool:
+        """Return whether nothing crosses the interfaces in a pause as long as an exchange."""
+        odometer = Odometer()
+        self.about.gather(torch.zeros(1))  # no rank is in an exchange any more
+        odometer.start(0)
+        time.sleep(min(LONGEST_PAUSE_S, max(each.seconds for each in self.ledger.entries)))
+        counted = moved(self.about.gather(odometer.stop(0)), self.about.backend).counted
+        return counted is not None and counted < QUIET_BYTES * self.about.size
+
+    def _check_start(self, start: Tensor) -> None:
+        for index, ranks in unequal_at_start(start).items():
+            where = f"{self.names_at_start[index]} on {named(ranks)}"
+            text = f"different initial weights: {where} differs from rank 0's in the first step"
+            self.fail("equal start", text)
+
+    def _check_gradients(self, seen: Seen, judged: Sequence[int]) -> None:
+        head_only = seen.own.shape[-2] == 1 and self.num_exchanges > 1
+        sizes = [min(p.numel(), HEAD) if head_only else p.numel() for p in self.parameters]
+        self.bound = self.about.error_bound(float(seen.largest.max()), self.about.size)
+        eps = torch.tensor([_eps(p) for p in self.parameters], dtype=torch.float64)
+        first, bound = seen.row(0), bounds(self.bound, sizes)
+        verdict = judge(first, bound, eps, judged)
+        if verdict.wrong.any():
+            found = diagnose(first, verdict, self._last, near_of(self.bound, float(eps.max())))
+            text = f"{found.fault.value}: {self._located(found)}"
+            self.fail(PROPERTY[found.fault], text)
+        if self.verdict is None:  # the first one reads all values
+            self.verdict = verdict
+        self._last = seen.row(-1).sent.mean(dim=0)
+
+    def _located(self, found: Diagnosis) -> str:
+        names = [self.names[index] for index in found.parameters]
+        which = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        hold = "holds" if len(found.ranks) == 1 else "hold"
+        return (
+            f"{named(found.ranks)} {hold} {found.text} in {which} (exchange "
+            f"{self.num_exchanges}), not the mean of the ranks' own gradients, noted before it"
+        )
+
+    def _check_bytes(self, traffic: Tensor, buckets: Sequence[Shapes]) -> None:
+        about = self.about
+        self.ledger.entries.append(moved(traffic, about.backend))
+        if not about.counts_itself:
+            return
+        # Each rank's part of each bucket may end in a block that is not full.
+        block = max(BLOCK_BYTES, (about.settings or {}).get("block_size", 0))
+        padding = 2 * block * about.size * len(buckets) + 16 * len(self.names)
+        formula = formula_bytes(about.settings, buckets, about.size)
+        if fault := self.ledger.fault(formula, padding, is_labs(about.settings)):
+            self.fail("exchanged" if fault.startswith("hook") else "bytes", fault)
+
+
+def _eps(parameter: nn.Parameter) -> float:
+    """Return the relative spacing of a gradient's values, or of products that made it."""
+    coarse = parameter.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    eps = torch.finfo(parameter.dtype).eps
+    return max(eps, TF32_EPS) if coarse else eps

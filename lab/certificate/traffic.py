@@ -1,0 +1,196 @@
+"""Bytes of an exchange: by its formula, as Comm counts them, and as an interface does."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.simulate.costs import CARDS, class_of, payload_bytes
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.network import Network
+
+INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")
+TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements
+SLACK_BYTES = 16_384  # of control messages: stores, barriers, headers of short ones
+ENOUGH_BYTES = 10 * SLACK_BYTES  # of all ranks, to be told from those
+BLOCK_BYTES = 1032  # by which padding may lengthen a rank's part of a bucket, in each of two stages
+# Payload bytes are the same over any links.
+ANY_LINKS = Hardware("any", "any links", "gloo", 1, None, Link(0.0, 1e9), math.inf)
+Shapes = list[tuple[int, ...]]  # of a bucket's parameters
+
+
+class Odometer:
+    """Bytes that one rank sends, and that its interfaces send, from `start` to `stop`."""
+
+    def start(self, sent: int) -> None:
+        """Begin to count; `sent` is the payload so far."""
+        self._sent, self._before, self._since = sent, _interface_bytes(), time.monotonic()
+
+    def stop(self, sent: int) -> Tensor:
+        """Return payload; interfaces' counts before and after, of lo and of all; where; seconds."""
+        after, seconds = _interface_bytes(), time.monotonic() - self._since
+        host = zlib.crc32(platform.node().encode())
+        namespace = NAMESPACE.stat().st_ino if NAMESPACE.exists() else 0
+        row = [sent - self._sent, *self._before, *after, namespace, host, seconds]
+        return torch.tensor(row, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one exchange moved.
+
+    Attributes:
+        payload: bytes by rank that were handed to the network.
+        counted: bytes of all ranks that crossed the interfaces; None: no interface tells.
+        why: the reason for None; else the interface's name.
+        seconds: from its begin to its end, on the slowest rank.
+    """
+
+    payload: tuple[int, ...]
+    counted: float | None
+    why: str
+    seconds: float = 0.0
+
+
+def moved(rows: Tensor, backend: str) -> Moved:
+    """Combine the results of `Odometer.stop` of all ranks: [N, 8]."""
+    payload = tuple(int(each) for each in rows[:, 0].tolist())
+    if backend != "gloo":
+        return Moved(payload, None, f"{backend} need not send over an interface")
+    if len(set(rows[:, 6].tolist())) > 1:
+        return Moved(payload, None, "the hosts' interfaces carry others' bytes too")
+    if not INTERFACES.exists():
+        return Moved(payload, None, f"no {INTERFACES} here")
+    places = rows[:, 5]
+    inside = [rows[places == place] for place in places.unique()]
+    # All ranks of a namespace read the same counters: the first before, the last after.
+    before, after = (1, 3) if len(inside) == 1 else (2, 4)
+    counted = sum(float(each[:, after].max() - each[:, before].min()) for each in inside)
+    where = "lo" if len(inside) == 1 else "the hosts' interfaces"
+    return Moved(payload, counted, where, float(rows[:, 7].max()))
+
+
+def formula_bytes(
+    exchange: Mapping[str, Any] | None, buckets: Sequence[Shapes], size: int
+) -> float | None:
+    """Return the bytes of the busiest rank by the exchange's card; None: it has none.
+
+    Args:
+        exchange: its settings. buckets: shapes by bucket.
+    """
+    if not exchange or not is_labs(exchange) or not buckets:
+        return None
+    name = class_of(exchange)
+    if name not in CARDS or name == "Auto":  # which decides by the clock
+        return None
+    network = Network(ANY_LINKS, size)
+    return sum(payload_bytes(shapes, exchange, network) for shapes in buckets)
+
+
+def is_labs(exchange: Mapping[str, Any] | None) -> bool:
+    """Return whether an exchange, by its settings, is one of the lab's classes."""
+    return bool(exchange) and str((exchange or {}).get("_target_", "")).startswith("lab.")
+
+
+def ring_bytes(num_values: int, size: int) -> float:
+    """Return the bytes of all ranks in an fp32 ring."""
+    return 2 * (size - 1) * 4.0 * num_values
+
+
+@dataclass
+class Ledger:
+    """The bytes of several exchanges, compared with each other and with the formula.
+
+    Args:
+        num_values: of the gradients.
+        entries: the exchanges, in order.
+    """
+
+    num_values: int
+    entries: list[Moved]
+
+    def fault(self, formula: float | None, padding: float, uses_comm: bool) -> str | None:
+        """Return why the last exchange did not send what it should; None: it did.
+
+        Args:
+            formula: bytes of the busiest rank; None: there is none.
+            padding: bytes by which the formula may be too low.
+            uses_comm: the exchange is known to send by a Comm, which counts; a user's may not.
+        """
+        payload = self.entries[-1].payload
+        if not any(payload):
+            ignored = "hook ignored: the exchange handed no byte to the network"
+            return ignored if uses_comm else None
+        off = abs(max(payload) - formula) if formula else 0.0
+        if formula and off > TOLERANCE * formula + padding:
+            return (
+                f"bytes: rank {payload.index(max(payload))} handed {max(payload)} bytes to the "
+                f"network, and the formula of this exchange says {formula:.0f}"
+            )
+        return None
+
+    @property
+    def factor(self) -> float | None:
+        """How many times fewer bytes were handed to the network than by an fp32 ring."""
+        total = sum(self.entries[-1].payload)
+        return ring_bytes(self.num_values, len(self.entries[-1].payload)) / total if total else None
+
+    @property
+    def counted_factor(self) -> float | None:
+        """The same of the bytes that an interface counted; the most of all exchanges."""
+        counted = [each.counted for each in self.entries if each.counted]
+        return (
+            ring_bytes(self.num_values, len(self.entries[-1].payload)) / min(counted)
+            if counted
+            else None
+        )
+
+    @property
+    def is_steady(self) -> bool:
+        """True if an interface counted alike in each of several exchanges."""
+        ratios = [_ratio(each) for each in self.entries if each.counted is not None]
+        return len(ratios) > 2 and max(ratios) - min(ratios) <= TOLERANCE * min(ratios)
+
+    def excess(self) -> tuple[float | None, str]:
+        """Return counted bytes over payload, the least of all exchanges; or None, and why.
+
+        Others' bytes only add, so the least is nearest to the exchange's own.
+        """
+        *_, last = self.entries
+        if last.counted is None:
+            return None, last.why
+        if sum(last.payload) < ENOUGH_BYTES:
+            kib = sum(last.payload) / 1024
+            return None, f"{kib:.3g} KiB are too few to be told from control messages"
+        ratios = [_ratio(each) for each in self.entries if each.counted is not None]
+        return min(ratios), last.why
+
+
+def _ratio(each: Moved) -> float:
+    """Return counted bytes over payload, less what control messages may have added."""
+    total = sum(each.payload)
+    assert each.counted is not None
+    over = each.counted - total
+    spared = math.copysign(min(abs(over), SLACK_BYTES), over)
+    return (each.counted - spared) / total
+
+
+def _interface_bytes() -> tuple[float, float]:
+    """Return the bytes sent so far over lo, and over all interfaces of this namespace."""
+    try:
+        lines = INTERFACES.read_text().splitlines()[2:]
+    except OSError:
+        return 0.0, 0.0
+    sent = {
+        name.strip(): float(row.split()[8]) for name, _, row in (s.partition(":") for s in lines)
+    }
+    return sent.get("lo", 0.0), sum(sent.values())

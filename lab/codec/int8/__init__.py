@@ -1,0 +1,1 @@
+"""Eight bits per value between the ends of its block."""

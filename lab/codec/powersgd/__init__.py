@@ -1,0 +1,1 @@
+"""Products of a matrix and two factors of low rank."""

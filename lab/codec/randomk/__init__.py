@@ -1,0 +1,1 @@
+"""Random values, at places that all ranks draw alike."""

@@ -1,0 +1,1 @@
+"""Signs of values, and one magnitude for all."""

@@ -1,0 +1,1 @@
+"""The values of largest magnitude, each with its index."""

@@ -1,0 +1,185 @@
+"""Reduce-scatters of gradients that are laid out by the rank they go to, exact or compressed.
+
+They are the first halves of exchanges by name: what that sends to one rank, in the same codec, with
+the sums in float32 and in rank order. The second half, which sends means to all ranks, is left out:
+a rank keeps its sum.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lab.codec.int8 import codec as int8
+from lab.codec.onebit.message import Matrix, Message
+from lab.distributed.comm import Comm, SummedParts
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import ScratchBuffers
+from lab.exchange.int8 import Int8
+from lab.exchange.onebit import OneBit
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A parameter's columns in gradients [N, n]: `inner` values for each of its own rows."""
+
+    start: int
+    stop: int
+    inner: int
+
+
+@dataclass
+class Layout:
+    """Where parameters lie in gradients [N, n], and memory that is kept from step to step.
+
+    Attributes:
+        columns: by parameter name. Row r holds each one's r-th part of N.
+    """
+
+    columns: Mapping[str, Columns]
+    buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
+
+
+class Scatter(ABC):
+    """A reduce-scatter. One object serves all units of a rank."""
+
+    @abstractmethod
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+        """Fill `output`, float32 [n], with the sum over the ranks of their `gradients[rank]`.
+
+        Args:
+            gradients: float32 [N, n]; its memory may be overwritten.
+        """
+
+
+class Exact(Scatter):
+    """Sends gradients as `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+        if self._dtype == gradients.dtype:
+            spare = None
+            if comm.backend != "nccl":
+                spare = layout.buffers["received"].take(gradients, *gradients.shape)
+            comm.ireduce_scatter(output, gradients, spare).wait()
+            return
+        empty = gradients.new_empty(0, dtype=self._dtype)
+        sent = layout.buffers["sent"].take(empty, *gradients.shape)
+        received = layout.buffers["received"].take(empty, *gradients.shape)
+        sent.copy_(gradients)
+        SummedParts(comm.iall_to_all(received, sent), received, output).wait()
+
+
+class EightBit(Scatter):
+    """Sends a byte for each value, by blocks, as the first stage of Int8."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+        num_blocks = -(-gradients.shape[1] // self._block_size)
+        shape = comm.size, num_blocks, int8.HEADER_BYTES + self._block_size
+        byte = gradients.new_empty(0, dtype=torch.uint8)
+        sent = layout.buffers["sent"].take(byte, *shape)
+        received = layout.buffers["received"].take(byte, *shape)
+        for values, records in zip(gradients, sent, strict=True):
+            int8.encode(values, records)
+        comm.all_to_all(received, sent)
+        int8.decode(received[0], output)
+        other = gradients[0]  # encoded, so its memory is free
+        for records in received[1:]:
+            int8.decode(records, other)
+            output += other
+
+
+class SignBit(Scatter):
+    """Sends a bit for each value and two scales for each block, with the residual of `exchange`.
+
+    So delivered sums + residuals = true sums, as in the first stage of OneBit. Blocks run across
+    parameters, since a unit's gradients are laid out so.
+    """
+
+    def __init__(self, exchange: OneBit) -> None:
+        self._exchange = exchange
+
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+        block, (size, n) = self._exchange.block_size, gradients.shape
+        blocks = -(-n // block)
+        padded = layout.buffers["padded"].take(gradients, size, blocks * block)
+        padded[:, :n].copy_(gradients)
+        padded[:, n:].zero_()
+        matrix = Matrix("", 0, size * blocks, block)
+        values = matrix.view(padded.view(-1))
+        residual = self._residual(padded, layout)
+
+        def message(role: str) -> Message:
+            return Message([matrix], size, size, padded, layout.buffers[role])
+
+        sent, received = message("sent"), message("received")
+        flat = None if residual is None else residual.view_as(values)
+        sent.encode([values], [flat], self._exchange.threshold)
+        comm.all_to_all(received.bytes, sent.bytes)
+        received.decode([values])  # rows of each rank's message, one rank after the other
+        output.copy_(padded[0, :n])
+        for other in padded[1:, :n]:
+            output += other
+        if residual is not None:
+            residual[:, n:].zero_()  # of padding, which nobody saves
+
+    def _residual(self, padded: Tensor, layout: Layout) -> Tensor | None:
+        """Return the residual of `padded`, of its shape; None without error feedback.
+
+        The exchange holds views of it, by parameter: [N, rows, inner]. After a resume or a rollback
+        it holds other tensors, which are copied; those of another number of ranks are laid out
+        anew.
+        """
+        if not self._exchange.error_feedback:
+            return None
+        residual = layout.buffers["residual"].take(padded, *padded.shape)
+        kept = self._exchange.residual
+        views = {
+            name: residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
+            for name, at in layout.columns.items()
+            if at.inner
+        }
+        if all(name in kept and kept[name].data_ptr() == v.data_ptr() for name, v in views.items()):
+            return residual
+        residual.zero_()
+        for name, view in views.items():
+            if name in kept:
+                _fill(view, kept[name])
+            kept[name] = view
+        return residual
+
+
+def _fill(view: Tensor, saved: Tensor) -> None:
+    """Copy the rows of a parameter, [N, rows, inner], to where another N or none puts them."""
+    laid_out = torch.zeros_like(view, memory_format=torch.contiguous_format).flatten(0, 1)
+    rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
+    laid_out[: len(rows)] = rows
+    view.copy_(laid_out.view_as(view))
+
+
+def scatter_of(exchange: Exchange) -> Scatter:
+    """Return the first half of `exchange`.
+
+    Raises:
+        ValueError: it has none of its own.
+    """
+    if isinstance(exchange, AllReduce):
+        return Exact(exchange.dtype)
+    if isinstance(exchange, Int8):
+        return EightBit(exchange.block_size)
+    if isinstance(exchange, OneBit) and not exchange.warmup_steps:
+        return SignBit(exchange)
+    raise ValueError(
+        f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed are allreduce, bf16, "
+        "fp16, int8, and onebit without warmup_steps"
+    )

@@ -1,0 +1,43 @@
+"""Exchanges that are made of others: which, and for which share of a run."""
+
+from __future__ import annotations
+
+from lab.simulate.load import Settings, class_of
+
+PARTS = {"Auto": ("compressed", "plain"), "Schedule": ("first", "second", "third")}
+
+
+def ways_of(exchange: Settings) -> list[Settings]:
+    """List the exchanges that one is made of; none if it is made of no others."""
+    return [exchange[key] for key in PARTS.get(class_of(exchange), ()) if exchange[key]]
+
+
+def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
+    """List the exchanges of a run, each with its share of the steps.
+
+    Raises:
+        ValueError: `exchange` is a schedule in steps of a run of unknown length.
+    """
+    if class_of(exchange) != "Schedule":
+        return [(1.0, exchange)]
+    until = exchange["until"]
+    if not all(0 < end < 1 for end in until):
+        raise ValueError(
+            f"exchange.until={list(until)}: a prediction needs the run's length: set steps, or "
+            "shares of the run"
+        )
+    starts, ends = [0, *until], [*until, 1]
+    shares = [end - start for start, end in zip(starts, ends, strict=True)]
+    return list(zip(shares, ways_of(exchange), strict=True))
+
+
+def in_shares(exchange: Settings, num_steps: int | None) -> Settings:
+    """Return an exchange whose phases, if it has some in steps, are shares of `num_steps`."""
+    if class_of(exchange) != "Schedule" or num_steps is None:
+        return exchange
+    ends = [end if end < 1 else end / num_steps for end in exchange["until"]]
+    lasting = {key: exchange[key] for key in PARTS["Schedule"] if exchange[key]}
+    # Phases that would begin after the run's last step are left out.
+    kept = 1 + sum(end < 1 for end in ends)
+    unused = dict.fromkeys(list(lasting)[kept:])
+    return {**exchange, **unused, "until": ends[: kept - 1]}

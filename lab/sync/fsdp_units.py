@@ -1,0 +1,40 @@
+"""Modules whose parameters FSDP gathers and frees together."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
+
+NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def units(model: nn.Module, bucket_mb: float | None) -> list[nn.Module]:
+    """List the modules to wrap, inner before outer, and the model last.
+
+    A unit is the largest module of at most `bucket_mb`, or a larger layer. The model itself takes
+    the parameters that are left: of modules below 1 MiB, which are not worth messages of their own,
+    and those that modules share.
+
+    Args:
+        bucket_mb: in MiB; None: the model is the only unit.
+    """
+    if bucket_mb is None:
+        return [model]
+    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    shared = {key for key, number in users.items() if number > 1}
+    found = [unit for child in model.children() for unit in _within(child, bucket_mb * MIB, shared)]
+    return [*found, model]
+
+
+def _within(module: nn.Module, most: float, shared: set[int]) -> list[nn.Module]:
+    parameters = list(module.parameters())
+    size = sum(p.nbytes for p in parameters)
+    if size < min(FIRST_BUCKET_BYTES, most):
+        return []
+    inner = [unit for child in module.children() for unit in _within(child, most, shared)]
+    if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in parameters):
+        return inner
+    return [module] if size <= most or not inner else inner

@@ -1,0 +1,171 @@
+"""Zero1: each rank keeps the optimizer's state of its share of the weights alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lab.distributed.comm import Collective, SummedParts
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.bucket import BucketPlan, GradBucket, ScratchBuffers
+from lab.sync.base import Shard, SyncParts, SyncState
+from lab.sync.flatten import flatten
+from lab.sync.gradsync import GradSync
+from lab.sync.pattern import zero1
+
+
+class Zero1(GradSync):
+    """A sync that shards the optimizer's state (ZeRO, stage 1: Rajbhandari et al. 2020, section 5).
+
+    Each bucket is divided into N equal parts, across the borders of parameters. Its gradients are
+    reduce-scattered, during backward with `overlap`: rank r receives the mean of part r. It updates
+    part r of the weights, which it then sends to all ranks, while it updates its part of the next
+    bucket. Both ways together send as much as an all-reduce: 2(N-1)/N of the gradients.
+
+    Weights of a bucket share one block of memory, and `optimized` is made of views of this rank's
+    parts. Buckets keep the order in which they are planned first, since a part's state lies on one
+    rank.
+
+    The exchange is an all-reduce by name: its `dtype` is that of gradients on the wire. Sums are in
+    float32 (over NCCL in its own order), and weights travel as they are.
+
+    Raises:
+        ValueError: an exchange that is not an all-reduce, or a model with too few values for some
+            rank to have any.
+    """
+
+    def __init__(self, parts: SyncParts) -> None:
+        if not isinstance(parts.exchange, AllReduce):
+            raise ValueError(
+                f"exchange={type(parts.exchange).__name__}: strategy=zero1 scatters sums of "
+                "gradients; allowed are allreduce, bf16, fp16"
+            )
+        self._wire = parts.exchange.dtype
+        self._spares: list[ScratchBuffers] = []  # of buckets that are not under way
+        self._checks_finite = parts.precision == "fp16"
+        super().__init__(parts, zero1(parts.overlap), multiple=parts.comm.size)
+        self.order = [name for bucket in self.buckets for name in bucket.parameters]
+
+    def optimized(self, model: nn.Module) -> nn.Module:
+        """Return this rank's slices of the parameters."""
+        return nn.ParameterList(shard.values for shard in self.shards.values())
+
+    def state_dict(self) -> SyncState:
+        return {}
+
+    def load_state_dict(self, state: SyncState) -> None:
+        """Keep the buckets: those of the checkpoint, by its order of gradients, may be others."""
+
+    def finish(self) -> Tensor | None:
+        """Leave this rank's part of the mean in the gradients of its slices, and nowhere else."""
+        super().finish()
+        for bucket, mean in zip(self.buckets, self._means, strict=True):
+            for parameter in bucket.parameters.values():
+                parameter.grad = None
+            for name, place in self._places[str(bucket)].items():
+                values = self.shards[name].values
+                values.grad = mean[place : place + values.numel()].view_as(values)
+        finite = self._finite_everywhere() if self._checks_finite else None
+        self._means.clear()
+        return finite
+
+    def norm(self, own: Tensor) -> Tensor:
+        total = own.square()
+        self._run("norm of gradients", total)
+        return total.sqrt()
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Update a bucket after the other, and begin to send each one's weights."""
+        gradients = {name: shard.values.grad for name, shard in self.shards.items()}
+        optimizer.zero_grad()
+        for bucket, weights in zip(self.buckets, self._weights, strict=True):
+            for name in self._places[str(bucket)]:
+                self.shards[name].values.grad = gradients.pop(name)
+            optimizer.step()  # passes over parameters without gradients
+            optimizer.zero_grad()
+            label = f"weights {bucket}"
+            job = partial(self._gather, weights)
+            if self.clock:
+                job = self.clock.traced(label, job, coded=False)
+            self.worker.submit(label, job)
+
+    def after_update(self, last: bool) -> None:
+        """Wait for the other ranks' weights."""
+        self.worker.wait()
+
+    def _use(self, buckets: list[BucketPlan]) -> None:
+        super()._use(buckets)
+        self._means: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._places: dict[str, dict[str, int]] = {}  # where slices begin in a part, by bucket
+        self.shards = {}
+        for bucket in buckets:
+            in_memory = [bucket.parameters[name] for name in bucket.shapes]
+            self._weights.append(flatten(in_memory, self.comm.size).view(self.comm.size, -1))
+            self._places[str(bucket)] = self._divide(bucket, self._weights[-1])
+        self._refuse_empty()
+
+    def _divide(self, bucket: BucketPlan, weights: Tensor) -> dict[str, int]:
+        """Add this rank's slices of a bucket to `shards`; return where they begin in its part."""
+        part, places, begin = weights.shape[1], dict[str, int](), 0
+        low = self.comm.rank * part
+        for name, shape in bucket.shapes.items():
+            size = math.prod(shape)
+            start, stop = max(begin, low), min(begin + size, low + part)
+            if start < stop:
+                row = weights[self.comm.rank, start - low : stop - low]
+                own_shape = [*[1] * (len(shape) - 1), -1] if shape else []
+                values = nn.Parameter(row.view(own_shape))
+                self.shards[name] = Shard(values, start - begin, stop - begin)
+                places[name] = start - low
+            begin += size
+        return places
+
+    def _refuse_empty(self) -> None:
+        rank_of_last = max(
+            (sum(map(math.prod, bucket.shapes.values())) - 1) // weights.shape[1]
+            for bucket, weights in zip(self.buckets, self._weights, strict=True)
+        )
+        if rank_of_last < self.comm.size - 1:
+            raise ValueError(
+                f"world_size={self.comm.size}: strategy=zero1 has no values for rank "
+                f"{self.comm.size - 1}; use fewer ranks, or larger buckets"
+            )
+
+    def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
+        if self.loss_scale != 1.0:
+            bucket.flat.div_(self.loss_scale)
+        parts = bucket.flat.view(self.comm.size, -1)
+        mean = parts[self.comm.rank]  # received in place: what was sent is free by then
+        self._means.append(mean)
+        if self._wire == torch.float32:
+            if self.comm.backend == "nccl":
+                yield self.comm.ireduce_scatter(mean, parts)
+                return
+            spare = self._spares.pop() if self._spares else ScratchBuffers()
+            received = spare["received"].take(parts, *parts.shape)
+            yield self.comm.ireduce_scatter(mean, parts, received)
+            self._spares.append(spare)
+            return
+        sent = bucket.buffers["sent"].take(parts.new_empty(0, dtype=self._wire), *parts.shape)
+        received = bucket.buffers["received"].take(sent, *parts.shape)
+        sent.copy_(parts)
+        yield SummedParts(self.comm.iall_to_all(received, sent), received, mean)
+
+    def _gather(self, weights: Tensor) -> Iterator[Collective]:
+        yield self.comm.iall_gather(weights, weights[self.comm.rank])
+
+    def _finite_everywhere(self) -> Tensor:
+        bad = torch.stack([mean.isfinite().all() for mean in self._means]).all().logical_not()
+        num_bad = bad.float()
+        self._run("finite gradients", num_bad)
+        return num_bad == 0
+
+    def _run(self, label: str, total: Tensor) -> None:
+        self.worker.submit(label, lambda: iter([self.comm.iall_reduce(total)]))
+        self.worker.wait()

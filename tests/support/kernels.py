@@ -1,0 +1,60 @@
+"""A codec's kernels for each processor level, and inputs that every codec must bear."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+LEVELS = ("DEFAULT", "AVX2", "AVX512")
+HERE = torch.backends.cpu.get_cpu_capability()
+KINDS = ("normal", "zero", "equal", "negative", "denormal", "huge", "nan", "-inf")
+LENGTHS = (1, 7, 16, 33, 1000, 70_001)  # the last is more than a piece of a thread
+
+
+def kernels_at(level: str, native: ModuleType) -> Any:
+    """Return a codec's kernels for `level`, or skip the test where the processor lacks it."""
+    if LEVELS.index(level) > LEVELS.index(HERE):
+        pytest.skip(f"this processor has no {level}")
+    kernels = native.kernels(level)
+    assert kernels is not None
+    return kernels
+
+
+def values_of(kind: str, *shape: int) -> Tensor:
+    """Draw values of one of KINDS."""
+    values = torch.randn(shape)
+    if kind in ("nan", "-inf") and values.numel():
+        values.view(-1)[values.numel() // 2] = float(kind)
+    made = {"zero": torch.zeros_like(values), "negative": -values.abs() - 1}
+    made["equal"] = torch.full_like(values, 0.3)
+    scale = {"denormal": 1e-41, "huge": 3e37}.get(kind, 1.0)
+    return made.get(kind, values) * scale
+
+
+def unaligned(values: Tensor) -> Tensor:
+    """Return a copy of a vector that begins four bytes after a cache line."""
+    copy = torch.empty(len(values) + 1, dtype=values.dtype)[1:]
+    return copy.copy_(values)
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    """Compare to 1e-6 of the largest value, and non-finite values exactly."""
+    finite = theirs.isfinite()
+    if not torch.equal(finite, ours.isfinite()):
+        return False
+    largest = float(theirs[finite].abs().max()) if finite.any() else 0.0
+    same_infinities = torch.equal(ours[~finite].nan_to_num(0), theirs[~finite].nan_to_num(0))
+    return same_infinities and torch.allclose(
+        ours[finite], theirs[finite], rtol=1e-6, atol=1e-6 * largest
+    )
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Compare bit for bit, but any NaN equals any other."""
+    return torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(
+        ours.nan_to_num(0), theirs.nan_to_num(0)
+    )

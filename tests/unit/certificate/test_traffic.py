@@ -1,0 +1,94 @@
+"""Bytes: what is compared with what, and when an interface's count means nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lab.certificate.traffic import SLACK_BYTES, Ledger, Moved, formula_bytes, moved
+from tests.support.cases import WITH_CARD, exchange_settings
+
+MB = 1_000_000
+# payload; lo before, all before; lo after, all after; namespace; host; seconds
+ONE_PLACE = [[MB, 5, 50, 2 * MB + 5, 0, 1, 7, 0.5], [MB, 9, 90, 2 * MB + 5, 0, 1, 7, 0.5]]
+TWO_PLACES = [[MB, 5, 50, 5, MB + 50, 1, 7, 0.5], [MB, 6, 60, 6, MB + 60, 2, 7, 0.5]]
+TWO_HOSTS = [[MB, 5, 50, 5, MB + 50, 1, 7, 0.5], [MB, 6, 60, 6, MB + 60, 1, 8, 0.5]]
+
+
+def rows(of_ranks: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(of_ranks, dtype=torch.float64)
+
+
+def test_ranks_of_a_namespace_share_its_counters() -> None:
+    assert moved(rows(ONE_PLACE), "gloo") == Moved((MB, MB), 2 * MB, "lo", 0.5)
+
+
+def test_emulated_hosts_have_their_own() -> None:
+    assert moved(rows(TWO_PLACES), "gloo") == Moved((MB, MB), 2 * MB, "the hosts' interfaces", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "backend", "why"),
+    [
+        (TWO_HOSTS, "gloo", "the hosts' interfaces carry others' bytes too"),
+        (ONE_PLACE, "nccl", "nccl need not send over an interface"),
+    ],
+)
+def test_other_counts_mean_nothing(of_ranks: list[list[int]], backend: str, why: str) -> None:
+    found = moved(rows(of_ranks), backend)
+    assert (found.counted, found.why) == (None, why)
+
+
+def ledger(*counted: float | None, payload: int = MB) -> Ledger:
+    return Ledger(4 * MB, [Moved((payload, payload), each, "lo") for each in counted])
+
+
+def test_the_least_count_is_nearest_to_the_exchange() -> None:
+    found = ledger(9 * MB, 2.02 * MB, 3 * MB)
+    ratio, where = found.excess()
+    assert (ratio, where) == (pytest.approx(1.01 - SLACK_BYTES / 2 / MB), "lo")
+    assert found.factor == pytest.approx(16.0)  # 2 (N-1) 4 n over what both handed over
+    assert found.counted_factor == pytest.approx(16 / 1.01)
+
+
+def test_control_messages_are_spared_but_not_more() -> None:
+    assert ledger(2 * MB + SLACK_BYTES).excess()[0] == 1
+    assert ledger(3 * MB).excess()[0] == pytest.approx(1.5 - SLACK_BYTES / 2 / MB)
+    assert ledger(MB).excess()[0] == pytest.approx(0.5 + SLACK_BYTES / 2 / MB)
+
+
+def test_an_excess_counts_only_if_all_exchanges_have_it() -> None:
+    assert ledger(4 * MB, 4.1 * MB, 4 * MB).is_steady
+    assert not ledger(4 * MB, 4 * MB).is_steady
+    assert not ledger(9 * MB, 4 * MB, 4 * MB).is_steady
+
+
+def test_few_bytes_are_not_compared() -> None:
+    ratio, why = ledger(30_000, payload=10_000).excess()
+    assert ratio is None
+    assert why == "19.5 KiB are too few to be told from control messages"
+
+
+def test_an_exchange_that_hands_over_nothing_or_too_much_is_a_fault() -> None:
+    assert "hook ignored" in str(ledger(0, payload=0).fault(None, 0, True))
+    assert ledger(0, payload=0).fault(None, 0, uses_comm=False) is None
+    assert ledger(2 * MB).fault(None, 0, True) is None
+    assert ledger(2 * MB).fault(0.98 * MB, 0, True) is None
+    assert ledger(2 * MB).fault(0.5 * MB, 0.6 * MB, True) is None
+    assert "and the formula of this exchange says 500000" in str(
+        ledger(2 * MB).fault(0.5 * MB, 0, True)
+    )
+
+
+def test_every_card_gives_a_formula_but_that_of_auto() -> None:
+    shapes = [[(512, 256), (256,)], [(128, 512)]]
+    found = {name: formula_bytes(exchange_settings(name), shapes, 4) for name in WITH_CARD}
+    assert [name for name, sent in found.items() if sent is None] == ["auto"]
+    assert found["allreduce"] == pytest.approx(2 * 3 / 4 * 4 * (512 * 256 + 256 + 128 * 512))
+
+
+@pytest.mark.parametrize(
+    "settings", [None, {}, {"_target_": "mine.Gossip"}, {"_target_": "mine.OneBit"}]
+)
+def test_an_exchange_without_a_card_has_none(settings: dict[str, str] | None) -> None:
+    assert formula_bytes(settings, [[(8, 8)]], 2) is None

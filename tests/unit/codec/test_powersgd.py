@@ -1,0 +1,95 @@
+"""PowerSGD's products: the kernels against float64 arithmetic, at each level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.codec.powersgd import codec as powersgd
+from lab.codec.powersgd import native, reference
+from tests.support.kernels import HERE, LEVELS, kernels_at
+
+SHAPES = [(0, 3), (1, 1), (3, 7), (64, 33), (300, 1000), (10, 9000), (5000, 10)]
+
+
+def implementation(level: str) -> Any:
+    return reference if level == "reference" else kernels_at(level, native)
+
+
+def near(ours: Tensor, true: Tensor, sizes: Tensor) -> bool:
+    """Compare to 1e-6 of the sum of magnitudes of each value's terms."""
+    return bool(((ours.double() - true).abs() <= 1e-6 * sizes).all())
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("level", [*LEVELS, "reference"])
+def test_products_are_those_of_float64(level: str, shape: tuple[int, int], rank: int) -> None:
+    codec, (rows, columns) = implementation(level), shape
+    gradient, residual, q = torch.randn(shape), torch.randn(shape), torch.randn(rank, columns)
+    p, back, out = torch.empty(rows, rank), torch.empty(rank, columns), torch.full(shape, 7.0)
+    matrix, true = residual.clone(), (residual + gradient).double()
+    codec.project(gradient, matrix, q, p)
+    assert torch.equal(matrix, residual + gradient)
+    assert near(p, true @ q.T.double(), true.abs() @ q.T.double().abs())
+    codec.project_back(matrix, p, back, False)
+    assert torch.equal(matrix, residual + gradient)
+    assert near(back, p.T.double() @ true, p.T.double().abs() @ true.abs())
+    codec.project_back(matrix, p, back, True)
+    product, sizes = p.double() @ back.double(), p.double().abs() @ back.double().abs()
+    assert near(matrix, true - product, sizes + true.abs())
+    codec.rebuild(p, back, out)
+    assert near(out, product, sizes)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_feedback_the_gradient_is_the_matrix(level: str) -> None:
+    gradient, q, p = torch.randn(9, 70), torch.randn(2, 70), torch.empty(9, 2)
+    kept = gradient.clone()
+    implementation(level).project(gradient, None, q, p)
+    assert torch.equal(gradient, kept)
+    torch.testing.assert_close(p, gradient @ q.T)
+
+
+def test_all_levels_and_threads_rebuild_the_same_bits() -> None:
+    """Ranks rely on it: each rebuilds the mean by itself."""
+    p, q = torch.randn(700, 2), torch.randn(2, 1003)
+    before, results = torch.get_num_threads(), []
+    for level in LEVELS[: LEVELS.index(HERE) + 1]:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            out = torch.empty(700, 1003)
+            kernels_at(level, native).rebuild(p, q, out)
+            results.append(out)
+    torch.set_num_threads(before)
+    assert all(torch.equal(out, results[0]) for out in results)
+
+
+def test_threads_change_no_bit_of_a_projection() -> None:
+    gradient, q, p = torch.randn(700, 1003), torch.randn(2, 1003), torch.randn(700, 2)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        forth, back, rest = torch.empty(700, 2), torch.empty(2, 1003), gradient.clone()
+        powersgd.project(gradient, None, q, forth)
+        powersgd.project_back(rest, p, back, True)
+        results.append((forth, back, rest))
+    torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_more_columns_than_the_kernels_take_go_to_blas() -> None:
+    rank = powersgd.HIGHEST_RANK + 1
+    gradient, q, p = torch.randn(20, 30), torch.randn(rank, 30), torch.empty(20, rank)
+    powersgd.project(gradient, None, q, p)
+    torch.testing.assert_close(p, gradient @ q.T)
+
+
+def test_what_is_not_finite_reaches_every_column_of_its_row() -> None:
+    gradient, q, p = torch.randn(9, 70), torch.randn(2, 70), torch.empty(9, 2)
+    gradient[4, 66] = torch.nan
+    powersgd.project(gradient, None, q, p)
+    assert p.isfinite().all(dim=1).tolist() == [row != 4 for row in range(9)]

@@ -1,0 +1,271 @@
+"""Two levels: means, residuals, bytes and states, on nodes of many shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm, Traffic
+from lab.distributed.thread_comm import run_ranks
+from lab.exchange.bucket import GradBucket
+from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.hierarchical import Hierarchical
+from lab.exchange.none import NoExchange
+from lab.exchange.onebit import OneBit
+from lab.exchange.rails import part_shapes
+from tests.support.cases import COMPRESSES_LITTLE, EXACT, REPEATABLE, maker
+
+Nodes = list[list[int]]
+NODES: dict[str, Nodes] = {
+    "2x2": [[0, 1], [2, 3]],
+    "2x3": [[0, 1, 2], [3, 4, 5]],
+    "2+3": [[0, 1], [2, 3, 4]],
+    "1+3": [[0], [1, 2, 3]],
+    "2 in turns": [[0, 2], [1, 3]],
+    "3x1": [[0], [1], [2]],
+    "1x3": [[0, 1, 2]],
+}
+TWO_LEVELS = [name for name in NODES if name not in ("3x1", "1x3")]
+SHAPES = {
+    name: torch.Size(shape)
+    for name, shape in {
+        **{"fc": (10, 70), "bias": (10,), "empty": (0, 3), "scalar": ()},
+        **{"conv": (7, 20, 5, 5), "one": (1,), "small": (3, 3)},
+    }.items()
+}
+NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
+LEVELS_OF_THEIR_OWN = [e for e in REPEATABLE if not e.startswith("hierarchical")]
+INTER_EXACT = [e for e in LEVELS_OF_THEIR_OWN if e in EXACT]
+INTER = [e for e in LEVELS_OF_THEIR_OWN if e not in EXACT]
+WITH_FEEDBACK = [e for e in INTER if isinstance(maker(e)(), ErrorFeedback)]
+
+
+def hierarchy(inter: str) -> Callable[[], Hierarchical]:
+    """Makes a hierarchical exchange, in any thread, whose inter compresses SHAPES."""
+    make = maker(inter, *COMPRESSES_LITTLE.get(inter, ()))
+    return lambda: Hierarchical(make())
+
+
+@dataclass
+class Ledger:
+    """One rank's view: means of all steps, the sum of all delivered, state and residuals."""
+
+    means: list[Tensor]
+    delivered: Tensor
+    exchange: Hierarchical
+    state: dict[str, Any]
+
+    def residual(self) -> Tensor:
+        """Take the residual, laid out like the bucket."""
+        bucket = GradBucket(SHAPES, torch.zeros(NUM_VALUES))
+        self.exchange.flush_residual(bucket, LEFT_OUT)
+        return bucket.flat.double()
+
+
+LEFT_OUT: Any = None  # the exchange knows its own place
+
+
+def continue_steps(
+    make: Callable[[], Hierarchical], gradients: Tensor, states: list[Any], comm: Comm
+) -> Ledger:
+    exchange = make()
+    exchange.check_reach(comm)
+    if len(states) == comm.size and exchange.continues(states[comm.rank]):
+        exchange.load_state_dict(states[comm.rank])
+    elif states:
+        exchange.load_state_dict(exchange.redistribute(states, comm.rank, comm.size))
+    means, delivered = [], torch.zeros(NUM_VALUES, dtype=torch.float64)
+    for step, of_ranks in enumerate(gradients):
+        bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
+        exchange.average(bucket, comm)
+        means.append(bucket.flat)
+        delivered += comm.size * bucket.flat.double()
+    state = {
+        key: {n: v.clone() for n, v in kept.items()} for key, kept in exchange.state_dict().items()
+    }
+    return Ledger(means, delivered, exchange, state)
+
+
+def exchange_steps(
+    inter: str, nodes: Nodes, gradients: Tensor, states: list[Any] | None = None
+) -> list[Ledger]:
+    """Exchange `gradients` [steps, ranks, values]; return each rank's ledger."""
+    run = partial(continue_steps, hierarchy(inter), gradients, states or [])
+    ledgers = run_ranks(sum(map(len, nodes)), run, nodes)
+    for ledger in ledgers:
+        for mean, first in zip(ledger.means, ledgers[0].means, strict=True):
+            assert torch.equal(mean, first)
+    return ledgers
+
+
+def drawn(num_steps: int, nodes: Nodes) -> Tensor:
+    return torch.randn(num_steps, sum(map(len, nodes)), NUM_VALUES)
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("inter", INTER_EXACT)
+def test_every_rank_weighs_the_same_in_the_mean(inter: str, nodes: Nodes) -> None:
+    gradients = drawn(2, nodes)
+    ledger = exchange_steps(inter, nodes, gradients)[0]
+    torch.testing.assert_close(
+        torch.stack(ledger.means).double(), gradients.double().mean(dim=1), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("shapes", [SHAPES, {"w": torch.Size((12, 7))}], ids=["many", "one"])
+def test_divided_gradients_are_summed(nodes: Nodes, shapes: dict[str, torch.Size]) -> None:
+    gradients = torch.randn(sum(map(len, nodes)), sum(s.numel() for s in shapes.values()))
+    make = hierarchy("allreduce")
+
+    def rank_main(comm: Comm) -> Tensor:
+        bucket = GradBucket(shapes, gradients[comm.rank].clone(), divided=True)
+        make().average(bucket, comm)
+        return bucket.flat
+
+    for result in run_ranks(len(gradients), rank_main, nodes):
+        expected = gradients.double().sum(dim=0)
+        torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [NODES[name] for name in TWO_LEVELS], ids=TWO_LEVELS)
+@pytest.mark.parametrize("inter", WITH_FEEDBACK)
+def test_delivered_and_residuals_make_the_true_sum(inter: str, nodes: Nodes) -> None:
+    gradients = drawn(20, nodes)
+    ledgers = exchange_steps(inter, nodes, gradients)
+    truth = gradients.double().sum(dim=(0, 1))
+    kept = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
+    assert (ledgers[0].delivered + kept - truth).norm() <= 1e-5 * truth.norm()
+    assert kept.norm() > 0.05 * truth.norm()  # residuals make the sum right
+
+
+@pytest.mark.parametrize("to", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("inter", ["onebit", "topk", "powersgd"])
+def test_other_nodes_take_over_the_sum_of_residuals(inter: str, to: Nodes) -> None:
+    nodes = NODES["2+3"]
+    before, after = drawn(3, nodes), drawn(2, to)
+    old = exchange_steps(inter, nodes, before)
+    new = exchange_steps(inter, to, after, [ledger.state for ledger in old])
+    truth = before.double().sum(dim=(0, 1)) + after.double().sum(dim=(0, 1))
+    kept = torch.stack([ledger.residual() for ledger in new]).sum(dim=0)
+    delivered = old[0].delivered + new[0].delivered
+    assert (delivered + kept - truth).norm() <= 1e-5 * truth.norm()
+
+
+@pytest.mark.parametrize("inter", INTER)
+def test_the_same_nodes_go_on_in_the_same_bits(inter: str) -> None:
+    nodes = NODES["2+3"]
+    gradients = drawn(4, nodes)
+    whole = exchange_steps(inter, nodes, gradients)[0]
+    first = exchange_steps(inter, nodes, gradients[:2])
+    # Draws depend on the step's number, which starts anew.
+    rest = exchange_steps(inter, nodes, gradients[2:], [ledger.state for ledger in first])[0]
+    if inter != "randomk":
+        assert torch.equal(torch.stack(whole.means[2:]), torch.stack(rest.means))
+
+
+def test_another_loop_may_not_continue_on_other_nodes() -> None:
+    old = exchange_steps("onebit", NODES["2x2"], drawn(1, NODES["2x2"]))
+
+    def rank_main(comm: Comm) -> None:
+        exchange = hierarchy("onebit")()
+        exchange.check_reach(comm)
+        with pytest.raises(ValueError, match=r"state_dict: its ranks were on nodes \[\[0, 1\], "):
+            exchange.resume(old[comm.rank].state, torch.device("cpu"))
+
+    run_ranks(4, rank_main, NODES["2 in turns"])
+
+
+def test_nodes_of_one_rank_have_the_exchange_between_nodes_alone() -> None:
+    nodes = NODES["3x1"]
+    gradients = drawn(3, nodes)
+
+    def rank_main(comm: Comm) -> Tensor:
+        onebit, means = OneBit(), []
+        for step, of_ranks in enumerate(gradients):
+            bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
+            onebit.average(bucket, comm)
+            means.append(bucket.flat)
+        return torch.stack(means)
+
+    flat = run_ranks(3, rank_main)[0]
+    assert torch.equal(flat, torch.stack(exchange_steps("onebit", nodes, gradients)[0].means))
+
+
+def test_one_node_compresses_nothing() -> None:
+    gradients = drawn(1, NODES["1x3"])
+    (mean,) = exchange_steps("onebit", NODES["1x3"], gradients)[0].means
+    torch.testing.assert_close(mean, gradients[0].mean(dim=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("inter", INTER)
+def test_a_gradient_that_is_not_finite_is_known_to_all(inter: str, bad: float) -> None:
+    nodes, make = NODES["2+3"], hierarchy(inter)
+    for place in (5, 705, 2000):  # in a matrix, in a bias, in kernels
+        gradients = drawn(1, nodes)[0]
+        gradients[-1, place] = bad
+
+        def rank_main(comm: Comm, gradients: Tensor = gradients) -> tuple[bool, bool]:
+            bucket = GradBucket(SHAPES, gradients[comm.rank])
+            make().average(bucket, comm)
+            return bool(bucket.flat.isfinite().all()), bool(bucket.finite)
+
+        assert set(run_ranks(5, rank_main, nodes)) == {(False, False)}
+
+
+def traffic(inter: str, nodes: Nodes, shape: tuple[int, ...]) -> list[Traffic]:
+    make = maker(inter)
+
+    def rank_main(comm: Comm) -> Traffic:
+        flat = torch.randn(torch.Size(shape).numel())
+        Hierarchical(make()).average(GradBucket({"w": torch.Size(shape)}, flat), comm)
+        return comm.traffic
+
+    return run_ranks(sum(map(len, nodes)), rank_main, nodes)
+
+
+@pytest.mark.parametrize("inter", ["allreduce", "onebit"])
+def test_each_rail_carries_its_share_between_nodes(inter: str) -> None:
+    rows, columns = 384, 2048
+    n = rows * columns
+    between = 8 * n / 2 / 2 if inter == "allreduce" else 2 * (n / 2 / 8 + 8 * rows / 2) / 2
+    for sent in traffic(inter, NODES["2x2"], (rows, columns)):
+        assert sent.across_bytes == pytest.approx(between, rel=0.001)
+        assert sent.payload_bytes - sent.across_bytes == 8 * n / 2
+
+
+def test_ranks_without_a_rail_send_nothing_to_other_nodes() -> None:
+    sent = traffic("allreduce", NODES["2+3"], (60, 10))
+    assert [bool(each.across_bytes) for each in sent] == [True, True, True, True, False]
+    # A block is half of the bucket, and the larger node has three.
+    assert sent[4].payload_bytes == 2 * 2 * 4 * 300
+
+
+def test_parts_are_whole_rows_of_every_parameter() -> None:
+    parts = [part_shapes(SHAPES, rail, 4) for rail in range(4)]
+    assert [part["conv"] for part in parts] == [(1, 20, 5, 5), *[(2, 20, 5, 5)] * 3]
+    for name, shape in SHAPES.items():
+        assert sum(part[name].numel() for part in parts) == shape.numel()
+
+
+class Unsplit(Comm):
+    no_split = "its ranks are one group"
+    _iall_reduce = _iall_gather = _iall_to_all = _ibroadcast = None  # type: ignore[assignment]
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"exchange.inter=NoExchange: does not keep replicas"):
+        Hierarchical(NoExchange())
+    with pytest.raises(ValueError, match=r"exchange.inter=Hierarchical: has two levels itself"):
+        Hierarchical(Hierarchical(OneBit()))
+    comm = Unsplit(0, 4)
+    comm.nodes = NODES["2x2"]
+    with pytest.raises(ValueError, match=r"exchange=Hierarchical: makes groups of ranks; its"):
+        Hierarchical(OneBit()).check_reach(comm)

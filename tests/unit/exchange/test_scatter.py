@@ -1,0 +1,168 @@
+"""Reduce-scatters by name: exact sums, bounded errors, and residuals that lose nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.base import Exchange
+from lab.exchange.int8 import Int8
+from lab.exchange.onebit import OneBit
+from lab.exchange.scatter import Columns, Layout, scatter_of
+from lab.exchange.topk import TopK
+
+ROWS = {"w": (10, 7), "b": (5, 1), "e": (3, 4)}  # rows and inner values of three parameters
+ONEBIT = {"granularity": "block", "block_size": 16}
+
+
+def layout(size: int) -> tuple[Layout, int]:
+    """Return where FSDP puts ROWS on `size` ranks, and the values of a rank's part."""
+    columns, start = dict[str, Columns](), 0
+    for name, (rows, inner) in ROWS.items():
+        stop = start + -(-rows // size) * inner
+        columns[name] = Columns(start, stop, inner)
+        start = stop
+    return Layout(columns), start
+
+
+def laid_out(values: dict[str, Tensor], size: int) -> Tensor:
+    """Return whole parameters as FSDP lays out gradients: [size, n], padded with zeros."""
+    parts = []
+    for name, (rows, inner) in ROWS.items():
+        padded = torch.zeros(-(-rows // size) * size, inner)
+        padded[:rows] = values[name]
+        parts.append(padded.view(size, -1))
+    return torch.cat(parts, dim=1)
+
+
+def drawn(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in ROWS.items()}
+
+
+def summed(size: int, steps: int = 1) -> dict[str, Tensor]:
+    every = [drawn(rank, step) for rank in range(size) for step in range(steps)]
+    return {name: torch.stack([each[name] for each in every]).sum(dim=0) for name in ROWS}
+
+
+def scattered(size: int, exchange: Exchange) -> tuple[Tensor, int]:
+    """Return the parts of all ranks after one reduce-scatter, and the bytes that one sent."""
+    exchanges = [copy.deepcopy(exchange) for _ in range(size)]
+
+    def rank_main(comm: Comm) -> tuple[Tensor, int]:
+        place, n = layout(size)
+        output = torch.full((n,), torch.nan)
+        own = laid_out(drawn(comm.rank, 0), size)
+        scatter_of(exchanges[comm.rank]).sum(output, own, comm, place)
+        return output, comm.traffic.payload_bytes
+
+    parts, sent = zip(*run_ranks(size, rank_main), strict=True)
+    return torch.stack(parts), sent[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("exchange", "tolerance"),
+    [(AllReduce(), 1e-6), (AllReduce("bfloat16"), 0.01), (Int8(block_size=8), 0.02)],
+)
+def test_each_rank_receives_its_part_of_the_sum(
+    exchange: Exchange, tolerance: float, size: int
+) -> None:
+    parts, sent = scattered(size, exchange)
+    expected = laid_out(summed(size), size)
+    assert (parts - expected).abs().max() <= tolerance * size * 4
+    if isinstance(exchange, AllReduce):
+        assert sent == (size - 1) * exchange.dtype.itemsize * parts.shape[1]
+
+
+def test_halves_are_summed_in_full_precision() -> None:
+    # In bfloat16, 256 + 1 is 256.
+    def rank_main(comm: Comm) -> float:
+        output, own = torch.empty(1), torch.full((3, 1), [256.0, 1.0, 1.0][comm.rank])
+        scatter_of(AllReduce("bfloat16")).sum(output, own, comm, Layout({}))
+        return float(output)
+
+    assert run_ranks(3, rank_main) == [258.0] * 3
+
+
+def run_onebit(
+    size: int, steps: range, states: list[Any]
+) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
+    """Return each rank's state, the sum of what it received, and its last part."""
+
+    def rank_main(comm: Comm) -> tuple[dict[str, Any], Tensor, Tensor]:
+        exchange = OneBit(**ONEBIT)  # type: ignore[arg-type]
+        if states:
+            exchange.load_state_dict(states[comm.rank])
+        scatter, (place, n) = scatter_of(exchange), layout(size)
+        delivered, output = torch.zeros(n), torch.empty(n)
+        for step in steps:
+            scatter.sum(output, laid_out(drawn(comm.rank, step), size), comm, place)
+            delivered += output
+        return copy.deepcopy(exchange.state_dict()), delivered, output
+
+    return run_ranks(size, rank_main)
+
+
+def residuals(states: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return the ranks' sums, by parameter, without padding."""
+    return {
+        name: torch.stack([s["residual"][name].flatten(0, 1)[:rows] for s in states]).sum(dim=0)
+        for name, (rows, _) in ROWS.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_bit_a_value_delivers_everything_but_its_residuals(size: int) -> None:
+    states, delivered, _ = zip(*run_onebit(size, range(4), []), strict=True)
+    left = laid_out(residuals(list(states)), size)
+    real = laid_out({name: torch.ones(shape) for name, shape in ROWS.items()}, size) > 0
+    gap = torch.stack(delivered) + left - laid_out(summed(size, 4), size)
+    assert left.abs().max() > 0.1
+    assert gap[real].abs().max() < 1e-4
+
+
+def test_residuals_resume_in_the_same_bits() -> None:
+    whole = run_onebit(3, range(4), [])
+    first = [state for state, _, _ in run_onebit(3, range(2), [])]
+    resumed = run_onebit(3, range(2, 4), first)
+    for (state, _, output), (other, _, again) in zip(whole, resumed, strict=True):
+        assert torch.equal(output, again)
+        for name, residual in state["residual"].items():
+            assert torch.equal(residual, other["residual"][name])
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1)])
+def test_residuals_keep_their_sum_on_another_number_of_ranks(before: int, after: int) -> None:
+    states = [state for state, _, _ in run_onebit(before, range(3), [])]
+    shares = [OneBit(**ONEBIT).redistribute(states, r, after) for r in range(after)]  # type: ignore[arg-type]
+
+    def rank_main(comm: Comm) -> tuple[dict[str, Any], Tensor]:
+        exchange = OneBit(**ONEBIT)  # type: ignore[arg-type]
+        exchange.load_state_dict(shares[comm.rank])
+        place, n = layout(after)
+        output = torch.empty(n)
+        scatter_of(exchange).sum(output, torch.zeros(after, n), comm, place)
+        return copy.deepcopy(exchange.state_dict()), output
+
+    # With zero gradients, what is delivered comes from the residuals.
+    moved, delivered = zip(*run_ranks(after, rank_main), strict=True)
+    real = laid_out({name: torch.ones(shape) for name, shape in ROWS.items()}, after) > 0
+    left = laid_out(residuals(list(moved)), after)
+    gap = torch.stack(delivered) + left - laid_out(residuals(states), after)
+    assert torch.stack(delivered).abs().max() > 0.1
+    assert gap[real].abs().max() < 1e-5
+
+
+def test_others_have_no_reduce_scatter() -> None:
+    with pytest.raises(ValueError, match="exchange=TopK: has no reduce-scatter; allowed are"):
+        scatter_of(TopK(ratio=0.1))
+    with pytest.raises(ValueError, match="onebit without warmup_steps"):
+        scatter_of(OneBit(warmup_steps=3))

@@ -1,0 +1,212 @@
+"""A schedule of exchanges: nothing is lost at a switch, for which steps hold, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.auto import Auto
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import GradBucket
+from lab.exchange.none import NoExchange
+from lab.exchange.onebit import OneBit
+from lab.exchange.powersgd import PowerSGD
+from lab.exchange.schedule import Schedule
+from lab.exchange.topk import TopK
+from lab.settings.config import load
+from lab.simulate.strategy import Strategy
+
+SHAPES = {"fc": torch.Size((12, 70)), "bias": torch.Size((12,)), "conv": torch.Size((6, 5, 3, 3))}
+NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
+NUM_STEPS = 9
+
+
+def one_bit() -> OneBit:
+    columns: dict[str, Any] = {"threshold": "zero", "granularity": "column", "block_size": 8}
+    return OneBit(**columns, min_columns=1, warmup_steps=0, error_feedback=True)
+
+
+def whole(until: tuple[float, ...] = (3, 6)) -> Schedule:
+    made = Schedule(AllReduce(), PowerSGD(1), one_bit(), until)
+    made.total_steps = NUM_STEPS
+    return made
+
+
+def backwards() -> Schedule:
+    """Compressed exchanges first, one of them within another: each must give up its residual."""
+    return Schedule(one_bit(), Auto(TopK(0.1), AllReduce(), 5), PowerSGD(1), (3, 6))
+
+
+def kept(exchange: Exchange, comm: Comm) -> Tensor:
+    """Return this rank's residuals, laid out like the bucket, from a copy of the exchange."""
+    bucket = GradBucket(SHAPES, torch.zeros(NUM_VALUES))
+    copy.deepcopy(exchange).flush_residual(bucket, comm)
+    return bucket.flat.double()
+
+
+def steps(exchange: Exchange, gradients: Tensor, comm: Comm, first: int = 0) -> Iterator[Tensor]:
+    """Exchange this rank's `gradients` [steps, values] from step `first` on; yield each mean."""
+    for step, gradient in enumerate(gradients[first:], start=first):
+        bucket = GradBucket(SHAPES, gradient.clone(), step)
+        exchange.average(bucket, comm)
+        yield bucket.flat
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [whole, backwards])
+def test_delivered_and_residuals_make_the_true_sum_across_each_switch(
+    make: Callable[[], Schedule], size: int
+) -> None:
+    gradients = torch.randn(size, NUM_STEPS, NUM_VALUES)
+
+    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
+        exchange, delivered, residuals = make(), [], []
+        for mean in steps(exchange, gradients[comm.rank], comm):
+            delivered.append(size * mean.double())
+            residuals.append(kept(exchange, comm))
+        return torch.stack(delivered).cumsum(dim=0), torch.stack(residuals)
+
+    results = run_ranks(size, rank_main)
+    truth = gradients.double().sum(dim=0).cumsum(dim=0)
+    residual = torch.stack([of_rank for _, of_rank in results]).sum(dim=0)
+    for delivered, _ in results:
+        assert torch.equal(delivered, results[0][0])
+    off = (results[0][0] + residual - truth).norm(dim=1) / truth.norm(dim=1)
+    assert off.max() < 1e-5
+    lossy = [step for step in range(NUM_STEPS) if residual[step].norm() > 0.05 * truth[step].norm()]
+    assert lossy == (list(range(3, 9)) if make is whole else list(range(9)))
+
+
+@pytest.mark.parametrize(
+    ("until", "ends"), [((3, 6), [3, 6]), ((0.34, 0.67), [3, 6]), ((0.01, 0.9), [0, 8])]
+)
+def test_each_step_is_that_of_its_phase(until: tuple[float, ...], ends: list[int]) -> None:
+    ran: list[str] = []
+
+    class Noting(AllReduce):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Any]:
+            ran.append(self.name)
+            return super().stages(bucket, comm)
+
+    exchange = Schedule(Noting("a"), Noting("b"), Noting("c"), until)
+    exchange.total_steps = NUM_STEPS
+    run_ranks(1, lambda comm: list(steps(exchange, torch.zeros(NUM_STEPS, NUM_VALUES), comm)))
+    first, second = ends
+    assert ran == ["a"] * first + ["b"] * (second - first) + ["c"] * (NUM_STEPS - second)
+    assert exchange.choices() == [
+        {"chosen": "Noting", "first_step": 0, "end_step": first},
+        {"chosen": "Noting", "first_step": first, "end_step": second},
+        {"chosen": "Noting", "first_step": second, "end_step": None},
+    ]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 6, 8])  # before, at and after each switch
+def test_a_loaded_state_goes_on_in_the_same_bits(stop: int) -> None:
+    gradients = torch.randn(3, NUM_STEPS, NUM_VALUES)
+
+    def rank_main(comm: Comm) -> bool:
+        exchange, resumed, mine = whole(), whole(), gradients[comm.rank]
+        list(steps(exchange, mine[:stop], comm))
+        resumed.load_state_dict(exchange.state_dict())
+        rest = [steps(each, mine, comm, stop) for each in (exchange, resumed)]
+        return all(torch.equal(one, other) for one, other in zip(*rest, strict=True))
+
+    assert run_ranks(3, rank_main) == [True] * 3
+
+
+@pytest.mark.parametrize("new_size", [1, 2, 4])
+@pytest.mark.parametrize("stop", [5, 7])
+def test_another_number_of_ranks_keeps_the_sum_of_residuals(stop: int, new_size: int) -> None:
+    gradients = torch.randn(3, stop, NUM_VALUES)
+
+    def before(comm: Comm) -> tuple[dict[str, Any], Tensor]:
+        exchange = whole()
+        list(steps(exchange, gradients[comm.rank], comm))
+        return exchange.state_dict(), kept(exchange, comm)
+
+    states, residuals = zip(*run_ranks(3, before), strict=True)
+
+    def after(comm: Comm) -> Tensor:
+        exchange = whole()
+        exchange.load_state_dict(exchange.redistribute(list(states), comm.rank, new_size))
+        return kept(exchange, comm)
+
+    then, now = (
+        torch.stack(list(each)).sum(dim=0) for each in (residuals, run_ranks(new_size, after))
+    )
+    assert (now - then).norm() < 1e-5 * then.norm()
+
+
+def test_it_is_what_its_phases_are() -> None:
+    assert Schedule(AllReduce(), AllReduce(), None, (5,)).exact
+    assert not whole().exact
+    with pytest.raises(ValueError, match=r"exchange.until=\[0.5\]: a loop of your own has no len"):
+        run_ranks(
+            1,
+            lambda comm: list(
+                steps(
+                    Schedule(AllReduce(), one_bit(), None, (0.5,)), torch.zeros(1, NUM_VALUES), comm
+                )
+            ),
+        )
+
+
+@pytest.mark.parametrize(
+    ("phases", "until", "message"),
+    [
+        (3, [0.5], r"exchange.until=\[0.5\]: must be 2 rising numbers, for 3 exchanges"),
+        (2, [0.1, 0.5], r"must be 1 rising numbers, for 2 exchanges"),
+        (3, [0.5, 0.1], r"exchange.until=\[0.5, 0.1\]: must be 2 rising"),
+        (3, [0.5, 0.5], r"must be 2 rising"),
+        (3, [0.5, 20], r"shares of the run between 0 and 1, or whole steps of at least 1"),
+        (2, [0], r"exchange.until=\[0\]: must be"),
+        (2, [1.0], r"exchange.until=\[1.0\]: must be"),
+        (2, [True], r"exchange.until=\[True\]: must be"),
+        (2, 0.5, r"exchange.until=0.5: must be"),
+        (2, "half", r"exchange.until=half: must be"),
+    ],
+)
+def test_ends_that_make_no_sense_are_refused(phases: int, until: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(AllReduce(), AllReduce(), AllReduce() if phases == 3 else None, until)
+
+
+def test_a_phase_that_does_not_average_is_refused() -> None:
+    with pytest.raises(ValueError, match="exchange.second=NoExchange: does not keep replicas eq"):
+        Schedule(AllReduce(), NoExchange(), None, (5,))
+
+
+def test_phases_are_chosen_on_the_command_line() -> None:
+    chosen = load(
+        [
+            "exchange=schedule",
+            "exchange@exchange.second=topk",
+            "exchange.third=null",
+            "exchange.until=[20]",
+            "exchange.second.ratio=0.5",
+        ]
+    ).exchange
+    assert chosen.second.ratio == 0.5 and chosen.third is None and list(chosen.until) == [20]
+
+
+def test_a_prediction_of_phases_in_steps_needs_the_length_of_the_run() -> None:
+    def strategy(*settings: str) -> Strategy:
+        return Strategy.of(load(["strategy=schedule", "exchange.until=[20,60]", *settings]))
+
+    assert strategy("steps=200").exchange["until"] == [0.1, 0.3]
+    assert strategy("steps=50").exchange["until"] == [0.4]
+    assert strategy("steps=50").exchange["third"] is None
+    with pytest.raises(ValueError, match=r"until=\[20, 60\]: a prediction needs the run's length"):
+        strategy()

@@ -1,0 +1,270 @@
+"""Zero1: the weights of whole optimizers, from sharded ones whose state any ranks take over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from lab.distributed.comm import Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.distributed.worker import make_worker
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.int8 import Int8
+from lab.settings.errors import ConfigError
+from lab.sync.base import Sync, SyncParts
+from lab.sync.gradsync import GradSync
+from lab.sync.zero1 import Zero1
+from lab.training import slices
+from lab.training.elementwise import require_elementwise
+from lab.training.gradients import clip_gradients
+from lab.training.optim import Optim
+from lab.training.schedule import Schedule
+
+CPU = torch.device("cpu")
+Make = Callable[[Any], Optimizer]
+MAKES: dict[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: Adam(p, lr=0.01, eps=1e-3),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, eps=1e-2),
+}
+
+
+class Net(nn.Module):
+    """Matrices of odd sizes, vectors, a scalar, and a layer without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.never = nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+
+torch.manual_seed(0)
+NET = Net()  # threads share one generator, so each has a copy
+
+
+def parts(comm: Comm, overlap: bool = True, precision: str = "fp32", dtype: str = "float32") -> Any:
+    net = copy.deepcopy(NET)
+    worker = make_worker(overlap, CPU, comm.backend, False)
+    exchange = AllReduce(dtype)
+    return SyncParts(net, net, exchange, comm, worker, overlap, 1e-4, precision)
+
+
+def train(sync: Sync, optimizer: Optimizer, steps: range, max_norm: float | None = None) -> None:
+    """Take steps on batches of this rank as the trainer does."""
+    with sync:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(sync.comm.size, 4, 7, generator=generator)[sync.comm.rank]
+            with sync.micro_batch(last=True):
+                (sync.module(x).square().mean() * sync.loss_factor).backward()
+            sync.finish()
+            if max_norm is not None:
+                clip_gradients(_Params(optimizer), max_norm, sync.norm)
+            sync.update(optimizer)
+            sync.after_update(last=False)
+
+
+class _Params(nn.ParameterList):
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__([p for group in optimizer.param_groups for p in group["params"]])
+
+
+def sharded(comm: Comm, make: Make, **settings: Any) -> tuple[Zero1, Optimizer]:
+    sync = Zero1(parts(comm, **settings))
+    return sync, make(sync.optimized(sync.module).parameters())
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize(("size", "overlap"), [(1, True), (2, True), (2, False), (3, True)])
+def test_weights_are_those_of_a_whole_optimizer(
+    size: int, overlap: bool, make: Make, max_norm: float | None
+) -> None:
+    def rank_main(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        whole = GradSync(parts(comm, overlap))
+        train(whole, make(whole.module.parameters()), range(5), max_norm)
+        sync, optimizer = sharded(comm, make, overlap=overlap)
+        before = comm.traffic.payload_bytes
+        train(sync, optimizer, range(5), max_norm)
+        num_values = sum(p.numel() for p in sync.module.parameters())
+        least = 5 * 8 * num_values * (size - 1) // size
+        assert least <= comm.traffic.payload_bytes - before <= 1.6 * least  # a bucket is padded
+        return weights(whole.module), weights(sync.module)
+
+    results = run_ranks(size, rank_main)
+    for whole, ours in results:
+        for name in whole:
+            torch.testing.assert_close(ours[name], whole[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(ours[name], results[0][1][name])
+            if size < 3 and max_norm is None and make is MAKES["sgd"]:
+                assert torch.equal(ours[name], whole[name])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_rank_has_its_share_of_every_bucket_and_slices_cover_all(size: int) -> None:
+    def rank_main(comm: Comm) -> dict[str, tuple[int, int, int]]:
+        shards = Zero1(parts(comm)).shards
+        return {name: (s.start, s.stop, s.values.dim()) for name, s in shards.items()}
+
+    ranks, net = run_ranks(size, rank_main), dict(NET.named_parameters())
+    for name, parameter in net.items():
+        spans = [rank[name] for rank in ranks if name in rank]
+        starts, stops, dims = zip(*spans, strict=True)
+        assert (0, *stops) == (*starts, parameter.numel())
+        assert all(dim == parameter.dim() for dim in dims)  # decay_vectors tells by it
+    largest = max(sum(stop - start for start, stop, _ in rank.values()) for rank in ranks)
+    num_buckets = 8
+    assert largest <= sum(p.numel() for p in net.values()) / size + num_buckets
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_may_travel_in_half_precision_and_are_summed_in_full(dtype: str) -> None:
+    def rank_main(comm: Comm) -> tuple[dict[str, Tensor], int]:
+        sync, optimizer = sharded(comm, MAKES["sgd"], dtype=dtype)
+        train(sync, optimizer, range(5))
+        return weights(sync.module), comm.traffic.payload_bytes
+
+    exact = run_ranks(3, lambda comm: _trained(comm, 5))
+    for (ours, sent), whole in zip(run_ranks(3, rank_main), exact, strict=True):
+        gaps = [(ours[name] - whole[name]).abs().max() for name in ours]
+        assert 0 < max(gaps) < 0.01
+        assert sent < 0.8 * 5 * 8 * sum(map(Tensor.numel, ours.values()))
+
+
+def _trained(comm: Comm, num_steps: int) -> dict[str, Tensor]:
+    sync, optimizer = sharded(comm, MAKES["sgd"])
+    train(sync, optimizer, range(num_steps))
+    return weights(sync.module)
+
+
+def state_on(size: int, saved: list[Any], make: Make) -> list[Any]:
+    """Load a checkpoint's state on `size` ranks; return what these save."""
+
+    def rank_main(comm: Comm) -> Any:
+        sync, optimizer = sharded(comm, make)
+        named = sync.module.named_parameters()
+        slices.load(optimizer, named, sync.shards, {}, copy.deepcopy(saved))
+        return slices.slices_of(optimizer, sync.shards)
+
+    return run_ranks(size, rank_main)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_no_state_is_lost_on_the_way_from_four_ranks_to_two_three_and_four(make: Make) -> None:
+    def rank_main(comm: Comm) -> Any:
+        sync, optimizer = sharded(comm, make)
+        train(sync, optimizer, range(3))
+        return slices.slices_of(optimizer, sync.shards)
+
+    first = run_ranks(4, rank_main)
+    last = state_on(4, state_on(3, state_on(2, first, make), make), make)
+    for before, after in zip(first, last, strict=True):
+        assert before["groups"] == after["groups"]
+        for name, piece in before["slices"].items():
+            assert piece["state"].keys() == after["slices"][name]["state"].keys() != set()
+            for key, value in piece["state"].items():
+                assert torch.equal(value, after["slices"][name]["state"][key])
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_a_run_goes_on_from_the_other_kind_of_checkpoint_in_the_same_bits(make: Make) -> None:
+    def rank_main(comm: Comm) -> Any:
+        sync, optimizer = sharded(comm, make)
+        train(sync, optimizer, range(3))
+        return weights(sync.module), slices.slices_of(optimizer, sync.shards)
+
+    saved = run_ranks(2, rank_main)
+    states = [state for _, state in saved]
+    net = copy.deepcopy(NET)
+    optimizer = make(net.parameters())
+    slices.load(optimizer, net.named_parameters(), {}, {}, copy.deepcopy(states))
+    names = slices.names_of(optimizer, net.named_parameters())
+    whole = {"optimizer": optimizer.state_dict(), "names": names}
+
+    def back(comm: Comm) -> Any:
+        sync, optimizer = sharded(comm, make)
+        named = sync.module.named_parameters()
+        slices.load(optimizer, named, sync.shards, copy.deepcopy(whole), [{}])
+        return slices.slices_of(optimizer, sync.shards)
+
+    for before, after in zip(states, run_ranks(2, back), strict=True):
+        for name, piece in before["slices"].items():
+            for key, value in piece["state"].items():
+                assert torch.equal(value, after["slices"][name]["state"][key])
+
+
+def test_a_gradient_that_is_not_finite_is_known_to_all_ranks_in_fp16() -> None:
+    def rank_main(comm: Comm) -> tuple[bool, bool]:
+        found = []
+        for worst in (1.0, torch.inf):
+            sync, _ = sharded(comm, MAKES["sgd"], precision="fp16")
+            x = torch.ones(4, 7)
+            with sync, sync.micro_batch(last=True):
+                loss = sync.module(x).mean() * (worst if comm.rank == 1 else 1.0)
+                loss.backward()
+            finite = sync.finish()
+            assert finite is not None
+            found.append(bool(finite))
+        return found[0], found[1]
+
+    assert run_ranks(3, rank_main) == [(True, False)] * 3
+
+
+def test_what_is_no_all_reduce_and_too_many_ranks_are_refused() -> None:
+    def with_int8(comm: Comm) -> None:
+        made = parts(comm)
+        Zero1(SyncParts(made.model, made.module, Int8(), comm, made.worker))
+
+    def one_value(comm: Comm) -> None:
+        net = nn.Linear(1, 1, bias=False)
+        Zero1(SyncParts(net, net, AllReduce(), comm, make_worker(False, CPU, "threads", False)))
+
+    with pytest.raises(ValueError, match="exchange=Int8: strategy=zero1 scatters sums"):
+        run_ranks(2, with_int8)
+    with pytest.raises(ValueError, match="world_size=2: strategy=zero1 has no values for rank 1"):
+        run_ranks(2, one_value)
+
+
+def optim(target: str, **settings: Any) -> Optim:
+    return Optim(target, settings, Schedule(), batch_size=8)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam"])
+def test_elementwise_optimizers_are_accepted(name: str) -> None:
+    require_elementwise(optim(f"torch.optim.{name}", lr=0.01), "why")
+
+
+OTHERS = ["torch.optim.Muon", "torch.optim.Adafactor"]
+
+
+@pytest.mark.parametrize("target", [*OTHERS, "tests.unit.sync.test_zero1.CountsCalls"])
+def test_optimizers_that_look_at_more_than_a_value_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"optim={target}: why, but treats a slice otherwise"):
+        require_elementwise(optim(target, lr=0.01), "why")
+
+
+class CountsCalls(AdamW):
+    """AdamW whose rate falls with each call of `step`, whichever parameters have gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr=lr)
+        self.calls = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] /= self.calls
+        super().step()
