@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from lab.simulate.fit import Group
 from lab.simulate.presets import places
 from lab.simulate.source import Source
-from lab.simulate.step import Strategy, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import Strategy
 
 # Steps of held-out cells are predicted within 3.6 % in the median (docs/results/links.md), which no
 # interval of an option includes: options closer than this are not told apart.

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from lab.model.profile import Profile
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.step import Strategy, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import Strategy
 
 FREE_LINK = 1e18  # bytes per second: no message takes time
 FREE_CODEC = 1e18

@@ -14,7 +14,7 @@ from lab.settings.overrides import config_dir_of, split
 from lab.simulate import request as prediction
 from lab.simulate.hardware import Hardware
 from lab.simulate.request import Request, plain
-from lab.simulate.step import Strategy
+from lab.simulate.strategy import Strategy
 from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import class_of

@@ -196,7 +196,8 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
                 "compare with python -m lab.sweep"
             )
     for variant in variants:
-        if pattern_of(variant.config).outlasts_step:
+        pattern = pattern_of(variant.config)
+        if pattern.outlasts_step or pattern.waits_in_forward:
             raise ConfigError(
                 f"{variant.label}: its exchanges outlast their step, and would run during the "
                 "others' turns; compare it with python -m lab.sweep"

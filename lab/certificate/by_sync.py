@@ -18,6 +18,7 @@ from lab.certificate.watch import Seen
 from lab.sync.base import Sync
 from lab.sync.local import LocalSync
 from lab.sync.pattern import Begin, Leg
+from lab.sync.priority import PrioritySync
 
 
 class GradientCheck(Check):
@@ -86,6 +87,22 @@ class LateCheck(GradientCheck):
         observer.forget()
         if observer.is_done:
             self._issue(observer)
+
+
+class HeldCheck(GradientCheck):
+    """A check of PrioritySync, which leaves gradients to the next forward.
+
+    It waits for them in the step in which they are exchanged.
+    """
+
+    def __init__(self, model: nn.Module, sync: PrioritySync, about: About) -> None:
+        super().__init__(model, sync, about)
+        self._priority = sync
+
+    def after_gradients(self) -> None:
+        if self._observer:
+            with self._priority.arrived():
+                super().after_gradients()
 
 
 class RootCheck(GradientCheck):
@@ -200,6 +217,8 @@ def check_of(
         if sync.outer.state:
             return Unchecked("outer momentum was resumed")
         return ChangeCheck(model, sync, replace(about, promise="weight changes averaged once"))
+    if isinstance(sync, PrioritySync):
+        return HeldCheck(model, sync, about)
     if pattern.legs == (Leg.MEAN_OF_GRADIENTS,):
         if pattern.begins is Begin.NEXT_STEP:
             late = replace(about, promise="gradients averaged once, a step late,")

@@ -11,7 +11,8 @@ from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.simulate.crossover import with_rate
 from lab.simulate.hardware import Hardware
-from lab.simulate.step import Strategy, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import Strategy
 
 FULLY_CONNECTED = "fc"  # prefix of such layers' names, the only sign of their kind in a profile
 

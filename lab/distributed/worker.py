@@ -41,8 +41,12 @@ class Worker(ABC):
     def advance(self) -> None:
         """Advance jobs as far as they need not wait. Called often, by the submitting thread."""
 
-    def wait(self) -> None:
-        """Block until the jobs' results may be used; raise the first job's error."""
+    def wait(self, left: int = 0) -> None:
+        """Block until the results of all jobs but the last `left` may be used.
+
+        Raises:
+            Exception: the first error of a job.
+        """
 
     def close(self) -> None:
         """Release threads and streams."""
@@ -126,9 +130,9 @@ class TurnsWorker(Worker):
                 return job.label, time.monotonic() - self._head[1]
         return self._inline.oldest()
 
-    def wait(self) -> None:
-        while self._under_way:
-            for job in tuple(self._under_way):
+    def wait(self, left: int = 0) -> None:
+        while (awaited := len(self._under_way) - left) > 0:
+            for job in tuple(self._under_way)[:awaited]:
                 self._go_on(job)
 
     def _go_on(self, job: _UnderWay) -> None:
@@ -167,9 +171,9 @@ class ThreadWorker(Worker):
     def oldest(self) -> tuple[str, float] | None:
         return self._inline.oldest()
 
-    def wait(self) -> None:
+    def wait(self, left: int = 0) -> None:
         with self._idle:
-            self._idle.wait_for(lambda: self._unfinished == 0)
+            self._idle.wait_for(lambda: self._unfinished <= left)
             error, self._error = self._error, None
         if error is not None:
             raise error
@@ -231,8 +235,9 @@ class StreamWorker(Worker):
             return None
         return self._queued[0][0], time.monotonic() - self._head_since
 
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def wait(self, left: int = 0) -> None:
+        if len(self._queued) > left:  # else the device has finished the others
+            torch.cuda.current_stream(self._device).wait_event(self._queued[-1 - left][1])
 
 
 def make_worker(overlap: bool, device: torch.device, backend: str, asynchronous: bool) -> Worker:

@@ -92,6 +92,11 @@ class BucketPlan:
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
     def pack(self, step: int, divided: bool = False) -> GradBucket:
         """Return this step's bucket. A parameter that backward did not reach counts as zeros."""
         parameters = list(self._in_memory.values())

@@ -5,10 +5,13 @@ The trainer and the simulator both use them, so that their buckets cannot differ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 MIB = 2**20  # the unit of bucket_mb and chunk_mb, as of DDP's bucket_cap_mb; MB is 10**6
 FIRST_BUCKET_BYTES = MIB  # small, so that the first exchange starts early (as DDP does)
+CUT_VALUES = 1024  # parts of a parameter begin at multiples: aligned for kernels and networks
+VALUE_BYTES = 4  # of a float32
 LARGE_BYTES = 4 * MIB  # from this size on, a copy into a bucket costs more than a message
 
 Sized = tuple[str, float]  # a parameter's name and the bytes of its gradient
@@ -32,6 +35,18 @@ def group(
     if bucket_mb == 0:
         return _by_module(parameters)
     return _by_size([(name, size / bytes_scale) for name, size in parameters], bucket_mb * MIB)
+
+
+def cut(num_values: int, bucket_mb: float | None, bytes_scale: float = 1.0) -> list[range]:
+    """Divide a parameter into parts of at most `bucket_mb`, about equal, in the order of memory.
+
+    Bounds are multiples of CUT_VALUES. Arguments: see `group`.
+    """
+    if not bucket_mb:
+        return [range(num_values)]
+    parts = math.ceil(num_values * VALUE_BYTES / (bucket_mb * MIB * bytes_scale))
+    length = CUT_VALUES * math.ceil(num_values / parts / CUT_VALUES)
+    return [range(start, min(start + length, num_values)) for start in range(0, num_values, length)]
 
 
 def _by_module(parameters: Sequence[Sized]) -> list[list[str]]:

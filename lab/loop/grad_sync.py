@@ -127,7 +127,8 @@ class LoopSync(GradSync):
         super()._submit_next()
 
     def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
-        if self._armed and self._during_backward and not self._missing[self._bucket_of[name]]:
+        full = not self._missing[self._buckets_of[name][0]]
+        if self._armed and self._during_backward and full:
             raise RuntimeError(
                 "backward ran twice before finish(): all micro-batches of a step but the last "
                 "belong into `with sync.accumulate():`"

@@ -8,40 +8,20 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from lab.measure.marks import Mark, mark, passed, seconds
-from lab.measure.own_time import OwnMarks, OwnTimes
+from lab.measure.marks import Mark, mark, seconds
+from lab.measure.own_time import OwnTimes
 from lab.measure.spans import PHASES, Span
+from lab.measure.step_marks import StepMarks
 
-ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
 KEPT_STEPS = 5  # for the timeline
 
 Stage = TypeVar("Stage")
-
-
-@dataclass
-class _Step:
-    """Marks of one step.
-
-    Attributes:
-        after: end of the previous step; None after a pause.
-        end: end of this step; None until then.
-        exchanges: track, name, begin and end of each span.
-        own: see OwnMarks.
-    """
-
-    after: Mark | None
-    begin: Mark
-    end: Mark = 0.0
-    phases: dict[str, list[tuple[Mark, Mark]]] = field(default_factory=dict)
-    exchanges: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
-    own: OwnMarks = field(default_factory=OwnMarks)
 
 
 class Clock:
@@ -69,13 +49,13 @@ class Clock:
     ) -> None:
         self._device = device
         self._breakdown, self._own = breakdown, own
-        self._current = _Step(None, 0.0)
-        self._recent: deque[_Step] = deque()  # finished steps that still have marks
+        self._current = StepMarks(None, 0.0)
+        self._part: tuple[str, str, Mark] | None = None  # under way: phase, label, begin
+        self._recent: deque[StepMarks] = deque()  # finished steps that still have marks
         self._rows = array("d")  # earlier steps: see _row
         self._row_length = 2 + len(PHASES) * breakdown
         self._own_times = OwnTimes(waits_in)  # of the same steps
         self._seconds = 0.0  # total of these rows
-        self._open: tuple[str, Mark] | None = None  # see next_phase
         self._last_end: Mark | None = None
         self._paused: tuple[Mark, float] = 0.0, 0.0  # the same moment on the device and on the host
 
@@ -87,12 +67,12 @@ class Clock:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one optimizer step."""
-        self._current = step = _Step(self._last_end, mark(self._device))
+        self._current = step = StepMarks(self._last_end, mark(self._device))
         yield
         step.end = self._last_end = mark(self._device)
-        self._close(step.end)
+        self._end_part(step.end)
         self._recent.append(step)
-        while len(self._recent) > KEPT_STEPS and passed(self._recent[0].end):
+        while len(self._recent) > KEPT_STEPS and self._recent[0].passed():
             done = self._recent.popleft()
             row = self._row(done)
             self._rows.extend(row)
@@ -108,14 +88,31 @@ class Clock:
             self._paused, self._last_end = (now, time.perf_counter()), None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the current step; parts of one name add up (micro-batches)."""
+    def phase(self, name: str, label: str | None = None) -> Iterator[None]:
+        """Time a part of the current step; parts of one name add up (micro-batches).
+
+        A phase within another one interrupts it: each moment counts once.
+
+        Args:
+            label: names the part in a timeline; None: as the phase.
+        """
         if not (self._breakdown or self._own):
             yield
             return
+        outer = self._part
+        self._begin_part(name, label or name)
+        yield
+        if outer:
+            self._begin_part(*outer[:2])
+        else:
+            self._end_part(mark(self._device))
+
+    @contextmanager
+    def overtime(self) -> Iterator[None]:
+        """Time what the last step left to do, after its end; its seconds count towards it."""
         begin = mark(self._device)
         yield
-        self._current.phases.setdefault(name, []).append((begin, mark(self._device)))
+        self._current.overtime.append((begin, mark(self._device)))
 
     def next_phase(self, name: str) -> None:
         """Begin a phase where the one before ends; the first one begins with its step.
@@ -123,17 +120,9 @@ class Clock:
         A loop that calls this for "data" goes on until its step ends; `phase` is for the others.
         """
         if name == "data":
-            self._open = name, self._current.begin
-        elif self._open and self._own:
-            now = mark(self._device)
-            self._close(now)
-            self._open = name, now
-
-    def _close(self, now: Mark) -> None:
-        if self._open:
-            name, begin = self._open
-            self._current.phases.setdefault(name, []).append((begin, now))
-            self._open = None
+            self._part = name, name, self._current.begin
+        elif self._part and self._own:
+            self._begin_part(name, name)
 
     def ready(self, bucket: int, latest: bool = False) -> None:
         """Mark that the last gradient of a bucket is ready; its first mark counts, or the last."""
@@ -208,12 +197,8 @@ class Clock:
         first = len(self._rows) // self._row_length + len(self._recent) - len(kept)
         noted: list[tuple[str, str, Mark, Mark]] = []
         for index, step in enumerate(kept, start=first):
-            if index < num_warmup:
-                continue
-            noted.append(("step", f"step {first_step + index}", step.begin, step.end))
-            for phase, marks in step.phases.items():
-                noted += [(ROWS.get(phase, phase), phase, *pair) for pair in marks]
-            noted += step.exchanges
+            if index >= num_warmup:
+                noted += step.spans(f"step {first_step + index}")
         return [
             Span(
                 rank, row, name, paused_s - seconds(begin, paused), paused_s - seconds(end, paused)
@@ -224,7 +209,7 @@ class Clock:
     def total_seconds(self) -> float:
         """Return the total duration of all finished steps, in seconds."""
         self._synchronize()
-        return self._seconds + sum(seconds(step.begin, step.end) for step in self._recent)
+        return self._seconds + sum(step.seconds() for step in self._recent)
 
     def finished(self, first: int) -> list[list[float]]:
         """Return a row for each step `first`, ... that the device has passed; no host waits.
@@ -235,8 +220,8 @@ class Clock:
         """
         length = self._row_length
         starts = range(first * length, len(self._rows), length)
-        late = itertools.takewhile(lambda step: passed(step.end), self._recent)
-        rest = itertools.islice(late, max(0, first - len(self._rows) // length), None)
+        done = itertools.takewhile(StepMarks.passed, self._recent)
+        rest = itertools.islice(done, max(0, first - len(self._rows) // length), None)
         return [*(self._rows[at : at + length].tolist() for at in starts), *map(self._row, rest)]
 
     def step_seconds(self) -> np.ndarray:
@@ -263,9 +248,8 @@ class Clock:
             self._add_own(times, step)
         return times
 
-    def _add_own(self, times: OwnTimes, step: _Step) -> None:
-        gap_s = 0.0 if step.after is None else seconds(step.after, step.begin)
-        times.add(step.own, step.phases, gap_s, partial(seconds, step.begin))
+    def _add_own(self, times: OwnTimes, step: StepMarks) -> None:
+        times.add(step.own, step.phases, step.gap_seconds(), partial(seconds, step.begin))
 
     def _work(self, begin: Mark, end: Mark, waited_s: float, in_line: bool) -> None:
         if self._own:
@@ -277,14 +261,22 @@ class Clock:
         recent = [value for step in self._recent for value in self._row(step)]
         return np.array(self._rows + array("d", recent)).reshape(-1, self._row_length)
 
-    def _row(self, step: _Step) -> list[float]:
+    def _row(self, step: StepMarks) -> list[float]:
         """Return the seconds of the step, the gap before it and, in a breakdown, each phase."""
-        gap_s = 0.0 if step.after is None else seconds(step.after, step.begin)
-        row = [seconds(step.begin, step.end), gap_s]
-        for name in PHASES if self._breakdown else ():
-            spans = step.phases.get(name)
-            row.append(sum(seconds(*span) for span in spans) if spans else np.nan)
-        return row
+        phases = step.phase_seconds() if self._breakdown else ()
+        return [step.seconds(), step.gap_seconds(), *phases]
+
+    def _begin_part(self, name: str, label: str) -> None:
+        """Begin a part of a phase, which ends the one under way."""
+        now = mark(self._device)
+        self._end_part(now)
+        self._part = name, label, now
+
+    def _end_part(self, now: Mark) -> None:
+        if self._part:
+            name, label, begin = self._part
+            self._current.phases.setdefault(name, []).append((label, begin, now))
+            self._part = None
 
     def _synchronize(self) -> None:
         if self.on_gpu:

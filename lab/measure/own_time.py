@@ -18,11 +18,12 @@ from lab.measure.marks import Mark
 from lab.measure.spans import OWN, PHASES
 
 At = Callable[[Mark], float]  # seconds from the step's begin to a mark
-Phases = Mapping[str, Sequence[tuple[Mark, Mark]]]  # begin and end of each span of PHASES
-
+Span = tuple[float, float]  # begin and end, in these seconds
+Part = tuple[str, Mark, Mark]  # of a phase: label, begin and end
+Phases = Mapping[str, Sequence[Part]]  # the parts of each of PHASES
 
 # A piece of an exchange's own work, between two waits: begin and end, the seconds within it that
-# the rank waited for others, and whether backward cannot go on meanwhile.
+# the rank waited for others, and whether forward and backward cannot go on meanwhile.
 Piece = tuple[Mark, Mark, float, bool]
 
 
@@ -47,32 +48,20 @@ class OwnMarks:
         own = {name: name not in waits_in for name in PHASES}
         own["backward"] |= bool(self.ready)
         spans = {
-            name: [(at(b), at(e)) for b, e in phases.get(name, ())] if own[name] else []
+            name: [(at(b), at(e)) for _, b, e in phases.get(name, ())] if own[name] else []
             for name in PHASES
         }
-        pieces = [(at(b), at(e), waited_s, inside) for b, e, waited_s, inside in self.pieces]
-        forward, update = (_total(spans[name]) for name in ("forward", "update"))
-        backward = self._backward(spans["backward"], pieces, at)
+        pieces = [(at(b), at(e), waited_s) for b, e, waited_s, _ in self.pieces]
         # NaN: no exchange worked, or that of a library.
-        exchange = sum(e - b - waited_s for b, e, waited_s, _ in pieces) if pieces else math.nan
-        return [gap_s, _total(spans["data"]), forward, backward, exchange, update]
-
-    def _backward(
-        self,
-        spans: list[tuple[float, float]],
-        pieces: list[tuple[float, float, float, bool]],
-        at: At,
-    ) -> float:
-        """Return the time until the last gradient was ready, less exchanges' work meanwhile."""
-        if self.ready and spans:  # afterwards, DDP waits within backward
-            begin, end = spans[-1]
-            spans = [*spans[:-1], (begin, min(end, max(map(at, self.ready.values()))))]
-        shared = 0.0
-        for begin, end in spans:
-            for b, e, _, inside in pieces:
-                if inside and b < end and e > begin:
-                    shared += min(end, e) - max(begin, b)
-        return _total(spans) - shared
+        exchange = sum(e - b - waited_s for b, e, waited_s in pieces) if pieces else math.nan
+        if self.ready and spans["backward"]:  # afterwards, DDP waits within backward
+            begin, end = spans["backward"][-1]
+            spans["backward"][-1] = begin, min(end, max(map(at, self.ready.values())))
+        inside = [(at(b), at(e)) for b, e, _, is_inside in self.pieces if is_inside]
+        forward, backward = (
+            _total(spans[name]) - _shared(spans[name], inside) for name in ("forward", "backward")
+        )
+        return [gap_s, _total(spans["data"]), forward, backward, exchange, _total(spans["update"])]
 
 
 class OwnTimes:
@@ -117,5 +106,10 @@ class OwnTimes:
         return table
 
 
-def _total(spans: Sequence[tuple[float, float]]) -> float:
+def _shared(spans: Sequence[Span], inside: Sequence[Span]) -> float:
+    """Return the seconds of `inside`, exchanges' work, that lie within `spans`."""
+    return sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in spans for b, e in inside)
+
+
+def _total(spans: Sequence[Span]) -> float:
     return sum(end - begin for begin, end in spans) if spans else math.nan

@@ -47,6 +47,11 @@ class Pace:
         """Let the next piece begin now."""
         self._end = self._woke = self._now()
 
+    def delay(self, seconds: float) -> None:
+        """Begin the next piece so much later: a wait that a GPU's queue does not hide."""
+        self._end += seconds
+        self._woke += seconds
+
     @contextmanager
     def work(self, seconds: float) -> Iterator[None]:
         """Enclose one piece; the work inside counts towards its time."""
@@ -97,6 +102,7 @@ class Replay(nn.Module):
         self.bytes_scale = scaled.bytes_scale
         self.output_size = output_size
         self.pace = pace or Pace()
+        self.delay = self.pace.delay  # called by a sync for whose exchange forward waits
         named = ((each.name, ReplayedLayer(each, scaled, self.pace)) for each in scaled.layers)
         self.layers = nn.Sequential(OrderedDict(named))
 

@@ -5,16 +5,14 @@ The simulator, lab.bench memory, and the tests of payload and documents all read
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lab.exchange import compressible
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
-from lab.simulate import directions, hierarchy
+from lab.simulate import codecs, directions, hierarchy
 from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
-from lab.simulate.network import Cost, Network
+from lab.simulate.network import Network
 from lab.simulate.phases import phases_of, ways_of
 
 
@@ -45,11 +43,14 @@ class Card:
         scratch: bytes of memory that a rank needs while it exchanges. Gradients that were gathered
             into a buffer leave free memory behind, which serves as scratch.
         kept: bytes in addition to that: residuals, buffers, and messages under way.
+        sums: whether an exchange adds values one by one, so that parts of a parameter may travel
+            alone (Exchange.takes_divided).
         lossy: whether an exchange delivers something else than the mean up to rounding.
     """
 
     add_stages: Callable[[Load], None]
     staged: bool = False
+    sums: Callable[[Settings], bool] = _never
     scratch: Callable[[Sizes, Settings], float] = _nothing
     kept: Callable[[Sizes, Settings], float] = _nothing
     lossy: Callable[[Settings], bool] = _never
@@ -90,99 +91,6 @@ def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
     """
     card = card_of(exchange)
     return max(4 * sizes.gathered, card.scratch(sizes, exchange)) + card.kept(sizes, exchange)
-
-
-def _library(load: Load) -> None:
-    if load.exchange["dtype"] == "float32" or load.N == 1:  # one rank keeps what it has
-        load.wire(load.exact(load.n))
-        return
-    half, cast = load.num_bytes / 2, 1.5 * load.num_bytes
-    load.codec(cast)
-    load.wire(load.network.all_reduce(half))
-    load.codec(cast)
-
-
-def _onebit(load: Load) -> None:
-    """Count reads and writes as lab/benchmarks/codec.py does: gradient, residuals, message.
-
-    There are three calls per matrix, as in lab/exchange/onebit.py: encode, sum and decode.
-    """
-    rule = [load.exchange[key] for key in ("granularity", "block_size", "min_columns")]
-    matrices = [matrix for shape in load.shapes if (matrix := compressible.quantised(shape, *rule))]
-    n = sum(rows * columns for rows, columns in matrices)
-    message = sum(rows * (columns / 8 + 8) for rows, columns in matrices)  # and two scales a row
-    exact = load.exact(load.n - n)
-    if not n:
-        load.wire(exact)
-        return
-    load.codec(12 * n + message, len(matrices))
-    load.wire(exact + load.network.all_to_all(message / load.N))
-    load.codec(12 * n / load.N + message, len(matrices))
-    load.wire(load.network.all_gather(message / load.N))
-    load.codec(4 * n + message, len(matrices))
-
-
-def _int8(load: Load) -> None:
-    """Count the memory passes of lab/codec/int8: values, and a byte for each."""
-    n, N = load.n, load.N
-    message = n * (1 + 8 / load.exchange["block_size"])
-    load.codec(4 * n + message, in_torch=29 * n)
-    load.wire(load.network.all_to_all(message / N))
-    load.codec(message + message / N, in_torch=25 * n + 29 * n / N)
-    load.wire(load.network.all_gather(message / N))
-    load.codec(4 * n + message, in_torch=13 * n)
-
-
-def _int4(load: Load) -> None:
-    """Count the memory passes of lab/codec/int4.py and of the residual."""
-    kept = 62 * load.n if load.exchange["error_feedback"] else 0  # decoded again, and subtracted
-    encode, decode, add = 50 * load.n + kept, 22 * load.n, 12 * load.n
-    message = load.n * (1 / 2 + 8 / load.exchange["block_size"])
-    load.codec(encode)
-    load.wire(load.network.all_to_all(message / load.N))
-    load.codec(decode + add + encode / load.N)
-    load.wire(load.network.all_gather(message / load.N))
-    load.codec(decode)
-
-
-def _signsgd(load: Load) -> None:
-    """Count the memory passes of lab/codec/signs: gradient and residual are read twice."""
-    least = load.exchange["min_values"]
-    n = sum(math.prod(shape) for shape in load.shapes if compressible.signed(shape, least))
-    load.codec(20 * n + n / 8, in_torch=48 * n)
-    load.wire(load.exact(load.n - n) + (load.network.all_gather(n / 8) if n else Cost()))
-    load.codec(4 * n + n / 8 * load.N, in_torch=8 * n * load.N)
-
-
-LINE_BYTES = 64  # that a value alone moves, in each direction
-
-
-def _topk(load: Load) -> None:
-    """Count the memory passes of lab/codec/topk: a candidate is read and written several times."""
-    sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
-    load.codec(12 * load.n + (2 * LINE_BYTES + 80) * sent, in_torch=40 * load.n)
-    load.wire(load.network.all_gather(8 * sent))  # an int32 index and a value
-    load.codec(4 * load.n + 8 * sent * load.N, in_torch=16 * sent * load.N)
-
-
-def _randomk(load: Load) -> None:
-    """Count the memory passes of lab/codec/randomk."""
-    sent = sum(compressible.num_sent(shape, load.exchange["ratio"]) for shape in load.shapes)
-    load.codec(12 * load.n + 8 * sent, in_torch=16 * load.n + 160 * sent)
-    load.wire(load.exact(sent))
-    load.codec(4 * load.n + 12 * sent, in_torch=4 * load.n + 160 * sent)
-
-
-def _powersgd(load: Load) -> None:
-    """Count the memory passes of lab/codec/powersgd over matrices; their factors are small."""
-    rank = load.exchange["rank"]
-    low = [matrix for shape in load.shapes if (matrix := compressible.low_rank(shape, rank))]
-    n = sum(rows * columns for rows, columns in low)
-    load.codec(12 * n, in_torch=16 * n)
-    load.wire(load.exact(load.n - n) + load.exact(rank * sum(rows for rows, _ in low)))
-    load.codec(12 * n)
-    load.wire(load.exact(rank * sum(columns for _, columns in low)))
-    load.codec(4 * n)
 
 
 def _auto(load: Load) -> None:
@@ -243,50 +151,55 @@ def _of_parts(add_stages: Callable[[Load], None]) -> Card:
 CARDS: dict[str, Card] = {
     "NoExchange": Card(lambda load: None, staged=True, lossy=_always),
     "AllReduce": Card(
-        _library,
+        codecs.all_reduce,
         staged=True,
+        sums=_always,
         kept=lambda s, e: 2 * s.n if _rounds(e) and s.N > 1 else 0,
         lossy=_rounds,
     ),
     "Star": Card(
         lambda load: load.wire(load.network.star(load.num_bytes)),
+        sums=_always,
         scratch=lambda s, e: 0 if s.rank else 4 * s.largest,
     ),
     "Tree": Card(
         lambda load: load.wire(load.network.tree_pipelined(load.num_bytes, load.chunk_bytes)),
+        sums=_always,
         scratch=_tree_scratch,
         kept=_tree_kept,
     ),
     "DoubleTree": Card(
         lambda load: load.wire(load.network.tree_double(load.num_bytes, load.chunk_bytes)),
+        sums=_always,
         kept=_double_tree_kept,
     ),
     "Ring": Card(
         lambda load: load.wire(load.network.ring(load.num_bytes, load.chunk_bytes)),
+        sums=_always,
         kept=lambda s, e: s.chunks(s.largest / s.N, e),
     ),
     "OneBit": Card(
-        _onebit,
+        codecs.onebit,
         staged=True,
         lossy=_always,
         # Both residuals, and four messages: sent, received, the shard's sum, and all sums.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
     ),
     "Int8": Card(
-        _int8,
+        codecs.int8,
         staged=True,
         lossy=_always,
         # Messages: sent, received, and this rank's part of the mean.
         kept=lambda s, e: s.n * (2 + 1 / s.N) * (1 + 8 / e["block_size"]),
     ),
     "SignSGD": Card(
-        _signsgd,
+        codecs.signsgd,
         staged=True,
         lossy=_always,
         kept=lambda s, e: 4 * s.n + s.n / 8 * (1 + s.N),
     ),
     "Int4": Card(
-        _int4,
+        codecs.int4,
         staged=True,
         lossy=_always,
         # While a bucket is decoded to find what was left out: its levels, blocks and values.
@@ -296,22 +209,23 @@ CARDS: dict[str, Card] = {
         kept=lambda s, e: 4 * s.n if e["error_feedback"] else 0,
     ),
     "TopK": Card(
-        _topk,
+        codecs.topk,
         staged=True,
         lossy=_always,
         # An int32 index and a value each, of this rank and of all.
         kept=lambda s, e: 4 * s.n + 8 * e["ratio"] * s.n * (1 + s.N),
     ),
     "RandomK": Card(
-        _randomk,
+        codecs.randomk,
         staged=True,
         lossy=_always,
         kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
-    "PowerSGD": Card(_powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "PowerSGD": Card(codecs.powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
     "Hierarchical": Card(
         _hierarchical,
         staged=True,
+        sums=lambda e: card_of(e["inter"]).sums(e["inter"]),
         lossy=lambda e: card_of(e["inter"]).lossy(e["inter"]),
         scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
         kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),

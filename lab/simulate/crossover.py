@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from lab.model.profile import Profile
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.step import CEILING, Strategy, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import CEILING, Strategy
 
 LARGEST_BATCH = 2**20
 RATES = (1e5, 1e13)  # bytes per second: the range that is searched

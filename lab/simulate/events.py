@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lab.measure.spans import Span
@@ -98,9 +98,9 @@ class Schedule(ABC):
     def advance(self, rank: Rank) -> None:
         """Continue pending exchanges when a gradient has arrived."""
 
-    def finish(self, rank: Rank) -> None:
-        """Wait for all exchanges after backward."""
-        rank.wait_until(rank.busy_until_s)
+    @abstractmethod
+    def finish(self, rank: Rank, left: int = 0) -> None:
+        """Wait for all exchanges but the last `left`."""
 
 
 class Beside(Schedule):
@@ -109,9 +109,17 @@ class Beside(Schedule):
     Both levels of a hierarchical exchange are on the one thread or stream.
     """
 
+    def __init__(self) -> None:
+        self._ends_s: list[float] = []
+
     def submit(self, exchange: Exchange, rank: Rank) -> None:
         for stage in exchange.stages:
             rank.beside(stage, exchange.name, rank.now_s)
+        self._ends_s.append(rank.busy_until_s)
+
+    def finish(self, rank: Rank, left: int = 0) -> None:
+        if len(self._ends_s) > left:
+            rank.wait_until(self._ends_s[-1 - left])
 
 
 @dataclass
@@ -141,9 +149,9 @@ class Turns(Schedule):
                 return
             self._go_on(job, rank)
 
-    def finish(self, rank: Rank) -> None:
-        while self._under_way:
-            for job in tuple(self._under_way):
+    def finish(self, rank: Rank, left: int = 0) -> None:
+        while (awaited := len(self._under_way) - left) > 0:
+            for job in tuple(self._under_way)[:awaited]:
                 rank.wait_until(job.done_s)
                 self._go_on(job, rank)
 
@@ -174,6 +182,24 @@ def run(
         micro_batches: passes over the layers; gradients are exchanged in the last one.
     """
     rank = Rank(contention, burst_s)
+    both_passes(rank, layers, exchanges, schedule, micro_batches)
+    schedule.finish(rank)
+    return rank
+
+
+def both_passes(
+    rank: Rank,
+    layers: Sequence[Compute],
+    exchanges: Sequence[Exchange],
+    schedule: Schedule,
+    micro_batches: int,
+    begin: Callable[[int], None] = lambda place: None,
+) -> None:
+    """Simulate forward and backward; exchanges start in their order, each when it is ready.
+
+    Args:
+        begin: called before each layer's forward, with its place. For other arguments see `run`.
+    """
     waiting = deque(exchanges)
 
     def submit_ready(place: int) -> None:
@@ -182,12 +208,11 @@ def run(
 
     submit_ready(len(layers))
     for number in range(1, micro_batches + 1):
-        for layer in layers:
+        for place, layer in enumerate(layers):
+            begin(place)
             rank.compute("forward", layer.name, layer.forward_s)
         for place, layer in reversed(list(enumerate(layers))):
             rank.compute("backward", layer.name, layer.backward_s)
             schedule.advance(rank)
             if number == micro_batches:
                 submit_ready(place)
-    schedule.finish(rank)
-    return rank

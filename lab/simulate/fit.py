@@ -14,7 +14,8 @@ from lab.simulate.hardware import Hardware, Range
 from lab.simulate.load import class_of
 from lab.simulate.network import Network
 from lab.simulate.presets import draws as draws_of
-from lab.simulate.step import Strategy, kinds_of_steps, simulate
+from lab.simulate.step import kinds_of_steps, simulate
+from lab.simulate.strategy import Strategy
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %

@@ -18,7 +18,8 @@ from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
 from lab.simulate.score import ScoredCell, held_out, score, scored_cell
 from lab.simulate.source import Estimate, Source, source_of
-from lab.simulate.step import Prediction, Strategy, predict
+from lab.simulate.step import Prediction, predict
+from lab.simulate.strategy import Strategy
 from lab.study.grid import Cell
 
 

@@ -13,7 +13,8 @@ from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import extra_bytes
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings, Sizes
-from lab.simulate.step import Strategy, buckets
+from lab.simulate.messages import buckets
+from lab.simulate.strategy import Strategy
 from lab.sync.pattern import Leg, class_of, pattern_of
 
 
@@ -27,6 +28,8 @@ def _local(s: Sizes, sync: Settings, e: Settings) -> float:
 SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "NoSync": lambda s, sync, e: 0,
     "GradSync": lambda s, sync, e: extra_bytes(s, e),
+    # Its parts are views of gradients, which live until the next forward has applied them.
+    "PrioritySync": lambda s, sync, e: extra_bytes(s, e),
     "LocalSync": _local,
     "StreamingSync": _local,
     "DesLoc": lambda s, sync, e: extra_bytes(s, e),

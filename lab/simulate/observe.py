@@ -15,7 +15,7 @@ from lab.settings.config import build
 from lab.simulate.fit import LARGEST_FITTED, Group, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.links import over_links
-from lab.simulate.step import Strategy
+from lab.simulate.strategy import Strategy
 
 MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from lab.simulate.fit import Group, Observation
-from lab.simulate.step import CEILING, Strategy, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import CEILING, Strategy
 
 NONE = "none"
 

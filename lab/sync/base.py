@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +194,11 @@ class Sync(ABC):
         return self.exchange.error_bound(largest, size)
 
     def settle(self) -> None:
-        """Wait for exchanges that outlast their step, so that another collective may begin."""
+        """End what outlasts its step, exchanges and updates, so that other work may begin."""
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Return the choices that this sync made by itself, for the record."""
+        return []
 
     def idle(self) -> list[str]:
         """List this sync's settings that change nothing in the run; see lab.sync.idle."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.distributed.comm import Sent
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState
-from lab.sync.gradsync import GradSync
+from lab.sync.gradsync import GradSync, all_finite
 
 
 class DoubleBuffer(GradSync):
@@ -57,7 +57,7 @@ class DoubleBuffer(GradSync):
         self.settle()
         if self.drift:
             self.drift.end_step()
-        finite = self._all_finite()
+        finite = all_finite(self._exchanged)
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()
         while len(self._exchanged) < len(self.buckets):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Self, cast
@@ -72,8 +72,9 @@ class GradSync(Sync):
             self._follow(list(order))
 
     def __enter__(self) -> Self:
-        for bucket in self.buckets if self._during_backward or len(self.buckets) > 1 else ():
-            for name, parameter in bucket.parameters.items():
+        if self._during_backward or len(self.buckets) > 1:
+            named = {n: p for bucket in self.buckets for n, p in bucket.parameters.items()}
+            for name, parameter in named.items():
                 self._on_gradient(parameter, partial(self._gradient_ready, name))
         return self
 
@@ -102,9 +103,9 @@ class GradSync(Sync):
             self.noise.end_step()
         if self.drift:
             self.drift.end_step()
-        finite = self._all_finite()
+        finite = all_finite(self._exchanged)
         if self.order is None and len(self.buckets) > 1:
-            self._follow(self._order_of_rank_0())
+            self._follow(self._as_on_rank_0(self._arrived))
         self._begin_step()
         self.step += 1
         return finite
@@ -116,10 +117,6 @@ class GradSync(Sync):
         register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         self._hooks.append(cast(RemovableHandle, register(call)))
 
-    def _all_finite(self) -> Tensor | None:
-        looked = [bucket.finite for bucket in self._exchanged if bucket.finite is not None]
-        return torch.stack(looked).all() if looked else None
-
     def _follow(self, order: list[str]) -> None:
         self.order = order
         if self.drift:
@@ -128,7 +125,10 @@ class GradSync(Sync):
 
     def _use(self, buckets: list[BucketPlan]) -> None:
         self.buckets = buckets
-        self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.parameters}
+        self._buckets_of: dict[str, list[int]] = {}  # one, or several with a part of it in each
+        for place, bucket in enumerate(buckets):
+            for name in bucket.parameters:
+                self._buckets_of.setdefault(name, []).append(place)
         self._begin_step()
 
     def _all_ready(self) -> None:
@@ -147,10 +147,10 @@ class GradSync(Sync):
         if self.order is None:
             self._arrived.append(name)
         self.worker.advance()
-        bucket = self._bucket_of[name]
-        self._missing[bucket] -= 1
-        if self.clock and self._during_backward and self._missing[bucket] == 0:
-            self.clock.ready(bucket)
+        for place in self._buckets_of[name]:
+            self._missing[place] -= 1
+            if self.clock and self._during_backward and self._missing[place] == 0:
+                self.clock.ready(place)
         while (
             self._during_backward
             and len(self._exchanged) < len(self.buckets)
@@ -158,15 +158,24 @@ class GradSync(Sync):
         ):
             self._submit_next()
 
-    def _order_of_rank_0(self) -> list[str]:
-        """Return parameter names in order of arrival on rank 0; those without gradients last."""
-        position = {name: index for index, name in enumerate(self._bucket_of)}
-        arrived = dict.fromkeys([*self._arrived, *position])
-        order = torch.tensor([position[name] for name in arrived], device=self._device)
-        self.worker.submit("order of buckets", lambda: iter([self.comm.ibroadcast(order, 0)]))
+    def _as_on_rank_0(self, names: Iterable[str]) -> list[str]:
+        """Return all parameters' names in the order of rank 0's `names`; the other ones last."""
+        position = {name: index for index, name in enumerate(self._buckets_of)}
+        known = list(position)
+        order = [position[name] for name in dict.fromkeys([*names, *known])]
+        return [known[index] for index in self._from_rank_0(order)]
+
+    def _from_rank_0(self, numbers: list[int]) -> list[int]:
+        """Return rank 0's `numbers`, of which all ranks have as many."""
+        sent = torch.tensor(numbers, device=self._device)
+        self._alone("order of buckets", lambda: self.comm.ibroadcast(sent, 0))
+        return cast(list[int], sent.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+    def _alone(self, label: str, begin: Callable[[], Collective]) -> None:
+        """Run a collective while no exchange is under way, whose stages might share connections."""
         self.worker.wait()
-        names = list(position)
-        return [names[index] for index in cast(list[int], order.tolist())]  # pyright: ignore[reportUnknownMemberType]
+        self.worker.submit(label, lambda: iter([begin()]))
+        self.worker.wait()
 
     def _submit_next(self) -> None:
         with self.clock.exchange_work() if self.clock else nullcontext():
@@ -189,3 +198,9 @@ class GradSync(Sync):
             self.noise.after(bucket)
         if self.drift:
             self.drift.after(bucket)
+
+
+def all_finite(exchanged: list[GradBucket]) -> Tensor | None:
+    """Return whether all values of some buckets were finite, bool []; None: not checked."""
+    looked = [bucket.finite for bucket in exchanged if bucket.finite is not None]
+    return torch.stack(looked).all() if looked else None

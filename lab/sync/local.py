@@ -32,7 +32,7 @@ class LocalSteps(GradSync):
         require_mean("exchange", parts.exchange)
         super().__init__(parts, pattern)
         self.divides_loss = False
-        self._follow(list(self._bucket_of))  # no exchange waits for backward: any order will do
+        self._follow(list(self._buckets_of))  # no exchange waits for backward: any order will do
         self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
         self.in_round = False
 

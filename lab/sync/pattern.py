@@ -52,6 +52,7 @@ class Pattern:
         delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
         by_library: another library exchanges the gradients, on a schedule of its own.
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
+        waits_in_forward: the next forward waits for each layer's exchange, and updates the layer.
         no_overlap: why `overlap=true` is refused; empty: it is accepted.
         no_fp16: why `precision=fp16`, which skips steps that overflow, is refused; empty: it is
             accepted.
@@ -69,6 +70,7 @@ class Pattern:
     delay: int = 0
     by_library: bool = False
     waits_in_backward: bool = False
+    waits_in_forward: bool = False
     no_overlap: str = ""
     no_fp16: str = ""
     only_sgd: str = ""
@@ -107,6 +109,17 @@ def _backward(overlap: bool) -> Begin:
 def gradsync(overlap: bool) -> Pattern:
     """Average gradients in every step."""
     return Pattern(_backward(overlap), (Leg.MEAN_OF_GRADIENTS,))
+
+
+def priority(overlap: bool) -> Pattern:
+    """Average gradients in every step; with `overlap` the next forward waits, layer by layer."""
+    no_fp16 = "a step cannot be skipped once the next forward has applied parts of it"
+    return Pattern(
+        _backward(overlap),
+        (Leg.MEAN_OF_GRADIENTS,),
+        waits_in_forward=overlap,
+        no_fp16=no_fp16 if overlap else "",
+    )
 
 
 def local(every: int) -> Pattern:
@@ -213,6 +226,7 @@ UNKNOWN = Pattern(
 # Keyed by class name, the end of `_target_` in configurations and records of any age.
 OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
+    "PrioritySync": lambda _, overlap: priority(overlap),
     "LocalSync": lambda sync, _: local(sync["every"]),
     "StreamingSync": lambda sync, _: streaming(
         sync["every"], sync["fragments"], sync["fragment_order"], sync["delay"]

@@ -13,6 +13,7 @@ from lab.distributed.comm import Sent
 from lab.exchange.bucket import plan
 from lab.sync import fragments as rules
 from lab.sync.base import SyncParts, SyncState
+from lab.sync.gradsync import all_finite
 from lab.sync.local import LocalSync, is_number, is_whole
 from lab.sync.pattern import streaming
 
@@ -113,7 +114,7 @@ class StreamingSync(LocalSync):
         self.settle()
         if self.drift:
             self.drift.end_step()
-        finite = self._all_finite()
+        finite = all_finite(self._exchanged)
         for name, mean in self.arriving.items():
             self.parameters[name].grad = mean
         self._move_anchor(self.arriving, own_share)

@@ -32,6 +32,7 @@ from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
 from lab.training.elementwise import require_elementwise
 from lab.training.optim import make_optim
+from lab.training.piecewise import require_piecewise
 from lab.training.planted import Plant
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
@@ -109,6 +110,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         config.accumulate,
     )
     sync: Sync = build(config.sync, parts)
+    if sync.pattern.waits_in_forward:
+        require_piecewise(config, model, batch_size)
     _require_like_gpus(world, exchange, sync)
     if config.measure == "noise":
         _observe_noise(sync)
@@ -208,6 +211,11 @@ def _observe_drift(sync: Sync, every: int, precision: str) -> None:
     Raises:
         ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
     """
+    if sync.pattern.waits_in_forward:
+        raise ConfigError(
+            f"drift_every={every}: sync={type(sync).__name__} leaves exchanges to the next forward "
+            "and changes its buckets; allowed with overlap=false"
+        )
     delivers_mean = sync.pattern.takes_any_exchange and sync.exchange.delivers == "mean"
     if not isinstance(sync, GradSync) or not delivers_mean:
         raise ConfigError(

@@ -64,8 +64,8 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     _note_ranks(trainer, record, warmup)
     if sync.keeps_replicas_equal:
         record.replica_hash = replica_hash(trainer.model, trainer.world)
-    note_plan(trainer, record)
     record.choices = sync.exchange.choices()
+    note_plan(trainer, record)
     record.gradient_noise = _gradient_noise(trainer, warmup)
     if isinstance(sync, GradSync) and sync.drift:
         record.drift = sync.drift.results()

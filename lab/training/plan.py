@@ -1,4 +1,4 @@
-"""Buckets of a run, and the settings that changed nothing in it, for its record."""
+"""Buckets of a run, its sync's choices, and the settings that changed nothing, for its record."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from lab.training.loop import Loop
 
 
 def note_plan(trainer: Loop, record: Record) -> None:
-    """Note the buckets of the last step and what did nothing, of a run whose steps are counted."""
+    """Note buckets, the sync's choices and what did nothing, of a run whose steps are counted."""
     # A loop of the user's own has its own accumulation, and DDP its own buckets.
     if not isinstance(trainer.sync, Sync) or not hasattr(trainer.config, "accumulate"):
         return
     record.buckets = _buckets(trainer)
+    record.choices = [*record.choices, *trainer.sync.choices()]
     record.idle = trainer.sync.idle() + idle(
         trainer.sync.pattern,
         strategy=record.strategy,
@@ -29,7 +30,4 @@ def note_plan(trainer: Loop, record: Record) -> None:
 def _buckets(trainer: Loop) -> list[Bucket] | None:
     if not isinstance(trainer.sync, GradSync):
         return None
-    return [
-        Bucket(sum(p.nbytes for p in bucket.parameters.values()), " ".join(bucket.shapes))
-        for bucket in trainer.sync.buckets
-    ]
+    return [Bucket(bucket.nbytes, " ".join(bucket.shapes)) for bucket in trainer.sync.buckets]

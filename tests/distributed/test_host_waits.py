@@ -30,6 +30,7 @@ FREE_STEPS, STEPS = 6, 4  # in the first, buckets are planned and `auto` decides
 MORE = {
     "auto": ("exchange.trials=1",),  # for each bucket: decided in step 5
     "local_sgd": ("sync.every=2",),
+    "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
     "diloco": ("sync.every=2",),
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),

@@ -23,6 +23,8 @@ RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "bucket_mb=
 BAD_STEP, BAD = 3, "classifier.3.weight"
 NAMED = f"gradient not finite at step {BAD_STEP}, first in {BAD}; try a smaller optim.lr"
 LATER = NAMED.replace("step 3", "step 4")
+EVERYWHERE = "in all parameters"
+LATE = ("strategy=priority", "sync.trials=0", "sync.chunk_mb=0.05")
 
 Then = Callable[[Trainer], Any]  # called after the steps
 
@@ -40,9 +42,15 @@ CASES: dict[str, tuple[tuple[str, ...], int, Then, str]] = {
     "cntk": (("strategy=cntk",), 12, train_on, NAMED),
     # The mean of step 3 is applied in step 4.
     "double buffer": (("strategy=cntk", "sync.double_buffer=true"), 12, train_on, LATER),
+    # Step 3's means are applied in step 4, and 1-bit SGD has looked by then.
+    "forward waits": (
+        (*LATE, "exchange=onebit"), 12, train_on, LATER.replace(f"first in {BAD}", EVERYWHERE)
+    ),
+    "evaluated, forward waits": (LATE, 4, Trainer.evaluate, NAMED),
+    "saved, forward waits": (LATE, 4, state_of, NAMED),
     # An all-reduce does not check: the next step's loss shows it, with all gradients spoiled.
     "allreduce": (
-        ("strategy=overlap",), 12, train_on, LATER.replace(f"first in {BAD}", "in all parameters")
+        ("strategy=overlap",), 12, train_on, LATER.replace(f"first in {BAD}", EVERYWHERE)
     ),
     "evaluated": (("strategy=onebit",), 4, Trainer.evaluate, NAMED),
     "saved": (("strategy=onebit",), 4, state_of, NAMED),

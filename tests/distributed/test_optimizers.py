@@ -27,6 +27,7 @@ MORE = {
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
     "cntk": ("sync.double_buffer=true",),
+    "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
 }
 
 

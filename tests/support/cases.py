@@ -41,6 +41,7 @@ RESUMED = {
     "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
     "onebit_adam": ("exchange.freeze_at=4", "exchange.eps=0.1"),
+    "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
 }
 # More settings of exchanges that begin exactly, so that the second step is as all later ones.
 STEADY = {"onebit_adam": ("exchange.freeze_at=1",)}

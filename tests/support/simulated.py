@@ -14,7 +14,8 @@ from lab.settings.config import load
 from lab.settings.names import resolved, variant
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.request import plain
-from lab.simulate.step import Strategy, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import Strategy
 from tests.support.records import make_record
 
 FLAT = Hardware("flat", "made up", "gloo", 1, None, Link(0.0, 1e8), math.inf)

@@ -88,6 +88,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
             "out=absent/a.json: must name FILE.json",
         ),
         (["step", "b=strategy=ddp", "a=strategy=cntk sync.double_buffer=true"], "others' turns"),
+        (["step", "strategy=overlap,priority"], "others' turns"),
         (["step", "strategy=ddp", "tf32=true,false"], "tf32: what is compared takes turns in one"),
         (["step", "a=deterministic=true", "b=strategy=ddp"], "deterministic: what is compared"),
         (["step", "a=comm.deterministic=true", "b=strategy=ddp"], "comm.deterministic: what is"),

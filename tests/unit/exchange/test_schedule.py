@@ -22,7 +22,7 @@ from lab.exchange.powersgd import PowerSGD
 from lab.exchange.schedule import Schedule
 from lab.exchange.topk import TopK
 from lab.settings.config import load
-from lab.simulate.step import Strategy
+from lab.simulate.strategy import Strategy
 
 SHAPES = {"fc": torch.Size((12, 70)), "bias": torch.Size((12,)), "conv": torch.Size((6, 5, 3, 3))}
 NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())

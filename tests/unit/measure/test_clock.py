@@ -123,3 +123,32 @@ def test_wall_time_counts_what_lies_between_steps() -> None:
     gap_s = np.array([[0.0, 5.0, 0.5, 0.0], [0.0, 5.0, 1.0, 1.0]])
     assert wall_seconds(step_s[:, 1:], gap_s[:, 1:]) == 7.0  # the second rank's
     assert wall_seconds(step_s[:, 4:], gap_s[:, 4:]) == 0.0
+
+
+def test_a_phase_within_another_interrupts_it(gpu: Callable[[int], Device]) -> None:
+    gpu(0)
+    clock = Clock(torch.device("cuda"), breakdown=True)
+    with clock.step(), clock.phase("forward"), clock.phase("exchange", "of layer 1"):
+        pass
+    forward_s, exchange_s = clock.phase_seconds()[0, 1:4:2]
+    assert (forward_s, exchange_s) == (2, 1)  # a second from each mark to the next
+    names = [(span.row, span.name) for span in clock.spans(0, 0, 0)]
+    assert names == [
+        ("step", "step 0"),
+        ("forward", "forward"),
+        ("forward", "forward"),
+        ("wait", "of layer 1"),
+    ]
+
+
+def test_overtime_counts_towards_the_step_that_left_it(gpu: Callable[[int], Device]) -> None:
+    gpu(0)
+    clock = Clock(torch.device("cuda"), breakdown=False)
+    for _ in range(2):
+        with clock.step():
+            pass
+    with clock.overtime():
+        pass
+    assert clock.step_seconds().tolist() == [1, 2]
+    assert clock.total_seconds() == 3
+    assert clock.gap_seconds().tolist() == [0, 1]

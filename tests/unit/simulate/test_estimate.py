@@ -23,7 +23,8 @@ from lab.simulate.grid import predicted
 from lab.simulate.hardware import Device
 from lab.simulate.presets import parse
 from lab.simulate.request import plain, read
-from lab.simulate.step import CEILING, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import CEILING
 from tests.support.records import leave, make_record
 from tests.support.simulated import FLAT
 

@@ -32,7 +32,8 @@ from lab.simulate.load import Load, Stage
 from lab.simulate.nccl import PROTOCOLS
 from lab.simulate.network import Network
 from lab.simulate.presets import parse
-from lab.simulate.step import CEILING, Step, Strategy, predict, simulate
+from lab.simulate.step import Step, predict, simulate
+from lab.simulate.strategy import CEILING, Strategy
 from lab.sync.pattern import gradsync
 from tests.support.cases import (
     ALL_STRATEGIES,
@@ -536,3 +537,39 @@ def test_crossings(profile: Profile) -> None:
         one, other = (simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap))
         assert (MARGIN * one < other) == pays
     assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None
+
+
+def test_priority_hides_behind_forward_what_overlap_exposes() -> None:
+    # A late layer with nearly all the bytes: its gradient is there first, and needed last.
+    parameters = [1000, 1000, 2_000_000]
+    layers = [
+        {"name": name, "parameters": n, "forward_ms": 50, "backward_ms": 50}
+        for name, n in zip("abc", parameters, strict=True)
+    ]
+    profile = Profile.parse(
+        {"name": "x", "source": "made up", "reference_batch": 1, "layers": layers}
+    )
+    link = replace(FLAT, inter=Link(0.0, 40e6), burst_s=0.0)  # 0.2 s for all
+    prioritised = strategy("priority", "sync.trials=0", "sync.chunk_mb=0.4")
+    ours, theirs, alone = (
+        simulate(profile, link, each, 2, 1) for each in (prioritised, strategy("overlap"), CEILING)
+    )
+    assert alone.step_s == pytest.approx(0.3)
+    assert theirs.step_s == pytest.approx(0.4, rel=0.01)  # after c's backward 0.1 s remain to hide
+    assert ours.step_s == pytest.approx(0.3, rel=0.01)
+    assert ours.payload_bytes == pytest.approx(theirs.payload_bytes)
+    spans = [span for span in ours.spans if span.row == "exchange"]
+    assert any(span.name.startswith("c.weight[") for span in spans)
+    # In the step's end the small bucket overtakes: parts of `c` follow it, in the next forward.
+    small = [span for span in spans if not span.name.startswith("c.weight[")]
+    assert small and max(s.start_s for s in small) < max(s.start_s for s in spans)
+
+
+def test_priority_falls_back_to_overlap_where_messages_are_dear(profile: Profile) -> None:
+    slow = replace(FLAT, inter=Link(0.05, 1e9))  # messages are dear
+    overlap = simulate(profile, slow, strategy("overlap"), 4, 64)
+    tried, always = (
+        simulate(profile, slow, strategy("priority", "sync.chunk_mb=1", f"sync.trials={n}"), 4, 64)
+        for n in (3, 0)
+    )
+    assert always.step_s > overlap.step_s == tried.step_s

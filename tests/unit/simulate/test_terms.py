@@ -14,7 +14,8 @@ from lab.simulate.hardware import Link
 from lab.simulate.nccl import PROTOCOLS, Span, all_gather_s, all_reduce_s
 from lab.simulate.network import Network
 from lab.simulate.ranks import slowest_factor
-from lab.simulate.step import CEILING, simulate
+from lab.simulate.step import simulate
+from lab.simulate.strategy import CEILING
 from tests.support.simulated import FLAT, strategy
 
 LAYER = Layer("fc", 1_000_000, forward_ms=10, backward_ms=20)

@@ -56,6 +56,8 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(strategy: str) -> None:
             (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT),
             1,
         ),
+        ("strategy=priority", Begin.DURING_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), 1),
+        ("strategy=priority overlap=false", Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), 1),
         (
             "strategy=zero1",
             Begin.DURING_BACKWARD,

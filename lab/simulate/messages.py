@@ -1,0 +1,76 @@
+"""Messages of a step: buckets of parameters, and parts of large ones that travel by themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+
+from lab.exchange.grouping import cut, group
+from lab.model.profile import VALUE_BYTES, Profile, shapes
+from lab.simulate.costs import card_of
+from lab.simulate.load import Shape
+from lab.simulate.strategy import Strategy
+from lab.sync.fragments import fragments
+
+Bucket = dict[str, Shape]  # shapes of parameters by name, or of parts: name[start:stop]
+
+
+def messages_of_fragments(profile: Profile, strategy: Strategy) -> list[list[Bucket]]:
+    """Divide a profile's parameters among fragments, and each of these among messages.
+
+    Raises:
+        ValueError: the profile has fewer layers than the strategy has fragments.
+    """
+    pattern = strategy.pattern
+    if pattern.waits_in_forward:
+        return [_chunks(profile, strategy)]
+    if pattern.fragments == 1:
+        return [buckets(profile, strategy.bucket_mb)]
+    sizes = [(name, VALUE_BYTES * math.prod(shape)) for name, shape in _parameters(profile).items()]
+    parts = fragments(sizes, pattern.fragments, pattern.fragment_order)
+    return [buckets(profile, strategy.bucket_mb, names) for names in parts]
+
+
+def buckets(
+    profile: Profile, bucket_mb: float | None, only: Container[str] | None = None
+) -> list[Bucket]:
+    """Divide a profile's parameters, or `only` some, among buckets: shapes of each, by name."""
+    parameters = _parameters(profile)
+    arriving = [
+        (name, VALUE_BYTES * math.prod(parameters[name]))
+        for name in reversed(parameters)
+        if only is None or name in only
+    ]
+    planned = group(arriving, bucket_mb, profile.bytes_scale)
+    return [{name: parameters[name] for name in names} for names in planned]
+
+
+def parameter_of(message_part: str) -> str:
+    """Return the name of the parameter that a key of a Bucket is, or is a part of."""
+    return message_part.partition("[")[0]
+
+
+def _chunks(profile: Profile, strategy: Strategy) -> list[Bucket]:
+    """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
+    planned = buckets(profile, strategy.chunk_mb)
+    if not card_of(strategy.exchange).sums(strategy.exchange):
+        return planned
+    chunks: list[Bucket] = []
+    for bucket in planned:
+        parts = _cut(bucket, strategy.chunk_mb, profile.bytes_scale) if len(bucket) == 1 else []
+        chunks += parts if len(parts) > 1 else [bucket]
+    return chunks
+
+
+def _cut(alone: Bucket, chunk_mb: float | None, bytes_scale: float) -> list[Bucket]:
+    ((name, shape),) = alone.items()
+    parts = cut(math.prod(shape), chunk_mb, bytes_scale)
+    return [{f"{name}[{part.start}:{part.stop}]": (len(part),)} for part in parts]
+
+
+def _parameters(profile: Profile) -> Bucket:
+    return {
+        f"{layer.name}.{kind}": shape
+        for layer in profile.layers
+        for kind, shape in shapes(profile.values(layer)).items()
+    }

@@ -1,0 +1,284 @@
+"""PrioritySync: no barrier between steps; each layer's forward waits for its own parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lab.distributed.comm import Sent
+from lab.exchange.auto import Auto
+from lab.exchange.bucket import BucketPlan, GradBucket, plan
+from lab.exchange.grouping import cut
+from lab.exchange.parts import in_parts
+from lab.measure.marks import Mark, mark, seconds
+from lab.sync.base import SyncParts, SyncState
+from lab.sync.gradsync import GradSync, all_finite
+from lab.sync.pattern import priority
+from lab.sync.pending import Pending
+from lab.sync.reads import FirstReads, after, before
+from lab.sync.send_order import send_order
+from lab.sync.trial import Trial
+
+
+class PrioritySync(GradSync):
+    """A sync whose exchange runs on during the next forward, most urgent gradients first.
+
+    P3 (Jayarajan et al., MLSys 2019) and ByteScheduler (Peng et al., SOSP 2019), as in BytePS's
+    cross barrier: backward hands gradients to the worker, `finish` does not wait, and each module
+    of the next forward waits for its own parameters' gradients and updates these. Buckets are small
+    and larger parameters are cut, so that gradients of early layers, which are there last and
+    needed first, overtake those of late ones. (Exchanges that compress get whole parameters.)
+
+    All ranks begin all exchanges in one order, so it is planned: the first step of a run tells the
+    order in which gradients arrive and forward reads parameters, the second how long all of them
+    travel after backward. The order follows from rank 0's times. Then steps of GradSync, with its
+    buckets of `bucket_mb`, and steps under this schedule are timed, and the faster is kept (Trial).
+
+    With `trials=0`, weights are the same bits as with `overlap=false`, where the same messages
+    leave after backward.
+
+    Args:
+        chunk_mb: largest bucket and part of a parameter in MiB, if the next forward is to wait.
+        trials: see Trial.
+
+    Raises:
+        ValueError: an argument out of range, a compiled model, or an exchange that makes a choice
+            by time as well.
+    """
+
+    def __init__(self, parts: SyncParts, *, chunk_mb: float, trials: int) -> None:
+        _check(parts, chunk_mb, trials)
+        scale = getattr(parts.model, "bytes_scale", 1.0)
+        cuts = parts.exchange.takes_divided  # it only sums
+        self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
+        self._plan_overlap = partial(plan, parts.model, parts.bucket_mb)
+        super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
+        self.overlap, self.model = parts.overlap, parts.model
+        self.trial = Trial(trials, self._device)
+        self.needed: list[str] = []  # parameters in the order in which forward reads them
+        self.sends: list[int] | None = None  # places among the parts, in the order of sending
+        self._sending: list[BucketPlan] = []  # these parts
+        self._measuring = False
+        self._late = False  # this step's gradients are applied in the next one
+        self._overlapped: list[BucketPlan] | None = None  # buckets of the other schedule
+        self._watched = False  # hooks know where forward reads each parameter
+        self._reads: list[str] = []  # parameters in the order in which it does, on this rank
+        self._arrivals: dict[str, Mark] = {}
+        self._pending = Pending(parts.worker, getattr(parts.model, "delay", lambda _: None))
+        self._leaving: list[GradBucket] = []
+        self._finite: Tensor | None = None  # of the last step whose exchange outlasted it
+        self._sent = 0, 0, 0
+
+    def __enter__(self) -> Self:
+        self._sent = super().sent()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._watched = False  # the hooks are gone
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Generator[None]:
+        """Enclose one micro-batch; the first of all is watched to see where parameters are read."""
+        if self._watched or not self.overlap:
+            with super().micro_batch(last):
+                yield
+            return
+        with FirstReads(self.model) as reads, super().micro_batch(last):
+            yield
+        self._wait_in_forward(reads.waits())
+
+    def finish(self) -> Tensor | None:
+        """End the step's exchange, or leave it to the next forward.
+
+        Returns:
+            Whether the gradients that the last update applied were finite.
+        """
+        if self._late:
+            return self._leave()
+        begin = self._meet() if self._measuring else None
+        finite = super().finish()
+        if begin is not None:
+            self._plan_sends(begin, mark(self._device))
+        if self._reads and not self.needed:
+            self.needed = self._as_on_rank_0(self._reads)
+        return finite
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Update all parameters, or each as forward comes to it."""
+        if self._pending:
+            self._pending.use(optimizer)
+        else:
+            super().update(optimizer)
+            self._sent = super().sent()
+        if self.sends is not None and (own := self.trial.end_step()) is not None:
+            self.trial.costs = self._slowest(own)
+        self._schedule()
+
+    def settle(self) -> None:
+        if self._pending:
+            with self.clock.overtime() if self.clock else nullcontext():
+                self._apply(None)
+        self.trial.interrupt()
+
+    def sent(self) -> Sent:
+        return self._sent if self._pending else super().sent()
+
+    @contextmanager
+    def arrived(self) -> Generator[None]:
+        """Wait for the step's exchange, and lend each parameter its `grad` for a look at it."""
+        with self._pending.lent():
+            self._sent = super().sent()
+            yield
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Return the seconds of a step under each schedule, and the chosen one."""
+        if self.trial.costs is None:
+            return []
+        overlap_s, priority_s = self.trial.costs
+        chosen = "priority" if self.trial.second else "overlap"
+        return [{"overlap_s": overlap_s, "priority_s": priority_s, "chosen": chosen}]
+
+    def state_dict(self) -> SyncState:
+        """Return GradSync's state, the planned order and the choice. Settle first."""
+        needed = {name: torch.tensor(place) for place, name in enumerate(self.needed)}
+        kept = {"ranks": torch.tensor(self.comm.size)}
+        if self.sends is not None:
+            kept["sends"] = torch.tensor(self.sends)
+        if self.trial.costs is not None:
+            kept["costs"] = torch.tensor(self.trial.costs, dtype=torch.float64)
+        return {**super().state_dict(), "needed": needed, "plan": kept}
+
+    def load_state_dict(self, state: SyncState) -> None:
+        """Continue; another number of ranks, or of parts, plans and tries anew."""
+        super().load_state_dict(state)
+        self.needed = list(state.get("needed", {}))
+        kept = state.get("plan", {})
+        fits = "sends" in kept and len(kept["sends"]) == len(self._parts)
+        if fits and int(kept["ranks"]) == self.comm.size:
+            self._send_in(map(int, kept["sends"]))
+            self.trial.costs = [*map(float, kept["costs"])] if "costs" in kept else None
+        self._schedule()
+
+    def _use(self, buckets: list[BucketPlan]) -> None:
+        self._groups, self._parts = buckets, list[BucketPlan]()
+        self._group_of = {n: i for i, bucket in enumerate(buckets) for n in bucket.parameters}
+        for bucket in buckets:
+            num_values = sum(p.numel() for p in bucket.parameters.values())
+            alone = len(bucket.parameters) == 1
+            parts = self._cut(num_values) if alone else [range(num_values)]
+            self._parts += in_parts(bucket, parts)
+        super()._use(self._parts)
+
+    def _schedule(self) -> None:
+        """Set the next step's schedule."""
+        planned = self.overlap and self.sends is not None
+        self._measuring = self.overlap and not planned and bool(self.needed)
+        self._during_backward = self.overlap and not self._measuring
+        self._late = planned and self.trial.second
+        buckets = self._parts
+        if self._late:
+            self._overlapped, buckets = None, self._sending
+        elif planned:
+            buckets = self._overlapped = self._overlapped or self._plan_overlap(self.order)
+        if buckets is not self.buckets:
+            super()._use(buckets)
+
+    def _gradient_ready(self, name: str, parameter: Tensor) -> None:
+        if self._measuring and self._armed:
+            self._arrivals[name] = mark(self._device)
+        super()._gradient_ready(name, parameter)
+
+    def _meet(self) -> Mark:
+        """Wait for all ranks, so that a late one's time does not count as travel."""
+        nothing = torch.zeros(1, device=self._device)
+        self._alone("a meeting of ranks", partial(self.comm.iall_reduce, nothing))
+        return mark(self._device)
+
+    def _plan_sends(self, begin: Mark, end: Mark) -> None:
+        """Plan the order of sending from rank 0's times; all parts travelled between two marks."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # once a run
+        first = next(iter(self._arrivals.values()))
+        ready = {name: seconds(first, arrived) for name, arrived in self._arrivals.items()}
+        last = max(ready.values())
+        need = {name: place for place, name in enumerate(self.needed)}
+        byte_s = seconds(begin, end) / sum(part.nbytes for part in self._parts)
+        order = send_order(
+            [max(ready.get(name, last) for name in part.parameters) for part in self._parts],
+            [byte_s * part.nbytes for part in self._parts],
+            [min(need[name] for name in part.parameters) for part in self._parts],
+        )
+        self._send_in(self._from_rank_0(order))
+        self._arrivals.clear()
+
+    def _send_in(self, order: Iterable[int]) -> None:
+        self.sends = list(order)
+        self._sending = [self._parts[place] for place in self.sends]
+
+    def _leave(self) -> Tensor | None:
+        """Submit what backward did not, and go on while it travels."""
+        self._all_ready()
+        while len(self._exchanged) < len(self.buckets):
+            self._submit_next()
+        for index, bucket in enumerate(self._groups):
+            last = max(place for name in bucket.parameters for place in self._buckets_of[name])
+            self._pending.add(index, bucket.parameters, len(self.buckets) - 1 - last)
+        finite, self._finite = self._finite, None
+        self._leaving = self._exchanged
+        self._begin_step()
+        self.step += 1
+        return finite
+
+    def _wait_in_forward(self, waits: Mapping[str, list[str]]) -> None:
+        """Wait as modules begin, for the parameters that `waits` has by module (FirstReads)."""
+        self._watched, self._reads = True, [name for names in waits.values() for name in names]
+        for module, names in waits.items():
+            begin = partial(self._begin_module, names)
+            self._hooks.append(before(self.model.get_submodule(module), begin))
+        end = after(self.model, lambda: self._apply(None))
+        self._hooks.append(end)  # for parameters that this forward did not read
+
+    def _begin_module(self, names: list[str]) -> None:
+        if self._pending:
+            self.worker.advance()
+            self._apply(self._group_of[name] for name in names)
+
+    def _apply(self, groups: Iterable[int] | None) -> None:
+        if not self._pending:
+            return
+        self._pending.apply(groups, self.clock)
+        if not self._pending:
+            self._sent = super().sent()
+            self._finite = all_finite(self._leaving)
+            self._leaving = []
+
+    def _slowest(self, costs: list[float]) -> list[float]:
+        """Return each entry of `costs` on the rank where it is largest."""
+        own = torch.tensor(costs, dtype=torch.float64, device=self._device)
+        every = own.new_empty(self.comm.size, len(costs))
+        self._alone("times of both schedules", partial(self.comm.iall_gather, every, own))
+        return [*map(float, every.amax(dim=0))]
+
+
+def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
+    if not _is_number(chunk_mb) or not 0 < chunk_mb < math.inf:
+        raise ValueError(f"sync.chunk_mb={chunk_mb}: must be a number above 0")
+    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
+        raise ValueError(f"sync.trials={trials}: must be an integer of at least 0")
+    if parts.module is not parts.model:
+        raise ValueError("compile=true: compiled layers cannot wait for theirs; allowed is false")
+    if isinstance(parts.exchange, Auto):
+        raise ValueError("exchange=Auto: sync=priority chooses by measurement too; choose another")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

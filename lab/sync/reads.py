@@ -1,0 +1,120 @@
+"""Where a forward first reads each parameter, so that it may wait for it there and not sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+
+class FirstReads(TorchDispatchMode):
+    """Watches one forward: the order in which modules begin, and each parameter's first read.
+
+    All operations on tensors pass through here, so a parameter is found wherever it is read: by its
+    module, by another one (a tied weight, `out_proj` within nn.MultiheadAttention), by an operation
+    on a view, or before its module begins. Not found are reads of raw memory, such as those of a
+    foreign library: such a parameter counts as read when the first module that has it begins.
+
+    Args:
+        model: its modules' hooks tell when they begin.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._modules = _modules_of(model)
+        self._names: dict[int, list[str]] = {}  # of parameters, by their memory
+        for name, parameter in model.named_parameters():
+            if parameter.numel():
+                memory = parameter.untyped_storage().data_ptr()
+                self._names.setdefault(memory, []).append(name)
+        self._holders = _holders(model)
+        self._begun: dict[str, int] = {}  # module -> its place among those that have begun
+        self._read: dict[str, int] = {}  # parameter -> number of modules that had begun by then
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> FirstReads:
+        for name, module in self._modules.items():
+            self._hooks.append(before(module, lambda name=name: self._note_begin(name)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # pyright: ignore[reportUnknownMemberType]
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in cast(list[object], tree_leaves((args, kwargs))):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                for name in self._names.get(tensor.untyped_storage().data_ptr(), ()):
+                    self._read.setdefault(name, len(self._begun))
+        return func(*args, **(kwargs or {}))
+
+    def waits(self) -> dict[str, list[str]]:
+        """Return the parameters to wait for as each module begins, in the order of forward.
+
+        A parameter is waited for by the last module to begin before its first read, of those that
+        have it and those that these are in. Parameters that nothing reads are left out.
+        """
+        begun = list(self._begun)
+        found: dict[str, list[str]] = {name: [] for name in begun}
+        for parameter, holders in self._holders.items():
+            own = [self._begun[module] for module in holders if module in self._begun]
+            read = self._read.get(parameter, min(own) + 1 if own else None)
+            if read is None or not begun:
+                continue
+            around = {name for module in holders for name in _upwards(module)}
+            places = [self._begun[name] for name in around & self._begun.keys()]
+            found[begun[max((p for p in places if p < read), default=0)]].append(parameter)
+        return {module: parameters for module, parameters in found.items() if parameters}
+
+    def _note_begin(self, module: str) -> None:
+        self._begun.setdefault(module, len(self._begun))
+
+
+def before(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call `call()` as `module` begins, before its other hooks, which may read its parameters."""
+
+    def hook(_module: nn.Module, _inputs: Any) -> None:
+        call()
+
+    return module.register_forward_pre_hook(hook, prepend=True)
+
+
+def after(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call `call()` when `module`'s forward has ended."""
+
+    def hook(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        call()
+
+    return module.register_forward_hook(hook)
+
+
+def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by name, itself among them; a shared one has its first name."""
+    return dict(cast(Iterator[tuple[str, nn.Module]], model.named_modules()))
+
+
+def _holders(model: nn.Module) -> dict[str, list[str]]:
+    """Return the modules that have each parameter as their own: several if it is shared."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[str, list[str]] = {name: [] for name in name_of.values()}
+    for module_name, module in _modules_of(model).items():
+        for _, parameter in module.named_parameters(recurse=False):
+            holders[name_of[id(parameter)]].append(module_name)
+    return holders
+
+
+def _upwards(module: str) -> Iterator[str]:
+    """Yield a module's name and those of all that it is in; the model's is empty."""
+    yield module
+    while module:
+        module = module.rpartition(".")[0]
+        yield module

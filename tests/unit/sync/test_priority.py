@@ -1,0 +1,267 @@
+"""Priority: the bits of the blocking run, on any schedule, and the schedule itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.distributed.comm import Collective, Comm
+from lab.distributed.thread_comm import run_ranks
+from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
+from lab.exchange.allreduce import AllReduce
+from lab.exchange.base import Exchange
+from lab.exchange.bucket import GradBucket
+from lab.exchange.tree import Tree
+from lab.measure.clock import Clock
+from lab.sync.base import SyncParts
+from lab.sync.priority import PrioritySync
+from tests.support.cases import maker
+
+CPU = torch.device("cpu")
+WIDE = 2048  # the last layer's weight has 16 KiB: two parts of at most CHUNK_MB
+CHUNK_MB = 8 / 1024
+NUM_STEPS = 7
+
+
+class Net(nn.Module):
+    """Layers that forward reads in another order than they are registered in, and one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDE, 2)
+        self.unused = nn.Linear(6, 3)
+        self.first = nn.Linear(6, 6)
+        self.middle = nn.Linear(6, WIDE)
+        generator = torch.Generator().manual_seed(0)  # ranks are threads
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(torch.relu(self.first(x))))
+
+
+class Noting(AllReduce):
+    """An all-reduce that notes the names in each bucket, and the optimizer step it belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, list[str]]] = []
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        self.seen.append((bucket.step, list(bucket.shapes)))
+        return super().stages(bucket, comm)
+
+
+def make(
+    comm: Comm, exchange: Exchange, worker: Worker, trials: int = 0, overlap: bool = True
+) -> PrioritySync:
+    model = Net()
+    parts = SyncParts(model, model, exchange, comm, worker, overlap, 25.0)
+    return PrioritySync(parts, chunk_mb=CHUNK_MB, trials=trials)
+
+
+def train(
+    sync: PrioritySync, optimizer: torch.optim.Optimizer, steps: range, micro_batches: int = 1
+) -> dict[str, Tensor]:
+    """Train as the trainer does, and return the weights."""
+    sync.step = steps.start
+    with sync:
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + sync.comm.rank)
+            for number in range(1, micro_batches + 1):
+                x = torch.randn(4, 6, generator=generator)
+                with sync.micro_batch(last=number == micro_batches):
+                    loss = sync.module(x).square().mean() / micro_batches
+                    (loss * sync.loss_factor).backward()
+            sync.finish()
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)  # of this step, as Optim sets it
+            sync.update(optimizer)
+        sync.settle()
+    return {n: p.detach().clone() for n, p in sync.module.named_parameters()}
+
+
+def adamw(sync: PrioritySync) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(sync.module.parameters(), weight_decay=0.1, fused=True)
+
+
+def sgd(sync: PrioritySync) -> torch.optim.Optimizer:
+    return torch.optim.SGD(sync.module.parameters(), momentum=0.9, weight_decay=0.1)
+
+
+def on_ranks(size: int, rank_main: Callable[[PrioritySync], Any], **settings: Any) -> list[Any]:
+    """Call `rank_main(sync)` on each of `size` ranks, with a sync of these settings."""
+    make_exchange, make_worker = settings.pop("exchange", AllReduce), settings.pop("worker")
+
+    def of_rank(comm: Comm) -> Any:
+        worker = make_worker()
+        try:
+            return rank_main(make(comm, make_exchange(), worker, **settings))
+        finally:
+            worker.close()
+
+    return run_ranks(size, of_rank)
+
+
+THREAD = partial(ThreadWorker, CPU)
+BLOCKING = {"worker": InlineWorker, "overlap": False}
+
+
+@pytest.mark.parametrize("worker", [THREAD, TurnsWorker])
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("exchange", [AllReduce, Tree, maker("onebit")])
+def test_weights_are_the_bits_of_the_blocking_run(
+    exchange: Callable[[], Exchange], optimizer: Callable[..., Any], worker: Callable[[], Worker]
+) -> None:
+    def run(sync: PrioritySync) -> dict[str, Tensor]:
+        return train(sync, optimizer(sync), range(NUM_STEPS), micro_batches=2)
+
+    ours = on_ranks(3, run, worker=worker, exchange=exchange)
+    blocking = on_ranks(3, run, exchange=exchange, **BLOCKING)
+    for weights in ours:
+        assert all(torch.equal(weights[name], blocking[0][name]) for name in weights)
+
+
+def test_after_the_trial_too_where_sums_are_taken_in_the_order_of_ranks() -> None:
+    def run(sync: PrioritySync) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        return train(sync, adamw(sync), range(9)), sync.choices()
+
+    ours = on_ranks(2, run, worker=THREAD, trials=1)
+    ((blocking, none), _) = on_ranks(2, run, **BLOCKING)
+    assert none == []
+    for weights, choices in ours:
+        assert all(torch.equal(weights[name], blocking[name]) for name in weights)
+        ((choice),) = choices
+        assert choices == ours[0][1]  # all ranks decide alike
+        faster = "priority" if choice["priority_s"] < choice["overlap_s"] else "overlap"
+        assert choice["chosen"] == faster
+
+
+def test_gradients_needed_first_overtake_the_parts_of_a_large_one() -> None:
+    def run(sync: PrioritySync) -> list[list[str]]:
+        train(sync, sgd(sync), range(2))
+        # As if all gradients were there at once: the plan is the order of need.
+        sync._arrivals = dict.fromkeys(sync.needed, 0.0)
+        sync._plan_sends(0.0, 1.0)
+        sync._schedule()
+        train(sync, sgd(sync), range(2, 3))
+        assert isinstance(sync.exchange, Noting)
+        return [names for step, names in sync.exchange.seen if step == 2]
+
+    seen, other = on_ranks(2, run, worker=TurnsWorker, exchange=Noting)
+    assert seen == other
+    layers = ["first", "middle", "last", "unused"]
+    needed = [min(layers.index(name.partition(".")[0]) for name in names) for names in seen]
+    assert needed == sorted(needed)
+    assert needed[0] == 0 and needed[-1] >= 2
+    parts = [name for names in seen for name in names if name.startswith("last.weight[")]
+    assert parts == ["last.weight[0:2048]", "last.weight[2048:4096]"]
+
+
+def test_a_module_waits_for_its_own_parameters_alone() -> None:
+    def run(sync: PrioritySync) -> list[set[str]]:
+        left: list[set[str]] = []
+
+        def note(*_: object) -> None:
+            left.append({n for i in sync._pending._updates for n in sync._groups[i].parameters})
+
+        net = sync.module
+        assert isinstance(net, Net)
+        for layer in (net.first, net.middle, net.last):
+            layer.register_forward_hook(note)
+        train(sync, sgd(sync), range(4))
+        return left[-3:]
+
+    for first, middle, last in on_ranks(2, run, worker=THREAD):
+        assert not {n for n in first if n.startswith("first")}
+        assert {"middle.weight", "last.weight"} <= first
+        assert "middle.weight" not in middle
+        assert "last.weight" in middle
+        assert not {n for n in last if n.startswith("last")}
+
+
+def test_a_resumed_run_keeps_plan_and_choice_and_ends_in_the_same_bits() -> None:
+    def whole(sync: PrioritySync) -> tuple[dict[str, Tensor], Any, dict[str, Tensor], Any]:
+        optimizer = adamw(sync)
+        train(sync, optimizer, range(5))
+        weights = {n: p.detach().clone() for n, p in sync.module.named_parameters()}
+        state = sync.state_dict(), {**optimizer.state_dict()}
+        return weights, copy.deepcopy(state), train(sync, optimizer, range(5, 8)), sync.sends
+
+    saved = on_ranks(2, whole, worker=THREAD)
+
+    def resumed(sync: PrioritySync) -> tuple[dict[str, Tensor], Any]:
+        weights, (of_sync, of_optimizer), *_ = saved[sync.comm.rank]
+        sync.module.load_state_dict(weights)
+        optimizer = adamw(sync)
+        optimizer.load_state_dict(of_optimizer)
+        sync.load_state_dict(of_sync)
+        return train(sync, optimizer, range(5, 8)), sync.sends
+
+    for (_, _, weights, sends), (again, sends_again) in zip(
+        saved, on_ranks(2, resumed, worker=THREAD), strict=True
+    ):
+        assert sends == sends_again
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+    def elsewhere(sync: PrioritySync) -> Any:
+        sync.load_state_dict(saved[0][1][0])
+        return sync.order, sync.needed, sync.sends
+
+    order, needed, sends = on_ranks(1, elsewhere, worker=THREAD)[0]
+    assert order and needed
+    assert sends is None  # another number of ranks: planned anew
+
+
+def test_forward_is_charged_with_its_waits_and_a_pause_with_what_is_left() -> None:
+    def run(sync: PrioritySync) -> tuple[list[float], float]:
+        sync.clock = Clock(CPU, breakdown=True)
+        optimizer = sgd(sync)
+        with sync:
+            for _ in range(4):
+                with sync.clock.step():
+                    with sync.micro_batch(last=True), sync.clock.phase("forward"):
+                        sync.module(torch.ones(4, 6)).mean().backward()
+                    sync.finish()
+                    sync.update(optimizer)
+            before = sync.clock.total_seconds()
+            sync.settle()
+        return list(sync.clock.phase_seconds()[3]), sync.clock.total_seconds() - before
+
+    for (_, forward_s, _, exchange_s, update_s), left_s in on_ranks(2, run, worker=THREAD):
+        assert min(forward_s, exchange_s, update_s) > 0
+        assert left_s > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trials": -1}, "sync.trials=-1: must be an integer of at least 0"),
+        ({"trials": True}, "sync.trials=True: must be an integer"),
+        ({"chunk_mb": 0}, "sync.chunk_mb=0: must be a number above 0"),
+        ({"chunk_mb": "8"}, "sync.chunk_mb=8: must be a number above 0"),
+        ({"precision": "fp16"}, "precision=fp16: a step cannot be skipped"),
+        ({"compiled": True}, "compile=true: compiled layers cannot wait"),
+        ({"exchange": maker("auto")}, "exchange=Auto: sync=priority chooses by measurement too"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], message: str) -> None:
+    arguments = {"trials": 0, "chunk_mb": 8, **settings}
+    precision = arguments.pop("precision", "fp32")
+    module = Net() if arguments.pop("compiled", False) else None
+    exchange = arguments.pop("exchange", AllReduce)()
+
+    def rank_main(comm: Comm) -> None:
+        model = Net()
+        run = (True, 25.0, precision)
+        PrioritySync(
+            SyncParts(model, module or model, exchange, comm, InlineWorker(), *run), **arguments
+        )
+
+    with pytest.raises(ValueError, match="^" + message.replace(".", r"\.")):
+        run_ranks(1, rank_main)
