@@ -14,7 +14,7 @@ from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.timing import aligner
 from lab.distributed import world as worlds
-from lab.distributed.comm import Done
+from lab.distributed.collective import Done
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES

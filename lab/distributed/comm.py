@@ -6,65 +6,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.distributed.collective import Collective, Done, Handle, SummedParts
 from lab.distributed.nodes import Nodes, each_alone, restricted
-
-CACHED_VALUES = 2**16  # a sum of so many stays in a core's cache while all parts are added
 
 Sent = tuple[int, int, int]  # payload bytes, messages, and the bytes of these to other nodes
 Transfer = tuple[Tensor, int]  # a tensor, and the rank that it goes to or comes from
-
-
-class Handle(Protocol):
-    """Transfers in flight."""
-
-    def wait(self) -> Any:
-        """Block until received tensors may be read and sent ones written to."""
-
-
-class Collective(Handle, Protocol):
-    """A collective in flight."""
-
-    def is_completed(self) -> bool:
-        """Return whether it has finished. Any thread may call this."""
-        ...
-
-
-class Done:
-    """A collective that had finished when its call returned."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class SummedParts:
-    """A reduce-scatter made of an all-to-all: `wait` adds the parts that have arrived.
-
-    Args:
-        parts: [size, ...], one of each rank, complete after `arriving.wait()`.
-        output: receives their sum, added in rank order.
-    """
-
-    def __init__(self, arriving: Collective, parts: Tensor, output: Tensor) -> None:
-        self._arriving, self._parts, self._output = arriving, parts, output
-
-    def wait(self) -> None:
-        self._arriving.wait()
-        parts = self._parts.view(len(self._parts), -1).split(CACHED_VALUES, dim=1)
-        for part, total in zip(parts, self._output.view(-1).split(CACHED_VALUES), strict=True):
-            total.copy_(part[0])
-            for other in part[1:]:
-                total += other
-
-    def is_completed(self) -> bool:
-        return self._arriving.is_completed()
 
 
 @dataclass

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Done, Handle, Transfer
+from lab.distributed.collective import Done, Handle
+from lab.distributed.comm import Comm, Transfer
 from lab.distributed.nodes import Nodes
 
 TIMEOUT_S = 30.0  # longest wait for another rank

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.distributed import nccl
-from lab.distributed.comm import Collective, Comm, Transfer
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm, Transfer
 from lab.distributed.rank_info import RankInfo
 
 # Renamed in torch 2.13.

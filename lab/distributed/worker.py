@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.distributed.comm import Collective
+from lab.distributed.collective import Collective
 
 Job = Callable[[], Iterator[Collective]]  # yields what it begins; resumed when complete
 Event = torch.cuda.Event | torch.Event

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 
 Shapes = Mapping[str, torch.Size]

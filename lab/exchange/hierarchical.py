@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.distributed.nodes import each_alone
 from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean
 from lab.exchange.bucket import GradBucket

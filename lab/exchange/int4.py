@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lab.codec import int4
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.error_feedback import ErrorFeedback

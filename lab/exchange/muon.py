@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange import owner_message, owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lab.codec.onebit import codec as onebit
 from lab.codec.onebit.message import Matrix
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.base import Kept, Ranks, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import quantised

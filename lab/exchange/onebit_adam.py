@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lab.codec.onebit.message import Matrix
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange import blocks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.direction import (

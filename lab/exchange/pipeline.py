@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Handle, Transfer
+from lab.distributed.collective import Handle
+from lab.distributed.comm import Comm, Transfer
 from lab.exchange.chunks import LAG
 from lab.exchange.grouping import MIB
 

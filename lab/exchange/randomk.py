@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Iterator
 
 from lab.codec.randomk import codec as randomk
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.sparse import Sparse
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lab.codec.int8 import codec as int8
 from lab.codec.onebit.message import Matrix, Message
-from lab.distributed.comm import Comm, SummedParts
+from lab.distributed.collective import SummedParts
+from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import ScratchBuffers

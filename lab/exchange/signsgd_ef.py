@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lab.codec.signs import codec as signs
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import signed

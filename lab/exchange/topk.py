@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from lab.codec.topk import codec as topk
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.sparse import Sparse
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from lab.codec.onebit.message import Matrix, Message
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.bucket import ScratchBuffers
 
 Residuals = Sequence[Tensor | None]  # [rows, columns], one for each matrix; None: no error feedback

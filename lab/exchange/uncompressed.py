@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lab.distributed.comm import Comm, Done
+from lab.distributed.collective import Done
+from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 
 

@@ -13,7 +13,8 @@ from torch.distributed import GradBucket as DDPBucket  # pyright: ignore[reportP
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Collective, Comm, Sent
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, ScratchBuffers

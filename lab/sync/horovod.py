@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from lab.distributed.comm import Collective
+from lab.distributed.collective import Collective
 from lab.distributed.horovod_comm import HorovodComm, horovod
 from lab.sync import pattern
 from lab.sync.base import SyncParts

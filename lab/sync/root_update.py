@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from lab.distributed.comm import Collective
+from lab.distributed.collective import Collective
 from lab.exchange.base import Rooted
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.sync.base import SyncParts

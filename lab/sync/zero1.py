@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.comm import Collective, SummedParts
+from lab.distributed.collective import Collective, SummedParts
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket, ScratchBuffers
 from lab.sync.base import Shard, SyncParts, SyncState

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from lab.distributed.comm import Collective, Comm
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import GradBucket
 from lab.exchange.onebit import OneBit

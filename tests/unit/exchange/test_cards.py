@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.distributed.comm import Comm, Done, Transfer
+from lab.distributed.collective import Done
+from lab.distributed.comm import Comm, Transfer
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket, ScratchBuffers
 from lab.settings.config import build, load

@@ -19,7 +19,7 @@ from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 from lab.exchange.rails import part_shapes
-from tests.support.cases import COMPRESSES_LITTLE, EXACT, REPEATABLE, maker
+from tests.support.cases import COMPRESSES_LITTLE, EXACT, MEANS, maker
 
 Nodes = list[list[int]]
 NODES: dict[str, Nodes] = {
@@ -40,7 +40,7 @@ SHAPES = {
     }.items()
 }
 NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
-LEVELS_OF_THEIR_OWN = [e for e in REPEATABLE if not e.startswith("hierarchical")]
+LEVELS_OF_THEIR_OWN = [e for e in MEANS if not e.startswith("hierarchical")]
 INTER_EXACT = [e for e in LEVELS_OF_THEIR_OWN if e in EXACT]
 INTER = [e for e in LEVELS_OF_THEIR_OWN if e not in EXACT]
 WITH_FEEDBACK = [e for e in INTER if isinstance(maker(e)(), ErrorFeedback)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lab.analysis.figures.timeline import timeline_of_step
-from lab.distributed.comm import Done
+from lab.distributed.collective import Done
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.measure.clock import KEPT_STEPS, Clock
 from lab.measure.spans import Span
