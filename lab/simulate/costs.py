@@ -43,8 +43,8 @@ class Card:
         scratch: bytes of memory that a rank needs while it exchanges. Gradients that were gathered
             into a buffer leave free memory behind, which serves as scratch.
         kept: bytes in addition to that: residuals, buffers, and messages under way.
-        sums: whether an exchange adds values one by one, so that parts of a parameter may travel
-            alone (Exchange.takes_divided).
+        sums: whether an exchange adds values one by one and does no more, so that parts of a
+            parameter may travel alone.
         lossy: whether an exchange delivers something else than the mean up to rounding.
     """
 

@@ -35,7 +35,7 @@ class PrioritySync(GradSync):
     cross barrier: backward hands gradients to the worker, `finish` does not wait, and each module
     of the next forward waits for its own parameters' gradients and updates these. Buckets are small
     and larger parameters are cut, so that gradients of early layers, which are there last and
-    needed first, overtake those of late ones. (Exchanges that compress get whole parameters.)
+    needed first, overtake those of late ones. (Exchanges that do more than sum get whole ones.)
 
     All ranks begin all exchanges in one order, so it is planned: the first step of a run tells the
     order in which gradients arrive and forward reads parameters, the second how long all of them
@@ -57,7 +57,8 @@ class PrioritySync(GradSync):
     def __init__(self, parts: SyncParts, *, chunk_mb: float, trials: int) -> None:
         _check(parts, chunk_mb, trials)
         scale = getattr(parts.model, "bytes_scale", 1.0)
-        cuts = parts.exchange.takes_divided  # it only sums
+        exchange = parts.exchange
+        cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
         self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
         self._plan_overlap = partial(plan, parts.model, parts.bucket_mb)
         super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
@@ -240,8 +241,9 @@ class PrioritySync(GradSync):
 
     def _wait_in_forward(self, waits: Mapping[str, list[str]]) -> None:
         """Wait as modules begin, for the parameters that `waits` has by module (FirstReads)."""
-        self._watched, self._reads = True, [name for names in waits.values() for name in names]
-        for module, names in waits.items():
+        trained = {m: [n for n in names if n in self._group_of] for m, names in waits.items()}
+        self._watched, self._reads = True, [name for names in trained.values() for name in names]
+        for module, names in trained.items():
             begin = partial(self._begin_module, names)
             self._hooks.append(before(self.model.get_submodule(module), begin))
         end = after(self.model, lambda: self._apply(None))

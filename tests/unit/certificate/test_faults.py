@@ -9,7 +9,7 @@ from torch import nn
 from lab.record.certificate import Certificate
 from lab.sync.base import Sync
 from lab.sync.local import LocalSync
-from tests.support.certified import MODELS, UNCHECKED, Case, certified, clean_cases
+from tests.support.certified import MODELS, MORE, UNCHECKED, Case, certified, clean_cases
 from tests.support.misaveraged import Bypassed, Uncompressed
 
 
@@ -77,6 +77,11 @@ FAULTS = {
         *(wrong("Stale", "bucket_mb=0.01", model="recurrent", size=3), "fresh"),
         "(exchange 3)",
     ),
+    "stale in the next forward": (
+        wrong("Stale", "strategy=priority", *MORE["priority"], model="recurrent", size=3),
+        "fresh",
+        "(exchange 3)",
+    ),
     "summed int8": (
         lossy("int8", "SummedInt8"),
         "averaged once",
@@ -133,6 +138,10 @@ def outcomes(certificate: Certificate) -> dict[str, str]:
         ),
         ("strategy=local_sgd sync.every=2", "weight changes averaged once over 3 of 3, 3 of 3 par"),
         ("strategy=cntk sync.double_buffer=true", "gradients averaged once, a step late, over 3"),
+        (
+            "strategy=priority sync.trials=0 sync.chunk_mb=0.01",
+            "gradients averaged once over 3 of 3, 3 of 3 parameters, as many bytes as fp32",
+        ),
         ("strategy=topk", "3 of 3 parameters, 33.3x less than fp32 (not counted: threads"),
         ("strategy=none", "not checked, because strategy=none exchanges nothing"),
         (

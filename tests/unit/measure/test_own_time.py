@@ -92,6 +92,24 @@ def test_ddp_waits_within_backward_once_the_last_gradient_is_ready(host: Host) -
     assert math.isnan(own(unmarked)["backward"])
 
 
+def test_a_forward_that_waits_and_works_on_an_exchange_is_charged_with_neither(host: Host) -> None:
+    clock = Clock(CPU, breakdown=False)
+    with clock.step(), clock.phase("forward"):
+        host.work(1)
+        with clock.phase("exchange"):
+            host.work(50)
+        with clock.phase("update"):
+            host.work(3)
+        with clock.exchange_work():
+            host.work(7)
+        host.work(1)
+    assert {name: own(clock)[name] for name in ("forward", "exchange", "update")} == {
+        "forward": 2,
+        "exchange": 7,
+        "update": 3,
+    }
+
+
 def test_micro_batches_add_up_and_gaps_are_between_steps(host: Host) -> None:
     clock = Clock(CPU, breakdown=False)
     for _ in range(KEPT_STEPS + 3):

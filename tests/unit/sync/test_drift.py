@@ -206,6 +206,17 @@ def test_where_no_mean_reaches_all_ranks_it_is_refused(strategy: str) -> None:
         run_ranks(1, rank_main)
 
 
+def test_an_exchange_that_outlasts_its_step_is_refused() -> None:
+    config, model = load(["strategy=priority"]), nn.Linear(4, 3)
+
+    def rank_main(comm: Comm) -> None:
+        parts = SyncParts(model, model, AllReduce(), comm, InlineWorker(), overlap=True)
+        _observe_drift(build(config.sync, parts), 5, "fp32")
+
+    with pytest.raises(ConfigError, match="drift_every=5: sync=PrioritySync .* overlap=false"):
+        run_ranks(1, rank_main)
+
+
 def test_skipped_steps_are_refused() -> None:
     def rank_main(comm: Comm) -> None:
         model = nn.Linear(4, 3)

@@ -81,7 +81,7 @@ def test_the_late_rank_works_longer_and_those_that_wait_do_not(strategy: str, ph
 @pytest.mark.parametrize(
     ("strategy", "unlike"),
     [
-        *((name, set()) for name in ("overlap", "ring", "onebit", "ddp", "local_sgd")),
+        *((name, set()) for name in ("overlap", "priority", "ring", "onebit", "ddp", "local_sgd")),
         *((name, {"exchange"}) for name in ("tree", "tree_double", "tree_pipelined", "star")),
         *((name, {"exchange", "update"}) for name in ("caffe", "torch7", "tensorflow")),
     ],

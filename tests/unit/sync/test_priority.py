@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,11 +21,13 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.tree import Tree
 from lab.measure.clock import Clock
+from lab.measure.spans import OWN, PHASES
 from lab.sync.base import SyncParts
 from lab.sync.priority import PrioritySync
 from tests.support.cases import maker
 
 CPU = torch.device("cpu")
+LATE_S = 0.08
 WIDE = 2048  # the last layer's weight has 16 KiB: two parts of at most CHUNK_MB
 CHUNK_MB = 8 / 1024
 NUM_STEPS = 7
@@ -39,6 +42,7 @@ class Net(nn.Module):
         self.unused = nn.Linear(6, 3)
         self.first = nn.Linear(6, 6)
         self.middle = nn.Linear(6, WIDE)
+        self.middle.bias.requires_grad_(False)
         generator = torch.Generator().manual_seed(0)  # ranks are threads
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.1, generator=generator)
@@ -115,7 +119,7 @@ BLOCKING = {"worker": InlineWorker, "overlap": False}
 
 @pytest.mark.parametrize("worker", [THREAD, TurnsWorker])
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
-@pytest.mark.parametrize("exchange", [AllReduce, Tree, maker("onebit")])
+@pytest.mark.parametrize("exchange", [AllReduce, Tree, maker("onebit"), maker("muon")])
 def test_weights_are_the_bits_of_the_blocking_run(
     exchange: Callable[[], Exchange], optimizer: Callable[..., Any], worker: Callable[[], Worker]
 ) -> None:
@@ -237,6 +241,38 @@ def test_forward_is_charged_with_its_waits_and_a_pause_with_what_is_left() -> No
     for (_, forward_s, _, exchange_s, update_s), left_s in on_ranks(2, run, worker=THREAD):
         assert min(forward_s, exchange_s, update_s) > 0
         assert left_s > 0
+
+
+@pytest.mark.parametrize("worker", [THREAD, TurnsWorker])
+def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[], Worker]) -> None:
+    def run(sync: PrioritySync) -> tuple[dict[str, float], float]:
+        sync.clock = clock = Clock(CPU, breakdown=True)
+        net, optimizer = sync.module, sgd(sync)
+        if sync.comm.rank == 1:
+            net.get_parameter("first.weight").register_hook(lambda _: time.sleep(LATE_S))
+        with sync:
+            for _ in range(8):
+                with clock.step():
+                    with sync.micro_batch(last=True):
+                        with clock.phase("forward"):
+                            loss = net(torch.ones(4, 6)).square().mean()
+                        with clock.phase("backward"):
+                            (loss * sync.loss_factor).backward()
+                    with clock.phase("exchange"):
+                        sync.finish()
+                    with clock.phase("update"):
+                        sync.update(optimizer)
+            own = clock.own_times().own_seconds()[4:].min(axis=0)
+            waited_s = clock.phase_seconds()[4:, PHASES.index("exchange")].min()
+            sync.settle()
+        return dict(zip(OWN, own.tolist(), strict=True)), float(waited_s)
+
+    others, (late, _), _ = on_ranks(3, run, worker=worker)
+    own, waited_s = others
+    assert waited_s > LATE_S / 2  # within forward: `finish` does not wait
+    assert late["backward"] >= LATE_S > 2 * own["backward"]
+    rest = ("forward", "exchange", "update")
+    assert all(each[phase] < LATE_S / 2 for each in (own, late) for phase in rest)
 
 
 @pytest.mark.parametrize(
