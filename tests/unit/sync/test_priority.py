@@ -119,7 +119,7 @@ BLOCKING = {"worker": InlineWorker, "overlap": False}
 
 @pytest.mark.parametrize("worker", [THREAD, TurnsWorker])
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
-@pytest.mark.parametrize("exchange", [AllReduce, Tree, maker("onebit"), maker("muon")])
+@pytest.mark.parametrize("exchange", [AllReduce, Tree, maker("onebit")])
 def test_weights_are_the_bits_of_the_blocking_run(
     exchange: Callable[[], Exchange], optimizer: Callable[..., Any], worker: Callable[[], Worker]
 ) -> None:
@@ -166,6 +166,15 @@ def test_gradients_needed_first_overtake_the_parts_of_a_large_one() -> None:
     assert needed[0] == 0 and needed[-1] >= 2
     parts = [name for names in seen for name in names if name.startswith("last.weight[")]
     assert parts == ["last.weight[0:2048]", "last.weight[2048:4096]"]
+
+
+@pytest.mark.parametrize("name", ["onebit", "onebit_adam", "muon", "powersgd"])
+def test_exchanges_that_do_more_than_sum_get_whole_parameters(name: str) -> None:
+    def run(sync: PrioritySync) -> set[str]:
+        return {name for bucket in sync.buckets for name in bucket.shapes}
+
+    (names,) = on_ranks(1, run, worker=InlineWorker, exchange=maker(name))
+    assert names == {n for n, p in Net().named_parameters() if p.requires_grad}
 
 
 def test_a_module_waits_for_its_own_parameters_alone() -> None:
