@@ -126,7 +126,9 @@ def _takes_tree(e: Evidence) -> bool:
     exchange, comm = (e.settings.get(x, {}).get("_target_", "") for x in ("exchange", "comm"))
     from_gpus = e.one.settings.get("device") == "cuda" and e.settings.get("backend") == "gloo"
     can_send = "horovod" not in comm and not from_gpus
-    return e.pattern.takes_exchanges and ".tree" not in exchange and can_send
+    sums_alone = Leg.PARTS_OF_GRADIENTS in e.pattern.legs  # which its sync scatters itself
+    is_possible = e.pattern.takes_exchanges and not sums_alone and can_send
+    return is_possible and ".tree" not in exchange
 
 
 def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:

@@ -55,7 +55,7 @@ def write_steps(
         "step_s": step_s.ravel(),
         **{f"{name}_s": phase_s[:, :, i].ravel() for i, name in enumerate(PHASES)},
         **{f"own_{name}_s": own_s[:, :, i].ravel() for i, name in enumerate(OWN)},
-        "ready_s": list(ready_s.reshape(ranks * steps, -1)),
+        "ready_s": list(ready_s.reshape(ranks * steps, ready_s.shape[-1])),
         "loss": loss.ravel(),
         "end_s": before_s + step_s.cumsum(axis=1).ravel(),
     }

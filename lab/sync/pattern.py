@@ -98,8 +98,9 @@ class Pattern:
 
     @property
     def takes_any_exchange(self) -> bool:
-        """True if any exchange that averages will do; False if it must pass through the root."""
-        return self.takes_exchanges and Leg.WEIGHTS_FROM_ROOT not in self.legs
+        """True if any exchange that averages will do; False if the sync needs one of a kind."""
+        choosy = {Leg.WEIGHTS_FROM_ROOT, Leg.PARTS_OF_GRADIENTS, Leg.MEAN_OF_STATES}
+        return self.takes_exchanges and choosy.isdisjoint(self.legs)
 
 
 def _backward(overlap: bool) -> Begin:

@@ -196,8 +196,9 @@ def test_a_loop_of_ones_own_works(name: str) -> None:
     assert apart(first["hook onebit"], first["ddp"]) > 1e-4
 
 
-# int8's blocks follow the buckets, and auto decides by the clock.
-ANY = [name for name in choices_of("exchange") if name not in ("none", "int8", "auto")]
+# Blocks of int8 and int4 follow the buckets, auto decides by the clock, schedule by the step.
+OTHER = ("none", "int8", "int4", "auto", "schedule")
+ANY = [name for name in choices_of("exchange") if name not in OTHER]
 
 
 def by_hook_and_sync(names: list[str]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from lab.exchange import grouping
 from lab.exchange.onebit import OneBit
 from lab.model.profile import Profile
 from lab.settings.files import read_file
-from lab.simulate import costs, step
+from lab.simulate import costs, messages
 from lab.simulate.fit import Group, Observation
 from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.presets import parse
@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant("tree as star", patches=as_tree("Star")),
     Mutant("tree as ring", patches=as_tree("Ring")),
     Mutant("codec x 4", hardware=partial(slower_codecs, 4.0)),
-    Mutant("buckets in reverse order", patches=((step, "group", reversed_groups),)),
+    Mutant("buckets in reverse order", patches=((messages, "group", reversed_groups),)),
     Mutant("residual dropped", patches=((OneBit, "_kept", forgetful),)),
 )
 INTACT = Mutant("(nothing broken)")

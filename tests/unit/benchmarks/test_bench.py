@@ -73,7 +73,7 @@ def test_sizes_are_read_as_they_are_written_in_figures() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "(nothing): takes one collective|codec|step"),
+        ([], "(nothing): takes one collective|reduce_scatter|codec|step"),
         (["step", "strategy=overlap"], "a comparison needs two"),
         (
             ["step", "strategy=overlap,nope"],

@@ -101,6 +101,7 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
         candidates = collective.make_candidates({}, comm)[:1]
         here = SimpleNamespace(device=CUDA, comm=comm, rank=comm.rank, size=comm.size)
         here.gather = lambda values: values[None]
+        here.barrier = lambda: None
         return collective.measure_size(4096, candidates, here, 3)  # type: ignore[arg-type]
 
     gpu = FakeGpu()
