@@ -40,7 +40,7 @@ LOOKS: dict[str, Look] = {
     "star": Look(SKY, "--", "v"),
     "tree_overlap": Look(ORANGE, "-.", "^"),
     "overlap": Look(ORANGE, "-", "P"),
-    "priority": Look(PURPLE, ":", "P"),
+    "priority": Look(TEAL, ":", "P"),
     "layerwise": Look(ORANGE, "--", "<"),
     "bf16": Look(BLUE, "--", "X"),
     "fp16": Look(BLUE, ":", "x"),
