@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lab.diagnosis.evidence import Evidence
 from lab.diagnosis.rules import Loss, Verdict
-from lab.sync.pattern import Begin, local
+from lab.sync.pattern import Begin, Leg, local
 
 # Share of backward that can hide an exchange: the first gradients come a little later.
 HIDING_SHARE = 0.8

@@ -37,7 +37,12 @@ def train_on(trainer: Trainer) -> None:
 CASES: dict[str, tuple[tuple[str, ...], int, Then, str]] = {
     "onebit": (("strategy=onebit",), 12, train_on, NAMED),
     # The value is not among the sent ones: no weight shows it.
-    "randomk": (("strategy=randomk", "exchange.ratio=0.05"), 12, train_on, NAMED.replace(f", first in {BAD}", "")),
+    "randomk": (
+        ("strategy=randomk", "exchange.ratio=0.05"),
+        12,
+        train_on,
+        NAMED.replace(f", first in {BAD}", ""),
+    ),
     "clipped": (("strategy=onebit", "clip_grad_norm=1"), 12, train_on, NAMED),
     "cntk": (("strategy=cntk",), 12, train_on, NAMED),
     # The mean of step 3 is applied in step 4.
@@ -55,8 +60,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, Then, str]] = {
         ("strategy=cntk", "sync.double_buffer=true"), 4, state_of, NAMED
     ),
     "last step": (("strategy=onebit", "steps=4"), 12, train_on, NAMED),
-    # Step 3's means are applied in step 4, and 1-bit SGD has looked by then. The last case, because it
-    # leaves exchanges under way.
+    # Step 3's means are applied in step 4, and 1-bit SGD has looked by then.
     "forward waits": (
         (*LATE, "exchange=onebit"), 12, train_on, LATER.replace(f"first in {BAD}", EVERYWHERE)
     ),

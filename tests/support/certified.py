@@ -197,7 +197,6 @@ MORE: dict[str, tuple[str, ...]] = {
     "diloco": ("sync.every=2", "exchange=onebit"),
     "des_loc": ("sync.second_every=null",),  # SGD has one moment
     "auto": ("exchange.trials=1",),
-    "des_loc": ("sync.second_every=null",),  # SGD has first moments alone
     "schedule": tuple(f"exchange.{each}" for each in OVER_TIME["schedule"]),
     "priority": ("sync.trials=0", "sync.chunk_mb=0.01"),  # the third exchange outlasts its step
 }

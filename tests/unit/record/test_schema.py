@@ -94,7 +94,8 @@ def test_every_attribute_of_a_record_is_explained() -> None:
         ({"variant": {"steps": 6}}, "variant.steps=6; must be str"),
         (
             {"emulation": [{"kind": "dream", "detail": ""}]},
-            r"emulation\[0\].kind='dream'; allowed are hosts, shared_gpus, shared_cores, replay, straggler",
+            r"emulation\[0\].kind='dream'; allowed are hosts, shared_gpus, shared_cores, replay, "
+            "straggler",
         ),
         ({"schema": 3}, "schema=3; this version of the lab reads 1 and 2"),
     ],
