@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CODECS = "docs/design.md, Other codecs"
-ROUNDS = "docs/design.md, Exchanging every H steps"
+CODECS = "docs/strategies.md, Other codecs"
+ROUNDS = "docs/strategies.md, Exchanging every H steps"
 FEEDBACK = "docs/results/README.md, Error feedback"
 
 

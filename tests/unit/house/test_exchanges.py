@@ -28,7 +28,7 @@ ROWS, COLUMNS = 1024, 2048
 ROW = re.compile(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", re.MULTILINE)
 README = (ROOT / "README.md").read_text()
 TABLE = dict(ROW.findall(README.partition("## Strategies")[2].partition("\n## ")[0]))
-OTHERS = (ROOT / "docs/design.md").read_text().partition("### Other codecs")[2]
+OTHERS = (ROOT / "docs/strategies.md").read_text().partition("### Other codecs")[2]
 CODECS = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \| [^|]* \| [^|]* \|$", OTHERS, re.M))
 
 
