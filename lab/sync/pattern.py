@@ -99,7 +99,7 @@ class Pattern:
     @property
     def takes_any_exchange(self) -> bool:
         """True if any exchange that averages will do; False if the sync needs one of a kind."""
-        choosy = {Leg.WEIGHTS_FROM_ROOT, Leg.PARTS_OF_GRADIENTS, Leg.MEAN_OF_STATES}
+        choosy = {Leg.WEIGHTS_FROM_ROOT, Leg.PARTS_OF_GRADIENTS}
         return self.takes_exchanges and choosy.isdisjoint(self.legs)
 
 
