@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lab.exchange.compressible import num_sent
 BLOCK, TOPK_RATIO, RANDOMK_RATIO, RANK, SEED = 1024, 0.01, 0.3, 2, 0  # the exchanges' defaults
 
 
-class Codec:
+class Codec(ABC):
     """A codec under test. It keeps its message between encode and decode.
 
     Attributes:
@@ -32,13 +33,13 @@ class Codec:
     feedback = True
     payload_bytes: int
 
+    @abstractmethod
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
         """Encode gradient + residual, float32 [rows, columns]; the error becomes the residual."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, out: Tensor) -> None:
         """Decode the message into `out`, or add it there."""
-        raise NotImplementedError
 
     def definition(self) -> Codec | None:
         """Return the codec that defines this one, with room for its own message; None: nothing."""
@@ -101,8 +102,9 @@ class VectorCodec(Codec):
         self.payload_bytes = sum(part.nbytes for part in self.message)
         self._gradient: Tensor | None = None
 
+    @abstractmethod
     def make_message(self, device: torch.device) -> list[Tensor]:
-        raise NotImplementedError
+        """Return the parts of the message, unfilled."""
 
     def definition(self) -> Codec:
         return type(self)(self.reference, *self.shape)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from lab.codec import build
 
 K = TypeVar("K")
 
@@ -18,6 +22,24 @@ class Memory:
     @staticmethod
     def from_param(tensor: Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def loader(codec: Path, make: Callable[[ctypes.CDLL], K]) -> functools._lru_cache_wrapper[K | None]:  # pyright: ignore[reportPrivateUsage]
+    """Return a function of a processor's level that builds a codec's kernels for it, once.
+
+    It returns None, after a warning, if they cannot be built.
+
+    Args:
+        codec: a file beside the codec's kernels.cpp.
+        make: the signatures of the library's functions.
+    """
+
+    @functools.cache
+    def kernels(level: str) -> K | None:
+        library = build.load(codec.with_name("kernels.cpp"), level)
+        return None if library is None else make(library)
+
+    return kernels
 
 
 def bind(function: Any, tensors: int, numbers: int) -> Callable[..., None]:

@@ -24,13 +24,11 @@ from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import one_line
 from lab.sync.base import Sync, SyncParts
-from lab.sync.drift import Drift
-from lab.sync.gradient_noise import GradientNoise
-from lab.sync.gradsync import GradSync
 from lab.task.base import Task
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
 from lab.training.elementwise import require_elementwise
+from lab.training.observe import observe
 from lab.training.optim import make_optim
 from lab.training.piecewise import require_piecewise
 from lab.training.planted import Plant
@@ -112,13 +110,10 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     sync: Sync = build(config.sync, parts)
     if sync.pattern.waits_in_forward:
         require_piecewise(config, model, batch_size)
-    _require_like_gpus(world, exchange, sync)
-    if config.measure == "noise":
-        _observe_noise(sync)
-    if settings.drift_every is not None:
-        _observe_drift(sync, settings.drift_every, settings.precision)
     if sync.pattern.only_elementwise:
         require_elementwise(optim, sync.pattern.only_elementwise)
+    _require_like_gpus(world, exchange, sync)
+    observe(sync, settings)
     trainer = Trainer(
         settings,
         world,
@@ -187,47 +182,6 @@ def _require_direction(config: DictConfig, optimizer: torch.optim.Optimizer) -> 
             f"clip_grad_norm={config.clip_grad_norm}: strategy={config.strategy} leaves a "
             "direction, whose norm is not the gradient's; must be null"
         )
-
-
-def _observe_noise(sync: Sync) -> None:
-    """Collect the norms of gradients before and after their exchange.
-
-    Raises:
-        ConfigError: there is one rank, or ranks do not exchange gradients as they are.
-    """
-    if sync.comm.size == 1:
-        raise ConfigError("measure=noise: compares the ranks' gradients: needs two ranks or more")
-    if type(sync) is not GradSync or not sync.exchange.exact:
-        raise ConfigError(
-            "measure=noise: needs a strategy that averages gradients exactly in every step, such "
-            "as allreduce"
-        )
-    sync.noise = GradientNoise()
-
-
-def _observe_drift(sync: Sync, every: int, precision: str) -> None:
-    """Compare what the exchange delivers with what was due.
-
-    Raises:
-        ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
-    """
-    if sync.pattern.waits_in_forward:
-        raise ConfigError(
-            f"drift_every={every}: sync={type(sync).__name__} leaves exchanges to the next forward "
-            "and changes its buckets; allowed with overlap=false"
-        )
-    delivers_mean = sync.pattern.takes_any_exchange and sync.exchange.delivers == "mean"
-    if not isinstance(sync, GradSync) or not delivers_mean:
-        raise ConfigError(
-            f"drift_every={every}: needs a strategy whose mean reaches all ranks by an exchange of "
-            "the lab, such as onebit"
-        )
-    if precision == "fp16":
-        raise ConfigError(
-            f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
-            "allowed are fp32, bf16"
-        )
-    sync.drift = Drift(sync.exchange, sync.comm, sync.worker, every)
 
 
 def count(model: nn.Module) -> dict[str, int]:

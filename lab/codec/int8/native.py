@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 from torch import Tensor
 
-from lab.codec import build
 from lab.codec.int8.reference import HEADER_BYTES
-from lab.codec.native import bind
-
-SOURCE = Path(__file__).with_name("kernels.cpp")
-
-
-@functools.cache
-def kernels(level: str) -> Kernels | None:
-    """Return the kernels for processors of `level`; None, after a warning, if not buildable."""
-    library = build.load(SOURCE, level)
-    return None if library is None else Kernels(library)
+from lab.codec.native import bind, loader
 
 
 class Kernels:
@@ -42,3 +31,6 @@ class Kernels:
 
 def _block(records: Tensor) -> int:
     return records.shape[-1] - HEADER_BYTES
+
+
+kernels = loader(Path(__file__), Kernels)

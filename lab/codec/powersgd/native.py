@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 from torch import Tensor
 
-from lab.codec import build
-from lab.codec.native import bind
-
-SOURCE = Path(__file__).with_name("kernels.cpp")
-
-
-@functools.cache
-def kernels(level: str) -> Kernels | None:
-    """Return the kernels for processors of `level`; None, after a warning, if not buildable."""
-    library = build.load(SOURCE, level)
-    return None if library is None else Kernels(library)
+from lab.codec.native import bind, loader
 
 
 class Kernels:
@@ -37,3 +26,6 @@ class Kernels:
 
     def rebuild(self, p: Tensor, q: Tensor, out: Tensor) -> None:
         self._rebuild(p, q, out, *out.shape, len(q))
+
+
+kernels = loader(Path(__file__), Kernels)

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 from torch import Tensor
 
-from lab.codec import build
-from lab.codec.native import bind
-
-SOURCE = Path(__file__).with_name("kernels.cpp")
-
-
-@functools.cache
-def kernels(level: str) -> Kernels | None:
-    """Return the kernels for processors of `level`; None, after a warning, if not buildable."""
-    library = build.load(SOURCE, level)
-    return None if library is None else Kernels(library)
+from lab.codec.native import bind, loader
 
 
 class Kernels:
@@ -41,3 +30,6 @@ class Kernels:
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         self._decode(messages, out, len(messages), messages.shape[2], len(out))
+
+
+kernels = loader(Path(__file__), Kernels)
