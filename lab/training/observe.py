@@ -14,7 +14,7 @@ def observe(sync: Sync, settings: Settings) -> None:
     if settings.measure == "noise":
         _observe_noise(sync)
     if settings.drift_every is not None:
-        _observe_drift(sync, settings.drift_every, settings.precision)
+        observe_drift(sync, settings.drift_every, settings.precision)
 
 
 def _observe_noise(sync: Sync) -> None:
@@ -33,7 +33,7 @@ def _observe_noise(sync: Sync) -> None:
     sync.noise = GradientNoise()
 
 
-def _observe_drift(sync: Sync, every: int, precision: str) -> None:
+def observe_drift(sync: Sync, every: int, precision: str) -> None:
     """Compare what the exchange delivers with what was due.
 
     Raises:

@@ -24,7 +24,7 @@ from lab.settings.errors import ConfigError
 from lab.sync.base import SyncParts
 from lab.sync.drift import LIMIT, Drift
 from lab.sync.gradsync import GradSync
-from lab.training.assemble import _observe_drift
+from lab.training.observe import observe_drift
 from tests.support.cases import (
     COMPRESSES_LITTLE,
     DIRECTIONS,
@@ -158,7 +158,7 @@ def train(config: DictConfig, exchange: Exchange, comm: Comm, model: nn.Module) 
     """Train a little with a strategy's sync; return the windows."""
     shared = exchange, comm, TurnsWorker(), config.overlap, 1e-3
     sync = build(config.sync, SyncParts(model, model, *shared))
-    _observe_drift(sync, 2, "fp32")
+    observe_drift(sync, 2, "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with sync:
         for step in range(12):
@@ -200,7 +200,7 @@ def test_where_no_mean_reaches_all_ranks_it_is_refused(strategy: str) -> None:
 
     def rank_main(comm: Comm) -> None:
         parts = SyncParts(model, model, build(config.exchange), comm, InlineWorker())
-        _observe_drift(build(config.sync, parts), 5, "fp32")
+        observe_drift(build(config.sync, parts), 5, "fp32")
 
     with pytest.raises(ConfigError, match="drift_every=5: needs a strategy whose mean reaches"):
         run_ranks(1, rank_main)
@@ -211,7 +211,7 @@ def test_an_exchange_that_outlasts_its_step_is_refused() -> None:
 
     def rank_main(comm: Comm) -> None:
         parts = SyncParts(model, model, AllReduce(), comm, InlineWorker(), overlap=True)
-        _observe_drift(build(config.sync, parts), 5, "fp32")
+        observe_drift(build(config.sync, parts), 5, "fp32")
 
     with pytest.raises(ConfigError, match="drift_every=5: sync=PrioritySync .* overlap=false"):
         run_ranks(1, rank_main)
@@ -220,7 +220,7 @@ def test_an_exchange_that_outlasts_its_step_is_refused() -> None:
 def test_skipped_steps_are_refused() -> None:
     def rank_main(comm: Comm) -> None:
         model = nn.Linear(4, 3)
-        _observe_drift(
+        observe_drift(
             GradSync(SyncParts(model, model, AllReduce(), comm, InlineWorker())), 5, "fp16"
         )
 
