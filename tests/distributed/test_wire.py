@@ -48,6 +48,8 @@ def on_network(network: int | None, rank_main: Callable[..., Any], *names: str) 
     if network is not None:
         enter_network(network)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the test's store is outside
+        # Its port is free outside; inside, Gloo may hold it, so stay below those that Linux picks.
+        os.environ["MASTER_PORT"] = str(10_000 + int(os.environ["MASTER_PORT"]) % 20_000)
     return rank_main(*names)
 
 
