@@ -152,8 +152,9 @@ class OneBitAdam(Direction):
             torch._foreach_mul_(sums, ratios)
 
         total = TwoStageSum(matrices, comm, bucket.flat, bucket.buffers)
-        yield from total.stages(values, residuals, shard_residuals, between=correct)
-        bucket.finite = total.finite
+        sums = total.message("gathered", comm.size)
+        yield from total.stages(values, residuals, shard_residuals, sums, between=correct)
+        bucket.finite = sums.deliver(values)
         for part in parts:
             part.put_back(self._keep(part.name))
 

@@ -121,7 +121,7 @@ class SignBit(Scatter):
         residual = self._residual(padded, layout)
 
         def message(role: str) -> Message:
-            return Message([matrix], size, size, padded, layout.buffers[role])
+            return Message.within(layout.buffers[role], [matrix], size, size, padded)
 
         sent, received = message("sent"), message("received")
         flat = None if residual is None else residual.view_as(values)
