@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,9 @@ class Auto(Exchange):
         # Median seconds of both exchanges, float64 [2], by the bucket's first parameter.
         self.costs: dict[str, Tensor] = {}
         self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
+
+    def parts(self) -> Iterable[Exchange]:
+        return self.compressed, self.plain
 
     def check_reach(self, comm: Comm) -> None:
         super().check_reach(comm)

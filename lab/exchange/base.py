@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +101,10 @@ class Exchange(ABC):
         """
         return 0.0 if self.exact else math.inf
 
+    def parts(self) -> Iterable[Exchange]:
+        """Return the exchanges that this one is made of."""
+        return ()
+
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
         return []
@@ -139,6 +143,13 @@ class Exchange(ABC):
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Return this rank's state among `size` ranks, made from another number of states."""
         return {}
+
+
+def everyone(exchange: Exchange) -> Iterator[Exchange]:
+    """Yield `exchange`, and all that it is made of."""
+    yield exchange
+    for part in exchange.parts():
+        yield from everyone(part)
 
 
 def require_mean(key: str, exchange: Exchange) -> None:

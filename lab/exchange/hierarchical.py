@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -144,6 +144,9 @@ class Hierarchical(Staged):
         for name, start, stop in part.spans():
             if name in self.carried:
                 part.flat[start:stop] += record_stream(self.carried.pop(name))
+
+    def parts(self) -> Iterable[Exchange]:
+        return (self.inter,)
 
     def choices(self) -> list[dict[str, Any]]:
         return self.inter.choices()

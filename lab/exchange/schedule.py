@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.distributed.collective import Collective
@@ -99,6 +99,9 @@ class Schedule(Exchange):
 
     def error_bound(self, largest: float, size: int) -> float:
         return max(exchange.error_bound(largest, size) for exchange in self.phases.values())
+
+    def parts(self) -> Iterable[Exchange]:
+        return self.phases.values()
 
     def choices(self) -> list[dict[str, Any]]:
         """Return for each phase its exchange and steps, and then what the exchanges chose."""

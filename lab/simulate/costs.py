@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
 from lab.simulate import codecs, directions, hierarchy
-from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
+from lab.simulate.load import Load, Relay, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Network
 from lab.simulate.phases import phases_of, ways_of
 
@@ -46,6 +46,7 @@ class Card:
         sums: whether an exchange adds values one by one and does no more, so that parts of a
             parameter may travel alone.
         lossy: whether an exchange delivers something else than the mean up to rounding.
+        relay: what two levels do with it between nodes; None: they send values inside the nodes.
     """
 
     add_stages: Callable[[Load], None]
@@ -54,6 +55,7 @@ class Card:
     scratch: Callable[[Sizes, Settings], float] = _nothing
     kept: Callable[[Sizes, Settings], float] = _nothing
     lossy: Callable[[Settings], bool] = _never
+    relay: Relay | None = None
 
 
 def card_of(exchange: Settings) -> Card:
@@ -107,7 +109,13 @@ def _schedule(load: Load) -> None:
 
 
 def _hierarchical(load: Load) -> None:
-    hierarchy.add_stages(load, card_of(load.exchange["inter"]).add_stages)
+    inter = card_of(load.exchange["inter"])
+    hierarchy.add_stages(load, inter.add_stages, inter.relay)
+
+
+def _hierarchical_kept(sizes: Sizes, exchange: Settings) -> float:
+    inter = card_of(exchange["inter"])
+    return hierarchy.kept(sizes, inter.kept, exchange["inter"], inter.relay)
 
 
 def is_staged(exchange: Settings) -> bool:
@@ -184,6 +192,12 @@ CARDS: dict[str, Card] = {
         lossy=_always,
         # Both residuals, and four messages: sent, received, the shard's sum, and all sums.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
+        relay=Relay(
+            codecs.onebit_sum,
+            codecs.onebit_message_bytes,
+            codecs.onebit_decode,
+            kept=lambda num_values: num_values / 8,
+        ),
     ),
     "Int8": Card(
         codecs.int8,
@@ -228,7 +242,7 @@ CARDS: dict[str, Card] = {
         sums=lambda e: card_of(e["inter"]).sums(e["inter"]),
         lossy=lambda e: card_of(e["inter"]).lossy(e["inter"]),
         scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
-        kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),
+        kept=_hierarchical_kept,
     ),
     "OneBitAdam": Card(
         directions.onebit_adam, staged=True, lossy=_always, kept=directions.onebit_adam_kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,23 @@ class Load:
     def exact(self, num_values: int) -> Cost:
         """Return the cost of values that travel uncompressed, in a separate all-reduce."""
         return self.network.all_reduce(VALUE_BYTES * num_values)
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Costs of an exchange whose ranks all decode the same message at last (exchange.base.Relayed).
+
+    Attributes:
+        sum: appends the stages until ranks have the message.
+        message_bytes: of a Load's bucket.
+        decode: appends the stages after them.
+        kept: bytes of memory for a message, of so many values.
+    """
+
+    sum: Callable[[Load], None]
+    message_bytes: Callable[[Load], float]
+    decode: Callable[[Load], None]
+    kept: Callable[[float], float]
 
 
 @dataclass(frozen=True)

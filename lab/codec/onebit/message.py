@@ -65,7 +65,9 @@ class Message:
         self.columns = [matrix.columns for matrix in matrices]
         self.scale_bytes = codec.SCALE_BYTES * sum(self.heights)
         self._padded = any(matrix.rows % size for matrix in matrices)
-        bit_bytes = [matrix.shard_rows(size) * codec.bit_bytes(matrix.columns) for matrix in matrices]
+        bit_bytes = [
+            matrix.shard_rows(size) * codec.bit_bytes(matrix.columns) for matrix in matrices
+        ]
         self._scales = self.scales().split(self.heights, dim=1)
         bits = memory[:, self.scale_bytes : self.scale_bytes + sum(bit_bytes)]
         self._bits = bits.split(bit_bytes, dim=1)

@@ -218,7 +218,9 @@ def test_a_fused_sum_is_decoding_adding_and_encoding(
 ) -> None:
     for rows, columns in ((1, 1), (2, 33), (3, 2050)):
         sent = [encode(reference, torch.randn(rows, columns), threshold) for _ in range(3)]
-        message_of_rows = Message.within(ScratchBuffer(), [Matrix("w", 0, rows, columns)], 1, 3, BYTE)
+        message_of_rows = Message.within(
+            ScratchBuffer(), [Matrix("w", 0, rows, columns)], 1, 3, BYTE
+        )
         scales, bits = message_of_rows.part(0)
         width = onebit.bit_bytes(columns)
         for rank, message in enumerate(sent):
