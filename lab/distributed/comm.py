@@ -128,6 +128,13 @@ class Comm(ABC):
         self._count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
         return self._begin(self._iall_gather, output, tensor)
 
+    def iall_gather_rows(self, rows: Tensor) -> Collective:
+        """Begin an all_gather in place: row `rank` of `rows` [size, ...] is sent to all others.
+
+        It need not tell that it is complete before a wait, so nothing should follow it in a job.
+        """
+        return self._iall_gather_rows(rows) if self.size > 1 else Done()
+
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_to_all."""
         if self.size == 1:
@@ -243,6 +250,9 @@ class Comm(ABC):
     def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective: ...
     @abstractmethod
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective: ...
+
+    def _iall_gather_rows(self, rows: Tensor) -> Collective:
+        return self.iall_gather(rows, rows[self.rank])
 
     def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
         parts = torch.empty_like(tensor) if parts is None else parts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lab.codec.int8 import codec as int8
 from lab.codec.onebit.message import Matrix, Message
-from lab.distributed.collective import SummedParts
+from lab.distributed.collective import Collective, SummedParts
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
@@ -59,23 +59,34 @@ class Scatter(ABC):
 
 
 class Exact(Scatter):
-    """Sends gradients as `dtype`."""
+    """Sends gradients as `dtype`; sums are in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
-        if self._dtype == gradients.dtype:
-            spare = None
-            if comm.backend != "nccl":
-                spare = layout.buffers["received"].take(gradients, *gradients.shape)
-            comm.ireduce_scatter(output, gradients, spare).wait()
-            return
-        empty = gradients.new_empty(0, dtype=self._dtype)
-        sent = layout.buffers["sent"].take(empty, *gradients.shape)
-        received = layout.buffers["received"].take(empty, *gradients.shape)
+        needed = self.needs_spare(comm)
+        spare = layout.buffers["spare"].take(gradients, *gradients.shape) if needed else None
+        self.begin(output, gradients, comm, spare).wait()
+
+    def needs_spare(self, comm: Comm) -> bool:
+        """Return whether `begin` needs memory for what travels; NCCL's float32 does not."""
+        return self._dtype != torch.float32 or comm.backend != "nccl"
+
+    def begin(
+        self, output: Tensor, gradients: Tensor, comm: Comm, spare: Tensor | None
+    ) -> Collective:
+        """Begin `sum`.
+
+        Args:
+            output: may be `gradients[rank]`.
+            spare: memory like `gradients`, if it is needed; free again after the wait.
+        """
+        if spare is None or self._dtype == torch.float32:
+            return comm.ireduce_scatter(output, gradients, spare)
+        sent, received = spare.view(-1).view(self._dtype).view(2, *gradients.shape)
         sent.copy_(gradients)
-        SummedParts(comm.iall_to_all(received, sent), received, output).wait()
+        return SummedParts(comm.iall_to_all(received, sent), received, output)
 
 
 class EightBit(Scatter):

@@ -35,13 +35,12 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "DesLoc": lambda s, sync, e: extra_bytes(s, e),
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
-    # A second gradient, which is under way during the step.
     # Gradients in buckets, and what a reduce-scatter receives, if buckets are sent as fast as they
-    # fill; another type is sent and received in memory of each bucket.
+    # fill; half as large types are sent from there as well.
     "Zero1": lambda s, sync, e: (
-        4 * s.gathered
-        + (4 * s.n if e["dtype"] != "float32" else 4 * s.largest * (s.backend != "nccl"))
+        4 * s.gathered + 4 * s.largest * (s.backend != "nccl" or e["dtype"] != "float32")
     ),
+    # A second gradient, which is under way during the step.
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
     "DDPSync": lambda s, sync, e: 4 * s.n if sync.get("hook", "none") == "none" else math.nan,
