@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+MODEL = "the model"  # name of the last unit
 
 
 def units(model: nn.Module, bucket_mb: float | None) -> list[nn.Module]:
@@ -38,3 +41,13 @@ def _within(module: nn.Module, most: float, shared: set[int]) -> list[nn.Module]
     if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in parameters):
         return inner
     return [module] if size <= most or not inner else inner
+
+
+def groups_of(unit: FSDPModule) -> list[Any]:
+    """List FSDP's own objects for the parameters that a unit gathers (FSDPParamGroup)."""
+    return unit._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportPrivateUsage]
+
+
+def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """List the parameters that a unit gathers, in the order of its gradients."""
+    return [each.sharded_param for group in groups_of(unit) for each in group.fsdp_params]
