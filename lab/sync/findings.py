@@ -17,8 +17,8 @@ from lab.distributed.comm import Comm
 # and rows in the wrong place exceed 25 %.
 LIMIT = 0.1
 # Levels so coarse that rounding alone is off by tens of percent (int4 without error feedback) are
-# judged by gain and cosine: rounding leaves both near 1, a wrong scale shows in the gain, and values
-# in a wrong place in the cosine.
+# judged by gain and cosine: rounding leaves both near 1, a wrong scale shows in the gain, values in
+# a wrong place in the cosine.
 LEAST_COSINE = 0.9
 
 
@@ -74,9 +74,9 @@ class Findings:
             found = self._coming.popleft()
             error, cosine, gain = (float(value) for value in found.values)
             # Never of NaN: gradients that are not finite end the run.
-            wrong = (
-                abs(gain - 1) > LIMIT or cosine < LEAST_COSINE if self._coarse else error > LIMIT
-            )
+            wrong = error > LIMIT
+            if self._coarse:
+                wrong = abs(gain - 1) > LIMIT or cosine < LEAST_COSINE
             if wrong and not any(earlier["alarm"] for earlier in self._read):
                 self._warn(found, error, cosine, gain)
             part = found.part.removeprefix("bucket ")

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lab.codec.int8 import codec as int8
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import ScratchBuffers
 from lab.sync.fsdp_drift import FsdpDrift
-from lab.sync.fsdp_units import MODEL
+from lab.sync.fsdp_units import modules_of_fsdp
 
 BLOCK = 1024  # values that share a smallest and a largest one
 
@@ -80,8 +79,7 @@ class UnitAllGather:
 def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:
     """Give each FSDP module in `model` an all-gather in bytes; return these."""
     made, buffers = list[UnitAllGather](), ScratchBuffers()
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            made.append(UnitAllGather(name or MODEL, comm, inside, buffers))
-            module.set_custom_all_gather(made[-1])  # pyright: ignore[reportArgumentType]
+    for unit, module in modules_of_fsdp(model):
+        made.append(UnitAllGather(unit, comm, inside, buffers))
+        module.set_custom_all_gather(made[-1])  # pyright: ignore[reportArgumentType]
     return made

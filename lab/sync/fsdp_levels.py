@@ -93,9 +93,7 @@ def levels_of_second_shards(
     if size == comm.size:
         return None
     if size == 1:
-        raise ValueError(
-            f"{key}: each rank alone would hold all weights; needs groups of 2 or more"
-        )
+        raise ValueError(f"{key}: each rank would hold all weights; needs groups of 2 or more")
     return Levels.of(comm, size)
 
 

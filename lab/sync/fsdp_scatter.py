@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.base import Exchange
 from lab.exchange.scatter import Columns, Layout, Scatter, scatter_of
 from lab.sync.fsdp_drift import FsdpDrift
-from lab.sync.fsdp_units import MODEL, sharded_parameters
+from lab.sync.fsdp_units import modules_of_fsdp, sharded_parameters
 
 
 class UnitReduceScatter:
@@ -106,12 +105,10 @@ def set_reduce_scatter(
     """
     made = list[UnitReduceScatter]()
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    for unit, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for unit, module in modules_of_fsdp(model):
         own = sharded_parameters(module)
         names = [name_of[id(parameter)] for parameter in own]
-        of_unit = UnitReduceScatter(scatter(exchange), unit or MODEL, names, own, traffic, comm)
+        of_unit = UnitReduceScatter(scatter(exchange), unit, names, own, traffic, comm)
         module.set_custom_reduce_scatter(of_unit)  # pyright: ignore[reportArgumentType]
         made.append(of_unit)
     if not made:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-MODEL = "the model"  # name of the last unit
+MODEL = "(the model's own)"  # name of the last unit
 
 
 def units(model: nn.Module, bucket_mb: float | None) -> list[nn.Module]:
@@ -51,3 +51,9 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
     """List the parameters that a unit gathers, in the order of its gradients."""
     return [each.sharded_param for group in groups_of(unit) for each in group.fsdp_params]
+
+
+def modules_of_fsdp(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    """List the modules that FSDP2 shards, with names for messages."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    return [(name or MODEL, each) for name, each in modules.items() if isinstance(each, FSDPModule)]
