@@ -272,7 +272,7 @@ def _drift_lines(record: Record) -> Iterator[str]:
         return
     yield (
         f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest error "
-        f"is {100 * largest['error']:.2g} %, of {largest['bucket']}"
+        f"is {100 * largest['error']:.2g} %: {largest['bucket']}"
     )
 
 
