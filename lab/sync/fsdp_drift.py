@@ -115,5 +115,6 @@ class FsdpDrift:
         kept = self._exchange.residual if isinstance(self._exchange, ErrorFeedback) else {}
         for name, at in layout.columns.items():
             if name in kept:
-                fill_rows(copy[:, at.start : at.stop].unflatten(1, (-1, at.inner)), kept[name])
+                view = copy[:, at.start : at.stop].view(len(copy), -1, at.inner)
+                fill_rows(view, kept[name])
         return copy

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,5 +56,5 @@ def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
 
 def modules_of_fsdp(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     """List the modules that FSDP2 shards, with names for messages."""
-    modules: dict[str, nn.Module] = dict(model.named_modules())
-    return [(name or MODEL, each) for name, each in modules.items() if isinstance(each, FSDPModule)]
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+    return [(name or MODEL, each) for name, each in modules if isinstance(each, FSDPModule)]
