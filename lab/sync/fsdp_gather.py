@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.codec.int8 import codec as int8
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import ScratchBuffers
+from lab.exchange.gather import gather_bytes
 from lab.sync.fsdp_drift import FsdpDrift
 from lab.sync.fsdp_units import modules_of_fsdp
-
-BLOCK = 1024  # values that share a smallest and a largest one
 
 
 class UnitAllGather:
@@ -66,14 +64,7 @@ class UnitAllGather:
             self._gather(output_tensor, input_tensor)
 
     def _gather(self, output: Tensor, own: Tensor) -> None:
-        num_blocks = -(-len(own) // BLOCK)
-        byte = own.new_empty(0, dtype=torch.uint8)
-        sent = self._buffers["sent"].take(byte, num_blocks, int8.HEADER_BYTES + BLOCK)
-        received = self._buffers["received"].take(byte, self._comm.size, *sent.shape)
-        int8.encode(own, sent)
-        self._comm.all_gather(received, sent)
-        for records, part in zip(received, output.view(self._comm.size, -1), strict=True):
-            int8.decode(records, part)
+        gather_bytes(output, own, self._comm, self._buffers)
 
 
 def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:
