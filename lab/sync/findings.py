@@ -1,4 +1,4 @@
-"""What observers of exchanges find: comparisons of what was delivered with what was due."""
+"""Comparisons of what exchanges delivered with what was due, and the alarm in words."""
 
 from __future__ import annotations
 
