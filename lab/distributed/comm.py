@@ -125,7 +125,7 @@ class Comm(ABC):
             output.view_as(tensor).copy_(tensor)
             return Done()
         self._announce()
-        self._count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
+        self.count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
         return self._begin(self._iall_gather, output, tensor)
 
     def iall_gather_rows(self, rows: Tensor) -> Collective:
@@ -211,7 +211,13 @@ class Comm(ABC):
     def count_all_reduce(self, num_bytes: int) -> None:
         """Count an all-reduce of `num_bytes`, of this comm or of a library beside it."""
         steps = 2 * (self.size - 1)
-        self._count_ring(steps * num_bytes // self.size, steps)
+        self.count_ring(steps * num_bytes // self.size, steps)
+
+    def count_ring(self, payload_bytes: int, num_messages: int) -> None:
+        """Count what this rank sends around a ring, of this comm or of a library beside it."""
+        follower = (self.rank + 1) % self.size
+        across = 0 if follower in self._node() else payload_bytes
+        self._count(payload_bytes, num_messages, across)
 
     def _announce(self) -> None:
         if self.before_sending:
@@ -222,11 +228,6 @@ class Comm(ABC):
         handle = call(*arguments)  # some libraries wait here
         self.traffic.waited_s += time.perf_counter() - began
         return _Waited(handle, self.traffic)
-
-    def _count_ring(self, payload_bytes: int, num_messages: int) -> None:
-        follower = (self.rank + 1) % self.size
-        across = 0 if follower in self._node() else payload_bytes
-        self._count(payload_bytes, num_messages, across)
 
     def _count_pairs(self, num_bytes: int) -> None:
         """Count `num_bytes` sent to each other rank."""

@@ -66,6 +66,7 @@ LOOKS: dict[str, Look] = {
     "zero1": Look(PURPLE, ":", "P"),
     "fsdp": Look(BROWN, "-.", "X"),
     "hsdp": Look(BLACK, "-.", "X"),
+    "zeropp": Look(TEAL, "-.", "X"),
     "ddp": Look(GREEN, "--", "d"),
     "horovod": Look(BLACK, ":", "d"),
     "caffe": Look(BROWN, ":", "^"),

@@ -42,8 +42,8 @@ class Strategy:
         """
         pattern = pattern_of(settings)
         name = f"strategy={settings['strategy']}"
-        if pattern.by_library:
-            sync = class_of(settings)
+        sync = class_of(settings)
+        if pattern.by_library or sync == "FSDPSync":
             raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")

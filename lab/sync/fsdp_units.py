@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any, cast
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+MODEL = "(the model's own)"  # name of the last unit
 
 
 def units(model: nn.Module, bucket_mb: float | None) -> list[nn.Module]:
@@ -38,3 +42,19 @@ def _within(module: nn.Module, most: float, shared: set[int]) -> list[nn.Module]
     if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in parameters):
         return inner
     return [module] if size <= most or not inner else inner
+
+
+def groups_of(unit: FSDPModule) -> list[Any]:
+    """List FSDP's own objects for the parameters that a unit gathers (FSDPParamGroup)."""
+    return unit._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportPrivateUsage]
+
+
+def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """List the parameters that a unit gathers, in the order of its gradients."""
+    return [each.sharded_param for group in groups_of(unit) for each in group.fsdp_params]
+
+
+def modules_of_fsdp(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    """List the modules that FSDP2 shards, with names for messages."""
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+    return [(name or MODEL, each) for name, each in modules if isinstance(each, FSDPModule)]

@@ -200,11 +200,11 @@ def ddp(hook: str) -> Pattern:
 
 
 def fsdp(reduce_scatter: str) -> Pattern:
-    """Leave weights and gradients to torch's FSDP2; "lab" scatters gradients by an exchange."""
+    """Leave weights and gradients to torch's FSDP2, or scatter gradients by an exchange."""
     return Pattern(
         Begin.DURING_BACKWARD,
         (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
-        by_library=reduce_scatter != "lab",
+        by_library=reduce_scatter == "torch",
         waits_in_backward=True,
     )
 

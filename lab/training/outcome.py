@@ -28,6 +28,7 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record, StepSeconds, worded
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
+from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
 from lab.training.compute import note_rates
@@ -67,8 +68,7 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     record.choices = sync.exchange.choices()
     note_plan(trainer, record)
     record.gradient_noise = _gradient_noise(trainer, warmup)
-    if isinstance(sync, GradSync) and sync.drift:
-        record.drift = sync.drift.results()
+    record.drift = sync.drift_found() if isinstance(sync, Sync) else None
     return record
 
 
@@ -272,7 +272,7 @@ def _drift_lines(record: Record) -> Iterator[str]:
         return
     yield (
         f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest error "
-        f"is {100 * largest['error']:.2g} %, in bucket {largest['bucket']}"
+        f"is {100 * largest['error']:.2g} %: {largest['bucket']}"
     )
 
 

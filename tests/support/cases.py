@@ -22,8 +22,10 @@ ALL_STRATEGIES = choices_of("strategy")
 # Strategies over torch; test_horovod.py has the other one.
 STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 
-# Strategies with an exact exchange of their own, for which the lab has no cost card.
-LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
+# Strategies with an exact exchange of a library's, and those on a library's schedule, for which the
+# lab has no cost model.
+EXACT_LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
+LIBRARIES = (*EXACT_LIBRARIES, "zeropp")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
 # Exchanges that differ from step to step; test_schedule.py tells what each step sends. Where a test
@@ -90,7 +92,7 @@ def is_exact(strategy: str) -> bool:
 
     All ranks are on one node.
     """
-    if strategy in (*LIBRARIES, *BETWEEN_NODES):
+    if strategy in (*EXACT_LIBRARIES, *BETWEEN_NODES):
         return True
     exchange = build(load([f"strategy={strategy}"]).exchange)
     return exchange.exact and steps_of_a_round(strategy) == 1

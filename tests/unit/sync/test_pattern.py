@@ -20,7 +20,7 @@ from lab.settings.config import build, choices_of, load
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import OF_CLASS, UNKNOWN, Begin, Leg, pattern_of
 
-LIBRARIES = {"ddp", "fsdp", "hsdp", "horovod"}  # these need their own process group
+LIBRARIES = {"ddp", "fsdp", "hsdp", "zeropp", "horovod"}  # these need their own process group
 
 
 def sync_of(comm: Comm, *settings: str) -> Sync:
