@@ -228,9 +228,9 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         check, at = Check(**entry["check"]), entry.get("at", {})
         of_device = entry["quantity"] in OF_DEVICE
         where = {"at": Point(), "arguments": at} if of_device else {"at": Point(**at)}
-        if "grid" in entry:
-            where["grid"] = Grid(**{key: _frozen(value) for key, value in entry["grid"].items()})
-        claim = Claim(**{**entry, "check": check, **where})
+        grid = {key: _frozen(value) for key, value in entry.get("grid", {}).items()}
+        cells = {"grid": Grid(**grid)} if grid else {}
+        claim = Claim(**{**entry, "check": check, **where, **cells})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
     if claim.kind not in KINDS:

@@ -143,8 +143,9 @@ class Dion(Direction):
         """Return the Q^T with which a step begins."""
         kept = self.moments["q"]
         if name not in kept:
-            rank = rank_of(*gradient.shape, self.rank_fraction)
-            kept[name] = random_factor(name, rank, gradient.shape[1], gradient.device)
+            rows, columns = gradient.shape
+            rank = rank_of(rows, columns, self.rank_fraction)
+            kept[name] = random_factor(name, rank, columns, gradient.device)
         return kept[name]
 
     def state_dict(self) -> dict[str, Any]:
