@@ -55,6 +55,7 @@ LOOKS: dict[str, Look] = {
     "hierarchical_onebit": Look(TEAL, "--", "*"),
     "onebit_adam": Look(WINE, "-", "*"),
     "muon": Look(WINE, "--", "P"),
+    "dion": Look(WINE, ":", "D"),
     "auto": Look(BLACK, "--", "*"),
     "schedule": Look(GREY, ":", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),

@@ -13,6 +13,7 @@ from lab.codec.onebit.message import Matrix
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange import blocks
+from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.direction import (
     Adam,
@@ -56,7 +57,7 @@ class Part:
             self.flat[keep] = self.active
 
 
-class OneBitAdam(Direction):
+class OneBitAdam(Staged, Direction):
     """1-bit Adam (Tang et al. 2021, algorithm 1), whose ranks keep momentum and variance in shares.
 
     At first gradients are averaged exactly, and the direction is AdamW's. Once the variance has
@@ -100,7 +101,7 @@ class OneBitAdam(Direction):
         freeze_at: int | None = None,
     ) -> None:
         super().__init__()
-        self.adam = Adam((betas[0], betas[1]), eps)
+        self.adam = Adam(tuple(betas), eps)
         require_integer("block_size", block_size, 8)
         require_integer("least_steps", least_steps, 1)
         require_integer("rate_warmup", rate_warmup, 0)

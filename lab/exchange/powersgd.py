@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lab.codec.powersgd import codec as powersgd
@@ -13,6 +11,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import low_rank
 from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.low_rank import orthonormal, random_factor, together
 from lab.exchange.uncompressed import average_exactly, gaps
 
 
@@ -70,7 +69,7 @@ class PowerSGD(ErrorFeedback):
             ranks, with orthonormal columns: [rows, r].
         """
         shapes = [(len(gradient), self.rank) for gradient in gradients.values()]
-        message, ps = _together(shapes, qs[0])
+        message, ps = together(shapes, qs[0])
         matrices = []
         for (name, gradient), q, p in zip(gradients.items(), qs, ps, strict=True):
             residual = self.residual_of(name, gradient.view(-1))
@@ -78,11 +77,11 @@ class PowerSGD(ErrorFeedback):
             powersgd.project(gradient, kept, q, p)
             matrices.append(gradient if kept is None else kept)
         comm.all_reduce(message)
-        return matrices, [torch.linalg.qr(p).Q.contiguous() for p in ps]
+        return matrices, [orthonormal(p) for p in ps]
 
     def _mean_qs(self, matrices: list[Tensor], ps: list[Tensor], comm: Comm) -> list[Tensor]:
         """Return each matrix's (M^T P)^T, averaged: [r, columns]. Subtract P Q^T from each."""
-        message, qs = _together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
+        message, qs = together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             powersgd.project_back(matrix, p, q, subtract=self.error_feedback)
         comm.all_reduce(message)
@@ -92,9 +91,7 @@ class PowerSGD(ErrorFeedback):
     def _warm_start(self, name: str, matrix: Tensor) -> Tensor:
         """Return the last step's Q^T; in the first step random values, the same on all ranks."""
         if name not in self.q:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            start = torch.randn(self.rank, matrix.shape[1], generator=generator)
-            self.q[name] = start.to(matrix.device)
+            self.q[name] = random_factor(name, self.rank, matrix.shape[1], matrix.device)
         return self.q[name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,11 +104,3 @@ class PowerSGD(ErrorFeedback):
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Share residuals as ErrorFeedback does; every rank had the same Q."""
         return super().redistribute(states, rank, size) | {"q": dict(states[0]["q"])}
-
-
-def _together(shapes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return a vector to send, and matrices of `shapes` that share its memory in order."""
-    sizes = [rows * columns for rows, columns in shapes]
-    message = like.new_empty(sum(sizes))
-    views = [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]
-    return message, views

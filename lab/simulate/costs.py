@@ -248,6 +248,7 @@ CARDS: dict[str, Card] = {
         directions.onebit_adam, staged=True, lossy=_always, kept=directions.onebit_adam_kept
     ),
     "Muon": Card(directions.muon, staged=True, lossy=_always, kept=directions.muon_kept),
+    "Dion": Card(directions.dion, lossy=_always, kept=directions.dion_kept),
     "Auto": _of_parts(_auto),
     "Schedule": _of_parts(_schedule),
 }

@@ -169,7 +169,7 @@ def test_gradients_needed_first_overtake_the_parts_of_a_large_one() -> None:
     assert parts == ["last.weight[0:2048]", "last.weight[2048:4096]"]
 
 
-@pytest.mark.parametrize("name", ["onebit", "onebit_adam", "muon", "powersgd"])
+@pytest.mark.parametrize("name", ["onebit", "onebit_adam", "muon", "dion", "powersgd"])
 def test_exchanges_that_do_more_than_sum_get_whole_parameters(name: str) -> None:
     def run(sync: PrioritySync) -> set[str]:
         return {name for bucket in sync.buckets for name in bucket.shapes}
