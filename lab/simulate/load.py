@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.exchange.chunks import LAG, chunk_mb_over
@@ -28,16 +28,19 @@ class Stage:
     Attributes:
         payload_bytes: bytes that the busiest rank sends.
         inside: only links inside nodes are busy, so that those between nodes may be as well.
+        codec: whose rate it takes to compute, by the exchange's class name.
     """
 
     row: str
     seconds: float
     payload_bytes: float = 0.0
     inside: bool = False
+    codec: str = ""
 
     def scaled(self, share: float) -> Stage:
         """Return a share of the stage, as of one step or one leg."""
-        return Stage(self.row, self.seconds * share, self.payload_bytes * share)
+        seconds, payload_bytes = self.seconds * share, self.payload_bytes * share
+        return replace(self, seconds=seconds, payload_bytes=payload_bytes)
 
 
 @dataclass
@@ -85,10 +88,10 @@ class Load:
         hardware = self.network.hardware
         if in_torch is not None and hardware.library == "nccl":
             num_bytes = in_torch
-        rate = hardware.codec_rate(class_of(self.exchange))
-        seconds = calls * hardware.codec_s + num_bytes / rate
+        name = class_of(self.exchange)
+        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(name)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
-        self.stages.append(Stage("codec", factor * seconds))
+        self.stages.append(Stage("codec", factor * seconds, codec=name))
 
     def wire(self, cost: Cost, inside: bool = False) -> None:
         """Add a stage that waits for a collective, of all ranks or inside each node."""

@@ -47,10 +47,10 @@ class FSDPSync(LibrarySync):
     ) -> None:
         if reduce_scatter not in ("torch", "lab"):
             raise ValueError(f"sync.reduce_scatter={reduce_scatter}: allowed are torch, lab")
-        super().__init__("fsdp", parts, fsdp(reduce_scatter), 0)
+        super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
         comm = _checked(parts)
         self._sharers, mesh = _mesh(comm, _ranks_of_a_copy(shard_size, comm.size))
-        self.units = [_wrapped(each, mesh) for each in units(parts.model, parts.bucket_mb)]
+        self.units = [_wrapped(each, mesh) for each in _units(parts)]
         self._root, self._shard_size = self.units[-1], shard_size
         self._bytes = [_padded_bytes(unit, self._sharers.size) for unit in self.units]
         self._num_micro_batches = 0
@@ -76,6 +76,10 @@ class FSDPSync(LibrarySync):
         self._num_micro_batches = 0
         self.step += 1
         return None
+
+    @property
+    def waits_in(self) -> tuple[str, ...]:
+        return "forward", "backward"
 
     def norm(self, own: Tensor) -> Tensor:
         return whole(own)
@@ -122,6 +126,10 @@ def _checked(parts: SyncParts) -> TorchComm:
     if not parts.overlap:
         raise ValueError("overlap=false: strategy=fsdp always exchanges during backward")
     return parts.comm
+
+
+def _units(parts: SyncParts) -> list[nn.Module]:
+    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0))
 
 
 def _ranks_of_a_copy(shard_size: int | str | None, size: int) -> int:
