@@ -12,6 +12,10 @@ from lab.exchange.grouping import MIB
 from lab.model.profile import VALUE_BYTES
 from lab.simulate.network import Cost, Network
 
+# Operations of matrix products in the time of a byte of codecs: assumed. A core computes ten; the
+# tensor cores of an H100 two hundred at half of their peak.
+OPERATIONS_PER_BYTE = {"gloo": 10.0, "nccl": 200.0}
+
 Settings = Mapping[str, Any]
 Shape = tuple[int, ...]
 
@@ -92,6 +96,17 @@ class Load:
         seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(name)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
         self.stages.append(Stage("codec", factor * seconds, codec=name))
+
+    def products(self, operations: Sequence[float]) -> None:
+        """Add a stage of matrix products, of so many operations on each rank.
+
+        The busiest rank counts; where ranks share cores, they also compute all products together.
+        """
+        hardware, name = self.network.hardware, class_of(self.exchange)
+        dearest = max(max(operations), sum(operations) / (hardware.num_cores or self.N))
+        rate = OPERATIONS_PER_BYTE[hardware.library] * hardware.codec_rate(name)
+        seconds = self.network.slowest_factor * dearest / rate
+        self.stages.append(Stage("codec", seconds, codec=name))
 
     def wire(self, cost: Cost, inside: bool = False) -> None:
         """Add a stage that waits for a collective, of all ranks or inside each node."""
