@@ -126,8 +126,8 @@ def _moved(hardware: Hardware, fitted: list[Cell], other: list[Cell]) -> Hardwar
 
 def _ranks_per_host(cells: list[Cell]) -> int:
     """Return the ranks on each host of an emulated cluster; 1 without one."""
-    settings = OmegaConf.load(cells[0].folder / "config.yaml").get("cluster") or {}
-    return settings.get("ranks_per_host", 1)
+    cluster = OmegaConf.load(cells[0].folder / "config.yaml").cluster
+    return cluster.get("ranks_per_host", 1)
 
 
 def _cluster(cell: Cell) -> Cluster | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lab.measure.spans import OWN
 from lab.sync.pattern import Leg, pattern_of
@@ -40,4 +40,4 @@ def _targets(exchange: Mapping[str, Any]) -> Iterator[str]:
     yield f"{exchange.get('_target_', '')}"
     for part in exchange.values():
         if isinstance(part, Mapping):
-            yield from _targets(part)
+            yield from _targets(cast(Mapping[str, Any], part))
