@@ -119,8 +119,9 @@ def _hierarchical_kept(sizes: Sizes, exchange: Settings) -> float:
 
 
 def is_staged(exchange: Settings) -> bool:
-    """Return whether an exchange takes turns with backward over Gloo, in all of its phases."""
-    return all(card_of(way).staged for way in ways_of(exchange) or [exchange])
+    """Return whether an exchange takes turns with backward over Gloo, in all of its parts."""
+    parts = ways_of(exchange) or [exchange.get("inter", exchange)]
+    return all(card_of(way).staged for way in parts)
 
 
 def _dearest(sizes: Sizes, exchange: Settings) -> Settings:

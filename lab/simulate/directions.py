@@ -33,19 +33,24 @@ def onebit_adam_kept(s: Sizes, adam: Settings) -> float:
 
 
 def muon(load: Load) -> None:
-    """Count copies to and from a message, whose lines are as long as the fullest, and the moments.
+    """Count copies to and from a message, the moments, and Newton–Schulz of each rank's matrices.
 
-    Newton–Schulz is work of the device, and left out.
+    Lines of a message are as long as the fullest.
     """
     shapes = {str(number): shape for number, shape in enumerate(load.shapes)}
     matrices = owners.hidden_matrices(shapes, ())
     steps = load.exchange["steps"]
     costs = {n: owners.newton_schulz_operations(*m, steps) for n, m in matrices.items()}
-    _, values = owners.lines(shapes, owners.balanced(costs, load.N), load.N)
+    owner = owners.balanced(costs, load.N)
+    operations = [0.0] * load.N
+    for name, rank in owner.items():
+        operations[rank] += costs[name]
+    _, values = owners.lines(shapes, owner, load.N)
     line = 4 * values
     load.codec(8 * load.n)
     load.wire(load.network.all_to_all(line))
     load.codec(12 * load.n)
+    load.products(operations)
     load.wire(load.network.all_gather(line))
     load.codec(8 * load.n)
 

@@ -15,7 +15,7 @@ from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings, Sizes
 from lab.simulate.messages import buckets
 from lab.simulate.strategy import Strategy
-from lab.sync.pattern import Leg, class_of, pattern_of
+from lab.sync.pattern import class_of, pattern_of
 
 
 def _local(s: Sizes, sync: Settings, e: Settings) -> float:
@@ -60,7 +60,7 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
     if name not in SYNCS:
         return math.nan
     needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
-    if Leg.PARTS_OF_WEIGHTS in pattern_of(settings).legs:  # others keep their part of the state
+    if pattern_of(settings).parts_the_update:  # others keep their part of the state
         needed -= VALUE_BYTES * sizes.n * state_copies(settings["optim"]) * (1 - 1 / sizes.N)
     return needed
 

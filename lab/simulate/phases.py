@@ -31,6 +31,11 @@ def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
     return list(zip(shares, ways_of(exchange), strict=True))
 
 
+def longest_phase(exchange: Settings) -> Settings:
+    """Return the exchange of most steps, of which a record's median step is; see `phases_of`."""
+    return max(phases_of(exchange), key=lambda phase: phase[0])[1]
+
+
 def in_shares(exchange: Settings, num_steps: int | None) -> Settings:
     """Return an exchange whose phases, if it has some in steps, are shares of `num_steps`."""
     if class_of(exchange) != "Schedule" or num_steps is None:

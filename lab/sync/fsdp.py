@@ -69,7 +69,7 @@ class FSDPSync(LibrarySync):
     ) -> None:
         _check_choice("all_gather", all_gather, "torch", "int8")
         _check_choice("reduce_scatter", reduce_scatter, "torch", "lab", "two_levels")
-        super().__init__("fsdp", parts, fsdp(reduce_scatter), 0)
+        super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
         comm = _checked(parts, all_gather)
         self._copies = levels_of_copies(shard_size, comm)
         self._sharers = self._copies.inside if self._copies else comm
@@ -90,7 +90,7 @@ class FSDPSync(LibrarySync):
         """Let FSDP2 shard the units."""
         group = partial(DeviceMesh.from_group, comm.group, comm.device.type)
         mesh = self._copies.mesh() if self._copies else group()
-        self.units = [_wrapped(each, mesh) for each in units(parts.model, parts.bucket_mb)]
+        self.units = [_wrapped(each, mesh) for each in _units(parts)]
         *inner, self._root = self.units
         self._second_shards = SecondShards(self._second, inner) if self._second else None
         self._bytes = [_padded_bytes(unit, self._sharers.size) for unit in self.units]
@@ -156,6 +156,10 @@ class FSDPSync(LibrarySync):
 
     def drift_found(self) -> list[dict[str, Any]] | None:
         return self._drift.results() if self._drift else None
+
+    @property
+    def waits_in(self) -> tuple[str, ...]:
+        return "forward", "backward"
 
     def norm(self, own: Tensor) -> Tensor:
         return whole(own)
@@ -227,6 +231,10 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
         listed = ", ".join(sorted(str(each).removeprefix("torch.") for each in types))
         raise ValueError(f"sync.all_gather=int8: gathers float32; the model's weights are {listed}")
     return parts.comm
+
+
+def _units(parts: SyncParts) -> list[nn.Module]:
+    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0))
 
 
 def _wrapped(module: nn.Module, mesh: DeviceMesh) -> FSDPModule:

@@ -65,6 +65,12 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(strategy: str) -> None:
             (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
             1,
         ),
+        (
+            "strategy=hsdp",
+            Begin.DURING_BACKWARD,
+            (Leg.WEIGHTS_OF_UNITS, Leg.PARTS_OF_GRADIENTS, Leg.MEAN_OF_PARTS),
+            1,
+        ),
         ("strategy=none", Begin.NEVER, (), 1),
         ("strategy=ddp sync.hook=noop", Begin.DURING_BACKWARD, (), 1),
         (
