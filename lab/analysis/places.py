@@ -78,9 +78,9 @@ class Place:
 
     def ratio(self, slow: str, fast: str) -> Interval:
         """Compute the ratio of two strategies' steps, paired by repeat; NaN without both."""
-        times = [self.steps_s.get(name, {}) for name in (slow, fast)]
-        shared = sorted(times[0].keys() & times[1].keys())
-        return of_ratio(*([each[repeat] for repeat in shared] for each in times))
+        a, b = (self.steps_s.get(name, {}) for name in (slow, fast))
+        shared = sorted(a.keys() & b.keys())
+        return of_ratio([a[r] for r in shared], [b[r] for r in shared])
 
     def exposed_ratio(self, one: str, other: str, least: float) -> Interval:
         """Compute the ratio of two strategies' exposed exchange: step less that of none.
@@ -94,10 +94,9 @@ class Place:
         """
         alone, a, b = (self.steps_s.get(name, {}) for name in (CEILING, one, other))
         shared = sorted(alone.keys() & a.keys() & b.keys())
-        exposed = [[each[r] - alone[r] for r in shared] for each in (a, b)]
-        if sum(exposed[1]) <= least * sum(b[r] for r in shared) or min(map(min, exposed)) <= 0:
-            return UNKNOWN
-        return of_ratio(*exposed)
+        first, second = ([each[r] - alone[r] for r in shared] for each in (a, b))
+        is_noise = sum(second) <= least * sum(b[r] for r in shared)
+        return UNKNOWN if is_noise or min(*first, *second) <= 0 else of_ratio(first, second)
 
 
 def places_of(cells: Iterable[Cell]) -> list[Place]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -139,11 +139,12 @@ def _others_text(others: tuple[str, ...]) -> str:
     return f"≈ {', '.join(names[:MOST_NAMED])}{more}"
 
 
-def _shade(look: Look, share: float) -> tuple[float, ...]:
-    return tuple(1 - share * (1 - part) for part in to_rgb(look.colour))
+def _shade(look: Look, share: float) -> str:
+    red, green, blue = (1 - share * (1 - part) for part in to_rgb(look.colour))
+    return to_hex((red, green, blue))
 
 
-def _grey(share: float) -> tuple[float, ...]:
+def _grey(share: float) -> str:
     return _shade(Look(GREY, "-", ""), share)
 
 
