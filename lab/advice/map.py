@@ -17,7 +17,7 @@ from lab.simulate.source import Measured
 
 @dataclass(frozen=True)
 class Answer:
-    """What leads at a place, as measured and as predicted.
+    """The lead at a place, as measured and as predicted.
 
     Attributes:
         predicted: its `others` are those that advice cannot tell apart, and its `factor` has the

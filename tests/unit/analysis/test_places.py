@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgb
 
 from lab.analysis.places import Place, Where, places_of
 from lab.analysis.records import load_study
@@ -115,7 +116,7 @@ def test_the_map_is_drawn_of_several_links(study: Path, monkeypatch: pytest.Monk
     assert shown[3].startswith("× 2.00 [2.00, 2.00]")
     edges = {patch.get_linestyle() for patch in panel.patches}
     assert edges <= {LOOKS["overlap"].line, LOOKS["onebit"].line}
-    pale, full = (sum(patch.get_facecolor()[:3]) for patch in panel.patches)
+    pale, full = (sum(to_rgb(patch.get_facecolor())) for patch in panel.patches)
     assert pale > full
     assert legend(figure) == [
         *("overlap", "onebit", "shown to be the fastest", "not told apart from ≈"),
