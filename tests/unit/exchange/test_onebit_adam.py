@@ -50,8 +50,8 @@ def owed(ledgers: list[Ledger]) -> Tensor:
     """Return what both residuals hold back, as a sum of directions: float64 [values]."""
     parts = []
     for name, columns in (("fc", 50), ("bias", 1), ("conv", 45), ("table", 32)):
-        kept = [ledger.exchange.moments for ledger in ledgers]
-        matrices = ledgers[0].exchange._blocks(name)
+        kept = [ledger.exchange.state_dict() for ledger in ledgers]
+        matrices = ledgers[0].exchange.signed.blocks(name)
         ratio, second = (
             blocks.joined([k[kind][name] for k in kept], matrices).double()
             for kind in ("ratio", "shard_residual")
