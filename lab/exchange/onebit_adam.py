@@ -73,7 +73,6 @@ class OneBitAdam(Direction):
     ) -> None:
         super().__init__()
         self.adam = Adam((betas[0], betas[1]), eps)
-        require_integer("block_size", block_size, 8)
         require_integer("least_steps", least_steps, 1)
         require_integer("rate_warmup", rate_warmup, 0)
         if freeze_at is not None:

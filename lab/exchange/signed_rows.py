@@ -15,7 +15,7 @@ from lab.distributed.comm import Comm
 from lab.exchange import blocks
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.direction import Moments, copies
+from lab.exchange.direction import Moments, copies, require_integer
 from lab.exchange.error_feedback import shares
 from lab.exchange.two_stage import TwoStageSum
 
@@ -52,7 +52,7 @@ class SignedRows:
     has later is left out, and the row is counted as late.
 
     Args:
-        block_size: values that share the two magnitudes of their signs.
+        block_size: values that share the two magnitudes of their signs, at least 8.
 
     Attributes:
         kept: by kind and parameter: active and late, bool [rows]; residual, float32 [active
@@ -60,6 +60,7 @@ class SignedRows:
     """
 
     def __init__(self, block_size: int) -> None:
+        require_integer("block_size", block_size, 8)
         self.block_size = block_size
         self.kept: dict[str, Moments] = {kind: {} for kind in KINDS}
         self._rows: Moments = {}  # indices of active rows
@@ -67,18 +68,39 @@ class SignedRows:
     def __contains__(self, name: str) -> bool:
         return name in self.kept["active"]
 
-    def lay_out(self, name: str, active: Tensor, columns: int, comm: Comm) -> None:
-        """Choose a parameter's rows, bool [rows], and begin with empty residuals.
+    def lay_out(self, name: str, active: Tensor, columns: int, comm: Ranks) -> None:
+        """Choose a parameter's rows, bool [rows], and keep what the signs of earlier ones left out.
 
-        The host waits to know how many there are.
+        A rank takes its shard's residual over into its own, so that shards may be cut anew. The
+        host waits to know how many rows there are.
         """
-        self.kept["active"][name], self.kept["late"][name] = active, torch.zeros_like(active)
-        self._rows.pop(name, None)
-        residual = torch.zeros(
-            len(self.rows(name)) * columns, dtype=torch.float32, device=active.device
-        )
-        self.kept["residual"][name] = residual
-        self.kept["shard_residual"][name] = self.shard_of(name, residual, comm)
+        owed = active.new_zeros(len(active), columns, dtype=torch.float32)
+        if name in self:
+            owed[self.rows(name)] = self._merged(name, comm).view(-1, columns)
+            del self._rows[name]
+        late = self.kept["late"].get(name, torch.zeros_like(active))
+        self.kept["active"][name], self.kept["late"][name] = active, late
+        self.kept["residual"][name] = owed[self.rows(name)].flatten()
+        shard = self.shard_of(name, self.kept["residual"][name], comm)
+        self.kept["shard_residual"][name] = shard.zero_()
+
+    def _merged(self, name: str, comm: Ranks) -> Tensor:
+        """Return this rank's residual with its shard's residual added, in the residual's memory."""
+        residual, parts = self.kept["residual"][name], self.blocks(name)
+        shard = self.kept["shard_residual"][name]
+        cut = blocks.views_of_shard(shard, parts, comm.rank, comm.size)
+        for part, rows in zip(parts, cut, strict=True):
+            part.view(residual)[part.shard(comm.rank, comm.size)] += rows
+        return residual
+
+    def scale_residuals(self, name: str, factors: Tensor, comm: Ranks) -> None:
+        """Multiply a parameter's residuals, as the units of its values change.
+
+        Args:
+            factors: float32 [active values].
+        """
+        self.kept["residual"][name].mul_(factors)
+        self.kept["shard_residual"][name].mul_(self.shard_of(name, factors, comm))
 
     def rows(self, name: str) -> Tensor:
         """Return the indices of a parameter's active rows."""
