@@ -73,13 +73,13 @@ def _factors(v: Tensor) -> tuple[Tensor, Tensor]:
     return by_row.rsqrt(), (mean / by_column).sqrt()
 
 
-def scaled(values: Tensor, scales: Tensor, factor: float, out: Tensor) -> None:
-    """Write `values` over the factored root of the variance, times `factor`, into `out`.
+def scaled(values: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write `values` over the factored root of the variance into `out`.
 
     Args:
         values, out: float32 [active rows, columns].
         scales: see Frozen.
     """
     of_row, of_column = scales.split(list(values.shape))
-    torch.mul(values, (factor * of_row)[:, None], out=out)
+    torch.mul(values, of_row[:, None], out=out)
     out.mul_(of_column)

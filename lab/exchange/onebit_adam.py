@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam's momentum in one bit per value, once its variance has settled."""
+"""1-bit Adam: gradients in one bit per value, once Adam's variance has settled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from lab.exchange.direction import (
     require_integer,
     zeros,
 )
-from lab.exchange.error_feedback import shares
 from lab.exchange.frozen import freeze, scaled
 from lab.exchange.settling import Settling
 from lab.exchange.signed_rows import SignedRows
@@ -29,20 +28,22 @@ KINDS = ("momentum", "variance", "scales", "ratio")
 
 
 class OneBitAdam(Direction):
-    """1-bit Adam (Tang et al. 2021, algorithm 1), whose ranks keep momentum and variance in shares.
+    """1-bit Adam (Tang et al. 2021), which takes signs before momentum instead of after it.
 
     At first gradients are averaged exactly, and the direction is AdamW's. Once the variance has
-    settled (see Settling) it is frozen, and what travels is momentum:
+    settled (see Settling) it is frozen, and Adam is linear in the gradient:
 
-    1. Each rank adds its share of the gradient to its own momentum, divides by a factored root of
-       the variance (see Frozen), adds its residual and sends signs to the owners of the shards.
+    1. Each rank divides its share of the gradient by a factored root of the variance (see Frozen),
+       adds its residual and sends signs to the owners of the shards.
     2. An owner sums the shares, corrects them to the variance itself, of which it has its shard,
-       adds the shard residual and sends signs of the *update* to all ranks.
+       adds the shard residual and sends signs to all ranks.
+    3. What they deliver updates momentum, which all ranks share: it is the direction.
 
-    Tang et al. quantise the momentum that all ranks share, so that its errors pass through the
-    momentum's own recursion, and every rank divides by all of the variance. Here momentum is exact,
-    errors do not: delivered + residuals = true sums of Adam's directions at any time. A rank
-    keeps 8 + 8/N bytes for a value: momentum and residual, and its shards of variance and residual.
+    Tang et al. (algorithm 1) take signs of momentum. A momentum changes slowly, so that errors of
+    its signs have the same sign for many steps, and reach the weights as they are. Those of
+    gradients alternate, and momentum averages them. Delivered + residuals = true sums of the
+    gradients over the root of the variance at any time. A rank keeps 8 + 8/N bytes for a value:
+    momentum and residual, and its shards of variance and residual.
 
     Rows that had no gradient before freezing are not sent, and not changed (see SignedRows). A row
     whose first gradient comes later has no variance to be divided by, so it stays as it is too;
@@ -80,7 +81,7 @@ class OneBitAdam(Direction):
         self.freeze_at, self.signed = freeze_at, SignedRows(block_size)
         self.settling = Settling(settle_every, settle_below, least_steps + rate_warmup)
         self.frozen_at = 0  # steps before the variance was frozen; 0: it is not
-        # Momentum is this rank's share, of active values, and ratio of its shard, once frozen.
+        # Once frozen, momentum is of gradients over the root, and ratio of this rank's shard.
         self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
@@ -111,28 +112,27 @@ class OneBitAdam(Direction):
             if name not in self.signed:
                 self._freeze(name, shape, comm)
         parts = [self.signed.part(bucket, *span) for span in bucket.spans()]
-        factor = 1 / self.adam.correction(0, self.updates)
         for part in parts:
-            momentum = self.moments["momentum"][part.name].view_as(part.active)
-            momentum.lerp_(part.active, 1 - self.adam.betas[0])
-            scaled(momentum, self.moments["scales"][part.name], factor, out=part.active)
+            scaled(part.active, self.moments["scales"][part.name], out=part.active)
         ratios = self.signed.views_of_shard(self.moments["ratio"], parts, comm)
 
         def correct(sums: list[Tensor]) -> None:
             torch._foreach_mul_(sums, ratios)
 
         yield from self.signed.stages(bucket, parts, comm, between=correct)
+        correction = self.adam.correction(0, self.updates)
+        for name, start, stop in bucket.spans():
+            mean, momentum = bucket.flat[start:stop], self.moments["momentum"][name]
+            momentum.lerp_(mean, 1 - self.adam.betas[0])
+            torch.div(momentum, correction, out=mean)
 
     def _freeze(self, name: str, shape: torch.Size, comm: Comm) -> None:
         self.settling.sample.pop(name, None)
         variance = self.moments["variance"].pop(name).div_(self.adam.correction(1, self.frozen_at))
+        self.moments["momentum"][name].div_(variance.sqrt().add_(self.adam.eps))
         frozen = freeze(variance, shape, self.adam.eps)
-        rows = len(frozen.active)
-        momentum = self.moments["momentum"].pop(name).div_(comm.size).view(rows, -1)
-        self.signed.lay_out(name, frozen.active, momentum.shape[1], comm)
-        if len(keep := self.signed.rows(name)) < rows:
-            momentum = momentum[keep]
-        self.moments["momentum"][name] = momentum.flatten()
+        columns = variance.numel() // len(frozen.active)
+        self.signed.lay_out(name, frozen.active, columns, comm)
         self.moments["scales"][name] = frozen.scales
         self.moments["ratio"][name] = self.signed.shard_of(name, frozen.ratio, comm)
 
@@ -155,14 +155,9 @@ class OneBitAdam(Direction):
         self.moments = {kind: copies(state[kind]) for kind in KINDS}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Give each rank an equal share of momentum and residuals, and its shard of the others.
-
-        Shares add up to Adam's momentum on any number of ranks, so it stays as it was.
-        """
+        """Keep the moments that all ranks share, and give each its part of the others."""
         new = super().redistribute(states, rank, size)
         new["settling"] = dict(states[0]["settling"])
         new |= {kind: dict(states[0][kind]) for kind in ("momentum", "variance", "scales")}
-        if states[0]["ratio"]:
-            new["momentum"] = shares([state["momentum"] for state in states], size)
         new["ratio"] = self.signed.sharded_anew("ratio", states, rank, size)
         return new | self.signed.redistribute(states, rank, size)

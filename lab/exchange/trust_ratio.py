@@ -23,9 +23,9 @@ class TrustRatios:
     or shrunk since, as a fresh variance would: root of (power of the first directions after
     freezing / power of the last ones), with power the mean square over about MEMORY steps.
 
-    Li et al. recover gradients from successive momenta, and take a parameter's largest ratio of
-    frozen to fresh variance. Recovered from signs, gradients have an error 1 / (1 - beta1) times
-    that of momentum. A power needs no more state than two numbers for a parameter.
+    Li et al. recover gradients from successive momenta, keep a fresh variance of each value, and
+    take a parameter's largest ratio of both roots. A power is the mean over the parameter's values,
+    and needs two numbers of state.
 
     Args:
         ratios: least and largest ratio.

@@ -47,7 +47,7 @@ def test_until_it_is_frozen_the_run_is_adamws(size: int) -> None:
 
 
 def owed(ledgers: list[Ledger]) -> Tensor:
-    """Return what both residuals hold back, as a sum of directions: float64 [values]."""
+    """Return what both residuals hold back, of gradients over the root: float64 [values]."""
     parts = []
     for name, columns in (("fc", 50), ("bias", 1), ("conv", 45), ("table", 32)):
         kept = [ledger.exchange.state_dict() for ledger in ledgers]
@@ -69,10 +69,22 @@ def owed(ledgers: list[Ledger]) -> Tensor:
 def test_delivered_and_residuals_make_the_true_sum(size: int) -> None:
     given = gradients(80, size)
     ledgers = deliver(make(freeze_at=40), SHAPES, given)  # no variance is far below its neighbours'
-    truth = adam(given.mean(dim=1), 40)[40:].sum(dim=0)
-    delivered = ledgers[0].directions[40:].double().sum(dim=0)
-    assert (delivered + owed(ledgers) - truth).norm() <= 1e-5 * truth.norm()
+    squares = given.mean(dim=1)[:40].double() ** 2
+    weights = 0.001 * 0.999 ** torch.arange(39, -1, -1, dtype=torch.float64)
+    variance = (weights[:, None] * squares).sum(dim=0) / weights.sum()
+    truth = (given.mean(dim=1)[40:].double() / (variance.sqrt() + 1e-8)).sum(dim=0)
+    corrections = 1 - 0.9 ** torch.arange(1, 81, dtype=torch.float64)[:, None]
+    momenta = ledgers[0].directions.double() * corrections
+    delivered = momenta[40:].sum(dim=0) + 9 * (momenta[-1] - momenta[39])  # undoes momentum
+    assert (delivered + owed(ledgers) - truth).norm() <= 1e-4 * truth.norm()
     assert owed(ledgers).norm() > 0.01 * truth.norm()  # residuals make the sum right
+
+
+def test_directions_are_as_long_as_adams() -> None:
+    given = gradients(FREEZE + 100, 2)
+    directions = deliver(make(block_size=256), SHAPES, given)[0].directions[FREEZE:].double()
+    truth = adam(given.mean(dim=1), FREEZE)[FREEZE:]
+    assert directions.square().mean() == pytest.approx(truth.square().mean().item(), rel=0.1)
 
 
 def test_a_sum_is_not_enlarged_beyond_the_errors_of_its_signs() -> None:
@@ -195,15 +207,15 @@ def sums(states: list[dict[str, Any]], kind: str, name: str) -> Tensor:
     return torch.stack([state[kind][name].double() for state in states]).sum(dim=0)
 
 
-def test_other_numbers_of_ranks_keep_sums_of_momentum_and_residuals() -> None:
+def test_other_numbers_of_ranks_keep_momentum_and_sums_of_residuals() -> None:
     given = gradients(FREEZE + 10, 4)
     states = [ledger.exchange.state_dict() for ledger in deliver(make(), SHAPES, given)]
     for old, size in pairwise((4, 2, 3)):
         new = [make()().redistribute(states, rank, size) for rank in range(size)]
         for name in SHAPES:
-            for kind in ("momentum", "residual"):
-                torch.testing.assert_close(sums(new, kind, name), sums(states, kind, name))
-            parts = blocks.blocks(name, new[0]["momentum"][name].numel(), 64)
+            assert torch.equal(new[-1]["momentum"][name], states[0]["momentum"][name])
+            torch.testing.assert_close(sums(new, "residual", name), sums(states, "residual", name))
+            parts = blocks.blocks(name, new[0]["residual"][name].numel(), 64)
             for kind in ("ratio", "shard_residual"):
                 then = blocks.joined([state[kind][name] for state in states], parts)
                 now = blocks.joined([state[kind][name] for state in new], parts)
