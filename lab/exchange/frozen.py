@@ -12,7 +12,7 @@ from lab.exchange.compressible import as_matrix
 LARGEST = 10.0  # an owner enlarges no sum, and with it no error of signs, by more
 
 
-@dataclass(frozen=True)
+@dataclass
 class Frozen:
     """A parameter's variance at the moment of freezing, without the rows that had no gradient.
 
@@ -51,17 +51,33 @@ def freeze(variance: Tensor, shape: torch.Size, eps: float) -> Frozen:
     return Frozen(active, torch.cat([of_row, of_column]), ratio.flatten())
 
 
+def divide(values: Tensor, frozen: Frozen) -> None:
+    """Divide all rows by the root of the variance, in place; rows without one are zeros.
+
+    Args:
+        values: float32 [rows, columns].
+    """
+    every = len(frozen.scales) == sum(values.shape)
+    active = values if every else values[frozen.active]
+    scaled(active, frozen.scales, 1.0, out=active)
+    active.mul_(frozen.ratio.view_as(active))
+    if not every:
+        values[frozen.active] = active
+
+
 def root_of(v: Tensor, eps: float) -> Tensor:
-    """Return root of v + eps, but no value far below its row's and column's; the host never waits.
+    """Return root of v + eps in v's memory, but no value far below its row's and column's.
+
+    The host never waits.
 
     A value whose gradients were zero so far may have one later, which is divided by this.
 
     Args:
-        v: float32 [rows, columns], corrected for its bias.
+        v: float32 [rows, columns], corrected for its bias; overwritten.
     """
     of_row, of_column = _factors(v)
     least = torch.outer(of_row.mul_(LARGEST), of_column).reciprocal_()  # 0 in rows without any v
-    return torch.maximum(v.sqrt().add_(eps), least)
+    return torch.maximum(v.sqrt_().add_(eps), least, out=v)
 
 
 def _factors(v: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,13 +89,13 @@ def _factors(v: Tensor) -> tuple[Tensor, Tensor]:
     return by_row.rsqrt(), (mean / by_column).sqrt()
 
 
-def scaled(values: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write `values` over the factored root of the variance into `out`.
+def scaled(values: Tensor, scales: Tensor, factor: float, out: Tensor) -> None:
+    """Write `values` over the factored root of the variance, times `factor`, into `out`.
 
     Args:
         values, out: float32 [active rows, columns].
         scales: see Frozen.
     """
     of_row, of_column = scales.split(list(values.shape))
-    torch.mul(values, of_row[:, None], out=out)
+    torch.mul(values, (factor * of_row)[:, None], out=out)
     out.mul_(of_column)

@@ -1,4 +1,4 @@
-"""1-bit Adam: gradients in one bit per value, once Adam's variance has settled."""
+"""1-bit Adam: Adam's momentum in one bit per value, once its variance has settled."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from lab.exchange.direction import (
     require_integer,
     zeros,
 )
-from lab.exchange.frozen import freeze, scaled
+from lab.exchange.error_feedback import shares
+from lab.exchange.frozen import divide, freeze, scaled
 from lab.exchange.settling import Settling
-from lab.exchange.signed_rows import SignedRows
+from lab.exchange.signed_rows import Part, SignedRows
 
+SIGNS_OF = ("momentum", "gradient")
 KINDS = ("momentum", "variance", "scales", "ratio")
 
 
 class OneBitAdam(Direction):
-    """1-bit Adam (Tang et al. 2021), which takes signs before momentum instead of after it.
+    """1-bit Adam (Tang et al. 2021, algorithm 1), whose ranks keep momentum and variance in shares.
 
     At first gradients are averaged exactly, and the direction is AdamW's. Once the variance has
-    settled (see Settling) it is frozen, and Adam is linear in the gradient:
+    settled (see Settling) it is frozen, and what travels is momentum:
 
-    1. Each rank divides its share of the gradient by a factored root of the variance (see Frozen),
-       adds its residual and sends signs to the owners of the shards.
+    1. Each rank adds its share of the gradient to its own momentum, divides by a factored root of
+       the variance (see Frozen), adds its residual and sends signs to the owners of the shards.
     2. An owner sums the shares, corrects them to the variance itself, of which it has its shard,
-       adds the shard residual and sends signs to all ranks.
-    3. What they deliver updates momentum, which all ranks share: it is the direction.
+       adds the shard residual and sends signs of the *update* to all ranks.
 
-    Tang et al. (algorithm 1) take signs of momentum. A momentum changes slowly, so that errors of
-    its signs have the same sign for many steps, and reach the weights as they are. Those of
-    gradients alternate, and momentum averages them. Delivered + residuals = true sums of the
-    gradients over the root of the variance at any time. A rank keeps 8 + 8/N bytes for a value:
-    momentum and residual, and its shards of variance and residual.
+    Tang et al. quantise the momentum that all ranks share, so that its errors pass through the
+    momentum's own recursion, and every rank divides by all of the variance. Here momentum is exact,
+    errors do not: delivered + residuals = true sums of Adam's directions at any time. A rank
+    keeps 8 + 8/N bytes for a value: momentum and residual, and its shards of variance and residual.
+
+    With `signs_of="gradient"` the same travels of the gradient, and what is delivered updates one
+    momentum, which all ranks share: directions are then as long as Adam's, where signs of momentum
+    are longer, and sums of gradients over the root are the true ones.
 
     Rows that had no gradient before freezing are not sent, and not changed (see SignedRows). A row
     whose first gradient comes later has no variance to be divided by, so it stays as it is too;
@@ -56,6 +60,7 @@ class OneBitAdam(Direction):
         least_steps: steps before which nothing is frozen, counted from the end of `rate_warmup`.
         rate_warmup: steps in which the learning rate grows.
         freeze_at: steps after which to freeze, whatever the variance does; None: once it settles.
+        signs_of: "momentum" or "gradient".
 
     Raises:
         ValueError: an argument out of range.
@@ -71,6 +76,7 @@ class OneBitAdam(Direction):
         least_steps: int = 80,
         rate_warmup: int = 0,
         freeze_at: int | None = None,
+        signs_of: str = "momentum",
     ) -> None:
         super().__init__()
         self.adam = Adam((betas[0], betas[1]), eps)
@@ -78,10 +84,14 @@ class OneBitAdam(Direction):
         require_integer("rate_warmup", rate_warmup, 0)
         if freeze_at is not None:
             require_integer("freeze_at", freeze_at, 1)
+        if signs_of not in SIGNS_OF:
+            raise ValueError(f"exchange.signs_of={signs_of}: allowed are {', '.join(SIGNS_OF)}")
+        self.of_momentum = signs_of == "momentum"
         self.freeze_at, self.signed = freeze_at, SignedRows(block_size)
         self.settling = Settling(settle_every, settle_below, least_steps + rate_warmup)
         self.frozen_at = 0  # steps before the variance was frozen; 0: it is not
-        # Once frozen, momentum is of gradients over the root, and ratio of this rank's shard.
+        # Once frozen, ratio is of this rank's shard, and momentum this rank's share, of active
+        # rows; or, of signs of gradients, all of it over the root.
         self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
@@ -113,13 +123,28 @@ class OneBitAdam(Direction):
                 self._freeze(name, shape, comm)
         parts = [self.signed.part(bucket, *span) for span in bucket.spans()]
         for part in parts:
-            scaled(part.active, self.moments["scales"][part.name], out=part.active)
+            self._leave_what_travels(part)
         ratios = self.signed.views_of_shard(self.moments["ratio"], parts, comm)
 
         def correct(sums: list[Tensor]) -> None:
             torch._foreach_mul_(sums, ratios)
 
         yield from self.signed.stages(bucket, parts, comm, between=correct)
+        if not self.of_momentum:
+            self._follow(bucket)
+
+    def _leave_what_travels(self, part: Part) -> None:
+        """Turn a share of the gradient into what signs are taken of."""
+        scales = self.moments["scales"][part.name]
+        if not self.of_momentum:
+            scaled(part.active, scales, 1.0, out=part.active)
+            return
+        momentum = self.moments["momentum"][part.name].view_as(part.active)
+        momentum.lerp_(part.active, 1 - self.adam.betas[0])
+        scaled(momentum, scales, 1 / self.adam.correction(0, self.updates), out=part.active)
+
+    def _follow(self, bucket: GradBucket) -> None:
+        """Add delivered gradients over the root to momentum, and leave it as the direction."""
         correction = self.adam.correction(0, self.updates)
         for name, start, stop in bucket.spans():
             mean, momentum = bucket.flat[start:stop], self.moments["momentum"][name]
@@ -129,12 +154,19 @@ class OneBitAdam(Direction):
     def _freeze(self, name: str, shape: torch.Size, comm: Comm) -> None:
         self.settling.sample.pop(name, None)
         variance = self.moments["variance"].pop(name).div_(self.adam.correction(1, self.frozen_at))
-        self.moments["momentum"][name].div_(variance.sqrt().add_(self.adam.eps))
         frozen = freeze(variance, shape, self.adam.eps)
-        columns = variance.numel() // len(frozen.active)
-        self.signed.lay_out(name, frozen.active, columns, comm)
+        momentum = self.moments["momentum"].pop(name).view(len(frozen.active), -1)
+        if not self.of_momentum:
+            divide(momentum, frozen)
+        elif len(frozen.ratio) < momentum.numel():
+            momentum = momentum[frozen.active].div_(comm.size)
+        else:
+            momentum.div_(comm.size)
+        self.moments["momentum"][name] = momentum.view(-1)
         self.moments["scales"][name] = frozen.scales
         self.moments["ratio"][name] = self.signed.shard_of(name, frozen.ratio, comm)
+        del variance, frozen.ratio  # before there is memory for residuals
+        self.signed.lay_out(name, frozen.active, momentum.shape[1], comm)
 
     def choices(self) -> list[dict[str, Any]]:
         """Return after how many steps the variance was frozen, and the rows that are not sent."""
@@ -155,9 +187,14 @@ class OneBitAdam(Direction):
         self.moments = {kind: copies(state[kind]) for kind in KINDS}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Keep the moments that all ranks share, and give each its part of the others."""
+        """Keep what all ranks share, and give each its part of the rest.
+
+        Shares of momentum are equal, and add up to Adam's on any number of ranks.
+        """
         new = super().redistribute(states, rank, size)
         new["settling"] = dict(states[0]["settling"])
         new |= {kind: dict(states[0][kind]) for kind in ("momentum", "variance", "scales")}
+        if self.of_momentum and states[0]["ratio"]:
+            new["momentum"] = shares([state["momentum"] for state in states], size)
         new["ratio"] = self.signed.sharded_anew("ratio", states, rank, size)
         return new | self.signed.redistribute(states, rank, size)

@@ -17,8 +17,9 @@ from lab.exchange.trust_ratio import TrustRatios
 class OneBitLamb(OneBitAdam):
     """1-bit LAMB (Li et al. 2021, algorithm 1): 1-bit Adam with trust ratios, see TrustRatios.
 
-    Ratios multiply what has been delivered, so nothing more is sent: each rank finds them from
-    weights and directions, which all ranks share. A parameter is a layer.
+    Signs are of gradients: those of momentum would make directions longer and longer. Ratios
+    multiply what has been delivered, so nothing more is sent: each rank finds them from weights and
+    directions, which all ranks share. A parameter is a layer.
 
     Args:
         ratio_range, ratio_decay, factor_range, factor_change: see TrustRatios.
@@ -38,7 +39,7 @@ class OneBitLamb(OneBitAdam):
         factor_change: float = 0.1,
         **adam: Any,
     ) -> None:
-        super().__init__(**adam)
+        super().__init__(**adam, signs_of="gradient")
         self.trust = TrustRatios(ratio_range, ratio_decay, factor_range, factor_change)
 
     def look_at(self, model: nn.Module) -> None:

@@ -71,16 +71,22 @@ class SignedRows:
     def lay_out(self, name: str, active: Tensor, columns: int, comm: Ranks) -> None:
         """Choose a parameter's rows, bool [rows], and keep what the signs of earlier ones left out.
 
+        Rows that are active already must be so again.
+
         A rank takes its shard's residual over into its own, so that shards may be cut anew. The
         host waits to know how many rows there are.
         """
-        owed = active.new_zeros(len(active), columns, dtype=torch.float32)
-        if name in self:
-            owed[self.rows(name)] = self._merged(name, comm).view(-1, columns)
-            del self._rows[name]
+        before = (self.rows(name), self._merged(name, comm)) if name in self else None
         late = self.kept["late"].get(name, torch.zeros_like(active))
         self.kept["active"][name], self.kept["late"][name] = active, late
-        self.kept["residual"][name] = owed[self.rows(name)].flatten()
+        self._rows.pop(name, None)
+        keep = self.rows(name)
+        residual = torch.zeros(len(keep), columns, device=active.device)
+        if before:
+            place = torch.zeros_like(active, dtype=torch.int64)
+            place[keep] = torch.arange(len(keep), device=active.device)
+            residual[place[before[0]]] = before[1].view(-1, columns)
+        self.kept["residual"][name] = residual.flatten()
         shard = self.shard_of(name, self.kept["residual"][name], comm)
         self.kept["shard_residual"][name] = shard.zero_()
 
@@ -146,7 +152,8 @@ class SignedRows:
 
     def shard_of(self, name: str, values: Tensor, comm: Ranks) -> Tensor:
         """Copy those of a parameter's active values that this rank sums."""
-        return blocks.shard_of(values, self.blocks(name), comm.rank, comm.size)
+        parts = blocks.blocks(name, values.numel(), self.block_size)
+        return blocks.shard_of(values, parts, comm.rank, comm.size)
 
     def views_of_shard(self, shards: Moments, parts: Sequence[Part], comm: Ranks) -> list[Tensor]:
         """Return this rank's rows of what is kept in shards, for each matrix of `parts`."""

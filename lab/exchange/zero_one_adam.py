@@ -95,18 +95,19 @@ class ZeroOneAdam(Direction):
 
     def _follow_variance(self, name: str, shape: torch.Size, comm: Comm) -> None:
         """Divide by the variance as the last step left it; residuals stay in units of gradients."""
-        variance = self.moments["variance"][name]
-        corrected = variance / self.adam.correction(1, self.doubling.num_due(self.updates))
-        v = corrected.view(as_matrix(shape) or (-1, 1))
-        before, root = self.moments["root"].get(name), root_of(v, self.adam.eps)
+        frozen = self.updates > self.doubling.last
+        kept = self.moments["variance"]
+        variance = kept.pop(name) if frozen else kept[name].clone()
+        variance.div_(self.adam.correction(1, self.doubling.num_due(self.updates)))
+        v = variance.view(as_matrix(shape) or (-1, 1))
+        active, columns = (v != 0).any(dim=1), v.shape[1]
+        before, root = self.moments["root"].pop(name, None), root_of(v, self.adam.eps)
         self.moments["root"][name] = root.flatten()
         if before is not None:
-            change = self._of_rows(name, v.shape[1], before.view_as(root) / root)
+            change = self._of_rows(name, columns, before.view_as(root).div_(root))
             self.signed.scale_residuals(name, change.flatten(), comm)
         if self.doubling.is_first(self.updates):
-            self.signed.lay_out(name, (v != 0).any(dim=1), v.shape[1], comm)
-        if self.updates > self.doubling.last:
-            del self.moments["variance"][name]
+            self.signed.lay_out(name, active, columns, comm)
 
     def _of_rows(self, name: str, columns: int, values: Tensor | None = None) -> Tensor:
         """Return the active rows of a parameter's values, by default of the root."""

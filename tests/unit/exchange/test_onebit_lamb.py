@@ -35,7 +35,7 @@ def lamb(given: Tensor, weights: nn.Module, **settings: Any) -> list[Ledger]:
 
 def ratios(given: Tensor, ledgers: list[Ledger]) -> tuple[Tensor, Tensor]:
     """Divide directions by 1-bit Adam's: ratios of weight and bias, float32 [steps]."""
-    plain = deliver(partial(OneBitAdam, **ADAM), SHAPES, given)[0].directions
+    plain = deliver(partial(OneBitAdam, **ADAM, signs_of="gradient"), SHAPES, given)[0].directions
     quotient = ledgers[0].directions / plain
     each = quotient.split([24 * 50, 24], dim=1)
     for values in each:
