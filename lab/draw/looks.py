@@ -54,6 +54,8 @@ LOOKS: dict[str, Look] = {
     "hierarchical": Look(TEAL, "-", "P"),
     "hierarchical_onebit": Look(TEAL, "--", "*"),
     "onebit_adam": Look(WINE, "-", "*"),
+    "zero_one_adam": Look(WINE, ":", "*"),
+    "onebit_lamb": Look(WINE, "-.", "*"),
     "muon": Look(WINE, "--", "P"),
     "dion": Look(WINE, ":", "D"),
     "auto": Look(BLACK, "--", "*"),

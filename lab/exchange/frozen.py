@@ -12,7 +12,7 @@ from lab.exchange.compressible import as_matrix
 LARGEST = 10.0  # an owner enlarges no sum, and with it no error of signs, by more
 
 
-@dataclass(frozen=True)
+@dataclass
 class Frozen:
     """A parameter's variance at the moment of freezing, without the rows that had no gradient.
 
@@ -45,14 +45,48 @@ def freeze(variance: Tensor, shape: torch.Size, eps: float) -> Frozen:
     active = (v != 0).any(dim=1)
     if not active.all():
         v = v[active]
+    of_row, of_column = _factors(v)
+    true = v.sqrt_().add_(eps).mul_(of_row[:, None]).mul_(of_column)
+    ratio = true.clamp_(min=1 / LARGEST).reciprocal_()
+    return Frozen(active, torch.cat([of_row, of_column]), ratio.flatten())
+
+
+def divide(values: Tensor, frozen: Frozen) -> None:
+    """Divide all rows by the root of the variance, in place; rows without one are zeros.
+
+    Args:
+        values: float32 [rows, columns].
+    """
+    every = len(frozen.scales) == sum(values.shape)
+    active = values if every else values[frozen.active]
+    scaled(active, frozen.scales, 1.0, out=active)
+    active.mul_(frozen.ratio.view_as(active))
+    if not every:
+        values[frozen.active] = active
+
+
+def root_of(v: Tensor, eps: float) -> Tensor:
+    """Return root of v + eps in v's memory, but no value far below its row's and column's.
+
+    The host never waits.
+
+    A value whose gradients were zero so far may have one later, which is divided by this.
+
+    Args:
+        v: float32 [rows, columns], corrected for its bias; overwritten.
+    """
+    of_row, of_column = _factors(v)
+    least = torch.outer(of_row.mul_(LARGEST), of_column).reciprocal_()  # 0 in rows without any v
+    return torch.maximum(v.sqrt_().add_(eps), least, out=v)
+
+
+def _factors(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two factors of 1 / root of v's rank-1 estimate, [rows] and [columns]."""
     by_row, by_column = v.mean(dim=1), v.mean(dim=0)
     mean = by_row.mean()
     # A column without gradients gets the mean: nothing but the signs' own errors is divided by it.
     by_column = torch.where(by_column > 0, by_column, mean)
-    of_row, of_column = by_row.rsqrt(), (mean / by_column).sqrt()
-    true = v.sqrt_().add_(eps).mul_(of_row[:, None]).mul_(of_column)
-    ratio = true.clamp_(min=1 / LARGEST).reciprocal_()
-    return Frozen(active, torch.cat([of_row, of_column]), ratio.flatten())
+    return by_row.rsqrt(), (mean / by_column).sqrt()
 
 
 def scaled(values: Tensor, scales: Tensor, factor: float, out: Tensor) -> None:

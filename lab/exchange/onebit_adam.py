@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.codec.onebit.message import Matrix
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange import blocks
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.direction import (
@@ -25,36 +22,12 @@ from lab.exchange.direction import (
     zeros,
 )
 from lab.exchange.error_feedback import shares
-from lab.exchange.frozen import freeze, scaled
+from lab.exchange.frozen import divide, freeze, scaled
 from lab.exchange.settling import Settling
-from lab.exchange.two_stage import TwoStageSum
+from lab.exchange.signed_rows import Part, SignedRows
 
-# Kinds of state by parameter. Those of a shard go to its new owner on another number of ranks.
-SHARED = ("momentum", "residual")
-SHARDED = ("ratio", "shard_residual")
-EQUAL = ("variance", "scales", "active", "late")
-
-
-@dataclass
-class Part:
-    """A parameter in a bucket whose variance is frozen.
-
-    Attributes:
-        flat: float32 [rows, columns], its place in the bucket.
-        active: float32 [active rows, columns], its active rows: `flat` itself, or a copy.
-        matrices: blocks of the active values.
-    """
-
-    name: str
-    flat: Tensor
-    active: Tensor
-    matrices: list[Matrix]
-
-    def put_back(self, keep: Tensor) -> None:
-        """Write active rows to their place in the bucket, and zeros to the others."""
-        if self.active is not self.flat:
-            self.flat.zero_()
-            self.flat[keep] = self.active
+SIGNS_OF = ("momentum", "gradient")
+KINDS = ("momentum", "variance", "scales", "ratio")
 
 
 class OneBitAdam(Staged, Direction):
@@ -73,9 +46,13 @@ class OneBitAdam(Staged, Direction):
     errors do not: delivered + residuals = true sums of Adam's directions at any time. A rank
     keeps 8 + 8/N bytes for a value: momentum and residual, and its shards of variance and residual.
 
-    Signs cannot say zero. Rows that had no gradient before freezing (unused tokens, positions
-    beyond the sequence) are not sent, and not changed. A row whose first gradient comes later has
-    no variance to be divided by, so it stays as it is too; `choices` counts such rows.
+    With `signs_of="gradient"` the same travels of the gradient, and what is delivered updates one
+    momentum, which all ranks share: directions are then as long as Adam's, where signs of momentum
+    are longer, and sums of gradients over the root are the true ones.
+
+    Rows that had no gradient before freezing are not sent, and not changed (see SignedRows). A row
+    whose first gradient comes later has no variance to be divided by, so it stays as it is too;
+    `choices` counts such rows.
 
     Args:
         betas, eps: see Adam.
@@ -84,6 +61,7 @@ class OneBitAdam(Staged, Direction):
         least_steps: steps before which nothing is frozen, counted from the end of `rate_warmup`.
         rate_warmup: steps in which the learning rate grows.
         freeze_at: steps after which to freeze, whatever the variance does; None: once it settles.
+        signs_of: "momentum" or "gradient".
 
     Raises:
         ValueError: an argument out of range.
@@ -99,20 +77,23 @@ class OneBitAdam(Staged, Direction):
         least_steps: int = 80,
         rate_warmup: int = 0,
         freeze_at: int | None = None,
+        signs_of: str = "momentum",
     ) -> None:
         super().__init__()
         self.adam = Adam(tuple(betas), eps)
-        require_integer("block_size", block_size, 8)
         require_integer("least_steps", least_steps, 1)
         require_integer("rate_warmup", rate_warmup, 0)
         if freeze_at is not None:
             require_integer("freeze_at", freeze_at, 1)
-        self.block_size, self.freeze_at = block_size, freeze_at
+        if signs_of not in SIGNS_OF:
+            raise ValueError(f"exchange.signs_of={signs_of}: allowed are {', '.join(SIGNS_OF)}")
+        self.of_momentum = signs_of == "momentum"
+        self.freeze_at, self.signed = freeze_at, SignedRows(block_size)
         self.settling = Settling(settle_every, settle_below, least_steps + rate_warmup)
         self.frozen_at = 0  # steps before the variance was frozen; 0: it is not
-        # Momentum and residual: this rank's share, of active values once frozen.
-        self.moments: dict[str, Moments] = {kind: {} for kind in (*SHARED, *SHARDED, *EQUAL)}
-        self._rows: Moments = {}  # indices of active rows
+        # Once frozen, ratio is of this rank's shard, and momentum this rank's share, of active
+        # rows; or, of signs of gradients, all of it over the root.
+        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if self.begin(bucket, comm) and not self.frozen_at and self._settled():
@@ -138,110 +119,83 @@ class OneBitAdam(Staged, Direction):
             self.adam.direction(momentum, variance, self.updates, out=gradient)
 
     def _compressed(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        parts = [self._part(bucket, comm, *span) for span in bucket.spans()]
-        factor = 1 / self.adam.correction(0, self.updates)
+        for name, shape in bucket.shapes.items():
+            if name not in self.signed:
+                self._freeze(name, shape, comm)
+        parts = [self.signed.part(bucket, *span) for span in bucket.spans()]
         for part in parts:
-            momentum = self.moments["momentum"][part.name].view_as(part.active)
-            momentum.lerp_(part.active, 1 - self.adam.betas[0])
-            scaled(momentum, self.moments["scales"][part.name], factor, out=part.active)
-        matrices = [matrix for part in parts for matrix in part.matrices]
-        values = [m.view(part.active.view(-1)) for part in parts for m in part.matrices]
-        residuals = [m.view(self.moments["residual"][m.name]) for m in matrices]
-        ratios, shard_residuals = (self._of_shard(kind, parts, comm) for kind in SHARDED)
+            self._leave_what_travels(part)
+        ratios = self.signed.views_of_shard(self.moments["ratio"], parts, comm)
 
         def correct(sums: list[Tensor]) -> None:
             torch._foreach_mul_(sums, ratios)
 
-        total = TwoStageSum(matrices, comm, bucket.flat, bucket.buffers)
-        sums = total.message("gathered", comm.size)
-        yield from total.stages(values, residuals, shard_residuals, sums, between=correct)
-        bucket.finite = sums.deliver(values)
-        for part in parts:
-            part.put_back(self._keep(part.name))
+        yield from self.signed.stages(bucket, parts, comm, between=correct)
+        if not self.of_momentum:
+            self._follow(bucket)
 
-    def _part(self, bucket: GradBucket, comm: Comm, name: str, start: int, stop: int) -> Part:
-        """Return a parameter's gradient, frozen, with the rows that are sent."""
-        if name not in self.moments["ratio"]:
-            self._freeze(name, bucket.shapes[name], comm)
-        active = self.moments["active"][name]
-        flat = bucket.flat[start:stop].view(len(active), -1)
-        keep = self._keep(name)
-        if len(keep) < len(active):
-            late = self.moments["late"]
-            late[name] = late[name] | ((flat != 0).any(dim=1) & ~active)
-            chosen = flat[keep]
-        else:
-            chosen = flat
-        return Part(name, flat, chosen, self._blocks(name))
+    def _leave_what_travels(self, part: Part) -> None:
+        """Turn a share of the gradient into what signs are taken of."""
+        scales = self.moments["scales"][part.name]
+        if not self.of_momentum:
+            scaled(part.active, scales, 1.0, out=part.active)
+            return
+        momentum = self.moments["momentum"][part.name].view_as(part.active)
+        momentum.lerp_(part.active, 1 - self.adam.betas[0])
+        scaled(momentum, scales, 1 / self.adam.correction(0, self.updates), out=part.active)
+
+    def _follow(self, bucket: GradBucket) -> None:
+        """Add delivered gradients over the root to momentum, and leave it as the direction."""
+        correction = self.adam.correction(0, self.updates)
+        for name, start, stop in bucket.spans():
+            mean, momentum = bucket.flat[start:stop], self.moments["momentum"][name]
+            momentum.lerp_(mean, 1 - self.adam.betas[0])
+            torch.div(momentum, correction, out=mean)
 
     def _freeze(self, name: str, shape: torch.Size, comm: Comm) -> None:
         self.settling.sample.pop(name, None)
         variance = self.moments["variance"].pop(name).div_(self.adam.correction(1, self.frozen_at))
         frozen = freeze(variance, shape, self.adam.eps)
-        self.moments["active"][name], self.moments["scales"][name] = frozen.active, frozen.scales
-        self.moments["late"][name] = torch.zeros_like(frozen.active)
-        momentum = self.moments["momentum"].pop(name).div_(comm.size)
-        if len(frozen.ratio) < len(momentum):
-            momentum = momentum.view(len(frozen.active), -1)[self._keep(name)].flatten()
-        self.moments["momentum"][name] = momentum
-        ratio = blocks.shard_of(frozen.ratio, self._blocks(name), comm.rank, comm.size)
-        del variance, frozen
-        self.moments["ratio"][name] = ratio
-        self.moments["residual"][name] = torch.zeros_like(momentum)
-        self.moments["shard_residual"][name] = torch.zeros_like(ratio)
-
-    def _keep(self, name: str) -> Tensor:
-        """Return the indices of a parameter's active rows."""
-        if name not in self._rows:  # the host waits, once for a parameter
-            self._rows[name] = self.moments["active"][name].nonzero().view(-1)
-        return self._rows[name]
-
-    def _blocks(self, name: str) -> list[Matrix]:
-        return blocks.blocks(name, self.moments["momentum"][name].numel(), self.block_size)
-
-    def _of_shard(self, kind: str, parts: list[Part], comm: Comm) -> list[Tensor]:
-        """Return this rank's rows of what is kept in shards, for each matrix of `parts`."""
-        where = comm.rank, comm.size
-        each = [
-            blocks.views_of_shard(self.moments[kind][p.name], p.matrices, *where) for p in parts
-        ]
-        return [rows for views in each for rows in views]
+        momentum = self.moments["momentum"].pop(name).view(len(frozen.active), -1)
+        if not self.of_momentum:
+            divide(momentum, frozen)
+        elif len(frozen.ratio) < momentum.numel():
+            momentum = momentum[frozen.active].div_(comm.size)
+        else:
+            momentum.div_(comm.size)
+        self.moments["momentum"][name] = momentum.view(-1)
+        self.moments["scales"][name] = frozen.scales
+        self.moments["ratio"][name] = self.signed.shard_of(name, frozen.ratio, comm)
+        del variance, frozen.ratio  # before there is memory for residuals
+        self.signed.lay_out(name, frozen.active, momentum.shape[1], comm)
 
     def choices(self) -> list[dict[str, Any]]:
         """Return after how many steps the variance was frozen, and the rows that are not sent."""
-        silent = sum(int((~rows).sum()) for rows in self.moments["active"].values())
-        late = sum(int(rows.sum()) for rows in self.moments["late"].values())
         frozen = {"frozen_at": self.frozen_at or None, "ratio": self.settling.ratio}
-        return [{**frozen, "silent_rows": silent, "late_rows": late}]
+        return [{**frozen, **self.signed.counts()}]
 
     def state_dict(self) -> dict[str, Any]:
         kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
         state = {**super().state_dict(), **self.settling.state_dict(), **kinds}
         state["counts"]["frozen_at"] = torch.tensor(self.frozen_at)
-        return state
+        return state | self.signed.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.settling.load_state_dict(state)
+        self.signed.load_state_dict(state)
         self.frozen_at = int(state["counts"]["frozen_at"])
-        self.moments = {kind: copies(state[kind]) for kind in self.moments}
-        self._rows = {}
+        self.moments = {kind: copies(state[kind]) for kind in KINDS}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Give each rank an equal share of momentum and residuals, and its shard of the others.
+        """Keep what all ranks share, and give each its part of the rest.
 
-        Shares add up to Adam's momentum on any number of ranks, so it stays as it was.
+        Shares of momentum are equal, and add up to Adam's on any number of ranks.
         """
         new = super().redistribute(states, rank, size)
         new["settling"] = dict(states[0]["settling"])
-        new |= {kind: dict(states[0][kind]) for kind in EQUAL}
-        for kind in SHARED:
-            frozen = bool(states[0]["ratio"])
-            new[kind] = shares([s[kind] for s in states], size) if frozen else states[0][kind]
-        for kind in SHARDED:
-            new[kind] = {}
-            for name in states[0][kind]:
-                parts = blocks.blocks(name, states[0]["momentum"][name].numel(), self.block_size)
-                whole = blocks.joined([state[kind][name] for state in states], parts)
-                new[kind][name] = blocks.shard_of(whole, parts, rank, size)
-        return new
+        new |= {kind: dict(states[0][kind]) for kind in ("momentum", "variance", "scales")}
+        if self.of_momentum and states[0]["ratio"]:
+            new["momentum"] = shares([state["momentum"] for state in states], size)
+        new["ratio"] = self.signed.sharded_anew("ratio", states, rank, size)
+        return new | self.signed.redistribute(states, rank, size)

@@ -248,6 +248,12 @@ CARDS: dict[str, Card] = {
     "OneBitAdam": Card(
         directions.onebit_adam, staged=True, lossy=_always, kept=directions.onebit_adam_kept
     ),
+    "OneBitLamb": Card(
+        directions.onebit_lamb, staged=True, lossy=_always, kept=directions.onebit_adam_kept
+    ),
+    "ZeroOneAdam": Card(
+        directions.zero_one_adam, staged=True, lossy=_always, kept=directions.zero_one_adam_kept
+    ),
     "Muon": Card(directions.muon, staged=True, lossy=_always, kept=directions.muon_kept),
     "Dion": Card(directions.dion, lossy=_always, kept=directions.dion_kept),
     "Auto": _of_parts(_auto),

@@ -11,12 +11,34 @@ from lab.simulate.load import Load, Settings, Shape, Sizes
 
 def onebit_adam(load: Load) -> None:
     """Count the passes of a step with a frozen variance: momentum, signs, correction, decoding."""
+    if load.exchange["signs_of"] == "momentum":
+        _signed(load, before=12 + 16, of_shard=12, after=0)
+    else:
+        _signed(load, before=16, of_shard=12, after=12 + 8)
+
+
+def onebit_lamb(load: Load) -> None:
+    """Count 1-bit Adam's passes, norms of directions and weights, and a product."""
+    _signed(load, before=16, of_shard=12, after=12 + 8 + 8 + 8)
+
+
+def zero_one_adam(load: Load) -> None:
+    """Count the passes of a step in signs, as all are once the variance is frozen."""
+    _signed(load, before=12, of_shard=0, after=12 + 12 + 12 + 8)
+
+
+def _signed(load: Load, before: int, of_shard: int, after: int) -> None:
+    """Count a sum of blocks in signs, and what an optimizer adds around it.
+
+    Args:
+        before, of_shard, after: bytes for a value, of a shard between both stages.
+    """
     message = sum(_blocks(shape, load.exchange["block_size"], load.N) for shape in load.shapes)
-    load.codec((12 + 16 + 12) * load.n + message, 2 * len(load.shapes))
+    load.codec((before + 12) * load.n + message, 2 * len(load.shapes))
     load.wire(load.network.all_to_all(message / load.N))
-    load.codec((8 * load.N + 12 + 12) * load.n / load.N + message, 2 * len(load.shapes))
+    load.codec((8 * load.N + of_shard + 12) * load.n / load.N + message, 2 * len(load.shapes))
     load.wire(load.network.all_gather(message / load.N))
-    load.codec(4 * load.n + message, 2 * len(load.shapes))
+    load.codec((4 + after) * load.n + message, 2 * len(load.shapes))
 
 
 def _blocks(shape: Shape, block_size: int, size: int) -> int:
@@ -27,9 +49,18 @@ def _blocks(shape: Shape, block_size: int, size: int) -> int:
 
 
 def onebit_adam_kept(s: Sizes, adam: Settings) -> float:
-    """Count moments and residuals of a frozen variance, whole and in shards, and four messages."""
-    of_message = s.n * (1 / 8 + 8 / adam["block_size"])
-    return 4 * s.n * (2 + 2 / s.N) + of_message * (3 + 1 / s.N)
+    """Count momentum and residual, the shard's variance and residual, and four messages."""
+    return 4 * s.n * (2 + 2 / s.N) + _messages(s, adam)
+
+
+def zero_one_adam_kept(s: Sizes, adam: Settings) -> float:
+    """Count momentum, residual and root, the shard's residual, and four messages."""
+    return 4 * s.n * (3 + 1 / s.N) + _messages(s, adam)
+
+
+def _messages(s: Sizes, adam: Settings) -> float:
+    """Count the bytes sent, received, of the shard's sum, and of all sums."""
+    return s.n * (1 / 8 + 8 / adam["block_size"]) * (3 + 1 / s.N)
 
 
 def muon(load: Load) -> None:

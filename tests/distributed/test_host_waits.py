@@ -35,6 +35,8 @@ MORE = {
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
     "onebit_adam": ("exchange.freeze_at=4",),
+    "onebit_lamb": ("exchange.freeze_at=4",),
+    "zero_one_adam": ("exchange.updates_per_interval=1", "exchange.longest_interval=2"),
 }
 # All strategies over torch; Horovod's own optimizer waits for its thread.
 CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES} | {

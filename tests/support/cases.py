@@ -43,10 +43,20 @@ RESUMED = {
     "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
     "onebit_adam": ("exchange.freeze_at=4", "exchange.eps=0.1"),
+    "onebit_lamb": ("exchange.freeze_at=4", "exchange.eps=0.1"),
+    "zero_one_adam": (
+        "exchange.updates_per_interval=2",
+        "exchange.longest_interval=2",
+        "exchange.eps=0.1",
+    ),
     "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
 }
 # More settings of exchanges that begin exactly, so that the second step is as all later ones.
-STEADY = {"onebit_adam": ("exchange.freeze_at=1",)}
+STEADY = {
+    "onebit_adam": ("exchange.freeze_at=1",),
+    "onebit_lamb": ("exchange.freeze_at=1",),
+    "zero_one_adam": ("exchange.updates_per_interval=1", "exchange.longest_interval=1"),
+}
 # More settings where bytes are counted: at rank 2 it sends so little that TCP's headers show.
 COUNTED = {"powersgd": ("exchange.rank=32",), **STEADY}
 # More settings of an exchange where tensors have a few thousand values, so that it compresses them.

@@ -47,11 +47,11 @@ def test_until_it_is_frozen_the_run_is_adamws(size: int) -> None:
 
 
 def owed(ledgers: list[Ledger]) -> Tensor:
-    """Return what both residuals hold back, as a sum of directions: float64 [values]."""
+    """Return what both residuals hold back, of gradients over the root: float64 [values]."""
     parts = []
     for name, columns in (("fc", 50), ("bias", 1), ("conv", 45), ("table", 32)):
-        kept = [ledger.exchange.moments for ledger in ledgers]
-        matrices = ledgers[0].exchange._blocks(name)
+        kept = [ledger.exchange.state_dict() for ledger in ledgers]
+        matrices = ledgers[0].exchange.signed.blocks(name)
         ratio, second = (
             blocks.joined([k[kind][name] for k in kept], matrices).double()
             for kind in ("ratio", "shard_residual")
@@ -73,6 +73,34 @@ def test_delivered_and_residuals_make_the_true_sum(size: int) -> None:
     delivered = ledgers[0].directions[40:].double().sum(dim=0)
     assert (delivered + owed(ledgers) - truth).norm() <= 1e-5 * truth.norm()
     assert owed(ledgers).norm() > 0.01 * truth.norm()  # residuals make the sum right
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_delivered_and_residuals_make_the_true_sum_of_gradients(size: int) -> None:
+    given = gradients(80, size)
+    ledgers = deliver(make(freeze_at=40, signs_of="gradient"), SHAPES, given)
+    squares = given.mean(dim=1)[:40].double() ** 2
+    weights = 0.001 * 0.999 ** torch.arange(39, -1, -1, dtype=torch.float64)
+    variance = (weights[:, None] * squares).sum(dim=0) / weights.sum()
+    truth = (given.mean(dim=1)[40:].double() / (variance.sqrt() + 1e-8)).sum(dim=0)
+    corrections = 1 - 0.9 ** torch.arange(1, 81, dtype=torch.float64)[:, None]
+    momenta = ledgers[0].directions.double() * corrections
+    delivered = momenta[40:].sum(dim=0) + 9 * (momenta[-1] - momenta[39])  # undoes momentum
+    assert (delivered + owed(ledgers) - truth).norm() <= 1e-4 * truth.norm()
+    assert owed(ledgers).norm() > 0.01 * truth.norm()  # residuals make the sum right
+
+
+def test_signs_of_gradients_leave_directions_as_long_as_adams_and_those_of_momentum_do_not() -> (
+    None
+):
+    given = gradients(FREEZE + 100, 2)
+    exact = adam(given.mean(dim=1), FREEZE)[FREEZE:].square().mean().item()
+    power: dict[str, float] = {}
+    for signs_of in ("gradient", "momentum"):
+        directions = deliver(make(signs_of=signs_of), SHAPES, given)[0].directions[FREEZE:]
+        power[signs_of] = directions.square().mean().item() / exact
+    assert power["gradient"] == pytest.approx(1, rel=0.1)
+    assert power["momentum"] > 2
 
 
 def test_a_sum_is_not_enlarged_beyond_the_errors_of_its_signs() -> None:
@@ -195,21 +223,25 @@ def sums(states: list[dict[str, Any]], kind: str, name: str) -> Tensor:
     return torch.stack([state[kind][name].double() for state in states]).sum(dim=0)
 
 
-def test_other_numbers_of_ranks_keep_sums_of_momentum_and_residuals() -> None:
-    given = gradients(FREEZE + 10, 4)
-    states = [ledger.exchange.state_dict() for ledger in deliver(make(), SHAPES, given)]
+@pytest.mark.parametrize("signs_of", ["momentum", "gradient"])
+def test_other_numbers_of_ranks_keep_momentum_and_sums_of_residuals(signs_of: str) -> None:
+    given, made = gradients(FREEZE + 10, 4), make(signs_of=signs_of)
+    states = [ledger.exchange.state_dict() for ledger in deliver(made, SHAPES, given)]
     for old, size in pairwise((4, 2, 3)):
-        new = [make()().redistribute(states, rank, size) for rank in range(size)]
+        new = [made().redistribute(states, rank, size) for rank in range(size)]
         for name in SHAPES:
-            for kind in ("momentum", "residual"):
+            summed = ("momentum", "residual") if signs_of == "momentum" else ("residual",)
+            for kind in summed:
                 torch.testing.assert_close(sums(new, kind, name), sums(states, kind, name))
-            parts = blocks.blocks(name, new[0]["momentum"][name].numel(), 64)
+            if signs_of == "gradient":
+                assert torch.equal(new[-1]["momentum"][name], states[0]["momentum"][name])
+            parts = blocks.blocks(name, new[0]["residual"][name].numel(), 64)
             for kind in ("ratio", "shard_residual"):
                 then = blocks.joined([state[kind][name] for state in states], parts)
                 now = blocks.joined([state[kind][name] for state in new], parts)
                 assert torch.equal(then, now)
         assert len(states) == old
-        ledgers = deliver(make(), SHAPES, gradients(5, size), new, FREEZE + 10)
+        ledgers = deliver(made, SHAPES, gradients(5, size), new, FREEZE + 10)
         states = [ledger.exchange.state_dict() for ledger in ledgers]
 
 
@@ -242,6 +274,7 @@ def test_it_keeps_8_and_8_over_n_bytes_a_value() -> None:
         ({"settle_every": 1}, r"exchange.settle_every=1: must be an integer of at least 2"),
         ({"settle_below": 1}, r"exchange.settle_below=1: must be a number above 0"),
         ({"freeze_at": 0}, r"exchange.freeze_at=0: must be an integer of at least 1"),
+        ({"signs_of": "sums"}, r"exchange.signs_of=sums: allowed are momentum, gradient"),
         ({"least_steps": 0}, r"exchange.least_steps=0: must be an integer of at least 1"),
     ],
 )

@@ -1,0 +1,138 @@
+"""0/1 Adam: Adam in one bit per value but for the steps that update its variance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import GradBucket
+from lab.exchange.compressible import as_matrix
+from lab.exchange.direction import Adam, Direction, Moments, copies, is_finite, zeros
+from lab.exchange.doubling import Doubling
+from lab.exchange.frozen import root_of
+from lab.exchange.signed_rows import SignedRows
+
+KINDS = ("momentum", "variance", "root")
+
+
+class ZeroOneAdam(Direction):
+    """0/1 Adam (Lu et al. 2022, algorithm 1) without its local steps.
+
+    1. In steps at intervals that double (see Doubling) gradients are averaged exactly, and update
+       momentum and variance.
+    2. In all others, from the start of the run on, each rank divides its share of the gradient by
+       the root of the last variance, adds its residual and sends signs. The sum, times that root,
+       updates momentum alone.
+
+    All ranks have the same momentum and variance, so an exact step is one all-reduce. Delivered +
+    residuals = true sums of gradients at any time. A rank keeps 16 + 4/N bytes for a value, and
+    12 + 4/N once the variance is frozen: momentum, root, residual, its shard's residual, and until
+    then the variance.
+
+    Rows that had no gradient before an interval began are not sent until the next one begins (see
+    SignedRows); until then only exact steps see theirs. Rows that never have one do not change.
+
+    Args:
+        betas, eps: see Adam.
+        block_size: values that share the two magnitudes of their signs.
+        updates_per_interval: updates of the variance before the interval doubles, kappa in the
+            paper.
+        longest_interval: steps, a power of two; after its updates the variance is frozen.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        block_size: int = 256,
+        updates_per_interval: int = 16,
+        longest_interval: int = 16,
+    ) -> None:
+        super().__init__()
+        self.adam = Adam((betas[0], betas[1]), eps)
+        self.signed = SignedRows(block_size)
+        self.doubling = Doubling(updates_per_interval, longest_interval)
+        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        self.begin(bucket, comm)
+        exact = self.doubling.is_due(self.updates)
+        yield from self._exact(bucket, comm) if exact else self._compressed(bucket, comm)
+
+    def _exact(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        yield comm.iall_reduce(bucket.flat)
+        bucket.finite = is_finite(bucket.flat)
+        num_squares = self.doubling.num_due(self.updates)
+        for name, start, stop in bucket.spans():
+            gradient = bucket.flat[start:stop]
+            momentum = zeros(self.moments["momentum"], name, gradient)
+            variance = zeros(self.moments["variance"], name, gradient)
+            self.adam.add(gradient, momentum, variance)
+            self.adam.direction(momentum, variance, self.updates, gradient, num_squares)
+
+    def _compressed(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        if self.doubling.is_due(self.updates - 1):
+            for name, shape in bucket.shapes.items():
+                self._follow_variance(name, shape, comm)
+        parts = [self.signed.part(bucket, *span) for span in bucket.spans()]
+        for part in parts:
+            part.active.div_(self._of_rows(part.name, part.flat.shape[1]))
+        yield from self.signed.stages(bucket, parts, comm)
+        correction = self.adam.correction(0, self.updates)
+        for name, start, stop in bucket.spans():
+            values, root = bucket.flat[start:stop], self.moments["root"][name]
+            momentum = self.moments["momentum"][name]
+            momentum.lerp_(values.mul_(root), 1 - self.adam.betas[0])
+            torch.div(momentum, root, out=values).div_(correction)
+
+    def _follow_variance(self, name: str, shape: torch.Size, comm: Comm) -> None:
+        """Divide by the variance as the last step left it; residuals stay in units of gradients."""
+        frozen = self.updates > self.doubling.last
+        kept = self.moments["variance"]
+        variance = kept.pop(name) if frozen else kept[name].clone()
+        variance.div_(self.adam.correction(1, self.doubling.num_due(self.updates)))
+        v = variance.view(as_matrix(shape) or (-1, 1))
+        active, columns = (v != 0).any(dim=1), v.shape[1]
+        before, root = self.moments["root"].pop(name, None), root_of(v, self.adam.eps)
+        self.moments["root"][name] = root.flatten()
+        if before is not None:
+            change = self._of_rows(name, columns, before.view_as(root).div_(root))
+            self.signed.scale_residuals(name, change.flatten(), comm)
+        if self.doubling.is_first(self.updates):
+            self.signed.lay_out(name, active, columns, comm)
+
+    def _of_rows(self, name: str, columns: int, values: Tensor | None = None) -> Tensor:
+        """Return the active rows of a parameter's values, by default of the root."""
+        values = self.moments["root"][name].view(-1, columns) if values is None else values
+        rows = self.signed.rows(name)
+        return values if len(rows) == len(values) else values[rows]
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Return after how many steps the variance was frozen, and the rows that are not sent."""
+        updates = self.doubling.num_due(self.updates) if self.updates else 0
+        frozen_at = self.doubling.last if self.updates > self.doubling.last else None
+        counted = {"frozen_at": frozen_at, "variance_updates": updates}
+        return [{**counted, **self.signed.counts()}]
+
+    def state_dict(self) -> dict[str, Any]:
+        kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
+        return super().state_dict() | kinds | self.signed.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.signed.load_state_dict(state)
+        self.moments = {kind: copies(state[kind]) for kind in KINDS}
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """Keep the moments, which all ranks share, and give each rank its part of the residuals."""
+        new = super().redistribute(states, rank, size)
+        new |= {kind: dict(states[0][kind]) for kind in KINDS}
+        return new | self.signed.redistribute(states, rank, size)

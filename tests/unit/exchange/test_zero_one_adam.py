@@ -1,0 +1,157 @@
+"""0/1 Adam against Adam with the same variance, and against arithmetic."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.exchange import blocks
+from lab.exchange.doubling import Doubling
+from lab.exchange.zero_one_adam import ZeroOneAdam
+from tests.support.directions import adam, deliver, num_values
+
+SHAPES = {"fc": (24, 50), "bias": (24,), "conv": (6, 5, 3, 3), "table": (20, 32)}
+NUM = num_values(SHAPES)
+EACH = 4  # with intervals of 1, 2 and 4 steps: exact are 1 to 4, 6 to 12 by 2s, 16 to 28 by 4s
+LAST = 28
+
+
+def make(**settings: Any) -> partial[ZeroOneAdam]:
+    given = {"block_size": 64, "updates_per_interval": EACH, "longest_interval": 4}
+    return partial(ZeroOneAdam, **{**given, **settings})
+
+
+def gradients(steps: int, size: int) -> Tensor:
+    """Return gradients with a common part, of sizes that differ by row and column."""
+    scale = torch.rand(NUM) + 0.5
+    return scale * (torch.randn(steps, size, NUM) + 0.5 * torch.randn(NUM))
+
+
+def test_intervals_double_after_as_many_steps_and_end() -> None:
+    doubling = Doubling(EACH, 4)
+    due = [step for step in range(1, 60) if doubling.is_due(step)]
+    assert due == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28]
+    assert [doubling.num_due(step) for step in due] == list(range(1, 13))
+    assert doubling.num_due(7) == 5
+    assert doubling.num_due(99) == 12
+    assert [step for step in range(1, 60) if doubling.is_first(step)] == [5, 13, 29]
+
+
+def test_exact_steps_leave_adams_direction() -> None:
+    given = gradients(EACH, 3)
+    directions = deliver(make(), SHAPES, given)[0].directions
+    torch.testing.assert_close(
+        directions.double(), adam(given.mean(dim=1), EACH), rtol=1e-4, atol=1e-5
+    )
+
+
+def owed(states: list[dict[str, Any]]) -> Tensor:
+    """Return what both residuals hold back, as a sum of gradients: float64 [values]."""
+    found: list[Tensor] = []
+    for name in SHAPES:
+        active, root = states[0]["active"][name], states[0]["root"][name].double()
+        parts = blocks.blocks(name, states[0]["residual"][name].numel(), 64)
+        held = blocks.joined([state["shard_residual"][name] for state in states], parts).double()
+        for state in states:
+            held += state["residual"][name].double()
+        rows = torch.zeros(len(active), len(root) // len(active), dtype=torch.float64)
+        rows[active] = held.view(-1, rows.shape[1])
+        found.append(rows.flatten() * root)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_delivered_and_residuals_make_the_true_sum(size: int) -> None:
+    given = gradients(LAST + 5, size)
+    given[:9, :, -64:] = 0  # rows that begin in step 10; signs travel in step 11, and again from 13
+    truth, moments = torch.zeros(NUM, dtype=torch.float64), list[Tensor]()
+    states, choice = list[dict[str, Any]](), dict[str, Any]()
+    for step, gradient in enumerate(given):
+        ledgers = deliver(make(), SHAPES, gradient[None], states, step)
+        states = [ledger.exchange.state_dict() for ledger in ledgers]
+        (choice,) = ledgers[0].exchange.choices()
+        moments.append(torch.cat([states[0]["momentum"][name] for name in SHAPES]).double())
+        truth += gradient.double().mean(dim=0)
+        if step == 10:
+            truth[-64:] -= gradient.double().mean(dim=0)[-64:]
+        if step >= EACH:
+            delivered = torch.stack(moments).sum(dim=0) + 9 * moments[-1]  # undoes momentum
+            assert (delivered + owed(states) - truth).norm() <= 1e-5 * truth.norm()
+    assert owed(states).norm() > 0.01 * truth.norm()
+    assert choice["frozen_at"] == LAST
+    assert choice["variance_updates"] == 3 * EACH
+    assert (choice["silent_rows"], choice["late_rows"]) == (0, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_frozen_it_sends_two_messages_of_a_24th_of_the_rings_bytes(size: int) -> None:
+    shapes = {"wide": (512, 128), "narrow": (128, 512), "bias": (512,), "norm": (128,)}
+    given = torch.randn(4, size, num_values(shapes))
+    once = make(block_size=256, updates_per_interval=1, longest_interval=1)
+    ledger = deliver(once, shapes, given)[0]
+    ring = 8 * num_values(shapes) * (size - 1) / size
+    assert ledger.payload[0] == pytest.approx(ring, abs=8)
+    for payload, messages in zip(ledger.payload[1:], ledger.messages[1:], strict=True):
+        assert messages == 2 * (size - 1)  # an all-to-all and an all-gather
+        assert ring / payload >= 24
+
+
+def test_rows_that_never_had_a_gradient_do_not_move() -> None:
+    given = gradients(LAST + 20, 3)
+    unused = slice(NUM - 5 * 32, NUM)  # the last rows of the table
+    given[:, :, unused] = 0
+    ledgers = deliver(make(), SHAPES, given)
+    directions = ledgers[0].directions
+    assert torch.equal(directions[:, unused], torch.zeros_like(directions[:, unused]))
+    assert directions[-1, : unused.start].all()
+    assert ledgers[0].exchange.choices()[0]["silent_rows"] == 5
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6, 12, 13, LAST, LAST + 1, LAST + 4])
+def test_a_resumed_run_has_the_same_bits(stop: int) -> None:
+    given = gradients(LAST + 6, 3)
+    given[:9, :, -64:] = 0
+    whole = deliver(make(), SHAPES, given)
+    states = [ledger.exchange.state_dict() for ledger in deliver(make(), SHAPES, given[:stop])]
+    resumed = deliver(make(), SHAPES, given[stop:], states, stop)
+    assert torch.equal(resumed[0].directions, whole[0].directions[stop:])
+
+
+def test_other_numbers_of_ranks_keep_sums() -> None:
+    states: list[dict[str, Any]] = [
+        ledger.exchange.state_dict() for ledger in deliver(make(), SHAPES, gradients(11, 4))
+    ]
+    for old, size in pairwise((4, 2, 3)):
+        assert len(states) == old
+        new = [make()().redistribute(states, rank, size) for rank in range(size)]
+        torch.testing.assert_close(owed(new), owed(states), rtol=1e-5, atol=1e-6)
+        for kind in ("momentum", "root", "variance"):
+            assert new[-1][kind].keys() == states[0][kind].keys()
+        first = int(states[0]["counts"]["updates"])
+        ledgers = deliver(make(), SHAPES, gradients(7, size), new, first)
+        states = [ledger.exchange.state_dict() for ledger in ledgers]
+
+
+def test_it_keeps_12_and_4_over_n_bytes_a_value() -> None:
+    for ledger in deliver(make(), SHAPES, gradients(LAST + 2, 2)):
+        state = ledger.exchange.state_dict()
+        kept = sum(t.nbytes for tensors in state.values() for t in tensors.values())
+        assert kept <= (12 + 4 / 2) * NUM + 8 * 64 * len(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"updates_per_interval": 0}, "updates_per_interval=0: must be an integer of at least 1"),
+        ({"longest_interval": 12}, "longest_interval=12: must be a power of two"),
+        ({"block_size": 4}, "block_size=4: must be an integer of at least 8"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"exchange.{message}"):
+        ZeroOneAdam(**settings)
