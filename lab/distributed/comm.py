@@ -90,6 +90,7 @@ class Comm(ABC):
         self.settings: dict[str, str] = {}
         self.before_sending: Callable[[], None] | None = None
         self.nodes: Nodes = each_alone(size)
+        self._beside: Comm | None = None
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -200,6 +201,16 @@ class Comm(ABC):
         part.nodes = restricted(self.nodes, members)
         part.before_sending = self._announce
         return part
+
+    def beside(self) -> Comm:
+        """Return a Comm of the same ranks over connections of its own, made once.
+
+        All ranks call this, at first together. Under NCCL, where calls follow each other in a
+        stream, and in other comms that are not `asynchronous`, it is this one.
+        """
+        if self.asynchronous and self.size > 1:
+            self._beside = self._beside or self.split(0)
+        return self._beside or self
 
     def count_all_reduce(self, num_bytes: int) -> None:
         """Count an all-reduce of `num_bytes`, of this comm or of a library beside it."""

@@ -101,6 +101,11 @@ class Exchange(ABC):
         """
         return 0.0 if self.exact else math.inf
 
+    @property
+    def settled_at(self) -> int | None:
+        """The first step after any trials, in which choices are made; None: they go on."""
+        return 0
+
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
         return []

@@ -116,6 +116,10 @@ class Hierarchical(Staged):
         if across is not None:
             yield from self.inter.stages(part, across)
 
+    @property
+    def settled_at(self) -> int | None:
+        return self.inter.settled_at
+
     def choices(self) -> list[dict[str, Any]]:
         return self.inter.choices()
 

@@ -38,13 +38,6 @@ class ExactMeans:
         return means
 
 
-def average_exactly(bucket: GradBucket, parts: list[slice], comm: Comm) -> None:
-    """Replace `parts` of `bucket.flat` by their mean over the ranks."""
-    means = ExactMeans(bucket, parts, comm)
-    means.collective.wait()
-    means.put_back()
-
-
 def gaps(covered: Iterable[slice], num_values: int) -> list[slice]:
     """Return the slices of `num_values` values between the ordered slices `covered`."""
     between, start = [], 0

@@ -94,8 +94,9 @@ def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
 
 
 def _auto(load: Load) -> None:
-    """Take the faster exchange for this bucket; training finds it by trying both."""
-    tried = [stages_of(load.shapes, way, load.network) for way in ways_of(load.exchange)]
+    """Take the fastest exchange for this bucket by itself; see simulate() for whole steps."""
+    ways = ways_of(load.exchange).values()
+    tried = [stages_of(load.shapes, way, load.network) for way in ways]
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
 
@@ -112,13 +113,18 @@ def _hierarchical(load: Load) -> None:
 
 def is_staged(exchange: Settings) -> bool:
     """Return whether an exchange takes turns with backward over Gloo, in all of its phases."""
-    return all(card_of(way).staged for way in ways_of(exchange) or [exchange])
+    return all(card_of(way).staged for way in [*ways_of(exchange).values()] or [exchange])
 
 
 def _dearest(sizes: Sizes, exchange: Settings) -> Settings:
     """Return whichever of the chosen exchanges needs more memory."""
-    ways = [way for way in ways_of(exchange) if not sizes.chosen or class_of(way) in sizes.chosen]
-    return max(ways, key=lambda way: extra_bytes(sizes, way))
+    ways = ways_of(exchange)
+    used = [
+        way
+        for name, way in ways.items()
+        if not sizes.chosen or sizes.chosen & {name, class_of(way)}
+    ]
+    return max(used or ways.values(), key=lambda way: extra_bytes(sizes, way))
 
 
 def _tree_scratch(s: Sizes, tree: Settings) -> float:
@@ -141,7 +147,7 @@ def _of_parts(add_stages: Callable[[Load], None]) -> Card:
     """Return the card of an exchange that is made of others: memory is that of the dearest."""
     return Card(
         add_stages,
-        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e)),
+        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e).values()),
         scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
         kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
     )
@@ -221,7 +227,7 @@ CARDS: dict[str, Card] = {
         lossy=_always,
         kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
-    "PowerSGD": Card(codecs.powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "PowerSGD": Card(codecs.powersgd, staged=True, lossy=_always, kept=lambda s, e: 4 * s.n),
     "Hierarchical": Card(
         _hierarchical,
         staged=True,
