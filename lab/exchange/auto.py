@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
+from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite
 from lab.exchange.contest import Contest, preferred
 from lab.exchange.hierarchical import Hierarchical
-from lab.exchange.rehearsal import Link, costs, of_all, probe
+from lab.exchange.rehearsal import Cost, Link, costs, least_seconds, of_all, probe
 from lab.exchange.schedule import Schedule
 from lab.measure.marks import Mark, mark, seconds
 
@@ -33,7 +34,8 @@ class Auto(Composite):
     slowest rank's median counts; a Contest says which steps to time and what wins.
 
     Trials end after half of a run, or at once when a checkpoint has the choice. A bucket that did
-    not take part in them has the first candidate. Choices depend on timing, so two runs may differ.
+    not take part in them has the first one's exchange. Choices depend on timing, so two runs may
+    differ.
 
     Args:
         candidates: exchanges by name.
@@ -58,8 +60,8 @@ class Auto(Composite):
         self.chosen: dict[str, int] = {}  # places in `among`, by the bucket's first parameter
         self.tried: dict[str, float] = {}  # seconds of a step in each configuration
         self._chosen_at: int | None = None
-        self._fresh = [deepcopy(exchange) for exchange in self.parts.values()]  # to rehearse
-        self._costs: dict[Key, list[float]] = {}  # seconds by candidate
+        self._fresh = deepcopy(self.parts)  # to rehearse
+        self._costs: dict[Key, dict[str, Cost]] = {}  # by candidate
         self._link: Link | None = None
         self._trial: _Trial | None = None
         self._seen: list[Key] = []  # buckets since the last turn began
@@ -72,7 +74,23 @@ class Auto(Composite):
     def choose(self, bucket: GradBucket, comm: Comm) -> str:
         if not self.chosen:
             return self._try(bucket, comm)
-        return [*self.parts][self.chosen.get(next(iter(bucket.shapes)), 0)]
+        place = self.chosen.get(next(iter(bucket.shapes)), next(iter(self.chosen.values())))
+        return [*self.parts][place]
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        """Average a bucket while others may be at other stages.
+
+        A connection may serve the first stage of one exchange and the second of another, so those
+        that run in the same step have their own connections. While buckets are new, none overlap.
+        """
+        name = self.choose(bucket, comm)
+        exchange = self.switch(name, bucket, comm)
+        now = [*(self._trial.configuration if self._trial else self.chosen).values()]
+        if not now:
+            exchange.average(bucket, comm)
+            return
+        mixed = len({*now}) > 1
+        yield from exchange.stages(bucket, comm.beside(name) if mixed else comm)
 
     def _try(self, bucket: GradBucket, comm: Comm) -> str:
         """Return the exchange that is tried. A turn ends when the first bucket comes again."""
@@ -85,11 +103,14 @@ class Auto(Composite):
                 return self.choose(bucket, comm)
         self._seen.append(key)
         self._step = bucket.step
+        if self._trial:
+            now = self._trial.configuration
+            return now.get(key, next(iter(now.values())))
         if key not in self._costs:
             self._is_new = True
-            self._costs[key] = costs(self._fresh, bucket, self._link, comm)
-        now = self._trial.configuration if self._trial else {}
-        return now.get(key) or self._cheapest(key)
+            found = costs([*self._fresh.values()], bucket, self._link, comm)
+            self._costs[key] = dict(zip(self._fresh, found, strict=True))
+        return self._cheapest(key)
 
     def _end_turn(self, bucket: GradBucket, comm: Comm) -> None:
         if self._trial:
@@ -111,15 +132,17 @@ class Auto(Composite):
         by_bucket = {key: self._cheapest(key) for key in keys}
         if len({*by_bucket.values()}) > 1:
             configurations[BY_BUCKET] = by_bucket
-        place = {name: at for at, name in enumerate(self.parts)}
-        predicted = [
-            sum(self._costs[key][place[name]] for key, name in each.items())
+        every = [
+            [self._costs[key][name] for key, name in each.items()]
             for each in configurations.values()
         ]
-        return _Trial(configurations, Contest(predicted, self.rounds, self.tolerance))
+        predicted = [sum(cost.seconds for cost in each) for each in every]
+        least = [least_seconds(each) for each in every]
+        return _Trial(configurations, Contest(predicted, least, self.rounds, self.tolerance))
 
     def _cheapest(self, key: Key) -> str:
-        return [*self.parts][preferred(dict(enumerate(self._costs[key])), self.tolerance)]
+        alone = {at: cost.seconds for at, cost in enumerate(self._costs[key].values())}
+        return [*self.parts][preferred(alone, self.tolerance)]
 
     def _keep(self, trial: _Trial, winner: Configuration, step: int) -> None:
         place = {name: at for at, name in enumerate(self.parts)}
@@ -130,7 +153,8 @@ class Auto(Composite):
         """Return the chosen exchange of each bucket, and what was predicted and timed."""
         names = [*self.parts]
         predicted = {
-            key[0]: dict(zip(names, each, strict=True)) for key, each in self._costs.items()
+            key[0]: {name: cost.seconds for name, cost in each.items()}
+            for key, each in self._costs.items()
         }
         buckets = [
             {"bucket": name, "chosen": names[at], "predicted_s": predicted.get(name)}

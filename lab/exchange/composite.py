@@ -45,14 +45,14 @@ class Composite(Exchange):
         return all(exchange.asynchronous(comm) for exchange in self.parts.values())
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        self._switched(bucket, comm).average(bucket, comm)
+        self.switch(self.choose(bucket, comm), bucket, comm).average(bucket, comm)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        yield from self._switched(bucket, comm).stages(bucket, comm)
+        yield from self.switch(self.choose(bucket, comm), bucket, comm).stages(bucket, comm)
 
-    def _switched(self, bucket: GradBucket, comm: Comm) -> Exchange:
-        """Return the exchange of a bucket, once the others' residuals are in the bucket."""
-        current = self.parts[self.choose(bucket, comm)]
+    def switch(self, name: str, bucket: GradBucket, comm: Comm) -> Exchange:
+        """Return the exchange `name`, once the others' residuals are in the bucket."""
+        current = self.parts[name]
         for exchange in self.parts.values():
             if exchange is not current:
                 exchange.flush_residual(bucket, comm)

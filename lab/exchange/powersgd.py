@@ -49,7 +49,7 @@ class PowerSGD(Staged, ErrorFeedback):
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        second = comm.beside()
+        second = comm.beside("second stage")
         spans = {
             name: slice(start, stop)
             for name, start, stop in bucket.spans()

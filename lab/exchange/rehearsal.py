@@ -18,7 +18,7 @@ from lab.exchange.bucket import GradBucket
 from lab.measure.marks import mark, seconds
 
 ENOUGH_S = 0.05  # a transfer of so long tells the rate of a link
-LEAST_VALUES, MOST_VALUES = 2**14, 2**22  # float32 values of the transfers that are timed
+LEAST_VALUES, MOST_VALUES = 2**14, 2**20  # float32 values of the transfers that are timed
 TINY_TIMES = 5
 
 
@@ -37,6 +37,24 @@ class Link:
     def seconds(self, num_messages: float, num_bytes: float) -> float:
         """Return the time of messages that follow each other."""
         return self.message_s * num_messages + self.byte_s * num_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a bucket's exchange: a rank's own work, and messages on their way."""
+
+    work_s: float
+    wire_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Its time if nothing else runs."""
+        return self.work_s + self.wire_s
+
+
+def least_seconds(costs: Sequence[Cost]) -> float:
+    """Return the least time of several buckets, if all of one's work hides others' messages."""
+    return max(sum(each.work_s for each in costs), sum(each.wire_s for each in costs))
 
 
 def of_all(numbers: Sequence[float], comm: Comm, device: torch.device) -> Tensor:
@@ -93,15 +111,15 @@ def rehearse(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[float,
         Seconds of this rank's work, messages, and bytes as `costs` wants them.
     """
     silent, one = SilentComm(comm), deepcopy(exchange)
-    own = GradBucket(bucket.shapes, bucket.flat, bucket.step)
+    own, own_s = GradBucket(bucket.shapes, bucket.flat, bucket.step), 0.0
     for _ in range(2):  # the first allocates memory
         own.flat, silent.traffic = bucket.flat.clone(), type(silent.traffic)()
         own_s = timed(partial(one.average, own, silent), bucket.flat.device)
     return own_s, silent.traffic.num_messages, _sent(silent)
 
 
-def costs(exchanges: Sequence[Exchange], bucket: GradBucket, link: Link, comm: Comm) -> list[float]:
-    """Predict the seconds of each exchange for `bucket`, the same on all ranks, which call this.
+def costs(exchanges: Sequence[Exchange], bucket: GradBucket, link: Link, comm: Comm) -> list[Cost]:
+    """Predict the cost of each exchange for `bucket`, the same on all ranks, which call this.
 
     Work is the slowest rank's, bytes are those of the node that sends most.
     """
@@ -109,8 +127,10 @@ def costs(exchanges: Sequence[Exchange], bucket: GradBucket, link: Link, comm: C
     rows = of_all(own, comm, bucket.flat.device).view(comm.size, len(exchanges), 3)
     work_s, num_messages = rows[:, :, 0].amax(dim=0), rows[:, :, 1].amax(dim=0)
     return [
-        float(work_s[at])
-        + link.seconds(float(num_messages[at]), _of_busiest_node(rows[:, at, 2], comm))
+        Cost(
+            float(work_s[at]),
+            link.seconds(float(num_messages[at]), _of_busiest_node(rows[:, at, 2], comm)),
+        )
         for at in range(len(exchanges))
     ]
 

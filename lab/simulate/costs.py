@@ -6,7 +6,7 @@ The simulator, lab.bench memory, and the tests of payload and documents all read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
@@ -153,6 +153,12 @@ def _of_parts(add_stages: Callable[[Load], None]) -> Card:
     )
 
 
+def _auto_scratch(s: Sizes, auto: Settings) -> float:
+    """Count a copy of the largest bucket as well, which rehearsals need."""
+    way = _dearest(s, auto)
+    return card_of(way).scratch(s, way) + (0 if s.chosen else 4 * s.largest)
+
+
 # By class name; each exchange has one entry.
 CARDS: dict[str, Card] = {
     "NoExchange": Card(lambda load: None, staged=True, lossy=_always),
@@ -240,6 +246,6 @@ CARDS: dict[str, Card] = {
         directions.onebit_adam, staged=True, lossy=_always, kept=directions.onebit_adam_kept
     ),
     "Muon": Card(directions.muon, staged=True, lossy=_always, kept=directions.muon_kept),
-    "Auto": _of_parts(_auto),
+    "Auto": replace(_of_parts(_auto), scratch=_auto_scratch),
     "Schedule": _of_parts(_schedule),
 }

@@ -32,13 +32,11 @@ OVER_TIME = {"schedule": ("until=[1,2]",)}
 # Strategies that compress between nodes alone, and so nothing where all ranks are on one.
 BETWEEN_NODES = ("hierarchical_onebit",)
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
-# first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
-# under way.
+# first or, with an outer momentum, the fourth; a gradient or a fragment is under way.
 RESUMED = {
     "diloco": ("sync.every=2",),
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
-    "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
     "onebit_adam": ("exchange.freeze_at=4", "exchange.eps=0.1"),
     "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
@@ -55,9 +53,8 @@ COMPRESSES_LITTLE = {
     "signsgd_ef": ("min_values=100",),
     "topk": ("ratio=0.05",),
 }
-# Times the card's memory that an exchange may allocate: while `auto` tries both ways, it keeps the
-# second one's too.
-TEMPORARIES = {"auto": 1.4, "muon": 1.4}
+# Times the card's memory that an exchange may allocate.
+TEMPORARIES = {"muon": 1.4}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:
