@@ -1,4 +1,4 @@
-"""What an exchange would cost: its own work is timed, its messages are counted, none is sent."""
+"""The cost of an exchange, predicted: its own work is timed, its messages are counted."""
 
 from __future__ import annotations
 

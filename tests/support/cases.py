@@ -32,8 +32,10 @@ OVER_TIME = {"schedule": ("until=[1,2]",)}
 # Strategies that compress between nodes alone, and so nothing where all ranks are on one.
 BETWEEN_NODES = ("hierarchical_onebit",)
 # More settings for a run that is resumed at step 7: local strategies are then within a round, the
-# first or, with an outer momentum, the fourth; a gradient or a fragment is under way.
+# first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
+# under way.
 RESUMED = {
+    "auto": ("exchange.among=[onebit]", "exchange.rounds=1"),
     "diloco": ("sync.every=2",),
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
