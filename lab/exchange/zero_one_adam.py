@@ -20,7 +20,7 @@ from lab.exchange.signed_rows import SignedRows
 KINDS = ("momentum", "variance", "root")
 
 
-class ZeroOneAdam(Direction):
+class ZeroOneAdam(Staged, Direction):
     """0/1 Adam (Lu et al. 2022, algorithm 1) without its local steps.
 
     1. In steps at intervals that double (see Doubling) gradients are averaged exactly, and update
@@ -57,7 +57,7 @@ class ZeroOneAdam(Direction):
         longest_interval: int = 16,
     ) -> None:
         super().__init__()
-        self.adam = Adam((betas[0], betas[1]), eps)
+        self.adam = Adam(tuple(betas), eps)
         self.signed = SignedRows(block_size)
         self.doubling = Doubling(updates_per_interval, longest_interval)
         self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
