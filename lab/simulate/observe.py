@@ -45,6 +45,11 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
         return _groups({name: cells[name] for name in sorted(cells)}, profile, preset)
     except ValueError as error:
         raise ValueError(f"fit={folder}: {error}") from None
+    except KeyError as key:
+        raise ValueError(
+            f"fit={folder}: settings of a cell lack {key}, as it was measured by an earlier "
+            "version; measure it anew"
+        ) from None
 
 
 def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) -> tuple[Group, ...]:
