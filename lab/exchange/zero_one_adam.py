@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import as_matrix
 from lab.exchange.direction import Adam, Direction, Moments, copies, is_finite, zeros
