@@ -90,6 +90,7 @@ class Comm(ABC):
         self.settings: dict[str, str] = {}
         self.before_sending: Callable[[], None] | None = None
         self.nodes: Nodes = each_alone(size)
+        self._beside: dict[str, Comm] = {}
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -207,6 +208,18 @@ class Comm(ABC):
         part.nodes = restricted(self.nodes, members)
         part.before_sending = self._announce
         return part
+
+    def beside(self, name: str) -> Comm:
+        """Return a Comm of the same ranks over connections of its own, the same for each `name`.
+
+        It is made at the first call, which waits for all ranks. A comm that is not `asynchronous`
+        returns itself: there, calls follow each other.
+        """
+        if not self.asynchronous or self.size == 1:
+            return self
+        if name not in self._beside:
+            self._beside[name] = self.split(0)
+        return self._beside[name]
 
     def count_all_reduce(self, num_bytes: int) -> None:
         """Count an all-reduce of `num_bytes`, of this comm or of a library beside it."""

@@ -101,9 +101,14 @@ class Exchange(ABC):
         """
         return 0.0 if self.exact else math.inf
 
-    def parts(self) -> Iterable[Exchange]:
+    def made_of(self) -> Iterable[Exchange]:
         """Return the exchanges that this one is made of."""
         return ()
+
+    @property
+    def settled_at(self) -> int | None:
+        """The first step after any trials, in which choices are made; None: they go on."""
+        return 0
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
@@ -148,7 +153,7 @@ class Exchange(ABC):
 def everyone(exchange: Exchange) -> Iterator[Exchange]:
     """Yield `exchange`, and all that it is made of."""
     yield exchange
-    for part in exchange.parts():
+    for part in exchange.made_of():
         yield from everyone(part)
 
 

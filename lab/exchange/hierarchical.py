@@ -145,8 +145,12 @@ class Hierarchical(Staged):
             if name in self.carried:
                 part.flat[start:stop] += record_stream(self.carried.pop(name))
 
-    def parts(self) -> Iterable[Exchange]:
+    def made_of(self) -> Iterable[Exchange]:
         return (self.inter,)
+
+    @property
+    def settled_at(self) -> int | None:
+        return self.inter.settled_at
 
     def choices(self) -> list[dict[str, Any]]:
         return self.inter.choices()

@@ -58,7 +58,7 @@ class ZeroOneAdam(Staged, Direction):
         longest_interval: int = 16,
     ) -> None:
         super().__init__()
-        self.adam = Adam((betas[0], betas[1]), eps)
+        self.adam = Adam(tuple(betas), eps)
         self.signed = SignedRows(block_size)
         self.doubling = Doubling(updates_per_interval, longest_interval)
         self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}

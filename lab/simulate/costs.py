@@ -6,7 +6,7 @@ The simulator, lab.bench memory, and the tests of payload and documents all read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
@@ -96,8 +96,9 @@ def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
 
 
 def _auto(load: Load) -> None:
-    """Take the faster exchange for this bucket; training finds it by trying both."""
-    tried = [stages_of(load.shapes, way, load.network) for way in ways_of(load.exchange)]
+    """Take the fastest exchange for this bucket by itself; see simulate() for whole steps."""
+    ways = ways_of(load.exchange).values()
+    tried = [stages_of(load.shapes, way, load.network) for way in ways]
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
 
@@ -120,14 +121,19 @@ def _hierarchical_kept(sizes: Sizes, exchange: Settings) -> float:
 
 def is_staged(exchange: Settings) -> bool:
     """Return whether an exchange takes turns with backward over Gloo, in all of its parts."""
-    parts = ways_of(exchange) or [exchange.get("inter", exchange)]
+    parts = [*ways_of(exchange).values()] or [exchange.get("inter", exchange)]
     return all(card_of(way).staged for way in parts)
 
 
 def _dearest(sizes: Sizes, exchange: Settings) -> Settings:
     """Return whichever of the chosen exchanges needs more memory."""
-    ways = [way for way in ways_of(exchange) if not sizes.chosen or class_of(way) in sizes.chosen]
-    return max(ways, key=lambda way: extra_bytes(sizes, way))
+    ways = ways_of(exchange)
+    used = [
+        way
+        for name, way in ways.items()
+        if not sizes.chosen or sizes.chosen & {name, class_of(way)}
+    ]
+    return max(used or ways.values(), key=lambda way: extra_bytes(sizes, way))
 
 
 def _tree_scratch(s: Sizes, tree: Settings) -> float:
@@ -150,10 +156,16 @@ def _of_parts(add_stages: Callable[[Load], None]) -> Card:
     """Return the card of an exchange that is made of others: memory is that of the dearest."""
     return Card(
         add_stages,
-        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e)),
+        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e).values()),
         scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
         kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
     )
+
+
+def _auto_scratch(s: Sizes, auto: Settings) -> float:
+    """Count a copy of the largest bucket as well, which rehearsals need."""
+    way = _dearest(s, auto)
+    return card_of(way).scratch(s, way) + (0 if s.chosen else 4 * s.largest)
 
 
 # By class name; each exchange has one entry.
@@ -236,7 +248,7 @@ CARDS: dict[str, Card] = {
         lossy=_always,
         kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
-    "PowerSGD": Card(codecs.powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "PowerSGD": Card(codecs.powersgd, staged=True, lossy=_always, kept=lambda s, e: 4 * s.n),
     "Hierarchical": Card(
         _hierarchical,
         staged=True,
@@ -256,6 +268,6 @@ CARDS: dict[str, Card] = {
     ),
     "Muon": Card(directions.muon, staged=True, lossy=_always, kept=directions.muon_kept),
     "Dion": Card(directions.dion, lossy=_always, kept=directions.dion_kept),
-    "Auto": _of_parts(_auto),
+    "Auto": replace(_of_parts(_auto), scratch=_auto_scratch),
     "Schedule": _of_parts(_schedule),
 }

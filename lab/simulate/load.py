@@ -143,7 +143,7 @@ class Sizes:
         gathered: values of buckets of several parameters, whose gradients are copied into a buffer.
         largest: values of the largest bucket.
         backend: library over which ranks talk; chunk sizes depend on it.
-        chosen: classes that exchange=auto has chosen; empty while it tries both.
+        chosen: classes of a schedule, or names that exchange=auto has chosen; empty: all.
         local: ranks of each node.
     """
 

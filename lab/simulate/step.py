@@ -10,10 +10,10 @@ from lab.model.profile import Profile
 from lab.simulate.costs import is_staged, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Turns, run
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Stage
+from lab.simulate.load import Stage, class_of
 from lab.simulate.messages import Bucket, messages_of_fragments, parameter_of
 from lab.simulate.network import Network
-from lab.simulate.phases import phases_of
+from lab.simulate.phases import phases_of, ways_of
 from lab.simulate.sharded import Sharded
 from lab.simulate.steady import steady
 from lab.simulate.strategy import CEILING, EXACT, Strategy
@@ -89,13 +89,26 @@ def simulate(
     per_rank_batch_size: int,
 ) -> Step:
     """Simulate the mean step of a run on `world_size` ranks. ValueError as in `predict`."""
-    if strategy.pattern.waits_in_forward and strategy.tries:
-        ways = replace(strategy, tries=False), replace(strategy, pattern=gradsync(overlap=True))
-        steps = [simulate(profile, hardware, w, world_size, per_rank_batch_size) for w in ways]
-        return min(steps, key=lambda step: step.step_s)
     network = Network(hardware, world_size)
     if strategy.pattern.gathers_units:
         return _sharded_step(profile, network, strategy, per_rank_batch_size)
+    ways = [_mean_step(profile, network, way, per_rank_batch_size) for way in _tried(strategy)]
+    return min(ways, key=lambda step: step.step_s)
+
+
+def _tried(strategy: Strategy) -> list[Strategy]:
+    """List the ways that a run times whole steps of, to keep the fastest."""
+    if strategy.pattern.waits_in_forward and strategy.tries:
+        return [replace(strategy, tries=False), replace(strategy, pattern=gradsync(overlap=True))]
+    if class_of(strategy.exchange) == "Auto":  # for each bucket its own, or one for all
+        alike = ways_of(strategy.exchange).values()
+        return [strategy, *(replace(strategy, exchange=way) for way in alike)]
+    return [strategy]
+
+
+def _mean_step(
+    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
+) -> Step:
     kinds = [
         (of_run * share, _step(profile, network, strategy, planned, per_rank_batch_size))
         for of_run, exchange in phases_of(strategy.exchange)

@@ -150,7 +150,10 @@ def note_end(trainer: Loop, record: Record, stop_signal: str | None) -> None:
 
 
 def _warmup(trainer: Loop, step_s: np.ndarray) -> Warmup:
-    return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every)
+    settled_at = trainer.sync.exchange.settled_at
+    last = trainer.progress.step if settled_at is None else settled_at
+    trials = max(0, last - trainer.first_step)
+    return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every, trials)
 
 
 def _timed(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:
@@ -231,7 +234,8 @@ def _step_lines(record: Record) -> Iterator[str]:
         yield from _compute_lines(record)
         yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
     elif record.num_steps:
-        yield "step time       – none was timed, see warmup_steps"
+        why = record.warmup.reason if record.warmup else "see warmup_steps"
+        yield f"step time       – none was timed: {why}"
 
 
 def _compute_lines(record: Record) -> Iterator[str]:

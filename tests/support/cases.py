@@ -37,10 +37,10 @@ BETWEEN_NODES = ("hierarchical_onebit",)
 # first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
 # under way.
 RESUMED = {
+    "auto": ("exchange.among=[onebit]", "exchange.rounds=1"),
     "diloco": ("sync.every=2",),
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
-    "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
     "onebit_adam": ("exchange.freeze_at=4", "exchange.eps=0.1"),
     "onebit_lamb": ("exchange.freeze_at=4", "exchange.eps=0.1"),
@@ -67,9 +67,8 @@ COMPRESSES_LITTLE = {
     "signsgd_ef": ("min_values=100",),
     "topk": ("ratio=0.05",),
 }
-# Times the card's memory that an exchange may allocate: while `auto` tries both ways, it keeps the
-# second one's too; a card does not know how long Dion's P is.
-TEMPORARIES = {"auto": 1.4, "muon": 1.4, "dion": 1.1}
+# Times the card's memory that an exchange may allocate: a card does not know how long Dion's P is.
+TEMPORARIES = {"muon": 1.4, "dion": 1.1}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:

@@ -603,3 +603,10 @@ def test_priority_falls_back_to_overlap_where_messages_are_dear(profile: Profile
         for n in (3, 0)
     )
     assert always.step_s > overlap.step_s == tried.step_s
+
+
+def test_auto_is_no_slower_than_the_fastest_of_its_candidates(profile: Profile) -> None:
+    for link in (Link(0.0, 1e7), Link(1e-3, 1e9)):
+        hardware, fixed = replace(FLAT, inter=link), ("overlap", "bf16", "onebit", "topk")
+        ours = simulate(profile, hardware, strategy("auto"), 4, 64).step_s
+        assert ours <= min(simulate(profile, hardware, strategy(f), 4, 64).step_s for f in fixed)
