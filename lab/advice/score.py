@@ -53,7 +53,7 @@ def choices(groups: Iterable[Group]) -> list[Choice]:
     """
     found = []
     for group in groups:
-        for cells in _scenarios(group):
+        for cells in scenarios(group):
             exact = [cell for cell in cells if not cell.strategy.lossy]
             found += [_choose(group, "any", cells)]
             found += [_choose(group, "exact", exact)] if len(exact) > 1 else []
@@ -70,13 +70,14 @@ def report(found: Sequence[Choice]) -> list[str]:
     return [*filter(None, counts), "", *markdown(header, [_line(choice) for choice in found])]
 
 
-def _scenarios(group: Group) -> list[list[Observation]]:
-    scenarios: dict[str, list[Observation]] = {}
+def scenarios(group: Group) -> list[list[Observation]]:
+    """Divide a group's held-out cells by profile, ranks and batch; at least two in each."""
+    found: dict[str, list[Observation]] = {}
     for cell in group.observations:
         if cell.name != NONE and group.evidence(cell.world_size) == "held out":
             key = repr((cell.profile, cell.world_size, cell.per_rank_batch_size))
-            scenarios.setdefault(key, []).append(cell)
-    return [cells for cells in scenarios.values() if len(cells) > 1]
+            found.setdefault(key, []).append(cell)
+    return [cells for cells in found.values() if len(cells) > 1]
 
 
 def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from lab.analysis import summary
 from lab.analysis.export import write_records
 from lab.analysis.figures.convergence import convergence
+from lab.analysis.figures.map import map_of_strategies
 from lab.analysis.figures.payload import payload
 from lab.analysis.figures.ranks import own_work, own_work_of_ranks
 from lab.analysis.figures.sheet import NothingToDraw, Sheet
@@ -37,7 +38,8 @@ FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
 )
 TIMELINES = "timeline"
 RANKS = "ranks"
-NAMES = (*(draw.__name__ for draw in FIGURES), TIMELINES, RANKS)
+MAP = map_of_strategies.__name__  # of studies of several links
+NAMES = (*(draw.__name__ for draw in FIGURES), MAP, TIMELINES, RANKS)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ def _draw_timeline(cell: Path, stem: Path, sink: Sink) -> None:
 
 
 def _draw_all(sheet: Sheet, out: Path, suffix: str, sink: Sink) -> None:
-    for draw in FIGURES:
+    several_links = len({cell.circumstances for cell in sheet.study.cells}) > 1
+    maps = several_links and sheet.scaling == "strong"
+    for draw in (*FIGURES, map_of_strategies) if maps else FIGURES:
         stem = out / f"{draw.__name__}{suffix}"
         if not sink.wants(draw.__name__):
             continue

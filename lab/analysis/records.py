@@ -28,6 +28,7 @@ class Cell:
         exchange, sync: class names.
         series: the strategy, and the settings in which runs of the study differ.
         conditions: of these settings, those that no strategy brings with it.
+        profile: the one whose layers model=replay waits for; empty for a real model.
         settings: the settings typed or differing, and the context that runs must share to be
             compared.
         final: metrics of the last evaluation by name.
@@ -51,6 +52,7 @@ class Cell:
     started_at: str
     variant: Mapping[str, str]
     conditions: Mapping[str, str]
+    profile: str
     settings: Mapping[str, str]
     transform: str
     emulation: tuple[Emulation, ...]
@@ -211,6 +213,7 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         started_at=record.started_at or "",
         variant=record.variant,
         conditions={k: v for k, v in differing.items() if not is_of_strategy(k)},
+        profile=who.resolved.get("model.profile.name", ""),
         settings={**differing, **who.typed},
         transform=record.transform or "",
         emulation=tuple(record.emulation),

@@ -28,7 +28,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.world import World
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket
+from lab.exchange.bucket import GradBucket, ScratchBuffers
 from lab.settings.config import ConfigError, build
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
@@ -179,9 +179,11 @@ def draw_values(like: Tensor, rank: int, size: int) -> Tensor:
 
 
 def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
+    buffers = ScratchBuffers()  # a bucket's are kept from step to step
+
     def run(flat: Tensor, comm: Comm) -> None:
-        shape = torch.Size(shape_of(flat.numel()))
-        bucket = GradBucket({"tensor": shape}, flat, divided=exchange.takes_divided)
+        shapes = {"tensor": torch.Size(shape_of(flat.numel()))}
+        bucket = GradBucket(shapes, flat, divided=exchange.takes_divided, buffers=buffers)
         exchange.average(bucket, comm)
 
     return run

@@ -1,5 +1,7 @@
 """Peak memory of a steady step by strategy, each in fresh ranks, and in theory by its card.
 
+The optimizer's state is counted from its tensors, after the last step.
+
 The peak is of resident memory on CPUs, by Linux's own mark (VmHWM, which writing 5 to clear_refs
 resets), and of allocated memory on GPUs.
 """
@@ -16,6 +18,7 @@ from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING
 from lab.distributed import world as worlds
+from lab.distributed.sharded import local
 from lab.distributed.world import World
 from lab.measure.peak import CLEAR, STATUS, peak_bytes, reset_peak
 from lab.measure.steady import least_warmup
@@ -48,11 +51,14 @@ def measure(request: Request) -> dict[str, Any] | None:
         with assembled(config, world) as part:
             peaks = _peaks(part, least_warmup(config.warmup_steps), world)
             theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
-        everyones = world.gather(torch.tensor([theory], dtype=torch.float64))[:, 0].tolist()
+            state = state_bytes(part.trainer.optimizer)
+        own = torch.tensor([theory, state], dtype=torch.float64)
+        everyones, states = world.gather(own).T.tolist()
         row = {
             "name": request.variants[0].label,
             "peak_bytes": [interleave.middle(of_rank) for of_rank in peaks.numpy()],
             "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
+            "optimizer_bytes": states,
             "num_steps": peaks.shape[1],
             **part.sizes,
         }
@@ -77,11 +83,22 @@ def _compare(row: dict[str, Any], ceiling: dict[str, Any]) -> dict[str, Any]:
     extra = row["extra_theory_bytes"][rank]
     return {
         "rank": rank,
+        "optimizer_share": _share(max(row["optimizer_bytes"]), max(ceiling["optimizer_bytes"])),
         "total_bytes": peaks[rank],
         "extra_bytes": peaks[rank] - base,
         "theory_bytes": None if extra is None else base + extra,
         "of_theory": None if extra is None else peaks[rank] / (base + extra),
     }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Count the bytes of this rank's tensors in an optimizer's state."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(local(value).nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def sizes_of(sync: Any, world: World) -> Sizes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.simulate.costs import CARDS, class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
-from lab.simulate.phases import PARTS
+from lab.simulate.phases import BY_ITSELF
 
 INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")
 TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements
@@ -91,7 +91,7 @@ def formula_bytes(
     if not exchange or not is_labs(exchange) or not buckets:
         return None
     name = class_of(exchange)
-    if name not in CARDS or name in PARTS:  # those decide by the clock or the step
+    if name not in CARDS or name in BY_ITSELF:  # those decide by the clock or the step
         return None
     network = Network(ANY_LINKS, size)
     return sum(payload_bytes(shapes, exchange, network) for shapes in buckets)

@@ -11,6 +11,7 @@ from typing import Any
 from lab.claims.benched import BENCHED
 from lab.claims.counted import COUNTED
 from lab.claims.device import Device, Quantity
+from lab.claims.grid import OVER_GRID, Grid
 from lab.claims.metrics import QUANTITIES, Facts, Missing, Point
 from lab.claims.series import expand
 from lab.claims.spans import difference, ratio
@@ -83,6 +84,8 @@ class Claim:
         published: the figure in the sentence; None if there is none.
         arguments: of a quantity of one device, which has no point.
         less, over: arguments that differ elsewhere: the value there is subtracted, or divides.
+        grid: the cells of a statement over many, a quantity of OVER_GRID.
+        conditions: what the source leaves open, or does otherwise than this lab.
     """
 
     says: str
@@ -95,6 +98,8 @@ class Claim:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     less: Mapping[str, Any] | None = field(default=None, hash=False)
     over: Mapping[str, Any] | None = field(default=None, hash=False)
+    grid: Grid | None = None
+    conditions: str = ""
 
     @property
     def of_device(self) -> bool:
@@ -128,6 +133,8 @@ class Claim:
     def value(self, facts: Facts) -> float | None:
         """Compute the quantity from `facts`; None if these do not give it."""
         try:
+            if self.grid:
+                return OVER_GRID[self.quantity](facts, self.grid)
             return QUANTITIES[self.quantity](facts, self.at)
         except Missing:
             return None
@@ -221,13 +228,16 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         check, at = Check(**entry["check"]), entry.get("at", {})
         of_device = entry["quantity"] in OF_DEVICE
         where = {"at": Point(), "arguments": at} if of_device else {"at": Point(**at)}
-        claim = Claim(**{**entry, "check": check, **where})
+        grid = {key: _frozen(value) for key, value in entry.get("grid", {}).items()}
+        cells = {"grid": Grid(**grid)} if grid else {}
+        claim = Claim(**{**entry, "check": check, **where, **cells})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
     if claim.kind not in KINDS:
         raise ValueError(f"claim {claim.says!r}: kind={claim.kind}: allowed are {', '.join(KINDS)}")
-    if claim.quantity not in {**QUANTITIES, **OF_DEVICE}:
-        allowed = ", ".join((*QUANTITIES, *OF_DEVICE))
+    known = OVER_GRID if claim.grid else {**QUANTITIES, **OF_DEVICE}
+    if claim.quantity not in known:
+        allowed = ", ".join(known) + ("" if claim.grid else f"; with a grid {', '.join(OVER_GRID)}")
         raise ValueError(f"claim {claim.says!r}: quantity={claim.quantity}: allowed are {allowed}")
     if claim.quantity == "operations" and not claim.at.layer:
         raise ValueError(f"claim {claim.says!r}: quantity=operations: at.layer: is missing")

@@ -23,6 +23,7 @@ class Point:
         batch_size: global.
         profile: replaces the paper's.
         layer: the layer whose operations are counted, as lab.model.facts.Counts names it.
+        rate_gbit: rate of the links between nodes; None: the hardware's.
     """
 
     strategy: str = "none"
@@ -30,6 +31,7 @@ class Point:
     batch_size: int = 256
     profile: str | None = None
     layer: str | None = None
+    rate_gbit: float | None = None
 
 
 class Facts(Protocol):
@@ -107,6 +109,12 @@ def byte_share(facts: Facts, at: Point) -> float:
     return facts.payload_bytes(at) / facts.payload_bytes(reference)
 
 
+def added_share(facts: Facts, at: Point) -> float:
+    """Divide the time that a strategy adds to a step by what `overlap` adds."""
+    alone = facts.step_s(replace(at, strategy="none"))
+    return (facts.step_s(at) - alone) / (facts.step_s(replace(at, strategy="overlap")) - alone)
+
+
 def delivered_error(_facts: Facts, at: Point) -> float:
     """Compute how far the mean of many delivered gradients is from the true one, by trying."""
     from lab.claims.delivery import delivered_error  # Imports torch.
@@ -151,6 +159,7 @@ QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "transfers": transfers,
     "transfer_share": transfer_share,
     "byte_share": byte_share,
+    "added_share": added_share,
     "gradient_bytes": lambda facts, at: VALUE_BYTES * facts.counts().parameters,
     "fc_share": fc_share,
     "delivered_error": delivered_error,

@@ -77,8 +77,11 @@ class Predicted:
         if self._place is not None:
             profile = profile.drawn(self._place)
         strategy = strategy_of(at.strategy)
+        hardware = self.hardware
+        if at.rate_gbit is not None:
+            hardware = with_rate(hardware, at.rate_gbit * 1e9 / 8)
         try:
-            step = simulate(profile, self.hardware, strategy, at.world_size, per_rank_batch)
+            step = simulate(profile, hardware, strategy, at.world_size, per_rank_batch)
         except ValueError as error:
             raise Missing(str(error)) from None
         return step.step_s, step.payload_bytes

@@ -24,9 +24,20 @@ def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
         if found:
             rows = [_claim(verdict) for verdict in found]
             lines += [f"**{kind}** ({meaning}):", "", *markdown(_header(found), rows), ""]
+            lines += _conditions(found)
     counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
     evidence = f"Of the claims that are evidence ({' and '.join(EVIDENCE)})"
     return [*lines, f"{evidence}: {counts or 'there are none'}."]
+
+
+def _conditions(verdicts: Sequence[Verdict]) -> list[str]:
+    """List what sources leave open, and how many cells a grid has."""
+    lines = []
+    for claim in (verdict.claim for verdict in verdicts):
+        cells = f"{len(list(claim.grid.cells))} cells. " if claim.grid else ""
+        if cells or claim.conditions:
+            lines.append(f"* {claim.says}: {cells}{claim.conditions}".rstrip())
+    return [*lines, ""] if lines else []
 
 
 def overview(papers: Sequence[tuple[str, Sequence[Verdict]]]) -> list[str]:

@@ -142,7 +142,7 @@ def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
 
 
 def _codec(e: Evidence, loss: Loss) -> Iterator[Remedy]:
-    yield from _strategy(e, "auto", "compresses a bucket only where that is faster")
+    yield from _strategy(e, "auto", "tries all exchanges, and keeps the fastest")
     yield from _strategy(e, "bf16", "half the bytes for next to no encoding")
 
 

@@ -31,7 +31,8 @@ def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] 
         steps = run.steps()
         if steps is not None and f"own_{OWN[0]}_s" in steps.columns:
             times = own_times(steps, pattern_of(settings).every)
-            found.append(stragglers(times, run.step_s, alike(settings)))
+            same = alike(settings, run.payload_bytes_per_step)
+            found.append(stragglers(times, run.step_s, same))
     if not found:
         return None
     keys = dict.fromkeys((each.rank, each.phase) for run in found for each in run)

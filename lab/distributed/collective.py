@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 CACHED_VALUES = 2**16  # a sum of so many stays in a core's cache while all parts are added
@@ -49,9 +50,19 @@ class SummedParts:
         self._arriving.wait()
         parts = self._parts.view(len(self._parts), -1).split(CACHED_VALUES, dim=1)
         for part, total in zip(parts, self._output.view(-1).split(CACHED_VALUES), strict=True):
-            total.copy_(part[0])
-            for other in part[1:]:
-                total += other
+            _sum(part, total)
 
     def is_completed(self) -> bool:
         return self._arriving.is_completed()
+
+
+def _sum(parts: Tensor, total: Tensor) -> None:
+    """Fill `total` [n] with the sum over the rows of `parts` [size, n], in the type of `total`."""
+    if len(parts) > 1 and parts.dtype == total.dtype:  # saves a pass over `total`
+        torch.add(parts[0], parts[1], out=total)
+        others = parts[2:]
+    else:
+        total.copy_(parts[0])
+        others = parts[1:]
+    for other in others:
+        total += other

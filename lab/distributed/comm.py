@@ -90,6 +90,7 @@ class Comm(ABC):
         self.settings: dict[str, str] = {}
         self.before_sending: Callable[[], None] | None = None
         self.nodes: Nodes = each_alone(size)
+        self._beside: dict[str, Comm] = {}
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -125,8 +126,15 @@ class Comm(ABC):
             output.view_as(tensor).copy_(tensor)
             return Done()
         self._announce()
-        self._count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
+        self.count_ring((self.size - 1) * tensor.nbytes, self.size - 1)
         return self._begin(self._iall_gather, output, tensor)
+
+    def iall_gather_rows(self, rows: Tensor) -> Collective:
+        """Begin an all_gather in place: row `rank` of `rows` [size, ...] is sent to all others.
+
+        It need not tell that it is complete before a wait, so nothing should follow it in a job.
+        """
+        return self._iall_gather_rows(rows) if self.size > 1 else Done()
 
     def iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         """Begin an all_to_all."""
@@ -201,10 +209,28 @@ class Comm(ABC):
         part.before_sending = self._announce
         return part
 
+    def beside(self, name: str) -> Comm:
+        """Return a Comm of the same ranks over connections of its own, the same for each `name`.
+
+        It is made at the first call, which waits for all ranks. A comm that is not `asynchronous`
+        returns itself: there, calls follow each other.
+        """
+        if not self.asynchronous or self.size == 1:
+            return self
+        if name not in self._beside:
+            self._beside[name] = self.split(0)
+        return self._beside[name]
+
     def count_all_reduce(self, num_bytes: int) -> None:
         """Count an all-reduce of `num_bytes`, of this comm or of a library beside it."""
         steps = 2 * (self.size - 1)
-        self._count_ring(steps * num_bytes // self.size, steps)
+        self.count_ring(steps * num_bytes // self.size, steps)
+
+    def count_ring(self, payload_bytes: int, num_messages: int) -> None:
+        """Count what this rank sends around a ring, of this comm or of a library beside it."""
+        follower = (self.rank + 1) % self.size
+        across = 0 if follower in self._node() else payload_bytes
+        self._count(payload_bytes, num_messages, across)
 
     def _announce(self) -> None:
         if self.before_sending:
@@ -215,11 +241,6 @@ class Comm(ABC):
         handle = call(*arguments)  # some libraries wait here
         self.traffic.waited_s += time.perf_counter() - began
         return _Waited(handle, self.traffic)
-
-    def _count_ring(self, payload_bytes: int, num_messages: int) -> None:
-        follower = (self.rank + 1) % self.size
-        across = 0 if follower in self._node() else payload_bytes
-        self._count(payload_bytes, num_messages, across)
 
     def _count_pairs(self, num_bytes: int) -> None:
         """Count `num_bytes` sent to each other rank."""
@@ -243,6 +264,9 @@ class Comm(ABC):
     def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective: ...
     @abstractmethod
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective: ...
+
+    def _iall_gather_rows(self, rows: Tensor) -> Collective:
+        return self.iall_gather(rows, rows[self.rank])
 
     def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
         parts = torch.empty_like(tensor) if parts is None else parts

@@ -1,132 +1,240 @@
-"""Compress only the buckets where measured time shows that it pays."""
+"""Choose among exchanges, for each bucket, by what they would cost and by what steps then take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes, require_mean
+from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.composite import Composite
+from lab.exchange.contest import Contest, preferred
+from lab.exchange.hierarchical import Hierarchical
+from lab.exchange.rehearsal import Cost, Link, costs, least_seconds, of_all, probe
+from lab.exchange.schedule import Schedule
 from lab.measure.marks import Mark, mark, seconds
 
+Key = tuple[str, ...]  # the parameters of a bucket
+Configuration = dict[Key, str]  # the exchange of each bucket
+BY_BUCKET = "by bucket"  # the configuration in which buckets may have different exchanges
 
-class Auto(Exchange):
-    """The faster of two exchanges, chosen for each bucket by measurement.
 
-    From the second step on, when the buckets are final, the two exchanges average each bucket
-    alternately and are timed: encoding, transfer and decoding, on the actual link and under the
-    actual load. The first trial of each is discarded. Then the exchange with the shorter median is
-    kept; the slowest rank's median counts. If the compressed exchange loses, its residual is
-    flushed in the next step.
+class Auto(Composite):
+    """The exchange of several that makes steps shortest here, by buckets if that is faster still.
 
-    A resumed run keeps the choices. Undecided buckets and another number of ranks start new trials.
-    Choices depend on timing, so two runs may differ.
+    A bucket that is new is exchanged silently by each candidate in turn. Its own work, its messages
+    and the rate of the links, which a few transfers tell, predict a cost. Then whole steps are
+    timed: of each candidate in all buckets, and of the cheapest one for each bucket. A step shows
+    what no bucket does by itself: work that delays backward, and transfers that backward hides. The
+    slowest rank's median counts; a Contest says which steps to time and what wins.
+
+    Trials end after half of a run, or at once when a checkpoint has the choice. A bucket that did
+    not take part in them has the first one's exchange. Choices depend on timing, so two runs may
+    differ.
 
     Args:
-        compressed: an exchange that sends fewer bytes.
-        plain: an exchange that spends less time per byte.
-        trials: timed steps for each of the two.
+        candidates: exchanges by name.
+        among: names of those to choose among; the first is preferred where others are no faster.
+        rounds, tolerance: see Contest.
 
     Raises:
-        ValueError: fewer than one trial, or an exchange that cannot be used in this role.
+        ValueError: an argument out of range, or an exchange that cannot be used in this role.
     """
 
-    exact = False
+    def __init__(
+        self,
+        candidates: Mapping[str, Exchange],
+        among: Sequence[str],
+        rounds: int,
+        tolerance: float,
+    ) -> None:
+        _check(candidates, among, rounds, tolerance)
+        super().__init__({name: candidates[name] for name in among}, "exchange.candidates.")
+        self.exact = False
+        self.rounds, self.tolerance = rounds, tolerance
+        self.chosen: dict[str, int] = {}  # places in `among`, by the bucket's first parameter
+        self.tried: dict[str, float] = {}  # seconds of a step in each configuration
+        self._chosen_at: int | None = None
+        self._fresh = deepcopy(self.parts)  # to rehearse
+        self._costs: dict[Key, dict[str, Cost]] = {}  # by candidate
+        self._link: Link | None = None
+        self._trial: _Trial | None = None
+        self._seen: list[Key] = []  # buckets since the last turn began
+        self._is_new, self._first_step, self._step = False, 0, -1
 
-    def __init__(self, compressed: Exchange, plain: Exchange, trials: int) -> None:
-        if not isinstance(trials, int) or trials < 1:
-            raise ValueError(f"exchange.trials={trials}: must be an integer of at least 1")
-        if plain.state_dict():
-            name = type(plain).__name__
-            raise ValueError(f"exchange.plain={name}: keeps residuals; make it exchange.compressed")
-        for key, exchange in (("compressed", compressed), ("plain", plain)):
-            require_mean(f"exchange.{key}", exchange)
-        self.compressed, self.plain, self.trials = compressed, plain, trials
-        self.needs_send_recv = compressed.needs_send_recv or plain.needs_send_recv
-        self.needs_like_gpus = compressed.needs_like_gpus or plain.needs_like_gpus
-        # Median seconds of both exchanges, float64 [2], by the bucket's first parameter.
-        self.costs: dict[str, Tensor] = {}
-        self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
+    @property
+    def settled_at(self) -> int | None:
+        return self._chosen_at
 
-    def check_reach(self, comm: Comm) -> None:
-        super().check_reach(comm)
-        self.compressed.check_reach(comm)
-        self.plain.check_reach(comm)
+    def choose(self, bucket: GradBucket, comm: Comm) -> str:
+        if not self.chosen:
+            return self._try(bucket, comm)
+        place = self.chosen.get(next(iter(bucket.shapes)), next(iter(self.chosen.values())))
+        return [*self.parts][place]
 
-    def average(self, bucket: GradBucket, comm: Comm) -> None:
-        name = next(iter(bucket.shapes))
-        if name not in self.costs and bucket.step > 0:
-            self._try(name, bucket, comm)
-        elif name in self.costs and _compressed_wins(self.costs[name]):
-            self.compressed.average(bucket, comm)
-        else:
-            self.compressed.flush_residual(bucket, comm)
-            self.plain.average(bucket, comm)
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        """Average a bucket while others may be at other stages.
 
-    def _try(self, name: str, bucket: GradBucket, comm: Comm) -> None:
-        spans = self._spans.setdefault(name, [])
-        exchange = (self.compressed, self.plain)[len(spans) % 2]
-        comm.all_reduce(bucket.flat.new_zeros(1))  # wait for late ranks, so that neither is charged
-        begin = mark(bucket.flat.device)
-        exchange.average(bucket, comm)
-        spans.append((begin, mark(bucket.flat.device)))
-        if len(spans) == 2 * (self.trials + 1):
-            self.costs[name] = self._slowest_medians(self._spans.pop(name), bucket, comm)
+        A connection may serve the first stage of one exchange and the second of another, so those
+        that run in the same step have their own connections. While buckets are new, none overlap.
+        """
+        name = self.choose(bucket, comm)
+        exchange = self.switch(name, bucket, comm)
+        now = [*(self._trial.configuration if self._trial else self.chosen).values()]
+        if not now:
+            exchange.average(bucket, comm)
+            return
+        mixed = len({*now}) > 1
+        yield from exchange.stages(bucket, comm.beside(name) if mixed else comm)
 
-    def _slowest_medians(
-        self, spans: list[tuple[Mark, Mark]], bucket: GradBucket, comm: Comm
-    ) -> Tensor:
-        device = bucket.flat.device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # once for each bucket
-        times = torch.tensor([seconds(*span) for span in spans], dtype=torch.float64)
-        medians = times.view(-1, 2)[1:].quantile(0.5, dim=0).to(device)
-        all_medians = medians.new_empty(comm.size, 2)
-        comm.all_gather(all_medians, medians)
-        return all_medians.amax(dim=0).cpu()
+    def _try(self, bucket: GradBucket, comm: Comm) -> str:
+        """Return the exchange that is tried. A turn ends when the first bucket comes again."""
+        key = tuple(bucket.shapes)
+        if self._link is None:
+            self._link, self._first_step = probe(comm, bucket.flat.device), bucket.step
+        if key in self._seen and bucket.step != self._step:
+            self._end_turn(bucket, comm)
+            if self.chosen:
+                return self.choose(bucket, comm)
+        self._seen.append(key)
+        self._step = bucket.step
+        if self._trial:
+            now = self._trial.configuration
+            return now.get(key, next(iter(now.values())))
+        if key not in self._costs:
+            self._is_new = True
+            found = costs([*self._fresh.values()], bucket, self._link, comm)
+            self._costs[key] = dict(zip(self._fresh, found, strict=True))
+        return self._cheapest(key)
 
-    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
-        self.compressed.add_residual(bucket, comm)
+    def _end_turn(self, bucket: GradBucket, comm: Comm) -> None:
+        if self._trial:
+            self._trial.end_turn(comm, bucket.flat.device)
+        elif not self._is_new:
+            self._trial = self._planned(self._seen)
+        ends = (self._first_step + self.total_steps) / 2 if self.total_steps else None
+        if self._trial and ends is not None and bucket.step >= ends:
+            self._trial.contest.stop()
+        if self._trial and self._trial.winner:
+            self._keep(self._trial, self._trial.winner, bucket.step)
+        self._seen, self._is_new = [], False
+        if self._trial:
+            self._trial.begin_turn(bucket.flat.device)
 
-    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
-        self.compressed.flush_residual(bucket, comm)
+    def _planned(self, keys: Sequence[Key]) -> _Trial:
+        """Return a trial of all configurations of some buckets."""
+        configurations = {name: dict.fromkeys(keys, name) for name in self.parts}
+        by_bucket = {key: self._cheapest(key) for key in keys}
+        if len({*by_bucket.values()}) > 1:
+            configurations[BY_BUCKET] = by_bucket
+        every = [
+            [self._costs[key][name] for key, name in each.items()]
+            for each in configurations.values()
+        ]
+        predicted = [sum(cost.seconds for cost in each) for each in every]
+        least = [least_seconds(each) for each in every]
+        return _Trial(configurations, Contest(predicted, least, self.rounds, self.tolerance))
 
-    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
-        yield from self.compressed.kept(shapes, comm)
+    def _cheapest(self, key: Key) -> str:
+        alone = {at: cost.seconds for at, cost in enumerate(self._costs[key].values())}
+        return [*self.parts][preferred(alone, self.tolerance)]
 
-    def error_bound(self, largest: float, size: int) -> float:
-        return max(each.error_bound(largest, size) for each in (self.compressed, self.plain))
+    def _keep(self, trial: _Trial, winner: Configuration, step: int) -> None:
+        place = {name: at for at, name in enumerate(self.parts)}
+        self.chosen = {key[0]: place[name] for key, name in winner.items()}
+        self.tried, self._chosen_at, self._trial = trial.tried(), step, None
 
     def choices(self) -> list[dict[str, Any]]:
-        """Return for each bucket its first parameter, both costs and the chosen exchange."""
-        return [
-            {
-                "bucket": name,
-                "compressed_s": float(cost[0]),
-                "plain_s": float(cost[1]),
-                "chosen": type(self.compressed if _compressed_wins(cost) else self.plain).__name__,
-            }
-            for name, cost in self.costs.items()
+        """Return the chosen exchange of each bucket, and what was predicted and timed."""
+        names = [*self.parts]
+        predicted = {
+            key[0]: {name: cost.seconds for name, cost in each.items()}
+            for key, each in self._costs.items()
+        }
+        buckets = [
+            {"bucket": name, "chosen": names[at], "predicted_s": predicted.get(name)}
+            for name, at in self.chosen.items()
         ]
+        return [*buckets, {"step_s": self.tried, "chosen_at": self._chosen_at}] if buckets else []
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.compressed.state_dict(), "costs": dict(self.costs)}
-
-    def continues(self, state: Mapping[str, Any]) -> bool:
-        return self.compressed.continues(state)
+        """Return the state of all candidates, and the choice."""
+        chosen = {name: torch.tensor(at) for name, at in self.chosen.items()}
+        tried = {name: torch.tensor(s, dtype=torch.float64) for name, s in self.tried.items()}
+        return {**super().state_dict(), "chosen": chosen, "tried": tried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.compressed.load_state_dict(state)
-        self.costs = {name: cost.cpu() for name, cost in state["costs"].items()}
+        """Continue with the choice, if there is one; if it is undone, all is tried anew."""
+        super().load_state_dict(state)
+        chosen = {name: int(at) for name, at in state["chosen"].items()}
+        if chosen != self.chosen:
+            self._trial, self._costs, self._seen = None, {}, []
+            self._chosen_at = 0 if chosen else None
+        self.chosen = chosen
+        self.tried = {name: float(s) for name, s in state["tried"].items()}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        return {**self.compressed.redistribute(states, rank, size), "costs": {}}
+        """Redistribute the candidates' states; other numbers of ranks may need other choices."""
+        return {**super().redistribute(states, rank, size), "chosen": {}, "tried": {}}
 
 
-def _compressed_wins(cost: Tensor) -> bool:
-    compressed_s, plain_s = cost.tolist()
-    return compressed_s < plain_s
+class _Trial:
+    """Configurations that take turns, and the times of their steps."""
+
+    def __init__(self, configurations: Mapping[str, Configuration], contest: Contest) -> None:
+        self._configurations, self.contest = dict(configurations), contest
+        self._spans: list[tuple[Mark, Mark]] = []  # of this visit
+        self._begin: Mark = 0.0
+
+    @property
+    def configuration(self) -> Configuration:
+        """The one to use now."""
+        return [*self._configurations.values()][self.contest.current]
+
+    @property
+    def winner(self) -> Configuration | None:
+        at = self.contest.winner
+        return None if at is None else [*self._configurations.values()][at]
+
+    def begin_turn(self, device: torch.device) -> None:
+        self._begin = mark(device)
+
+    def end_turn(self, comm: Comm, device: torch.device) -> None:
+        """Note a turn; tell the contest if it was a visit's last. All ranks call this."""
+        self._spans.append((self._begin, mark(device)))
+        if len(self._spans) <= self.contest.num_timed:
+            return
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # once a visit
+        own = [seconds(*span) for span in self._spans[1:]]
+        self.contest.end_visit(of_all(own, comm, device).amax(dim=0).tolist())
+        self._spans.clear()
+
+    def tried(self) -> dict[str, float]:
+        """Return the median seconds of a step in each configuration that was timed."""
+        names = [*self._configurations]
+        return {names[at]: median_s for at, median_s in self.contest.medians().items()}
+
+
+def _check(candidates: object, among: object, rounds: object, tolerance: object) -> None:
+    assert isinstance(candidates, Mapping)
+    names = among if isinstance(among, Sequence) and not isinstance(among, str) else ()
+    if not names or len({*names}) < len(names) or not set(names) <= candidates.keys():
+        allowed = ", ".join(candidates)
+        raise ValueError(f"exchange.among={among}: must be a list of some of {allowed}, each once")
+    if type(rounds) is not int or rounds < 1:
+        raise ValueError(f"exchange.rounds={rounds}: must be an integer of at least 1")
+    if not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+        raise ValueError(f"exchange.tolerance={tolerance}: must be a number from 0 to below 1")
+    for name in names:
+        if isinstance(candidates[name], Auto | Schedule | Hierarchical):
+            kind = type(candidates[name]).__name__
+            raise ValueError(
+                f"exchange.candidates.{name}={kind}: is made of others; choose a single one, and "
+                "between nodes exchange=hierarchical exchange@exchange.inter=auto"
+            )

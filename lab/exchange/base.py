@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +101,15 @@ class Exchange(ABC):
         """
         return 0.0 if self.exact else math.inf
 
+    def made_of(self) -> Iterable[Exchange]:
+        """Return the exchanges that this one is made of."""
+        return ()
+
+    @property
+    def settled_at(self) -> int | None:
+        """The first step after any trials, in which choices are made; None: they go on."""
+        return 0
+
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices that this exchange made by itself, for the record."""
         return []
@@ -141,6 +150,13 @@ class Exchange(ABC):
         return {}
 
 
+def everyone(exchange: Exchange) -> Iterator[Exchange]:
+    """Yield `exchange`, and all that it is made of."""
+    yield exchange
+    for part in exchange.made_of():
+        yield from everyone(part)
+
+
 def require_mean(key: str, exchange: Exchange) -> None:
     """Refuse an exchange that does not leave a mean, where `key` needs one that does.
 
@@ -170,6 +186,38 @@ class Staged(Exchange):
 
     @abstractmethod
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]: ...
+
+
+class Relayed(Staged):
+    """An exchange whose ranks all decode the same message at last, so that others can as well.
+
+    Two levels send it to the other ranks of a node in place of what it says.
+    """
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        byte = bucket.flat.new_empty(0, dtype=torch.uint8)
+        num_bytes = self.message_bytes(bucket, comm.size)
+        message = bucket.buffers["message"].take(byte, num_bytes)
+        yield from self.sum(bucket, comm, message)
+        self.decode(message, bucket, comm.size, divisor=comm.size)
+
+    @abstractmethod
+    def message_bytes(self, bucket: GradBucket, size: int) -> int:
+        """Return the bytes of the message of `bucket` among `size` ranks, a multiple of 4."""
+
+    @abstractmethod
+    def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
+        """Fill `message`, uint8 [message_bytes], with the sum over the ranks; yield as `stages`.
+
+        The memory of `bucket.flat` may be overwritten.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
+        """Replace `bucket.flat` by what `message` of `size` ranks says, divided by `divisor`.
+
+        The message is changed. Sets `bucket.finite`.
+        """
 
 
 class Rooted(Exchange):

@@ -34,6 +34,11 @@ def low_rank(shape: Sequence[int], rank: int) -> Matrix | None:
     return matrix if matrix and rank * sum(matrix) < math.prod(matrix) else None
 
 
+def rank_of(rows: int, columns: int, fraction: float) -> int:
+    """Return the rank of Dion's factors: a fraction of the shorter side, rounded up."""
+    return math.ceil(fraction * min(rows, columns))
+
+
 def signed(shape: Sequence[int], min_values: int) -> bool:
     """Return whether EF-SignSGD sends signs of the parameter; smaller ones travel exactly."""
     return math.prod(shape) >= min_values

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Staged
+from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 
 Moments = dict[str, Tensor]  # by parameter
 
 
-class Direction(Staged):
+class Direction(Exchange):
     """An exchange that leaves in `bucket.flat` the direction of an update, no mean of gradients.
 
     SGD without momentum applies it, `x -= lr * (direction + weight_decay * x)`: learning rates and
@@ -69,7 +69,7 @@ class Adam:
         ValueError: a value out of range.
     """
 
-    betas: tuple[float, float]
+    betas: tuple[float, ...]
     eps: float
 
     def __post_init__(self) -> None:
@@ -111,6 +111,13 @@ def zeros(kept: Moments, name: str, like: Tensor) -> Tensor:
 def copies(kept: Moments) -> Moments:
     """Return a copy of each tensor that is kept."""
     return {name: value.clone() for name, value in kept.items()}
+
+
+def tables_of(model: nn.Module) -> list[str]:
+    """Return the names of a model's embeddings."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = {id(m.weight) for m in model.modules() if isinstance(m, kinds)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in found]
 
 
 def require_integer(key: str, value: object, least: int) -> None:

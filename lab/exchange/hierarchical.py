@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import each_alone
-from lab.exchange.base import Exchange, Kept, Ranks, Shapes, Staged, require_mean
-from lab.exchange.bucket import GradBucket
+from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
+from lab.exchange.bucket import ALIGNED, GradBucket
 from lab.exchange.error_feedback import record_stream
 from lab.exchange.rails import (
     Blocks,
@@ -94,27 +94,63 @@ class Hierarchical(Staged):
         blocks.fill()
         own = blocks.memory[levels.inside.rank]
         yield levels.inside.ireduce_scatter(own, blocks.memory, blocks.arriving(levels.inside))
-        if (rail := levels.place.rail) is not None:
-            shapes = part_shapes(bucket.shapes, rail, num_rails(levels.nodes))
-            flat = own[: sum(shape.numel() for shape in shapes.values())]
-            part = GradBucket(shapes, flat, bucket.step, bucket.divided, buffers=bucket.buffers)
-            yield from self._between_nodes(part, levels.across)
-            if not bucket.divided:
-                flat.mul_(levels.place.size / comm.size)
-            if part.finite is not None:  # a sparse one may not deliver the value itself
-                flat[:1].masked_fill_(~part.finite, torch.nan)
-        yield levels.inside.iall_gather(blocks.memory, own)
+        if isinstance(self.inter, Relayed) and len(levels.nodes) > 1:
+            yield from self._relayed(self.inter, blocks.parts, levels, levels.inside)
+            finite = [part.finite for part in blocks.parts if part.finite is not None]
+            bucket.finite = torch.stack(finite).all()
+        else:
+            yield from self._gathered(blocks, levels, levels.inside)
         blocks.empty()
-        if not self.exact:
+        if not self.exact and bucket.finite is None:
             bucket.finite = bucket.flat.isfinite().all()
+
+    def _gathered(self, blocks: Blocks, levels: Levels, inside: Comm) -> Iterator[Collective]:
+        """Replace all parts by their means over the nodes, which are sent inside them."""
+        own = blocks.memory[inside.rank]
+        if (rail := levels.place.rail) is not None:
+            part = blocks.parts[rail]
+            yield from self._between_nodes(part, levels.across)
+            if not part.divided:
+                part.flat.mul_(len(levels.nodes) / levels.num_ranks)
+            if part.finite is not None:  # a sparse one may not deliver the value itself
+                part.flat[:1].masked_fill_(~part.finite, torch.nan)
+        yield inside.iall_gather(blocks.memory, own)
+
+    def _relayed(
+        self, inter: Relayed, parts: Sequence[GradBucket], levels: Levels, inside: Comm
+    ) -> Iterator[Collective]:
+        """Do the same, but send messages inside the nodes, which every rank decodes for itself."""
+        num_nodes = len(levels.nodes)
+        sizes = [inter.message_bytes(part, num_nodes) for part in parts]
+        byte = parts[0].flat.new_empty(0, dtype=torch.uint8)
+        longest = -(-max(sizes) // ALIGNED) * ALIGNED
+        messages = parts[0].buffers["messages"].take(byte, inside.size, longest)
+        own = messages[inside.rank]
+        if levels.across is not None:
+            rail = inside.rank
+            self._add_carried(parts[rail])
+            yield from inter.sum(parts[rail], levels.across, own[: sizes[rail]])
+        yield inside.iall_gather(messages, own)
+        for part, message, num_bytes in zip(parts, messages, sizes, strict=False):
+            inter.decode(message[:num_bytes], part, num_nodes, divisor=levels.num_ranks)
 
     def _between_nodes(self, part: GradBucket, across: Comm | None) -> Iterator[Collective]:
         """Replace this rail's part, a sum of this node, by its mean over the nodes."""
+        self._add_carried(part)
+        if across is not None:
+            yield from self.inter.stages(part, across)
+
+    def _add_carried(self, part: GradBucket) -> None:
         for name, start, stop in part.spans():
             if name in self.carried:
                 part.flat[start:stop] += record_stream(self.carried.pop(name))
-        if across is not None:
-            yield from self.inter.stages(part, across)
+
+    def made_of(self) -> Iterable[Exchange]:
+        return (self.inter,)
+
+    @property
+    def settled_at(self) -> int | None:
+        return self.inter.settled_at
 
     def choices(self) -> list[dict[str, Any]]:
         return self.inter.choices()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange import owner_message, owners
+from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
 from lab.exchange.direction import (
@@ -20,6 +21,7 @@ from lab.exchange.direction import (
     copies,
     is_finite,
     require_integer,
+    tables_of,
     zeros,
 )
 from lab.exchange.newton_schulz import orthogonalised, rms_factor
@@ -29,7 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 KINDS = ("momentum", "variance")
 
 
-class Muon(Direction):
+class Muon(Staged, Direction):
     """Muon (Jordan et al. 2024) for hidden matrices, Adam for all else, with the work shared.
 
     1. The parts of all gradients go to their owners, all to all, which sum them in rank order. A
@@ -70,7 +72,7 @@ class Muon(Direction):
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
         require_integer("steps", steps, 1)
         self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
-        self.dtype, self.adam = DTYPES[dtype], Adam((betas[0], betas[1]), eps)
+        self.dtype, self.adam = DTYPES[dtype], Adam(tuple(betas), eps)
         self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}  # of what this rank owns
         self._shapes: dict[str, torch.Size] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}
@@ -78,7 +80,7 @@ class Muon(Direction):
 
     def look_at(self, model: nn.Module) -> None:
         shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-        self._plan(shapes, _tables_of(model))
+        self._plan(shapes, tables_of(model))
 
     def _plan(self, shapes: dict[str, torch.Size], tables: Sequence[str]) -> None:
         self._shapes, self._matrices = shapes, owners.hidden_matrices(shapes, tables)
@@ -159,10 +161,3 @@ class Muon(Direction):
                 elif owner[name] == rank:
                     new[kind][name] = whole
         return new
-
-
-def _tables_of(model: nn.Module) -> list[str]:
-    """Return the names of a model's embeddings."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    found = {id(m.weight) for m in model.modules() if isinstance(m, kinds)}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in found]

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from lab.codec.onebit import codec as onebit
-from lab.codec.onebit.message import Matrix
-from lab.distributed.collective import Collective
+from lab.codec.onebit.message import Matrix, Message, line_bytes
+from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
-from lab.exchange.base import Kept, Ranks, Shapes, Staged
+from lab.exchange.base import Kept, Ranks, Relayed, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import quantised
 from lab.exchange.error_feedback import ErrorFeedback, record_stream
 from lab.exchange.two_stage import TwoStageSum
-from lab.exchange.uncompressed import ExactMeans, gaps
+from lab.exchange.uncompressed import gaps, put_back
 
 GRANULARITIES = ("column", "block")
+FLOAT_BYTES = 4
 SHARD_RESIDUAL = "stripe_residual"  # key in checkpoints; old ones must stay readable
 
 
-class OneBit(Staged, ErrorFeedback):
+class OneBit(Relayed, ErrorFeedback):
     """Two-stage 1-bit SGD with error feedback (Seide et al. 2014, section 3; CNTK's 1BitSGD).
 
     1. Reduce-scatter: each rank adds its residual to its gradient, quantises all rows, and keeps
@@ -82,26 +83,41 @@ class OneBit(Staged, ErrorFeedback):
         # Residuals are [rows, columns] by parameter.
         self.shard_residual: dict[str, Tensor] = {}  # [rows of this rank's shard, columns]
 
-    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        matrices = self.matrices(bucket) if bucket.step >= self.warmup_steps else []
-        quantised = [slice(matrix.start, matrix.stop) for matrix in matrices]
-        exact = ExactMeans(bucket, gaps(quantised, len(bucket.flat)), comm)
-        if not matrices:
-            yield exact.collective
-            bucket.finite = exact.put_back().isfinite().all()
-            return
+    def message_bytes(self, bucket: GradBucket, size: int) -> int:
+        matrices = self._quantised(bucket)
+        quantised = sum(matrix.rows * matrix.columns for matrix in matrices)
+        return size * line_bytes(matrices, size) + FLOAT_BYTES * (len(bucket.flat) - quantised)
 
-        values = {matrix.name: matrix.view(bucket.flat) for matrix in matrices}
-        shards = {m.name: values[m.name][m.shard(comm.rank, comm.size)] for m in matrices}
-        quantiser = TwoStageSum(matrices, comm, bucket.flat, bucket.buffers, self.threshold)
-        yield from quantiser.stages(
-            [*values.values()],
-            self._kept(self.residual, values),
-            self._kept(self.shard_residual, shards),
-            divisor=comm.size,
-        )
-        yield exact.collective
-        bucket.finite = quantiser.finite & exact.put_back().isfinite().all()
+    def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
+        matrices = self._quantised(bucket)
+        encoded, sums = _parts(message, matrices, comm.size)
+        exact: Collective = Done()
+        if len(sums):
+            exact = comm.iall_reduce(torch.cat(_exact(bucket, matrices), out=sums))
+        if matrices:
+            values = {matrix.name: matrix.view(bucket.flat) for matrix in matrices}
+            shards = {m.name: values[m.name][m.shard(comm.rank, comm.size)] for m in matrices}
+            yield from TwoStageSum(
+                matrices, comm, bucket.flat, bucket.buffers, self.threshold
+            ).stages(
+                [*values.values()],
+                self._kept(self.residual, values),
+                self._kept(self.shard_residual, shards),
+                Message(matrices, comm.size, encoded),
+            )
+        yield exact
+
+    def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
+        matrices = self._quantised(bucket)
+        encoded, means = _parts(message, matrices, size)
+        put_back(_exact(bucket, matrices), means.div_(divisor))
+        bucket.finite = means.isfinite().all()
+        if matrices:
+            sums = Message(matrices, size, encoded)
+            bucket.finite &= sums.deliver([m.view(bucket.flat) for m in matrices], divisor)
+
+    def _quantised(self, bucket: GradBucket) -> list[Matrix]:
+        return self.matrices(bucket) if bucket.step >= self.warmup_steps else []
 
     def matrices(self, bucket: GradBucket) -> list[Matrix]:
         """Return the parts of `bucket` that are quantised; the rest travels exactly."""
@@ -156,3 +172,16 @@ class OneBit(Staged, ErrorFeedback):
             new = Matrix(name, 0, *rows.shape)
             shard_residual[name] = rows[new.shard(rank, size)].clone()
         return super().redistribute(states, rank, size) | {SHARD_RESIDUAL: shard_residual}
+
+
+def _parts(message: Tensor, matrices: Sequence[Matrix], size: int) -> tuple[Tensor, Tensor]:
+    """Return a message's matrices, uint8 [size, line_bytes], and exact values, float32 [n]."""
+    width = line_bytes(matrices, size)
+    encoded, exact = message[: size * width], message[size * width :]
+    return encoded.view(size, width), exact.view(torch.float32)
+
+
+def _exact(bucket: GradBucket, matrices: Sequence[Matrix]) -> list[Tensor]:
+    """Return the parts of `bucket` that are not quantised, sharing its memory."""
+    quantised = [slice(matrix.start, matrix.stop) for matrix in matrices]
+    return [bucket.flat[part] for part in gaps(quantised, len(bucket.flat))]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.direction import (
     Adam,
@@ -29,7 +30,7 @@ SIGNS_OF = ("momentum", "gradient")
 KINDS = ("momentum", "variance", "scales", "ratio")
 
 
-class OneBitAdam(Direction):
+class OneBitAdam(Staged, Direction):
     """1-bit Adam (Tang et al. 2021, algorithm 1), whose ranks keep momentum and variance in shares.
 
     At first gradients are averaged exactly, and the direction is AdamW's. Once the variance has
@@ -79,7 +80,7 @@ class OneBitAdam(Direction):
         signs_of: str = "momentum",
     ) -> None:
         super().__init__()
-        self.adam = Adam((betas[0], betas[1]), eps)
+        self.adam = Adam(tuple(betas), eps)
         require_integer("least_steps", least_steps, 1)
         require_integer("rate_warmup", rate_warmup, 0)
         if freeze_at is not None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lab.codec.powersgd import codec as powersgd
+from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import low_rank
 from lab.exchange.error_feedback import ErrorFeedback
-from lab.exchange.uncompressed import average_exactly, gaps
+from lab.exchange.low_rank import orthonormal, random_factor, together
+from lab.exchange.uncompressed import ExactMeans, gaps
 
 
-class PowerSGD(ErrorFeedback):
+class PowerSGD(Staged, ErrorFeedback):
     """Rank-r approximation, error feedback and warm start (Vogels et al. 2019, Algorithms 1, 2).
 
     M = gradient + residual of one tensor, as a matrix [outputs, the rest]. P = MQ is summed over
     the ranks and orthogonalised; Q = M^T P is averaged; every rank delivers P Q^T and keeps M minus
     P times its own, unaveraged Q^T. Both sums are all-reduces, one for all matrices of a bucket, so
-    the bytes of a rank, 8r(outputs + rest)(N-1)/N per matrix, do not grow with N.
+    the bytes of a rank, 8r(outputs + rest)(N-1)/N per matrix, do not grow with N. The second has
+    connections of its own (Comm.beside), so that buckets may be at different stages.
 
     P is orthogonalised by QR, not Gram-Schmidt, which fails on a matrix of lower rank: a zero
     gradient would leave Q zero for good.
@@ -44,57 +47,68 @@ class PowerSGD(ErrorFeedback):
         self.rank = rank
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
 
-    def average(self, bucket: GradBucket, comm: Comm) -> None:
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        second = comm.beside("second stage")
         spans = {
             name: slice(start, stop)
             for name, start, stop in bucket.spans()
             if low_rank(bucket.shapes[name], self.rank)
         }
-        average_exactly(bucket, gaps(spans.values(), len(bucket.flat)), comm)
+        exact = ExactMeans(bucket, gaps(spans.values(), len(bucket.flat)), comm)
         if not spans:
+            yield exact.collective
+            exact.put_back()
             return
         means = [bucket.flat[span].view(bucket.shapes[n][0], -1) for n, span in spans.items()]
         qs = [self._warm_start(name, mean) for name, mean in zip(spans, means, strict=True)]
-        matrices, ps = self._orthogonal_ps(dict(zip(spans, means, strict=True)), qs, comm)
-        for p, q, kept, mean in zip(ps, self._mean_qs(matrices, ps, comm), qs, means, strict=True):
+        message, ps, matrices = self._project(dict(zip(spans, means, strict=True)), qs)
+        summed = comm.iall_reduce(message)
+        yield exact.collective
+        exact.put_back()
+        yield summed
+        ps = [orthonormal(p) for p in ps]
+        message, new_qs = self._project_back(matrices, ps)
+        yield second.iall_reduce(message)
+        message.div_(comm.size)
+        for p, q, kept, mean in zip(ps, new_qs, qs, means, strict=True):
             kept.copy_(q)
             powersgd.rebuild(p, q, mean)
 
-    def _orthogonal_ps(
-        self, gradients: dict[str, Tensor], qs: list[Tensor], comm: Comm
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _project(
+        self, gradients: dict[str, Tensor], qs: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Add the residuals to the gradients, and multiply by the last step's Q.
 
         Returns:
-            Each parameter's M = gradient + residual, [rows, columns]; and MQ, summed over the
-            ranks, with orthonormal columns: [rows, r].
+            Each parameter's MQ, [rows, r], as a message and as views of it, and its
+            M = gradient + residual, [rows, columns].
         """
         shapes = [(len(gradient), self.rank) for gradient in gradients.values()]
-        message, ps = _together(shapes, qs[0])
+        message, ps = together(shapes, qs[0])
         matrices = []
         for (name, gradient), q, p in zip(gradients.items(), qs, ps, strict=True):
             residual = self.residual_of(name, gradient.view(-1))
             kept = None if residual is None else residual.view_as(gradient)
             powersgd.project(gradient, kept, q, p)
             matrices.append(gradient if kept is None else kept)
-        comm.all_reduce(message)
-        return matrices, [torch.linalg.qr(p).Q.contiguous() for p in ps]
+        return message, ps, matrices
 
-    def _mean_qs(self, matrices: list[Tensor], ps: list[Tensor], comm: Comm) -> list[Tensor]:
-        """Return each matrix's (M^T P)^T, averaged: [r, columns]. Subtract P Q^T from each."""
-        message, qs = _together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
+    def _project_back(
+        self, matrices: list[Tensor], ps: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return each matrix's (M^T P)^T, [r, columns], as a message and as views of it.
+
+        P Q^T is subtracted from each M.
+        """
+        message, qs = together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             powersgd.project_back(matrix, p, q, subtract=self.error_feedback)
-        comm.all_reduce(message)
-        message.div_(comm.size)
-        return qs
+        return message, qs
 
     def _warm_start(self, name: str, matrix: Tensor) -> Tensor:
         """Return the last step's Q^T; in the first step random values, the same on all ranks."""
         if name not in self.q:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            start = torch.randn(self.rank, matrix.shape[1], generator=generator)
-            self.q[name] = start.to(matrix.device)
+            self.q[name] = random_factor(name, self.rank, matrix.shape[1], matrix.device)
         return self.q[name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,11 +121,3 @@ class PowerSGD(ErrorFeedback):
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Share residuals as ErrorFeedback does; every rank had the same Q."""
         return super().redistribute(states, rank, size) | {"q": dict(states[0]["q"])}
-
-
-def _together(shapes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return a vector to send, and matrices of `shapes` that share its memory in order."""
-    sizes = [rows * columns for rows, columns in shapes]
-    message = like.new_empty(sum(sizes))
-    views = [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]
-    return message, views

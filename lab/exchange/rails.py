@@ -46,6 +46,11 @@ class Levels:
     inside: Comm | None
     across: Comm | None
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all nodes."""
+        return sum(map(len, self.nodes))
+
     @classmethod
     def of(cls, comm: Comm) -> Levels:
         """Split `comm`, unless it has one level alone. A collective call."""
@@ -103,6 +108,7 @@ class Blocks:
 
     Attributes:
         memory: float32 [local, values of the longest part].
+        parts: for each rail the bucket of its part, in this memory.
     """
 
     def __init__(self, bucket: GradBucket, local: int, rails: int) -> None:
@@ -114,14 +120,20 @@ class Blocks:
         )
         if self._in_place:
             self.memory = bucket.flat.view(local, longest)
-            return
-        self.memory = bucket.buffers["blocks"].take(bucket.flat, local, longest)
+        else:
+            self.memory = bucket.buffers["blocks"].take(bucket.flat, local, longest)
+        self.parts = [self._part(bucket, rail, rails) for rail in range(rails)]
         self._values = [values for part in parts for values in part]
         self._places = [
             place
             for part, block in zip(parts, self.memory, strict=False)
             for place in block[: sum(map(len, part))].split([len(values) for values in part])
         ]
+
+    def _part(self, bucket: GradBucket, rail: int, rails: int) -> GradBucket:
+        shapes = part_shapes(bucket.shapes, rail, rails)
+        flat = self.memory[rail, : sum(shape.numel() for shape in shapes.values())]
+        return GradBucket(shapes, flat, bucket.step, bucket.divided, buffers=bucket.buffers)
 
     def arriving(self, inside: Comm) -> Tensor | None:
         """Return memory like the blocks for a reduce-scatter; None where it needs none: NCCL."""

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lab.codec import int4
 from lab.codec.int8 import codec as int8
 from lab.codec.onebit.message import Matrix, Message
-from lab.distributed.collective import SummedParts
+from lab.distributed.collective import Collective, SummedParts
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import ScratchBuffers
+from lab.exchange.error_feedback import ErrorFeedback
+from lab.exchange.int4 import Int4
 from lab.exchange.int8 import Int8
 from lab.exchange.onebit import OneBit
 
@@ -59,23 +62,34 @@ class Scatter(ABC):
 
 
 class Exact(Scatter):
-    """Sends gradients as `dtype`."""
+    """Sends gradients as `dtype`; sums are in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
-        if self._dtype == gradients.dtype:
-            spare = None
-            if comm.backend != "nccl":
-                spare = layout.buffers["received"].take(gradients, *gradients.shape)
-            comm.ireduce_scatter(output, gradients, spare).wait()
-            return
-        empty = gradients.new_empty(0, dtype=self._dtype)
-        sent = layout.buffers["sent"].take(empty, *gradients.shape)
-        received = layout.buffers["received"].take(empty, *gradients.shape)
+        needed = self.needs_spare(comm)
+        spare = layout.buffers["spare"].take(gradients, *gradients.shape) if needed else None
+        self.begin(output, gradients, comm, spare).wait()
+
+    def needs_spare(self, comm: Comm) -> bool:
+        """Return whether `begin` needs memory for what travels; NCCL's float32 does not."""
+        return self._dtype != torch.float32 or comm.backend != "nccl"
+
+    def begin(
+        self, output: Tensor, gradients: Tensor, comm: Comm, spare: Tensor | None
+    ) -> Collective:
+        """Begin `sum`.
+
+        Args:
+            output: may be `gradients[rank]`.
+            spare: memory like `gradients`, if it is needed; free again after the wait.
+        """
+        if spare is None or self._dtype == torch.float32:
+            return comm.ireduce_scatter(output, gradients, spare)
+        sent, received = spare.view(-1).view(self._dtype).view(2, *gradients.shape)
         sent.copy_(gradients)
-        SummedParts(comm.iall_to_all(received, sent), received, output).wait()
+        return SummedParts(comm.iall_to_all(received, sent), received, output)
 
 
 class EightBit(Scatter):
@@ -100,6 +114,37 @@ class EightBit(Scatter):
             output += other
 
 
+class FourBit(Scatter):
+    """Sends half a byte for each value, by blocks, with the residual of `exchange` if it has one.
+
+    So delivered sums + residuals = true sums, as in the first stage of Int4.
+    """
+
+    def __init__(self, exchange: Int4) -> None:
+        self._exchange = exchange
+
+    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+        block = self._exchange.block_size
+        shape = comm.size, -(-gradients.shape[1] // block), int4.HEADER_BYTES + block // 2
+        byte = gradients.new_empty(0, dtype=torch.uint8)
+        sent = layout.buffers["sent"].take(byte, *shape)
+        received = layout.buffers["received"].take(byte, *shape)
+        residual = residual_of(self._exchange, gradients, layout)
+        if residual is not None:
+            gradients += residual
+        other = torch.empty_like(output)
+        for row, (values, records) in enumerate(zip(gradients, sent, strict=True)):
+            int4.encode(values, records)
+            if residual is not None:
+                int4.decode(records, other)
+                torch.sub(values, other, out=residual[row])
+        comm.all_to_all(received, sent)
+        int4.decode(received[0], output)
+        for records in received[1:]:
+            int4.decode(records, other)
+            output += other
+
+
 class SignBit(Scatter):
     """Sends a bit for each value and two scales for each block, with the residual of `exchange`.
 
@@ -118,10 +163,10 @@ class SignBit(Scatter):
         padded[:, n:].zero_()
         matrix = Matrix("", 0, size * blocks, block)
         values = matrix.view(padded.view(-1))
-        residual = self._residual(padded, layout)
+        residual = residual_of(self._exchange, padded, layout)
 
         def message(role: str) -> Message:
-            return Message([matrix], size, size, padded, layout.buffers[role])
+            return Message.within(layout.buffers[role], [matrix], size, size, padded)
 
         sent, received = message("sent"), message("received")
         flat = None if residual is None else residual.view_as(values)
@@ -134,33 +179,33 @@ class SignBit(Scatter):
         if residual is not None:
             residual[:, n:].zero_()  # of padding, which nobody saves
 
-    def _residual(self, padded: Tensor, layout: Layout) -> Tensor | None:
-        """Return the residual of `padded`, of its shape; None without error feedback.
 
-        The exchange holds views of it, by parameter: [N, rows, inner]. After a resume or a rollback
-        it holds other tensors, which are copied; those of another number of ranks are laid out
-        anew.
-        """
-        if not self._exchange.error_feedback:
-            return None
-        residual = layout.buffers["residual"].take(padded, *padded.shape)
-        kept = self._exchange.residual
-        views = {
-            name: residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
-            for name, at in layout.columns.items()
-            if at.inner
-        }
-        if all(name in kept and kept[name].data_ptr() == v.data_ptr() for name, v in views.items()):
-            return residual
-        residual.zero_()
-        for name, view in views.items():
-            if name in kept:
-                _fill(view, kept[name])
-            kept[name] = view
+def residual_of(exchange: ErrorFeedback, gradients: Tensor, layout: Layout) -> Tensor | None:
+    """Return the residual of `gradients` [N, n], of its shape; None without error feedback.
+
+    The exchange holds views of it, by parameter: [N, rows, inner]. After a resume or a rollback it
+    holds other tensors, which are copied; those of another number of ranks are laid out anew.
+    """
+    if not exchange.error_feedback:
+        return None
+    residual = layout.buffers["residual"].take(gradients, *gradients.shape)
+    kept = exchange.residual
+    views = {
+        name: residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
+        for name, at in layout.columns.items()
+        if at.inner
+    }
+    if all(name in kept and kept[name].data_ptr() == v.data_ptr() for name, v in views.items()):
         return residual
+    residual.zero_()
+    for name, view in views.items():
+        if name in kept:
+            fill_rows(view, kept[name])
+        kept[name] = view
+    return residual
 
 
-def _fill(view: Tensor, saved: Tensor) -> None:
+def fill_rows(view: Tensor, saved: Tensor) -> None:
     """Copy the rows of a parameter, [N, rows, inner], to where another N or none puts them."""
     laid_out = torch.zeros_like(view, memory_format=torch.contiguous_format).flatten(0, 1)
     rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
@@ -178,9 +223,11 @@ def scatter_of(exchange: Exchange) -> Scatter:
         return Exact(exchange.dtype)
     if isinstance(exchange, Int8):
         return EightBit(exchange.block_size)
+    if isinstance(exchange, Int4):
+        return FourBit(exchange)
     if isinstance(exchange, OneBit) and not exchange.warmup_steps:
         return SignBit(exchange)
     raise ValueError(
         f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed are allreduce, bf16, "
-        "fp16, int8, and onebit without warmup_steps"
+        "fp16, int8, int4, and onebit without warmup_steps"
     )

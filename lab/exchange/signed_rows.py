@@ -142,8 +142,9 @@ class SignedRows:
         residuals = [m.view(self.kept["residual"][m.name]) for m in matrices]
         shard_residuals = self.views_of_shard(self.kept["shard_residual"], parts, comm)
         total = TwoStageSum(matrices, comm, bucket.flat, bucket.buffers)
-        yield from total.stages(values, residuals, shard_residuals, between=between)
-        bucket.finite = total.finite
+        sums = total.message("gathered", comm.size)
+        yield from total.stages(values, residuals, shard_residuals, sums, between=between)
+        bucket.finite = sums.deliver(values)
         for part in parts:
             part.put_back(self.rows(part.name))
 

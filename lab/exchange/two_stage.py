@@ -27,14 +27,9 @@ class TwoStageSum:
     Args:
         matrices: their shapes; rows are sharded.
         like: tensor on the device.
-        buffers: memory for the four messages.
+        buffers: memory for the messages.
         threshold: see lab.codec.onebit.codec.encode.
-
-    Attributes:
-        finite: bool [], whether all delivered values are finite; set by `stages`.
     """
-
-    finite: Tensor
 
     def __init__(
         self,
@@ -52,26 +47,26 @@ class TwoStageSum:
         values: Sequence[Tensor],
         residuals: Residuals,
         shard_residuals: Residuals,
-        *,
-        divisor: int = 1,
+        gathered: Message,
         between: Callable[[list[Tensor]], None] | None = None,
     ) -> Iterator[Collective]:
-        """Replace `values` by their sum over the ranks, divided by `divisor`.
+        """Fill `gathered` with the sum over the ranks of `values`, to be decoded.
 
         Args:
-            values: float32 [rows, columns], one for each matrix.
+            values: float32 [rows, columns], one for each matrix; memory for sums afterwards.
             residuals: like `values`, replaced.
             shard_residuals: like this rank's rows of `values`, replaced.
+            gathered: a line from each rank.
             between: changes the sums of this rank's rows in place before stage 2.
         """
         comm, size = self.comm, self.comm.size
-        outgoing, received = self._message("outgoing", size), self._message("received", size)
+        outgoing, received = self.message("outgoing", size), self.message("received", size)
         outgoing.encode(values, residuals, self.threshold)
         yield comm.iall_to_all(received.bytes, outgoing.bytes)
         # The values have been encoded: their memory is free for the sums.
         pairs = zip(values, self.matrices, strict=True)
         shards = [value[matrix.shard(comm.rank, size)] for value, matrix in pairs]
-        reduced, gathered = self._message("reduced", 1), self._message("gathered", size)
+        reduced = self.message("reduced", 1)
         if between is None:
             reduced.encode_sum(received, shards, shard_residuals, self.threshold)
         else:
@@ -79,10 +74,8 @@ class TwoStageSum:
             between(shards)
             reduced.encode(shards, shard_residuals, self.threshold)
         yield comm.iall_gather(gathered.bytes, reduced.bytes)
-        self.finite = gathered.scales().isfinite().all()
-        if divisor != 1:
-            gathered.scales().div_(divisor)
-        gathered.decode(values)
 
-    def _message(self, role: str, lines: int) -> Message:
-        return Message(self.matrices, self.comm.size, lines, self._like, self._buffers[role])
+    def message(self, role: str, lines: int) -> Message:
+        """Return a message with memory of its own for each role."""
+        buffers = self._buffers[role]
+        return Message.within(buffers, self.matrices, self.comm.size, lines, self._like)

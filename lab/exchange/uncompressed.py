@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ class ExactMeans:
             float32 [values of all parts]: the means, one part after the other.
         """
         means = self._sums.div_(self._size)
-        if len(means):
-            sizes = [len(piece) for piece in self._pieces]
-            torch._foreach_copy_(self._pieces, list(means.split(sizes)))
+        put_back(self._pieces, means)
         return means
 
 
@@ -43,6 +41,12 @@ def average_exactly(bucket: GradBucket, parts: list[slice], comm: Comm) -> None:
     means = ExactMeans(bucket, parts, comm)
     means.collective.wait()
     means.put_back()
+
+
+def put_back(pieces: Sequence[Tensor], values: Tensor) -> None:
+    """Copy `values`, [values of all pieces], to where the pieces were cut out."""
+    if len(values):
+        torch._foreach_copy_(list(pieces), list(values.split([len(piece) for piece in pieces])))
 
 
 def gaps(covered: Iterable[slice], num_values: int) -> list[slice]:

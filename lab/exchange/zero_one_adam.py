@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import as_matrix
 from lab.exchange.direction import Adam, Direction, Moments, copies, is_finite, zeros
@@ -20,7 +21,7 @@ from lab.exchange.signed_rows import SignedRows
 KINDS = ("momentum", "variance", "root")
 
 
-class ZeroOneAdam(Direction):
+class ZeroOneAdam(Staged, Direction):
     """0/1 Adam (Lu et al. 2022, algorithm 1) without its local steps.
 
     1. In steps at intervals that double (see Doubling) gradients are averaged exactly, and update
@@ -57,7 +58,7 @@ class ZeroOneAdam(Direction):
         longest_interval: int = 16,
     ) -> None:
         super().__init__()
-        self.adam = Adam((betas[0], betas[1]), eps)
+        self.adam = Adam(tuple(betas), eps)
         self.signed = SignedRows(block_size)
         self.doubling = Doubling(updates_per_interval, longest_interval)
         self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}

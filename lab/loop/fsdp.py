@@ -45,7 +45,8 @@ def fsdp_reduce_scatter(
     Call it after the last fully_shard, before the first backward. FSDP's own groups carry it.
 
     Args:
-        exchange: "allreduce" (exact), "bf16", "fp16", "int8" or "onebit", whose first half it is.
+        exchange: "allreduce" (exact), "bf16", "fp16", "int8", "int4" or "onebit", whose first half
+            it is.
         overrides: settings by dotted key: `**{"exchange.block_size": 512}`.
 
     Raises:

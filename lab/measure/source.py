@@ -16,10 +16,16 @@ def source_hash(model: nn.Module) -> str:
     Shapes and options of layers are settings and do not count. A class without source, as one
     typed at a prompt, counts by its name.
     """
-    kinds = {type(module) for module in model.modules()}
+    kinds = {_as_written(type(module)) for module in model.modules()}
     own = (kind for kind in kinds if kind.__module__.partition(".")[0] != "torch")
     sources = sorted(_source(kind) for kind in own)
     return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:LENGTH]
+
+
+def _as_written(kind: type) -> type:
+    """Return the class that FSDP2's fully_shard has replaced, or the class itself."""
+    _, *bases = kind.__mro__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else kind
 
 
 def _source(kind: type) -> str:

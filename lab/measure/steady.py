@@ -30,7 +30,7 @@ def least_warmup(asked: int | None) -> int:
     return FIRST if asked is None else asked
 
 
-def warmup_of(step_s: np.ndarray, asked: int | None, every: int = 1) -> Warmup:
+def warmup_of(step_s: np.ndarray, asked: int | None, every: int = 1, trials: int = 0) -> Warmup:
     """Decide how many of a run's first steps are warm-up.
 
     By the rule MSER-5 (K. P. White, An Effective Truncation Heuristic for Bias Reduction in
@@ -42,15 +42,19 @@ def warmup_of(step_s: np.ndarray, asked: int | None, every: int = 1) -> Warmup:
         step_s: seconds, [ranks, steps]; a step lasts until the slowest rank has finished it.
         asked: number of steps that the user asked to leave out; None: until steady.
         every: steps from one exchange to the next; a batch holds whole rounds of them.
+        trials: first steps in which an exchange tried others; these are warm-up in any case.
     """
+    if trials > (asked or 0) and (asked is not None or trials >= step_s.shape[1]):
+        return Warmup(trials, f"the exchange tried others in the first {trials}")
     if asked is not None:
         return Warmup(asked, f"warmup_steps={asked}")
     size = every * math.ceil(BATCH / every)
-    first = size * math.ceil(FIRST / size)
+    least = max(FIRST, trials)
+    first = size * math.ceil(least / size)
     later = step_s.max(axis=0)[first:] if len(step_s) else np.empty(0)
     num_batches = len(later) // size
     if num_batches * BATCH < FEWEST:
-        return Warmup(FIRST, f"the first {FIRST}; too few follow for a test of steadiness")
+        return Warmup(least, f"the first {least}; too few follow for a test of steadiness")
     batches = np.log(later[: num_batches * size]).reshape(num_batches, size).mean(axis=1)
     errors = [np.var(batches[cut:]) / (num_batches - cut) for cut in range(num_batches // 2 + 1)]
     cut = int(np.argmin(errors))

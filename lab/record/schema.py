@@ -157,7 +157,8 @@ class Record:
         buckets: the buckets in the order in which they leave; null: a library plans them, or none
             is exchanged.
         idle: settings that did nothing in this run, a line each (lab.sync.idle).
-        choices: choices that exchange and sync made by themselves: `auto` for each bucket;
+        choices: choices that exchange and sync made by themselves: `auto` for each bucket, with
+            the seconds of a step in each configuration and the step since when it holds;
             exchanges with moments after how many steps they froze the variance (null: not yet).
         attempts: every start of the run: first step, world size, time and, if another one followed,
             its end.

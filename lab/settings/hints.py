@@ -80,6 +80,7 @@ CHOICES = {
         "zero2": "zero1 or fsdp",
         "zero3": "fsdp",
         "zeroredundancyoptimizer": "zero1",
+        "zero++": "zeropp",
         "deepspeed": "zero1 or fsdp",
     },
     "optim": {"adam": "adamw"},

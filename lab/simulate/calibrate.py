@@ -24,11 +24,17 @@ def calibrate(path: Path, preset: Hardware) -> Hardware:
     """Replace the preset's figures by those that a result of lab.bench contains.
 
     Raises:
-        ValueError: the file is not a result about links or codecs.
+        ValueError: the file is not a result about links or codecs. Values that were fitted before
+            are none: rates of codecs hold for the cost cards of their time alone.
         OSError: the file cannot be read.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
+        if "hardware" in result:
+            raise ValueError(
+                f"fit={path}: its hardware was fitted under the cost cards of its time; give the "
+                "study that was measured, runs/STUDY, to fit it anew"
+            )
         fit = {"collective": _links, "codec": _codec}[result["bench"]]
         return fit(result, preset)
     except (json.JSONDecodeError, KeyError, TypeError) as error:

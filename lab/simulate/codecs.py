@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from lab.exchange import compressible
+from lab.model.profile import VALUE_BYTES
 from lab.simulate.load import Load
 from lab.simulate.network import Cost
 
@@ -20,23 +21,45 @@ def all_reduce(load: Load) -> None:
 
 
 def onebit(load: Load) -> None:
+    onebit_sum(load)
+    onebit_decode(load)
+
+
+def onebit_sum(load: Load) -> None:
     """Count reads and writes as lab/benchmarks/codec.py does: gradient, residuals, message.
 
     There are three calls per matrix, as in lab/exchange/onebit.py: encode, sum and decode.
     """
-    rule = [load.exchange[key] for key in ("granularity", "block_size", "min_columns")]
-    matrices = [matrix for shape in load.shapes if (matrix := compressible.quantised(shape, *rule))]
-    n = sum(rows * columns for rows, columns in matrices)
-    message = sum(rows * (columns / 8 + 8) for rows, columns in matrices)  # and two scales a row
+    matrices, n, message = _quantised(load)
     exact = load.exact(load.n - n)
     if not n:
         load.wire(exact)
         return
-    load.codec(12 * n + message, len(matrices))
+    load.codec(12 * n + message, matrices)
     load.wire(exact + load.network.all_to_all(message / load.N))
-    load.codec(12 * n / load.N + message, len(matrices))
+    load.codec(12 * n / load.N + message, matrices)
     load.wire(load.network.all_gather(message / load.N))
-    load.codec(4 * n + message, len(matrices))
+
+
+def onebit_decode(load: Load) -> None:
+    """Count what a rank reads and writes to decode the sums of all ranks."""
+    matrices, n, message = _quantised(load)
+    if n:
+        load.codec(4 * n + message, matrices)
+
+
+def onebit_message_bytes(load: Load) -> float:
+    """Count the bytes from which the sums of all ranks are decoded."""
+    _, n, message = _quantised(load)
+    return message + VALUE_BYTES * (load.n - n)
+
+
+def _quantised(load: Load) -> tuple[int, int, float]:
+    """Return the number of matrices, and of their values, and the bytes of bits and scales."""
+    rule = [load.exchange[key] for key in ("granularity", "block_size", "min_columns")]
+    matrices = [matrix for shape in load.shapes if (matrix := compressible.quantised(shape, *rule))]
+    n = sum(rows * columns for rows, columns in matrices)
+    return len(matrices), n, sum(rows * (columns / 8 + 8) for rows, columns in matrices)
 
 
 def int8(load: Load) -> None:

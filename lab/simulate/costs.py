@@ -6,12 +6,12 @@ The simulator, lab.bench memory, and the tests of payload and documents all read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
 from lab.simulate import codecs, directions, hierarchy
-from lab.simulate.load import Load, Settings, Shape, Sizes, Stage, class_of
+from lab.simulate.load import Load, Relay, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Network
 from lab.simulate.phases import phases_of, ways_of
 
@@ -46,6 +46,7 @@ class Card:
         sums: whether an exchange adds values one by one and does no more, so that parts of a
             parameter may travel alone.
         lossy: whether an exchange delivers something else than the mean up to rounding.
+        relay: what two levels do with it between nodes; None: they send values inside the nodes.
     """
 
     add_stages: Callable[[Load], None]
@@ -54,6 +55,7 @@ class Card:
     scratch: Callable[[Sizes, Settings], float] = _nothing
     kept: Callable[[Sizes, Settings], float] = _nothing
     lossy: Callable[[Settings], bool] = _never
+    relay: Relay | None = None
 
 
 def card_of(exchange: Settings) -> Card:
@@ -94,8 +96,9 @@ def extra_bytes(sizes: Sizes, exchange: Settings) -> float:
 
 
 def _auto(load: Load) -> None:
-    """Take the faster exchange for this bucket; training finds it by trying both."""
-    tried = [stages_of(load.shapes, way, load.network) for way in ways_of(load.exchange)]
+    """Take the fastest exchange for this bucket by itself; see simulate() for whole steps."""
+    ways = ways_of(load.exchange).values()
+    tried = [stages_of(load.shapes, way, load.network) for way in ways]
     load.stages += min(tried, key=lambda stages: sum(stage.seconds for stage in stages))
 
 
@@ -107,18 +110,30 @@ def _schedule(load: Load) -> None:
 
 
 def _hierarchical(load: Load) -> None:
-    hierarchy.add_stages(load, card_of(load.exchange["inter"]).add_stages)
+    inter = card_of(load.exchange["inter"])
+    hierarchy.add_stages(load, inter.add_stages, inter.relay)
+
+
+def _hierarchical_kept(sizes: Sizes, exchange: Settings) -> float:
+    inter = card_of(exchange["inter"])
+    return hierarchy.kept(sizes, inter.kept, exchange["inter"], inter.relay)
 
 
 def is_staged(exchange: Settings) -> bool:
-    """Return whether an exchange takes turns with backward over Gloo, in all of its phases."""
-    return all(card_of(way).staged for way in ways_of(exchange) or [exchange])
+    """Return whether an exchange takes turns with backward over Gloo, in all of its parts."""
+    parts = [*ways_of(exchange).values()] or [exchange.get("inter", exchange)]
+    return all(card_of(way).staged for way in parts)
 
 
 def _dearest(sizes: Sizes, exchange: Settings) -> Settings:
     """Return whichever of the chosen exchanges needs more memory."""
-    ways = [way for way in ways_of(exchange) if not sizes.chosen or class_of(way) in sizes.chosen]
-    return max(ways, key=lambda way: extra_bytes(sizes, way))
+    ways = ways_of(exchange)
+    used = [
+        way
+        for name, way in ways.items()
+        if not sizes.chosen or sizes.chosen & {name, class_of(way)}
+    ]
+    return max(used or ways.values(), key=lambda way: extra_bytes(sizes, way))
 
 
 def _tree_scratch(s: Sizes, tree: Settings) -> float:
@@ -141,10 +156,16 @@ def _of_parts(add_stages: Callable[[Load], None]) -> Card:
     """Return the card of an exchange that is made of others: memory is that of the dearest."""
     return Card(
         add_stages,
-        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e)),
+        lossy=lambda e: any(card_of(way).lossy(way) for way in ways_of(e).values()),
         scratch=lambda s, e: card_of(_dearest(s, e)).scratch(s, _dearest(s, e)),
         kept=lambda s, e: card_of(_dearest(s, e)).kept(s, _dearest(s, e)),
     )
+
+
+def _auto_scratch(s: Sizes, auto: Settings) -> float:
+    """Count a copy of the largest bucket as well, which rehearsals need."""
+    way = _dearest(s, auto)
+    return card_of(way).scratch(s, way) + (0 if s.chosen else 4 * s.largest)
 
 
 # By class name; each exchange has one entry.
@@ -184,6 +205,12 @@ CARDS: dict[str, Card] = {
         lossy=_always,
         # Both residuals, and four messages: sent, received, the shard's sum, and all sums.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
+        relay=Relay(
+            codecs.onebit_sum,
+            codecs.onebit_message_bytes,
+            codecs.onebit_decode,
+            kept=lambda num_values: num_values / 8,
+        ),
     ),
     "Int8": Card(
         codecs.int8,
@@ -221,14 +248,14 @@ CARDS: dict[str, Card] = {
         lossy=_always,
         kept=lambda s, e: 4 * s.n * (1 + e["ratio"]),
     ),
-    "PowerSGD": Card(codecs.powersgd, lossy=_always, kept=lambda s, e: 4 * s.n),
+    "PowerSGD": Card(codecs.powersgd, staged=True, lossy=_always, kept=lambda s, e: 4 * s.n),
     "Hierarchical": Card(
         _hierarchical,
         staged=True,
         sums=lambda e: card_of(e["inter"]).sums(e["inter"]),
         lossy=lambda e: card_of(e["inter"]).lossy(e["inter"]),
         scratch=lambda s, e: hierarchy.scratch(s, card_of(e["inter"]).scratch, e["inter"]),
-        kept=lambda s, e: hierarchy.kept(s, card_of(e["inter"]).kept, e["inter"]),
+        kept=_hierarchical_kept,
     ),
     "OneBitAdam": Card(
         directions.onebit_adam, staged=True, lossy=_always, kept=directions.onebit_adam_kept
@@ -240,6 +267,7 @@ CARDS: dict[str, Card] = {
         directions.zero_one_adam, staged=True, lossy=_always, kept=directions.zero_one_adam_kept
     ),
     "Muon": Card(directions.muon, staged=True, lossy=_always, kept=directions.muon_kept),
-    "Auto": _of_parts(_auto),
+    "Dion": Card(directions.dion, lossy=_always, kept=directions.dion_kept),
+    "Auto": replace(_of_parts(_auto), scratch=_auto_scratch),
     "Schedule": _of_parts(_schedule),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from lab.exchange import owners
+from lab.exchange.compressible import rank_of
 from lab.simulate.load import Load, Settings, Shape, Sizes
 
 
@@ -63,21 +64,49 @@ def _messages(s: Sizes, adam: Settings) -> float:
 
 
 def muon(load: Load) -> None:
-    """Count copies to and from a message, whose lines are as long as the fullest, and the moments.
+    """Count copies to and from a message, the moments, and Newton–Schulz of each rank's matrices.
 
-    Newton–Schulz is work of the device, and left out.
+    Lines of a message are as long as the fullest.
     """
     shapes = {str(number): shape for number, shape in enumerate(load.shapes)}
     matrices = owners.hidden_matrices(shapes, ())
     steps = load.exchange["steps"]
     costs = {n: owners.newton_schulz_operations(*m, steps) for n, m in matrices.items()}
-    _, values = owners.lines(shapes, owners.balanced(costs, load.N), load.N)
+    owner = owners.balanced(costs, load.N)
+    operations = [0.0] * load.N
+    for name, rank in owner.items():
+        operations[rank] += costs[name]
+    _, values = owners.lines(shapes, owner, load.N)
     line = 4 * values
     load.codec(8 * load.n)
     load.wire(load.network.all_to_all(line))
     load.codec(12 * load.n)
+    load.products(operations)
     load.wire(load.network.all_gather(line))
     load.codec(8 * load.n)
+
+
+def dion(load: Load) -> None:
+    """Count the passes over momentum, gradients and directions, and the factors that are sent.
+
+    Orthonormalising P is work of the device, and left out.
+    """
+    shapes = {str(number): shape for number, shape in enumerate(load.shapes)}
+    matrices = list(owners.hidden_matrices(shapes, ()).values())
+    n = sum(rows * columns for rows, columns in matrices)
+    ranks = [rank_of(*matrix, load.exchange["rank_fraction"]) for matrix in matrices]
+    left = sum(r * rows for r, (rows, _) in zip(ranks, matrices, strict=True))
+    right = sum(r * columns for r, (_, columns) in zip(ranks, matrices, strict=True))
+    load.codec(16 * n)
+    load.wire(load.exact(load.n - n + left))
+    load.codec(12 * n)
+    load.wire(load.exact(right))
+    load.codec(4 * n + 32 * (load.n - n))
+
+
+def dion_kept(s: Sizes, dion: Settings) -> float:
+    """Count momentum, and Q and R of the longer side; P is of the shorter one, and left out."""
+    return 4 * s.n * (1 + 2 * dion["rank_fraction"])
 
 
 def muon_kept(s: Sizes, muon: Settings) -> float:

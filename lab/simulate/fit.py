@@ -11,10 +11,9 @@ import numpy as np
 from lab.model.profile import Profile
 from lab.simulate.costs import is_staged
 from lab.simulate.hardware import Hardware, Range
-from lab.simulate.load import class_of
 from lab.simulate.network import Network
 from lab.simulate.presets import draws as draws_of
-from lab.simulate.step import kinds_of_steps, simulate
+from lab.simulate.step import simulate, stages_of_step
 from lab.simulate.strategy import Strategy
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
@@ -143,13 +142,13 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     return Fitted(with_values(known, names, np.exp(found.x)), tuple(draws))
 
 
-def _codecs(cell: Observation, hardware: Hardware) -> list[str]:
-    """Name the class of a cell's exchange if it computes something that delays backward."""
-    kinds = kinds_of_steps(cell.profile, cell.strategy, Network(hardware, cell.world_size))
-    planned = [exchange for _, of_step in kinds for exchange in of_step]
-    computes = any(stage.row == "codec" for each in planned for stage in each.stages)
-    staged = is_staged(cell.strategy.exchange)
-    return [class_of(cell.strategy.exchange)] if computes and staged else []
+def _codecs(cell: Observation, hardware: Hardware) -> set[str]:
+    """Name the codecs of a cell that delay backward, one of each level of its exchange."""
+    if not is_staged(cell.strategy.exchange):
+        return set()
+    network = Network(hardware, cell.world_size)
+    stages = stages_of_step(cell.profile, cell.strategy, network)
+    return {stage.codec for stage in stages if stage.codec}
 
 
 def _is_fitted(assumed: Range, names: Sequence[str]) -> bool:

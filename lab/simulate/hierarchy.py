@@ -8,14 +8,15 @@ from dataclasses import replace
 
 from lab.exchange.rows import part_shape
 from lab.model.profile import VALUE_BYTES
-from lab.simulate.load import Load, Settings, Sizes
+from lab.simulate.load import Load, Relay, Settings, Sizes
 
 
-def add_stages(load: Load, inter: Callable[[Load], None]) -> None:
+def add_stages(load: Load, inter: Callable[[Load], None], relay: Relay | None) -> None:
     """Add the stages of a bucket; the largest part stands for all.
 
     Args:
         inter: appends the stages of the exchange between nodes to a Load.
+        relay: of that exchange.
     """
     network, settings = load.network, load.exchange["inter"]
     if network.local == 1 and network.size > 1:
@@ -30,11 +31,16 @@ def add_stages(load: Load, inter: Callable[[Load], None]) -> None:
     node, block_bytes = network.inside(), VALUE_BYTES * _values(part)
     load.codec(copied, calls=bool(copied))
     load.wire(node.reduce_scatter(block_bytes), inside=True)
-    if network.num_nodes > 1:
-        rail = Load(part, settings, network.rail(rails))
-        inter(rail)
-        load.stages += rail.stages
-    load.wire(node.all_gather(block_bytes), inside=True)
+    rail = Load(part, settings, network.rail(rails), load.stages)
+    if relay and network.num_nodes > 1:
+        relay.sum(rail)
+        load.wire(node.all_gather(relay.message_bytes(rail)), inside=True)
+        for received in parts:
+            relay.decode(Load(received, settings, rail.network, load.stages))
+    else:
+        if network.num_nodes > 1:
+            inter(rail)
+        load.wire(node.all_gather(block_bytes), inside=True)
     load.codec(copied, calls=bool(copied))
 
 
@@ -57,17 +63,26 @@ def of_part(sizes: Sizes) -> Sizes:
     )
 
 
-def kept(sizes: Sizes, inter: Callable[[Sizes, Settings], float], settings: Settings) -> float:
+def kept(
+    sizes: Sizes,
+    inter: Callable[[Sizes, Settings], float],
+    settings: Settings,
+    relay: Relay | None,
+) -> float:
     """Count the bytes that a rank keeps: blocks of gathered buckets, arriving ones, and inter's.
 
-    NCCL needs no memory for what arrives.
+    NCCL needs no memory for what arrives. A message of its own rail is counted by `inter`.
     """
     if sizes.local == 1 and sizes.N > 1:
         return inter(sizes, settings)
     wider = sizes.local / smallest_node(sizes.N, sizes.local)
     arriving = 0 if sizes.backend == "nccl" or sizes.N == 1 else sizes.n
     own = VALUE_BYTES * wider * (sizes.gathered + arriving)
-    return own + (inter(of_part(sizes), settings) if sizes.local < sizes.N else 0)
+    if sizes.local >= sizes.N:
+        return own
+    part = of_part(sizes)
+    others = relay.kept(part.n) * (sizes.local - 1) if relay else 0
+    return own + inter(part, settings) + others
 
 
 def scratch(sizes: Sizes, inter: Callable[[Sizes, Settings], float], settings: Settings) -> float:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.exchange.chunks import LAG, chunk_mb_over
 from lab.exchange.grouping import MIB
 from lab.model.profile import VALUE_BYTES
 from lab.simulate.network import Cost, Network
+
+# Operations of matrix products in the time of a byte of codecs: assumed. A core computes ten; the
+# tensor cores of an H100 two hundred at half of their peak.
+OPERATIONS_PER_BYTE = {"gloo": 10.0, "nccl": 200.0}
 
 Settings = Mapping[str, Any]
 Shape = tuple[int, ...]
@@ -28,16 +32,19 @@ class Stage:
     Attributes:
         payload_bytes: bytes that the busiest rank sends.
         inside: only links inside nodes are busy, so that those between nodes may be as well.
+        codec: whose rate it takes to compute, by the exchange's class name.
     """
 
     row: str
     seconds: float
     payload_bytes: float = 0.0
     inside: bool = False
+    codec: str = ""
 
     def scaled(self, share: float) -> Stage:
         """Return a share of the stage, as of one step or one leg."""
-        return Stage(self.row, self.seconds * share, self.payload_bytes * share)
+        seconds, payload_bytes = self.seconds * share, self.payload_bytes * share
+        return replace(self, seconds=seconds, payload_bytes=payload_bytes)
 
 
 @dataclass
@@ -85,10 +92,21 @@ class Load:
         hardware = self.network.hardware
         if in_torch is not None and hardware.library == "nccl":
             num_bytes = in_torch
-        rate = hardware.codec_rate(class_of(self.exchange))
-        seconds = calls * hardware.codec_s + num_bytes / rate
+        name = class_of(self.exchange)
+        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(name)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
-        self.stages.append(Stage("codec", factor * seconds))
+        self.stages.append(Stage("codec", factor * seconds, codec=name))
+
+    def products(self, operations: Sequence[float]) -> None:
+        """Add a stage of matrix products, of so many operations on each rank.
+
+        The busiest rank counts; where ranks share cores, they also compute all products together.
+        """
+        hardware, name = self.network.hardware, class_of(self.exchange)
+        dearest = max(max(operations), sum(operations) / (hardware.num_cores or self.N))
+        rate = OPERATIONS_PER_BYTE[hardware.library] * hardware.codec_rate(name)
+        seconds = self.network.slowest_factor * dearest / rate
+        self.stages.append(Stage("codec", seconds, codec=name))
 
     def wire(self, cost: Cost, inside: bool = False) -> None:
         """Add a stage that waits for a collective, of all ranks or inside each node."""
@@ -100,6 +118,23 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Relay:
+    """Costs of an exchange whose ranks all decode the same message at last (exchange.base.Relayed).
+
+    Attributes:
+        sum: appends the stages until ranks have the message.
+        message_bytes: of a Load's bucket.
+        decode: appends the stages after them.
+        kept: bytes of memory for a message, of so many values.
+    """
+
+    sum: Callable[[Load], None]
+    message_bytes: Callable[[Load], float]
+    decode: Callable[[Load], None]
+    kept: Callable[[float], float]
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Arguments of memory formulas: numbers of float32 values, and one rank among N.
 
@@ -108,7 +143,7 @@ class Sizes:
         gathered: values of buckets of several parameters, whose gradients are copied into a buffer.
         largest: values of the largest bucket.
         backend: library over which ranks talk; chunk sizes depend on it.
-        chosen: classes that exchange=auto has chosen; empty while it tries both.
+        chosen: classes of a schedule, or names that exchange=auto has chosen; empty: all.
         local: ranks of each node.
     """
 

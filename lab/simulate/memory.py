@@ -15,7 +15,7 @@ from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings, Sizes
 from lab.simulate.messages import buckets
 from lab.simulate.strategy import Strategy
-from lab.sync.pattern import Leg, class_of, pattern_of
+from lab.sync.pattern import class_of, pattern_of
 
 
 def _local(s: Sizes, sync: Settings, e: Settings) -> float:
@@ -35,13 +35,12 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "DesLoc": lambda s, sync, e: extra_bytes(s, e),
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
-    # A second gradient, which is under way during the step.
     # Gradients in buckets, and what a reduce-scatter receives, if buckets are sent as fast as they
-    # fill; another type is sent and received in memory of each bucket.
+    # fill; half as large types are sent from there as well.
     "Zero1": lambda s, sync, e: (
-        4 * s.gathered
-        + (4 * s.n if e["dtype"] != "float32" else 4 * s.largest * (s.backend != "nccl"))
+        4 * s.gathered + 4 * s.largest * (s.backend != "nccl" or e["dtype"] != "float32")
     ),
+    # A second gradient, which is under way during the step.
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
     "DDPSync": lambda s, sync, e: 4 * s.n if sync.get("hook", "none") == "none" else math.nan,
@@ -61,7 +60,7 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
     if name not in SYNCS:
         return math.nan
     needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
-    if Leg.PARTS_OF_WEIGHTS in pattern_of(settings).legs:  # others keep their part of the state
+    if pattern_of(settings).parts_the_update:  # others keep their part of the state
         needed -= VALUE_BYTES * sizes.n * state_copies(settings["optim"]) * (1 - 1 / sizes.N)
     return needed
 

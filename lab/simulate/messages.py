@@ -26,7 +26,7 @@ def messages_of_fragments(profile: Profile, strategy: Strategy) -> list[list[Buc
         return [_chunks(profile, strategy)]
     if pattern.fragments == 1:
         return [buckets(profile, strategy.bucket_mb)]
-    sizes = [(name, VALUE_BYTES * math.prod(shape)) for name, shape in _parameters(profile).items()]
+    sizes = [(name, VALUE_BYTES * math.prod(shape)) for name, shape in parameters(profile).items()]
     parts = fragments(sizes, pattern.fragments, pattern.fragment_order)
     return [buckets(profile, strategy.bucket_mb, names) for names in parts]
 
@@ -35,14 +35,23 @@ def buckets(
     profile: Profile, bucket_mb: float | None, only: Container[str] | None = None
 ) -> list[Bucket]:
     """Divide a profile's parameters, or `only` some, among buckets: shapes of each, by name."""
-    parameters = _parameters(profile)
+    known = parameters(profile)
     arriving = [
-        (name, VALUE_BYTES * math.prod(parameters[name]))
-        for name in reversed(parameters)
+        (name, VALUE_BYTES * math.prod(known[name]))
+        for name in reversed(known)
         if only is None or name in only
     ]
     planned = group(arriving, bucket_mb, profile.bytes_scale)
-    return [{name: parameters[name] for name in names} for names in planned]
+    return [{name: known[name] for name in names} for names in planned]
+
+
+def parameters(profile: Profile) -> Bucket:
+    """Return the shapes of a profile's parameters by name, in the order of forward."""
+    return {
+        f"{layer.name}.{kind}": shape
+        for layer in profile.layers
+        for kind, shape in shapes(profile.values(layer)).items()
+    }
 
 
 def parameter_of(message_part: str) -> str:
@@ -66,11 +75,3 @@ def _cut(alone: Bucket, chunk_mb: float | None, bytes_scale: float) -> list[Buck
     ((name, shape),) = alone.items()
     parts = cut(math.prod(shape), chunk_mb, bytes_scale)
     return [{f"{name}[{part.start}:{part.stop}]": (len(part),)} for part in parts]
-
-
-def _parameters(profile: Profile) -> Bucket:
-    return {
-        f"{layer.name}.{kind}": shape
-        for layer in profile.layers
-        for kind, shape in shapes(profile.values(layer)).items()
-    }

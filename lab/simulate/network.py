@@ -127,22 +127,37 @@ class Network:
         """Return the ranks of one node."""
         return self._part(self.local, self.hardware)
 
+    def neighbours(self, size: int) -> Network:
+        """Return `size` ranks of adjacent numbers, while all others do the same."""
+        return self._part(size, self.hardware)
+
     def rail(self, rails: int) -> Network:
         """Return one rank of each node, while those of `rails` rails share the nodes' links."""
-        inter, nodes = self.hardware.inter, self.num_nodes
-        assert inter is not None  # there are several nodes
-        width = inter.links_of(nodes) / rails
-        link = replace(
-            inter, bandwidth_bytes_per_s=width * inter.bandwidth_bytes_per_s, num_links=1
-        )
+        return self._sharing(self.num_nodes, 1, rails)
+
+    def across(self, stride: int) -> Network:
+        """Return one of every `stride` ranks, which divide all, while all others do the same."""
+        rails = min(stride, self.local)
+        return self._sharing(self.size // stride, self.local // rails, rails)
+
+    def _sharing(self, size: int, local: int, groups: int) -> Network:
+        """Return `size` ranks, `local` on a node, of whose links `groups` have equal shares."""
+        inter, rates = self.hardware.inter, self.rates
+        if inter:
+            width = inter.links_of(self.num_nodes) / groups
+            bandwidth = width * inter.bandwidth_bytes_per_s
+            inter = replace(inter, bandwidth_bytes_per_s=bandwidth, num_links=1)
+            if size < local * self.num_nodes:  # some nodes have none of them: the slowest counts
+                rates = sorted(rates)[:1] * size
+            rates = tuple(width * rate for rate in rates)
         hardware = replace(
             self.hardware,
-            ranks_per_node=1,
-            intra=None,
-            inter=link,
-            node_rates=tuple(width * rate for rate in self.hardware.node_rates),
+            ranks_per_node=local,
+            intra=self.hardware.intra if local > 1 else None,
+            inter=inter,
+            node_rates=rates,
         )
-        return self._part(nodes, hardware)
+        return self._part(size, hardware)
 
     def _part(self, size: int, hardware: Hardware) -> Network:
         """Return `size` of these ranks, all of which are as busy as all ranks are."""

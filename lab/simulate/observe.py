@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lab.settings.config import build
 from lab.simulate.fit import LARGEST_FITTED, Group, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.links import over_links
+from lab.simulate.phases import longest_phase
 from lab.simulate.strategy import Strategy
 
 MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ
@@ -47,13 +49,41 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
 
 def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) -> tuple[Group, ...]:
     fitted = [name for name, group in cells.items() if _can_be_fitted(group)]
-    groups = {name: _fitted(name, cells[name], profile, preset) for name in fitted or cells}
+    groups = dict[str, Group]()
+    for name in sorted(fitted or cells, key=lambda name: _ranks_per_host(cells[name])):
+        start = _with_hosts(preset, cells[name], [(groups[g], cells[g]) for g in groups])
+        groups[name] = _fitted(name, cells[name], profile, start)
     for name in cells.keys() - groups.keys():
-        if len(fitted) > 1:
-            raise ValueError(f"{name}: no cell of two ranks, and {len(fitted)} groups have some")
-        (source,) = fitted
+        alike = [g for g in fitted if _ranks_per_host(cells[g]) == _ranks_per_host(cells[name])]
+        if len(alike) != 1:
+            raise ValueError(
+                f"{name}: no cell of two ranks, and {len(alike)} groups with as many ranks on a "
+                "host have some"
+            )
+        (source,) = alike
         groups[name] = _transferred(name, cells[name], groups[source], cells[source], profile)
     return tuple(groups[name] for name in cells)
+
+
+def _with_hosts(
+    preset: Hardware, cells: list[Cell], others: Sequence[tuple[Group, list[Cell]]]
+) -> Hardware:
+    """Return what a fit starts from, with as many ranks on a node as the cells have on a host.
+
+    Of several on a host, two ranks tell the links within it alone. Those between hosts are known
+    from a group with one rank on each, or else as the preset says.
+
+    Raises:
+        ValueError: the preset has no links inside nodes.
+    """
+    local = _ranks_per_host(cells)
+    if local == 1 or preset.ranks_per_node > 1:
+        return preset
+    if preset.intra is None:
+        raise ValueError(f"cluster.ranks_per_host={local}: hardware={preset.name} has no intra")
+    known = next((pair for pair in others if _ranks_per_host(pair[1]) == 1), None)
+    start = _moved(known[0].hardware, known[1], cells) if known else preset
+    return replace(start, ranks_per_node=local, intra=preset.intra, assumed=preset.assumed)
 
 
 def _can_be_fitted(cells: list[Cell]) -> bool:
@@ -73,18 +103,31 @@ def _transferred(
     name: str, cells: list[Cell], source: Group, source_cells: list[Cell], profile: Profile
 ) -> Group:
     """Predict a group's cells from hardware that was fitted to others."""
-    clusters = [_cluster(max(group, key=_world_size)) for group in (source_cells, cells)]
+    machines = (source.hardware, *source.draws)
     try:
-        fitted_on, other = filter(None, clusters)
-    except ValueError:
-        raise ValueError(f"{name}: no cell of two ranks, and no emulated cluster") from None
-    moved = [over_links(each, fitted_on, other) for each in (source.hardware, *source.draws)]
+        moved = [_moved(machine, source_cells, cells) for machine in machines]
+    except ValueError as error:
+        raise ValueError(f"{name}: no cell of two ranks, and {error}") from None
     observations = tuple(_observations(cells, profile))
     return Group(name, observations, moved[0], tuple(moved[1:]), fitted=False)
 
 
-def _world_size(cell: Cell) -> int:
-    return cell.world_size
+def _moved(hardware: Hardware, fitted: list[Cell], other: list[Cell]) -> Hardware:
+    """Return hardware that was fitted to some cells with the links of others.
+
+    Raises:
+        ValueError: no cluster was emulated, or one without a cost model.
+    """
+    clusters = [_cluster(max(cells, key=lambda cell: cell.world_size)) for cells in (fitted, other)]
+    if None in clusters:
+        raise ValueError("no emulated cluster")
+    return over_links(hardware, *filter(None, clusters))
+
+
+def _ranks_per_host(cells: list[Cell]) -> int:
+    """Return the ranks on each host of an emulated cluster; 1 without one."""
+    cluster = OmegaConf.load(cells[0].folder / "config.yaml").cluster
+    return cluster.get("ranks_per_host", 1)
 
 
 def _cluster(cell: Cell) -> Cluster | None:
@@ -133,7 +176,7 @@ def _observation(cell: Cell, profile: Profile) -> Observation | None:
     return Observation(
         cell.strategy,
         replay or profile,
-        strategy,
+        replace(strategy, exchange=longest_phase(strategy.exchange)),
         cell.world_size,
         cell.per_rank_batch_size,
         (cell.step_s,),

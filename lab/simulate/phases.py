@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from lab.simulate.load import Settings, class_of
 
-PARTS = {"Auto": ("compressed", "plain"), "Schedule": ("first", "second", "third")}
+PHASES = ("first", "second", "third")
+BY_ITSELF = ("Auto", "Schedule")  # decide by the clock, or by the step, which of others to take
 
 
-def ways_of(exchange: Settings) -> list[Settings]:
-    """List the exchanges that one is made of; none if it is made of no others."""
-    return [exchange[key] for key in PARTS.get(class_of(exchange), ()) if exchange[key]]
+def ways_of(exchange: Settings) -> dict[str, Settings]:
+    """Return the exchanges that one is made of, by name; none if it is made of no others."""
+    if class_of(exchange) == "Auto":
+        return {name: exchange["candidates"][name] for name in exchange["among"]}
+    if class_of(exchange) == "Schedule":
+        return {name: exchange[name] for name in PHASES if exchange[name]}
+    return {}
 
 
 def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
@@ -28,7 +33,12 @@ def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
         )
     starts, ends = [0, *until], [*until, 1]
     shares = [end - start for start, end in zip(starts, ends, strict=True)]
-    return list(zip(shares, ways_of(exchange), strict=True))
+    return list(zip(shares, ways_of(exchange).values(), strict=True))
+
+
+def longest_phase(exchange: Settings) -> Settings:
+    """Return the exchange of most steps, of which a record's median step is; see `phases_of`."""
+    return max(phases_of(exchange), key=lambda phase: phase[0])[1]
 
 
 def in_shares(exchange: Settings, num_steps: int | None) -> Settings:
@@ -36,7 +46,7 @@ def in_shares(exchange: Settings, num_steps: int | None) -> Settings:
     if class_of(exchange) != "Schedule" or num_steps is None:
         return exchange
     ends = [end if end < 1 else end / num_steps for end in exchange["until"]]
-    lasting = {key: exchange[key] for key in PARTS["Schedule"] if exchange[key]}
+    lasting = ways_of(exchange)
     # Phases that would begin after the run's last step are left out.
     kept = 1 + sum(end < 1 for end in ends)
     unused = dict.fromkeys(list(lasting)[kept:])

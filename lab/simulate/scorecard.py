@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lab.analysis.noise import noise_floor
+from lab.analysis.places import Place, places_of
 from lab.analysis.points import points_of
 from lab.analysis.records import commits_of, load_study
 from lab.draw import style
@@ -41,12 +42,14 @@ class Scorecard:
     """The scored cells of a study.
 
     Attributes:
+        places: where its strategies were compared.
         commits: the lab's commits that measured the cells, of unchanged files; empty if one is
             not known.
         floor: the study's noise floor; NaN if unknown.
     """
 
     study: str
+    places: tuple[Place, ...]
     commits: tuple[str, ...]
     groups: tuple[Group, ...]
     cells: tuple[ScoredCell, ...]
@@ -71,7 +74,8 @@ def of_study(folder: Path, profile: Mapping[str, Any], hardware: Mapping[str, An
     study = load_study(folder)
     cells = tuple(cell for group in groups for cell in scored_cells(group))
     floor = noise_floor(points_of(study.cells))
-    return Scorecard(study.name, commits_of(study.cells), groups, cells, floor)
+    places = tuple(places_of(study.cells))
+    return Scorecard(study.name, places, commits_of(study.cells), groups, cells, floor)
 
 
 def summary(card: Scorecard) -> list[str]:

@@ -10,11 +10,14 @@ from lab.model.profile import Profile
 from lab.simulate.costs import is_staged, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Turns, run
 from lab.simulate.hardware import Hardware
+from lab.simulate.load import Stage, class_of
 from lab.simulate.messages import Bucket, messages_of_fragments, parameter_of
 from lab.simulate.network import Network
-from lab.simulate.phases import phases_of
+from lab.simulate.phases import phases_of, ways_of
+from lab.simulate.sharded import Sharded
 from lab.simulate.steady import steady
 from lab.simulate.strategy import CEILING, EXACT, Strategy
+from lab.simulate.units import costs_of_units, ranks_of_a_copy
 from lab.sync.pattern import Begin, Leg, Pattern, gradsync
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
@@ -86,11 +89,26 @@ def simulate(
     per_rank_batch_size: int,
 ) -> Step:
     """Simulate the mean step of a run on `world_size` ranks. ValueError as in `predict`."""
-    if strategy.pattern.waits_in_forward and strategy.tries:
-        ways = replace(strategy, tries=False), replace(strategy, pattern=gradsync(overlap=True))
-        steps = [simulate(profile, hardware, w, world_size, per_rank_batch_size) for w in ways]
-        return min(steps, key=lambda step: step.step_s)
     network = Network(hardware, world_size)
+    if strategy.pattern.gathers_units:
+        return _sharded_step(profile, network, strategy, per_rank_batch_size)
+    ways = [_mean_step(profile, network, way, per_rank_batch_size) for way in _tried(strategy)]
+    return min(ways, key=lambda step: step.step_s)
+
+
+def _tried(strategy: Strategy) -> list[Strategy]:
+    """List the ways that a run times whole steps of, to keep the fastest."""
+    if strategy.pattern.waits_in_forward and strategy.tries:
+        return [replace(strategy, tries=False), replace(strategy, pattern=gradsync(overlap=True))]
+    if class_of(strategy.exchange) == "Auto":  # for each bucket its own, or one for all
+        alike = ways_of(strategy.exchange).values()
+        return [strategy, *(replace(strategy, exchange=way) for way in alike)]
+    return [strategy]
+
+
+def _mean_step(
+    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
+) -> Step:
     kinds = [
         (of_run * share, _step(profile, network, strategy, planned, per_rank_batch_size))
         for of_run, exchange in phases_of(strategy.exchange)
@@ -128,6 +146,21 @@ def _step(
     schedule.finish(rank)
     step_s = max(rank.now_s + besides_s, input_s)
     return Step(step_s, _payload_bytes([*planned, *back]), tuple(rank.spans))
+
+
+def _sharded_step(
+    profile: Profile, network: Network, strategy: Strategy, per_rank_batch_size: int
+) -> Step:
+    """Simulate one step of FSDP2, which gathers weights and scatters gradients on its own."""
+    hardware = network.hardware
+    layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
+    rank = Rank(hardware.contention, hardware.burst_s)
+    units = costs_of_units(profile, strategy, network)
+    sharded = Sharded(layers, units, rank, blocks=hardware.library == "gloo")
+    sharded.run(strategy.accumulate)
+    besides_s = _besides_s(profile, network, per_rank_batch_size, strategy.pattern)
+    step_s = max(rank.now_s + besides_s, _input_s(network, per_rank_batch_size))
+    return Step(step_s, sharded.payload_bytes(strategy.accumulate), tuple(rank.spans))
 
 
 def _layers(profile: Profile, network: Network, micro_batch_size: int) -> list[Compute]:
@@ -170,7 +203,7 @@ def _besides_s(
     """
     hardware, rest_s = network.hardware, profile.rest_s(per_rank_batch_size)
     if rest_s is None:
-        sharers = network.size if Leg.PARTS_OF_WEIGHTS in pattern.legs else 1
+        sharers = ranks_of_a_copy(pattern, network) if pattern.parts_the_update else 1
         updated = UPDATE_PASSES * profile.gradient_bytes / sharers
         rest_s = updated / hardware.update_bytes_per_s if hardware.update_bytes_per_s else 0.0
     rest_s *= hardware.host_factor(network.size)
@@ -181,6 +214,15 @@ def _input_s(network: Network, per_rank_batch_size: int) -> float:
     """Return the time in which a node prepares the samples of a step, while it trains."""
     rate = network.hardware.input_samples_per_s
     return network.local * per_rank_batch_size / rate if rate else 0.0
+
+
+def stages_of_step(profile: Profile, strategy: Strategy, network: Network) -> list[Stage]:
+    """List the different stages of a strategy's steps."""
+    if strategy.pattern.gathers_units:
+        units = costs_of_units(profile, strategy, network)
+        return [stage for unit in units for stage in (*unit.gather, *unit.scatter)]
+    kinds = kinds_of_steps(profile, strategy, network)
+    return [stage for _, planned in kinds for each in planned for stage in each.stages]
 
 
 def kinds_of_steps(

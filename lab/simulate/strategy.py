@@ -8,6 +8,7 @@ from typing import Any
 
 from lab.simulate.costs import card_of
 from lab.simulate.phases import in_shares, phases_of
+from lab.simulate.scatters import scatter_of
 from lab.sync.pattern import Pattern, class_of, gradsync, pattern_of
 
 NONE = {"_target_": "lab.exchange.none.NoExchange"}
@@ -42,12 +43,15 @@ class Strategy:
         """
         pattern = pattern_of(settings)
         name = f"strategy={settings['strategy']}"
-        if pattern.by_library:
+        if pattern.by_library and not pattern.gathers_units:
             sync = class_of(settings)
             raise ValueError(f"{name}: {sync} keeps its own schedule, which has no cost model")
         if settings["transform"]:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
         exchange = in_shares(settings["exchange"], settings["steps"])
+        if pattern.gathers_units:
+            _check_gathers(name, settings["sync"])
+            scatter_of(exchange)
         for _, way in phases_of(exchange):
             card_of(way)
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
@@ -59,8 +63,18 @@ class Strategy:
     @property
     def lossy(self) -> bool:
         """True if ranks do not take every step with the mean of their gradients."""
+        if self.pattern.by_library:
+            return False
         late = self.pattern.outlasts_step
         return late or self.pattern.own_replicas or card_of(self.exchange).lossy(self.exchange)
+
+
+def _check_gathers(name: str, sync: Mapping[str, Any]) -> None:
+    """ValueError: a part of ZeRO++ is on, which has no cost model."""
+    plain = {"all_gather": ("torch",), "reshard": (None,), "reduce_scatter": ("torch", "lab")}
+    for key, allowed in plain.items():
+        if sync[key] not in allowed:
+            raise ValueError(f"{name}: sync.{key}={sync[key]} has no cost model")
 
 
 CEILING = Strategy(NONE)

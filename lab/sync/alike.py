@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from lab.measure.spans import OWN
 from lab.sync.pattern import Leg, pattern_of
 
-THROUGH_A_ROOT = (".tree.", ".tree_double.", ".star.")  # modules of exchanges
+# Modules of exchanges in which a rank works for others: a root, a parent, or a matrix's owner.
+FOR_OTHERS = (".tree.", ".tree_double.", ".star.", ".muon.")
+UNEVEN = 1.05  # ranks of which one sends so many times as much as another differ in their work
 
 
-def alike(settings: Mapping[str, Any]) -> list[str]:
+def alike(settings: Mapping[str, Any], payload_bytes: Sequence[float] = ()) -> list[str]:
     """List those of OWN in which a rank that takes longer is slow, and does not merely do more.
 
     Args:
         settings: a run's composed settings; `exchange`, `sync` and `overlap` are read.
+        payload_bytes: of each rank in a step, if known. Two levels on nodes of different sizes give
+            some ranks more to send than others.
     """
-    target = f"{settings.get('exchange', {}).get('_target_', '')}"
+    pattern = pattern_of(settings)
     unlike = set[str]()
-    if Leg.WEIGHTS_FROM_ROOT in pattern_of(settings).legs:
-        unlike = {"exchange", "update"}  # the root alone updates
-    elif any(name in target for name in THROUGH_A_ROOT):
-        unlike = {"exchange"}
+    if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
+        unlike |= {"exchange", "update"}  # the root alone updates
+    if pattern.gathers_units:
+        unlike |= {"update"}  # ranks have whole rows: of a small matrix some have none
+    targets = list(_targets(settings.get("exchange", {})))
+    if any(name in target for name in FOR_OTHERS for target in targets):
+        unlike |= {"exchange"}
+    if payload_bytes and max(payload_bytes) > UNEVEN * min(payload_bytes):
+        unlike |= {"exchange"}
     return [name for name in OWN if name not in unlike]
+
+
+def _targets(exchange: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the class of an exchange, and those of the exchanges that it is made of."""
+    yield f"{exchange.get('_target_', '')}"
+    for part in exchange.values():
+        if isinstance(part, Mapping):
+            yield from _targets(cast(Mapping[str, Any], part))

@@ -200,6 +200,21 @@ class Sync(ABC):
         """Return the choices that this sync made by itself, for the record."""
         return []
 
+    def observe_drift(self, every: int) -> None:
+        """Compare what the lab's exchanges deliver with what was due, over windows of `every`.
+
+        Raises:
+            ValueError: they leave no mean on all ranks, or cannot be followed.
+        """
+        raise ValueError(
+            "needs a strategy whose mean reaches all ranks by an exchange of the lab, such as "
+            "onebit"
+        )
+
+    def drift_found(self) -> list[dict[str, Any]] | None:
+        """Return the results of drift_every, for the record; None: nothing is observed."""
+        return None
+
     def idle(self) -> list[str]:
         """List this sync's settings that change nothing in the run; see lab.sync.idle."""
         return []

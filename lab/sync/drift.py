@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,26 +13,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-
-# Of what was due in a window. Error feedback leaves rounding (1e-4 at most), and a codec without it
-# that is meant to be used, as int8 or bf16, less than 5 %; a wrong scale, a residual that is lost
-# and rows in the wrong place exceed 25 %.
-LIMIT = 0.1
-
-
-@dataclass
-class Found:
-    """The result of a window, on its way to the host.
-
-    Attributes:
-        values: relative error and cosine, float32 [2].
-        ready: the event after which the host may read them; None: at once.
-    """
-
-    bucket: str
-    step: int
-    values: Tensor
-    ready: torch.cuda.Event | torch.Event | None
+from lab.sync.findings import Findings
 
 
 class Drift:
@@ -61,8 +39,9 @@ class Drift:
 
     def __init__(self, exchange: Exchange, comm: Comm, worker: Worker, every: int) -> None:
         self.exchange, self.comm, self.worker, self.every = exchange, comm, worker, every
-        self._coming: deque[Found] = deque()
-        self._read: list[dict[str, Any]] = []
+        self._findings = Findings(
+            f"exchange={type(exchange).__name__}", comm, f"in the {every} exchanges up to step"
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -103,7 +82,7 @@ class Drift:
         Raises:
             Exception: the first error of the comparison.
         """
-        self._read_arrived()
+        self._findings.read_arrived()
         if self._count < self.every:
             return
         self.worker.submit(f"drift of bucket {self._name}", self._compare)
@@ -113,11 +92,7 @@ class Drift:
 
     def results(self) -> list[dict[str, Any]]:
         """Return what each window found: its bucket, last step, error, cosine, and alarm or not."""
-        for found in self._coming:
-            if found.ready is not None:
-                found.ready.synchronize()
-        self._read_arrived()
-        return self._read
+        return self._findings.all()
 
     def _residual(self, bucket: GradBucket) -> Tensor:
         """Return this rank's residuals of a bucket, laid out like `bucket.flat`."""
@@ -128,34 +103,4 @@ class Drift:
     def _compare(self) -> Iterator[Collective]:
         yield self.comm.iall_reduce(self._due)
         due, delivered = self._due.div_(self.comm.size), self._delivered
-        size, least = _norm(due), torch.finfo(due.dtype).tiny
-        cosine = due.dot(delivered) / torch.clamp(size * _norm(delivered), min=least)
-        error = _norm(delivered.sub_(due)) / torch.clamp(size, min=least)
-        values = torch.stack([error, cosine]).to("cpu", non_blocking=True)
-        on_gpu = due.device.type == "cuda"
-        ready = torch.cuda.current_stream(due.device).record_event() if on_gpu else None
-        self._coming.append(Found(self._name, self._step, values, ready))
-
-    def _read_arrived(self) -> None:
-        while self._coming and ((ready := self._coming[0].ready) is None or ready.query()):
-            found = self._coming.popleft()
-            error, cosine = (float(value) for value in found.values)
-            alarm = error > LIMIT  # never of NaN: gradients that are not finite end the run
-            if alarm and not any(earlier["alarm"] for earlier in self._read):
-                self._warn(found, error, cosine)
-            where = {"bucket": found.bucket, "step": found.step}
-            self._read.append({**where, "error": error, "cosine": cosine, "alarm": alarm})
-
-    def _warn(self, found: Found, error: float, cosine: float) -> None:
-        if self.comm.rank == 0:
-            name = type(self.exchange).__name__
-            text = (
-                f"exchange={name}: drift in bucket {found.bucket}: what it delivered in the "
-                f"{self.every} exchanges up to step {found.step} is off by {error:.1%} of what was "
-                f"due (cosine {cosine:.3f}); expected is less than {LIMIT:.0%}"
-            )
-            warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
-
-
-def _norm(flat: Tensor) -> Tensor:
-    return flat.square().sum().sqrt()
+        self._findings.compare(f"bucket {self._name}", self._step, due, delivered)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from lab.distributed.comm import Traffic
+from lab.distributed.comm import Comm, Traffic
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.base import Exchange
 from lab.exchange.scatter import Columns, Layout, Scatter, scatter_of
+from lab.sync.fsdp_drift import FsdpDrift
+from lab.sync.fsdp_units import modules_of_fsdp, sharded_parameters
 
 
 class UnitReduceScatter:
@@ -23,22 +24,27 @@ class UnitReduceScatter:
     is divided by the number of ranks.
 
     Args:
+        unit: name of the module.
         names: of the module's parameters, in its order, as the whole model names them.
         parameters: these, sharded.
         traffic: counts what it sends.
+        comm: the ranks that share the weights; None: made of FSDP's group when it is known.
     """
 
     def __init__(
         self,
         scatter: Scatter,
+        unit: str,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         traffic: Traffic,
+        comm: Comm | None = None,
     ) -> None:
-        self._scatter, self._traffic = scatter, traffic
+        self.scatter, self.unit, self._traffic = scatter, unit, traffic
         self._names, self._parameters = names, parameters
-        self._comm: TorchComm | None = None
-        self._layout = Layout({})
+        self._comm = comm
+        self._layout: Layout | None = None
+        self.drift: FsdpDrift | None = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -64,37 +70,50 @@ class UnitReduceScatter:
         if self._comm is None:
             self._comm = TorchComm(group, group, input_tensor.device)
             self._comm.traffic = self._traffic
-            self._layout = Layout(_columns(self._names, self._parameters, group.size()))
         size = self._comm.size
+        self._layout = self._layout or Layout(_columns(self._names, self._parameters, size))
         output = output_tensor.float()  # itself, if it is
-        self._scatter.sum(output, input_tensor.float().view(size, -1), self._comm, self._layout)
+        self._sum(output, input_tensor.float().view(size, -1), self._comm, self._layout)
         if op == dist.ReduceOp.AVG:
             output.div_(size)
         if output is not output_tensor:
             output_tensor.copy_(output)
 
+    def _sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
+        if self.drift:
+            self.drift.giving(self.unit, gradients, layout)
+        self.scatter.sum(output, gradients, comm, layout)
+        if self.drift:
+            self.drift.given(self.unit, output, layout, comm)
 
-def set_reduce_scatter(model: nn.Module, exchange: Exchange, traffic: Traffic) -> None:
-    """Give each FSDP module in `model` a reduce-scatter in the codec of `exchange`.
+
+def set_reduce_scatter(
+    model: nn.Module,
+    exchange: Exchange,
+    traffic: Traffic,
+    comm: Comm | None = None,
+    scatter: Callable[[Exchange], Scatter] = scatter_of,
+) -> list[UnitReduceScatter]:
+    """Give each FSDP module in `model` a reduce-scatter in the codec of `exchange`; return these.
+
+    Args:
+        comm: see UnitReduceScatter.
+        scatter: makes each module's.
 
     Raises:
         ValueError: no module is one of FSDP2, or the exchange has no reduce-scatter.
     """
-    scatter = scatter_of(exchange)
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not modules:
-        raise ValueError(f"{type(model).__name__}: holds no module of FSDP2's fully_shard")
+    made = list[UnitReduceScatter]()
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in modules:
+    for unit, module in modules_of_fsdp(model):
         own = sharded_parameters(module)
         names = [name_of[id(parameter)] for parameter in own]
-        module.set_custom_reduce_scatter(UnitReduceScatter(scatter, names, own, traffic))  # pyright: ignore[reportArgumentType]
-
-
-def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
-    """List the parameters that a module gathers, in the order of its gradients."""
-    groups = module._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportPrivateUsage]
-    return [each.sharded_param for group in groups for each in group.fsdp_params]
+        of_unit = UnitReduceScatter(scatter(exchange), unit, names, own, traffic, comm)
+        module.set_custom_reduce_scatter(of_unit)  # pyright: ignore[reportArgumentType]
+        made.append(of_unit)
+    if not made:
+        raise ValueError(f"{type(model).__name__}: holds no module of FSDP2's fully_shard")
+    return made
 
 
 def _columns(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any, cast
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+MODEL = "(the model's own)"  # name of the last unit
 
 
-def units(model: nn.Module, bucket_mb: float | None) -> list[nn.Module]:
+def units(model: nn.Module, bucket_mb: float | None, bytes_scale: float = 1.0) -> list[nn.Module]:
     """List the modules to wrap, inner before outer, and the model last.
 
     A unit is the largest module of at most `bucket_mb`, or a larger layer. The model itself takes
@@ -20,21 +24,42 @@ def units(model: nn.Module, bucket_mb: float | None) -> list[nn.Module]:
 
     Args:
         bucket_mb: in MiB; None: the model is the only unit.
+        bytes_scale: size of these parameters relative to the ones they stand for, which decide the
+            units.
     """
     if bucket_mb is None:
         return [model]
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     shared = {key for key, number in users.items() if number > 1}
-    found = [unit for child in model.children() for unit in _within(child, bucket_mb * MIB, shared)]
+    most = bucket_mb * MIB * bytes_scale
+    found = [u for child in model.children() for u in _within(child, most, bytes_scale, shared)]
     return [*found, model]
 
 
-def _within(module: nn.Module, most: float, shared: set[int]) -> list[nn.Module]:
+def _within(
+    module: nn.Module, most: float, bytes_scale: float, shared: set[int]
+) -> list[nn.Module]:
     parameters = list(module.parameters())
     size = sum(p.nbytes for p in parameters)
-    if size < min(FIRST_BUCKET_BYTES, most):
+    if size < min(FIRST_BUCKET_BYTES * bytes_scale, most):
         return []
-    inner = [unit for child in module.children() for unit in _within(child, most, shared)]
+    inner = [u for child in module.children() for u in _within(child, most, bytes_scale, shared)]
     if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in parameters):
         return inner
     return [module] if size <= most or not inner else inner
+
+
+def groups_of(unit: FSDPModule) -> list[Any]:
+    """List FSDP's own objects for the parameters that a unit gathers (FSDPParamGroup)."""
+    return unit._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportPrivateUsage]
+
+
+def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """List the parameters that a unit gathers, in the order of its gradients."""
+    return [each.sharded_param for group in groups_of(unit) for each in group.fsdp_params]
+
+
+def modules_of_fsdp(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    """List the modules that FSDP2 shards, with names for messages."""
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+    return [(name or MODEL, each) for name, each in modules if isinstance(each, FSDPModule)]

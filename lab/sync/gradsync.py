@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,19 @@ class GradSync(Sync):
         self._begin_step()
         self.step += 1
         return finite
+
+    def observe_drift(self, every: int) -> None:
+        if self.pattern.waits_in_forward:
+            raise ValueError(
+                f"sync={type(self).__name__} leaves exchanges to the next forward and changes its "
+                "buckets; allowed with overlap=false"
+            )
+        if not self.pattern.takes_any_exchange or self.exchange.delivers != "mean":
+            super().observe_drift(every)
+        self.drift = Drift(self.exchange, self.comm, self.worker, every)
+
+    def drift_found(self) -> list[dict[str, Any]] | None:
+        return self.drift.results() if self.drift else None
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
         return [[tuple(shape) for shape in bucket.shapes.values()] for bucket in self.buckets]

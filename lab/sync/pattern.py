@@ -36,6 +36,8 @@ class Leg(Enum):
     WEIGHTS_FROM_ROOT = "weights from the root"
     PARTS_OF_GRADIENTS = "a part of the mean of gradients to each rank"
     PARTS_OF_WEIGHTS = "a part of the weights from each rank"
+    WEIGHTS_OF_UNITS = "a part of a unit's weights from each rank, before forward and backward"
+    MEAN_OF_PARTS = "mean of a part of gradients to the ranks that hold this part of a copy"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Pattern:
         fragments: parts of the model that are exchanged at different steps of `every`.
         fragment_order: how parameters are divided among them, see lab.sync.fragments.
         delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
+        shard_size: ranks that share a copy of the weights, where WEIGHTS_OF_UNITS is a leg; None:
+            all; "node": those of a host.
         by_library: another library exchanges the gradients, on a schedule of its own.
         waits_in_backward: backward returns when the exchange is done, so it includes its time.
         waits_in_forward: the next forward waits for each layer's exchange, and updates the layer.
@@ -68,6 +72,7 @@ class Pattern:
     fragments: int = 1
     fragment_order: str = STRIDED
     delay: int = 0
+    shard_size: int | str | None = None
     by_library: bool = False
     waits_in_backward: bool = False
     waits_in_forward: bool = False
@@ -85,6 +90,16 @@ class Pattern:
     def outlasts_step(self) -> bool:
         """True if exchanges of one step run during later ones."""
         return self.begins in (Begin.NEXT_STEP, Begin.NEXT_STEPS)
+
+    @property
+    def gathers_units(self) -> bool:
+        """True if weights are gathered where they are used, and freed afterwards."""
+        return Leg.WEIGHTS_OF_UNITS in self.legs
+
+    @property
+    def parts_the_update(self) -> bool:
+        """True if each rank updates its part of the weights, and keeps that of the state."""
+        return not {Leg.PARTS_OF_WEIGHTS, Leg.WEIGHTS_OF_UNITS}.isdisjoint(self.legs)
 
     @property
     def own_replicas(self) -> bool:
@@ -199,12 +214,14 @@ def ddp(hook: str) -> Pattern:
     return Pattern(Begin.DURING_BACKWARD, legs, by_library=hook != "lab", waits_in_backward=True)
 
 
-def fsdp(reduce_scatter: str) -> Pattern:
-    """Leave weights and gradients to torch's FSDP2; "lab" scatters gradients by an exchange."""
+def fsdp(reduce_scatter: str, shard_size: int | str | None) -> Pattern:
+    """Leave weights and gradients to torch's FSDP2, or scatter gradients by an exchange."""
+    among_copies = () if shard_size is None else (Leg.MEAN_OF_PARTS,)
     return Pattern(
         Begin.DURING_BACKWARD,
-        (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
-        by_library=reduce_scatter != "lab",
+        (Leg.WEIGHTS_OF_UNITS, Leg.PARTS_OF_GRADIENTS, *among_copies),
+        shard_size=shard_size,
+        by_library=reduce_scatter == "torch",
         waits_in_backward=True,
     )
 
@@ -237,7 +254,7 @@ OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "Zero1": lambda _, overlap: zero1(overlap),
     "DoubleBuffer": lambda sync, _: double_buffer(sync["double_buffer"]),
     "DDPSync": lambda sync, _: ddp(sync.get("hook", "none")),
-    "FSDPSync": lambda sync, _: fsdp(sync["reduce_scatter"]),
+    "FSDPSync": lambda sync, _: fsdp(sync["reduce_scatter"], sync["shard_size"]),
     "HorovodSync": lambda _sync, _overlap: horovod(),
     "NoSync": lambda _sync, _overlap: none(),
 }

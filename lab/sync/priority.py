@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lab.distributed.comm import Sent
 from lab.exchange.auto import Auto
+from lab.exchange.base import everyone
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.parts import in_parts
@@ -278,7 +279,7 @@ def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
         raise ValueError(f"sync.trials={trials}: must be an integer of at least 0")
     if parts.module is not parts.model:
         raise ValueError("compile=true: compiled layers cannot wait for theirs; allowed is false")
-    if isinstance(parts.exchange, Auto):
+    if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
         raise ValueError("exchange=Auto: sync=priority chooses by measurement too; choose another")
 
 

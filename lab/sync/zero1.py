@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.distributed.collective import Collective, SummedParts
+from lab.distributed.collective import Collective
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.bucket import BucketPlan, GradBucket, ScratchBuffers
+from lab.exchange.bucket import BucketPlan, GradBucket
+from lab.exchange.scatter import Exact
 from lab.sync.base import Shard, SyncParts, SyncState
 from lab.sync.flatten import flatten
 from lab.sync.gradsync import GradSync
@@ -45,8 +46,8 @@ class Zero1(GradSync):
                 f"exchange={type(parts.exchange).__name__}: strategy=zero1 scatters sums of "
                 "gradients; allowed are allreduce, bf16, fp16"
             )
-        self._wire = parts.exchange.dtype
-        self._spares: list[ScratchBuffers] = []  # of buckets that are not under way
+        self._scatter = Exact(parts.exchange.dtype)
+        self._spares: list[Tensor] = []  # flat, of buckets that are not under way
         self._checks_finite = parts.precision == "fp16"
         super().__init__(parts, zero1(parts.overlap), multiple=parts.comm.size)
         self.order = [name for bucket in self.buckets for name in bucket.parameters]
@@ -143,22 +144,22 @@ class Zero1(GradSync):
         parts = bucket.flat.view(self.comm.size, -1)
         mean = parts[self.comm.rank]  # received in place: what was sent is free by then
         self._means.append(mean)
-        if self._wire == torch.float32:
-            if self.comm.backend == "nccl":
-                yield self.comm.ireduce_scatter(mean, parts)
-                return
-            spare = self._spares.pop() if self._spares else ScratchBuffers()
-            received = spare["received"].take(parts, *parts.shape)
-            yield self.comm.ireduce_scatter(mean, parts, received)
-            self._spares.append(spare)
+        if not self._scatter.needs_spare(self.comm):
+            yield self._scatter.begin(mean, parts, self.comm, None)
             return
-        sent = bucket.buffers["sent"].take(parts.new_empty(0, dtype=self._wire), *parts.shape)
-        received = bucket.buffers["received"].take(sent, *parts.shape)
-        sent.copy_(parts)
-        yield SummedParts(self.comm.iall_to_all(received, sent), received, mean)
+        spare = self._take_spare(parts)
+        yield self._scatter.begin(mean, parts, self.comm, spare[: parts.numel()].view_as(parts))
+        self._spares.append(spare)
+
+    def _take_spare(self, like: Tensor) -> Tensor:
+        """Return flat memory for `like`: the least that is large enough, or else fresh."""
+        enough = [i for i, each in enumerate(self._spares) if len(each) >= like.numel()]
+        if not enough:
+            return like.new_empty(like.numel())
+        return self._spares.pop(min(enough, key=lambda i: len(self._spares[i])))
 
     def _gather(self, weights: Tensor) -> Iterator[Collective]:
-        yield self.comm.iall_gather(weights, weights[self.comm.rank])
+        yield self.comm.iall_gather_rows(weights)
 
     def _finite_everywhere(self) -> Tensor:
         bad = torch.stack([mean.isfinite().all() for mean in self._means]).all().logical_not()

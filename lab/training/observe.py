@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lab.settings.config import ConfigError, Settings
 from lab.sync.base import Sync
-from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.gradsync import GradSync
 
@@ -39,20 +38,12 @@ def observe_drift(sync: Sync, every: int, precision: str) -> None:
     Raises:
         ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
     """
-    if sync.pattern.waits_in_forward:
-        raise ConfigError(
-            f"drift_every={every}: sync={type(sync).__name__} leaves exchanges to the next forward "
-            "and changes its buckets; allowed with overlap=false"
-        )
-    delivers_mean = sync.pattern.takes_any_exchange and sync.exchange.delivers == "mean"
-    if not isinstance(sync, GradSync) or not delivers_mean:
-        raise ConfigError(
-            f"drift_every={every}: needs a strategy whose mean reaches all ranks by an exchange of "
-            "the lab, such as onebit"
-        )
     if precision == "fp16":
         raise ConfigError(
             f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
             "allowed are fp32, bf16"
         )
-    sync.drift = Drift(sync.exchange, sync.comm, sync.worker, every)
+    try:
+        sync.observe_drift(every)
+    except ValueError as error:
+        raise ConfigError(f"drift_every={every}: {error}") from None

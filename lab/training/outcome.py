@@ -28,6 +28,7 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record, StepSeconds, worded
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
+from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
 from lab.training.compute import note_rates
@@ -67,8 +68,7 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     record.choices = sync.exchange.choices()
     note_plan(trainer, record)
     record.gradient_noise = _gradient_noise(trainer, warmup)
-    if isinstance(sync, GradSync) and sync.drift:
-        record.drift = sync.drift.results()
+    record.drift = sync.drift_found() if isinstance(sync, Sync) else None
     return record
 
 
@@ -150,7 +150,10 @@ def note_end(trainer: Loop, record: Record, stop_signal: str | None) -> None:
 
 
 def _warmup(trainer: Loop, step_s: np.ndarray) -> Warmup:
-    return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every)
+    settled_at = trainer.sync.exchange.settled_at
+    last = trainer.progress.step if settled_at is None else settled_at
+    trials = max(0, last - trainer.first_step)
+    return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every, trials)
 
 
 def _timed(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:
@@ -231,7 +234,8 @@ def _step_lines(record: Record) -> Iterator[str]:
         yield from _compute_lines(record)
         yield f"warm-up         {record.warmup.num_steps} steps: {record.warmup.reason}"
     elif record.num_steps:
-        yield "step time       – none was timed, see warmup_steps"
+        why = record.warmup.reason if record.warmup else "see warmup_steps"
+        yield f"step time       – none was timed: {why}"
 
 
 def _compute_lines(record: Record) -> Iterator[str]:
@@ -272,7 +276,7 @@ def _drift_lines(record: Record) -> Iterator[str]:
         return
     yield (
         f"drift           {len(alarms)} alarms in {len(record.drift)} windows; the largest error "
-        f"is {100 * largest['error']:.2g} %, in bucket {largest['bucket']}"
+        f"is {100 * largest['error']:.2g} %: {largest['bucket']}"
     )
 
 

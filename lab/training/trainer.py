@@ -88,7 +88,8 @@ class Trainer:
             self.model.train()
             before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
-                if self.progress.step >= self.first_step + least_warmup(self.config.warmup_steps):
+                least = self.first_step + least_warmup(self.config.warmup_steps)
+                if self.progress.step >= least and self.sync.exchange.settled_at is not None:
                     self.memory.resume()
                 with self.clock.step():
                     self._step(batches)

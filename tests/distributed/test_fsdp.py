@@ -107,10 +107,14 @@ def test_sharded_strategies_go_on_from_each_others_checkpoints(tmp_path: Path) -
         assert distance(train(size, f"strategy={strategy}", *RUN, *more)[0].weights, alone) < 1e-5
 
 
-def test_copies_of_weights_in_groups_of_ranks_are_equal_and_one_process_s() -> None:
-    settings = (*RUN, "steps=4", "clip_grad_norm=0.5", "accumulate=2")
+# A copy of the weights in each group, or a second shard; an evaluation gathers them otherwise.
+@pytest.mark.parametrize(
+    "groups", ["strategy=hsdp sync.shard_size=2", "strategy=fsdp sync.reshard=2"]
+)
+def test_weights_in_groups_of_ranks_are_equal_and_one_process_s(groups: str) -> None:
+    settings = (*RUN, "steps=4", "clip_grad_norm=0.5", "accumulate=2", "eval_every=2")
     alone = train(1, "strategy=overlap", *settings)[0]
-    ours = train(4, "strategy=hsdp", "sync.shard_size=2", *settings)
+    ours = train(4, *groups.split(), *settings)
     assert distance(ours[0].weights, alone.weights) < 1e-5
     hashes = {outcome.record["replica_hash"] for outcome in ours}
     assert len(hashes) == 1 and None not in hashes
@@ -121,6 +125,11 @@ MISTAKES = {
     "sync.shard_size=3": "sync.shard_size=3: must be node, null, or a divisor of the 1 ranks",
     "sync.reduce_scatter=mine": "sync.reduce_scatter=mine: allowed are torch, lab",
     "exchange=int8": "exchange=Int8: strategy=fsdp has its own, leave exchange=none",
+    "sync.all_gather=int4": "sync.all_gather=int4: allowed are torch, int8",
+    "sync.reshard=3": "sync.reshard=3: must be node, null, or a divisor of the 1 ranks",
+    "sync.reshard=node sync.shard_size=1": "sync.reshard=node: sync.shard_size=1 gathers within",
+    "sync.reduce_scatter=two_levels exchange=int4": "exchange.error_feedback=true: sync.reduce_sc",
+    "drift_every=2": "drift_every=2: torch moves weights and gradients; needs",
     "sync.reduce_scatter=lab exchange=topk": "exchange=TopK: has no reduce-scatter",
 }
 

@@ -26,9 +26,8 @@ pytestmark = pytest.mark.xdist_group("host waits")
 
 Guarded = Callable[[], AbstractContextManager[None]]
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=12", "warmup_steps=2")
-FREE_STEPS, STEPS = 6, 4  # in the first, buckets are planned and `auto` decides
+FREE_STEPS, STEPS = 7, 4  # in the first, buckets are planned and `auto` decides
 MORE = {
-    "auto": ("exchange.trials=1",),  # for each bucket: decided in step 5
     "local_sgd": ("sync.every=2",),
     "priority": ("sync.trials=0", "sync.chunk_mb=0.05"),
     "diloco": ("sync.every=2",),

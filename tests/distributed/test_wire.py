@@ -171,6 +171,12 @@ def test_all_bytes_of_a_step_are_counted(
         ("sync.reduce_scatter=torch", 2, 4),
         ("sync.reduce_scatter=lab exchange=allreduce", 2, 3),
         ("sync.reduce_scatter=lab exchange=allreduce sync.shard_size=2", 4, 3 + 1),
+        ("sync.reduce_scatter=lab exchange=allreduce sync.reshard=2", 4, 1.5 + 1 + 1.5),
+        (
+            "sync.all_gather=int8 sync.reshard=2 sync.reduce_scatter=lab exchange=int4",
+            4,
+            1.5 * 1032 / 4096 + 1 + 1.5 * 72 / 512,
+        ),
     ],
 )
 def test_fsdp_sends_what_its_sync_computes(

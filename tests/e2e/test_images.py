@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import zipfile
@@ -20,6 +19,7 @@ import yaml
 
 from tests.conftest import ROOT, Finished, record
 from tests.support import HANG_S
+from tests.support.ports import free_port
 
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
 CPU, CUDA, HOROVOD = (ROOT / "docker" / f"Dockerfile{kind}" for kind in (".cpu", "", ".horovod"))
@@ -280,9 +280,7 @@ def test_services_of_the_compose_file_train_together(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     services: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["services"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        here = {"node0:29400": f"127.0.0.1:{free.getsockname()[1]}", "eth0": "lo"}
+    here = {"node0:29400": f"127.0.0.1:{free_port()}", "eth0": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "-m", "lab.train", *TRAIN]
     agents = []
     for service in services.values():

@@ -22,8 +22,10 @@ ALL_STRATEGIES = choices_of("strategy")
 # Strategies over torch; test_horovod.py has the other one.
 STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 
-# Strategies with an exact exchange of their own, for which the lab has no cost card.
-LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
+# Strategies with an exact exchange of a library's, and those on a library's schedule, for which the
+# lab has no cost model.
+EXACT_LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
+LIBRARIES = (*EXACT_LIBRARIES, "zeropp")
 # Strategies that decide by the clock, so that two runs may differ.
 BY_THE_CLOCK = ("auto",)
 # Exchanges that differ from step to step; test_schedule.py tells what each step sends. Where a test
@@ -35,10 +37,10 @@ BETWEEN_NODES = ("hierarchical_onebit",)
 # first or, with an outer momentum, the fourth; `auto` has decided; a gradient or a fragment is
 # under way.
 RESUMED = {
+    "auto": ("exchange.among=[onebit]", "exchange.rounds=1"),
     "diloco": ("sync.every=2",),
     "streaming_diloco": ("sync.every=4", "sync.delay=2"),
     "des_loc": ("sync.every=2", "sync.first_every=3", "sync.second_every=6"),
-    "auto": ("exchange.trials=1",),
     "cntk": ("sync.double_buffer=true",),
     "onebit_adam": ("exchange.freeze_at=4", "exchange.eps=0.1"),
     "onebit_lamb": ("exchange.freeze_at=4", "exchange.eps=0.1"),
@@ -68,9 +70,8 @@ COMPRESSES_LITTLE = {
     "signsgd_ef": ("min_values=100",),
     "topk": ("ratio=0.05",),
 }
-# Times the card's memory that an exchange may allocate: while `auto` tries both ways, it keeps the
-# second one's too.
-TEMPORARIES = {"auto": 1.4, "muon": 1.4}
+# Times the card's memory that an exchange may allocate: a card does not know how long Dion's P is.
+TEMPORARIES = {"muon": 1.4, "dion": 1.1}
 
 
 def exchange_settings(name: str, *settings: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def is_exact(strategy: str) -> bool:
 
     All ranks are on one node.
     """
-    if strategy in (*LIBRARIES, *BETWEEN_NODES):
+    if strategy in (*EXACT_LIBRARIES, *BETWEEN_NODES):
         return True
     exchange = build(load([f"strategy={strategy}"]).exchange)
     return exchange.exact and steps_of_a_round(strategy) == 1

@@ -196,7 +196,6 @@ MORE: dict[str, tuple[str, ...]] = {
     "local_sgd": ("sync.every=2",),
     "diloco": ("sync.every=2", "exchange=onebit"),
     "des_loc": ("sync.second_every=null",),  # SGD has one moment
-    "auto": ("exchange.trials=1",),
     "schedule": tuple(f"exchange.{each}" for each in OVER_TIME["schedule"]),
     "priority": ("sync.trials=0", "sync.chunk_mb=0.01"),  # the third exchange outlasts its step
 }

@@ -7,7 +7,6 @@ import getpass
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.conftest import wait_for
+from tests.support.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 NUM_CPUS = 4  # pretended: SLURM allocates the configured number
@@ -96,8 +96,8 @@ def _configure(directory: Path) -> None:
     text = CONFIGURATION.format(
         directory=directory,
         user=getpass.getuser(),
-        controller_port=_free_port(),
-        node_port=_free_port(),
+        controller_port=free_port(),
+        node_port=free_port(),
         first_job=1000 + secrets.randbelow(50_000),  # MASTER_PORT is derived from the job's number
         num_cpus=NUM_CPUS,
     )
@@ -142,9 +142,3 @@ def _end_jobs(slurm_conf: str) -> None:
                 process.kill()
                 processes.append(process)
     psutil.wait_procs(processes, timeout=10)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -15,6 +15,7 @@ from lab.draw.looks import looks_of
 
 MB = 1e-6
 HEADER = ["", "peak (MB)", "mad", "theory (MB)", "peak/theory", "extra (MB)", "theory (MB)", "rank"]
+HEADER += ["optimizer (MB)", "share of none"]
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
@@ -30,6 +31,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
         f"extra: besides what training {parameters / 1e6:.1f} M parameters needs without exchange "
         "(measured: the peak of none less its buffers)",
+        "optimizer: tensors of its state, on the rank that has most",
     ]
 
 
@@ -67,6 +69,7 @@ def figure(result: dict[str, Any]) -> Figure:
 def _line(row: dict[str, Any]) -> list[str]:
     known = row["theory_bytes"] is not None
     extra_theory = row["extra_theory_bytes"][row["rank"]]
+    share = row["optimizer_share"]
     return [
         row["name"],
         f"{MB * row['total_bytes']:.1f}",
@@ -76,4 +79,6 @@ def _line(row: dict[str, Any]) -> list[str]:
         f"{MB * row['extra_bytes']:.1f}",
         f"{MB * extra_theory:.1f}" if known else "-",
         str(row["rank"]),
+        f"{MB * max(row['optimizer_bytes']):.2f}",
+        "-" if share is None else f"{share:.4f}",
     ]

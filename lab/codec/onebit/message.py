@@ -55,33 +55,39 @@ class Message:
 
     Args:
         size: number of ranks, among which rows are sharded.
-        lines: number of encoded shards: one per rank, or this rank's alone.
-        like: tensor on the device.
-        buffers: memory for the bytes, which the next message reuses.
+        memory: uint8 [lines, line_bytes(matrices, size)]; lines are encoded shards: one per rank,
+            or this rank's alone.
     """
 
-    def __init__(
-        self,
+    def __init__(self, matrices: Sequence[Matrix], size: int, memory: Tensor) -> None:
+        self.bytes = memory
+        self.heights = [matrix.shard_rows(size) for matrix in matrices]
+        self.columns = [matrix.columns for matrix in matrices]
+        self.scale_bytes = codec.SCALE_BYTES * sum(self.heights)
+        self._padded = any(matrix.rows % size for matrix in matrices)
+        bit_bytes = [
+            matrix.shard_rows(size) * codec.bit_bytes(matrix.columns) for matrix in matrices
+        ]
+        self._scales = self.scales().split(self.heights, dim=1)
+        bits = memory[:, self.scale_bytes : self.scale_bytes + sum(bit_bytes)]
+        self._bits = bits.split(bit_bytes, dim=1)
+
+    @classmethod
+    def within(
+        cls,
+        buffers: ScratchBuffer,
         matrices: Sequence[Matrix],
         size: int,
         lines: int,
         like: Tensor,
-        buffers: ScratchBuffer,
-    ) -> None:
-        self.heights = [matrix.shard_rows(size) for matrix in matrices]
-        self.columns = [matrix.columns for matrix in matrices]
-        self.scale_bytes = codec.SCALE_BYTES * sum(self.heights)
-        bit_bytes = [
-            height * codec.bit_bytes(columns)
-            for height, columns in zip(self.heights, self.columns, strict=True)
-        ]
-        width = self.scale_bytes + sum(bit_bytes)
+    ) -> Message:
+        """Return a message in memory that the next one of `buffers` reuses.
+
+        Args:
+            like: tensor on the device.
+        """
         byte = like.new_empty(0, dtype=torch.uint8)
-        self.bytes = buffers.take(byte, lines, -(-width // LINE_BYTES) * LINE_BYTES)
-        if any(matrix.rows % size for matrix in matrices):
-            self.bytes.zero_()
-        self._scales = self.scales().split(self.heights, dim=1)
-        self._bits = self.bytes[:, self.scale_bytes : width].split(bit_bytes, dim=1)
+        return cls(matrices, size, buffers.take(byte, lines, line_bytes(matrices, size)))
 
     def encode(
         self, gradients: Sequence[Tensor], residuals: Sequence[Tensor | None], threshold: str
@@ -93,6 +99,7 @@ class Message:
             residuals: like `gradients`; added to them, replaced by the error. None: no feedback.
             threshold: see lab.codec.onebit.codec.encode.
         """
+        self._pad()
         for index, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
             if len(gradient):  # a rank's own shard may be empty
                 codec.encode(gradient, residual, threshold, *self.part(index))
@@ -114,6 +121,7 @@ class Message:
             residuals: the sums' residuals, as in `encode`.
             threshold: see lab.codec.onebit.codec.encode.
         """
+        self._pad()
         for index, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
             scales, bits = self.part(index, len(shard))
             codec.reduce(
@@ -137,6 +145,18 @@ class Message:
         for index, out in enumerate(values):
             codec.decode(*self.part(index), out)
 
+    def deliver(self, values: Sequence[Tensor], divisor: int = 1) -> Tensor:
+        """Decode all lines as `decode`, divided by `divisor`, which changes the message's scales.
+
+        Returns:
+            bool [], whether all decoded values are finite.
+        """
+        finite = self.scales().isfinite().all()
+        if divisor != 1:
+            self.scales().div_(divisor)
+        self.decode(values)
+        return finite
+
     def scales(self) -> Tensor:
         """Return all scales: float32 [lines, rows, 2], sharing memory with `bytes`."""
         words = self.bytes.view(torch.float32)[:, : self.scale_bytes // 4]
@@ -155,3 +175,17 @@ class Message:
         width = codec.bit_bytes(self.columns[index])
         bits = self._bits[index][:, : rows * width].unflatten(1, (rows, width))
         return self._scales[index][:, :rows], bits
+
+    def _pad(self) -> None:
+        """Fill up short shards, before the others are encoded."""
+        if self._padded:
+            self.bytes.zero_()
+
+
+def line_bytes(matrices: Sequence[Matrix], size: int) -> int:
+    """Return the bytes of one shard among `size` ranks, a line of a message."""
+    width = sum(
+        matrix.shard_rows(size) * (codec.SCALE_BYTES + codec.bit_bytes(matrix.columns))
+        for matrix in matrices
+    )
+    return -(-width // LINE_BYTES) * LINE_BYTES

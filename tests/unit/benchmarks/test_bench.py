@@ -273,6 +273,7 @@ def test_theory_counts_buffers_scratch_and_residuals() -> None:
 def memory_answer(name: str, peak: float, theory: float | None) -> dict[str, Any]:
     peaks = [{"median": peak - 5e6, "mad": 0.0}, {"median": peak, "mad": 1e5}]
     row = {"name": name, "peak_bytes": peaks, "extra_theory_bytes": [theory, theory]}
+    row["optimizer_bytes"] = [1e6, peak / 10]
     return {**SURROUNDINGS, "rows": [{**row, "num_steps": 7, "num_parameters": 10**7}]}
 
 
@@ -419,6 +420,9 @@ def test_the_cost_of_a_check_is_counted_in_steps() -> None:
 
 def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
     none, gossip, tree = results()["memory"]["rows"]
+    assert none["optimizer_share"] == 1.0
+    share = max(tree["optimizer_bytes"]) / max(none["optimizer_bytes"])
+    assert tree["optimizer_share"] == pytest.approx(share) and share > 1
     assert none["of_theory"] == 1.0 and none["rank"] == 1
     assert gossip["of_theory"] is None and gossip["extra_bytes"] == pytest.approx(1.1e8)
     assert tree["theory_bytes"] == pytest.approx(3.3e8)

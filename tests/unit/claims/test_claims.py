@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -42,6 +43,53 @@ from tests.unit.claims.facts import Repeated, Table
 def test_quantities(quantity: str, at: Point, value: float | None) -> None:
     computed = Claim("says", "own", "slide", quantity, Check(at_least=0), at).value(Table())
     assert computed == (value if value is None else pytest.approx(value))
+
+
+PREDICTED = {"title": "p", "profile": "vgg16_p100", "hardware": "v100_10g"}
+GRID: dict[str, Any] = {"strategies": ["overlap", "tree"], "over": "tree", "profiles": ["a", "b"]}
+GRID |= {"world_sizes": [4], "per_rank_batch_sizes": [16, 32, 64]}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "settings", "value"),
+    [
+        ("win_share", {}, 1.0),  # overlap takes 100 ms, tree 230
+        ("win_share", {"margin": 1.4}, 0.0),
+        ("best_gain", {}, 2.3),
+        ("best_gain", {"strategies": ["tree"], "over": "overlap"}, 100 / 230),
+        ("win_share", {"world_sizes": [2, 4]}, None),  # overlap on two ranks is not known
+    ],
+)
+def test_statements_over_a_grid(quantity: str, settings: Any, value: float | None) -> None:
+    entry = {"says": "often", "kind": "own", "source": "s", "quantity": quantity}
+    node = {**entry, "grid": {**GRID, **settings}, "check": {"at_least": 0}}
+    paper = Paper.parse({**PREDICTED, "claims": [node]})
+    computed = paper.claims[0].value(Table())
+    assert computed == (value if value is None else pytest.approx(value))
+
+
+def test_a_rate_of_a_grid_is_that_of_its_links() -> None:
+    facts = Predicted("vgg16_p100", parse(read_file("hardware", "v100_10g")))
+    times = [facts.step_s(Point("overlap", 4, 128, rate_gbit=rate)) for rate in (1, 10, 100)]
+    assert times[0] > 5 * times[1] > 5 * times[2]
+
+
+def test_a_grid_needs_a_quantity_of_grids_and_cells() -> None:
+    entry = {"says": "often", "kind": "own", "source": "s", "check": {"at_least": 0}}
+    for quantity, grid, message in [
+        ("speedup", GRID, "quantity=speedup: allowed are win_share, best_gain"),
+        ("win_share", {**GRID, "profiles": []}, r"grid.profiles=\(\): must be a list"),
+        ("win_share", {**GRID, "margin": -1}, "grid.margin=-1: must not be negative"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Paper.parse({**PREDICTED, "claims": [{**entry, "quantity": quantity, "grid": grid}]})
+
+
+def test_conditions_and_the_number_of_cells_are_printed() -> None:
+    entry = {"says": "often", "kind": "own", "source": "s", "check": {"at_least": 0}}
+    node = {**entry, "quantity": "win_share", "grid": GRID, "conditions": "batch not given"}
+    paper = Paper.parse({**PREDICTED, "claims": [node]})
+    assert "* often: 6 cells. batch not given" in claims_tables(judge(paper, Table(), None))
 
 
 def test_parameters_of_a_profile_are_its_own() -> None:

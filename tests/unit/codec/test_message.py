@@ -15,7 +15,7 @@ NUM_VALUES = 350
 
 
 def message(size: int, lines: int) -> Message:
-    return Message(MATRICES, size, lines, torch.empty(0), ScratchBuffer())
+    return Message.within(ScratchBuffer(), MATRICES, size, lines, torch.empty(0))
 
 
 def views(flat: Tensor) -> list[Tensor]:
@@ -35,7 +35,7 @@ def test_every_row_is_in_the_shard_of_one_rank(size: int) -> None:
 
 def test_a_line_holds_scales_then_bits_then_zeros() -> None:
     matrix = Matrix("w", 0, 3, 9)
-    sent = Message([matrix], 2, 2, torch.empty(0), ScratchBuffer())
+    sent = Message.within(ScratchBuffer(), [matrix], 2, 2, torch.empty(0))
     sent.encode([torch.tensor([[-2.0] * 8 + [4.0]] * 3)], [None], "zero")
     assert sent.bytes.shape == (2, LINE_BYTES)
     scales, bits = torch.tensor([-2.0, 4.0]).view(torch.uint8).tolist(), [0, 1]

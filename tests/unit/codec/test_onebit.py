@@ -181,7 +181,8 @@ def test_all_repeat_the_reference(
 def test_rows_go_to_the_lines_of_a_message(implementation: Any) -> None:
     """Seven rows on three ranks: the last line is short, and its other rows stay as they are."""
     gradient, residual = inputs("normal", 7, 33)
-    message = Message([Matrix("w", 0, 7, 33)], 3, 3, BYTE, ScratchBuffer())
+    message = Message.within(ScratchBuffer(), [Matrix("w", 0, 7, 33)], 3, 3, BYTE)
+    message.bytes.zero_()
     scales, bits = message.part(0)
     kept = residual.clone()
     implementation.encode(gradient, kept, "zero", scales, bits)
@@ -217,7 +218,9 @@ def test_a_fused_sum_is_decoding_adding_and_encoding(
 ) -> None:
     for rows, columns in ((1, 1), (2, 33), (3, 2050)):
         sent = [encode(reference, torch.randn(rows, columns), threshold) for _ in range(3)]
-        message_of_rows = Message([Matrix("w", 0, rows, columns)], 1, 3, BYTE, ScratchBuffer())
+        message_of_rows = Message.within(
+            ScratchBuffer(), [Matrix("w", 0, rows, columns)], 1, 3, BYTE
+        )
         scales, bits = message_of_rows.part(0)
         width = onebit.bit_bytes(columns)
         for rank, message in enumerate(sent):

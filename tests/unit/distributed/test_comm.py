@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
+from lab.distributed.torch_comm import TWO_WAY_BYTES
 from lab.distributed.world import stop
 from tests.support.ranks import join, spawn
 
@@ -25,7 +27,7 @@ def scatter_and_split(comm: Comm) -> tuple[list[float], int, list[float], int]:
     return part.tolist(), sent, gathered.tolist(), comm.traffic.payload_bytes - sent
 
 
-def check(size: int, results: list[Any]) -> None:
+def check(size: int, results: Sequence[Any]) -> None:
     of_ranks = 100.0 * sum(range(size))
     for rank, (part, sent, gathered, sent_in_half) in enumerate(results):
         assert part == [size * (4 * rank + i) + of_ranks for i in range(4)]
@@ -39,11 +41,38 @@ def test_threads(size: int) -> None:
     check(size, run_ranks(size, scatter_and_split))
 
 
-def on_gloo() -> tuple[list[float], int, list[float], int]:
-    result = scatter_and_split(join().comm)
+def rows_and_both_ways(comm: Comm) -> tuple[list[float], bool, int]:
+    """Gather rows in place, and send messages so large that both directions have connections."""
+    rows = torch.full((comm.size, 4), -1.0)
+    rows[comm.rank] = comm.rank
+    before = comm.traffic.payload_bytes
+    comm.iall_gather_rows(rows).wait()
+    sent = comm.traffic.payload_bytes - before
+    n = TWO_WAY_BYTES + 1
+    tensor = (10 * comm.rank + torch.arange(comm.size)).to(torch.uint8).repeat_interleave(n)
+    output = torch.empty(comm.size, n, dtype=torch.uint8)
+    comm.all_to_all(output, tensor.view(comm.size, n))
+    expected = (10 * torch.arange(comm.size) + comm.rank).to(torch.uint8)
+    return rows[:, 0].tolist(), bool((output == expected[:, None]).all()), sent
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_rows_and_large_messages_of_threads(size: int) -> None:
+    check_rows(size, run_ranks(size, rows_and_both_ways))
+
+
+def check_rows(size: int, results: list[Any]) -> None:
+    assert results == [([float(rank) for rank in range(size)], True, (size - 1) * 16)] * size
+
+
+def on_gloo() -> tuple[Any, Any]:
+    comm = join().comm
+    result = scatter_and_split(comm), rows_and_both_ways(comm)
     stop()
     return result
 
 
 def test_gloo() -> None:
-    check(3, spawn(3, on_gloo))
+    scattered, rows = zip(*spawn(3, on_gloo), strict=True)
+    check(3, scattered)
+    check_rows(3, list(rows))

@@ -80,9 +80,9 @@ def test_other_exchanges_take_gpus_of_any_kind() -> None:
 
 
 def test_auto_needs_what_it_is_made_of() -> None:
-    settings = ["exchange=auto", "exchange@exchange.compressed=powersgd"]
-    assert build(load(settings).exchange).needs_like_gpus
-    assert not exchange("auto").needs_like_gpus
+    assert exchange("auto").needs_like_gpus  # of powersgd
+    others = ["exchange=auto", "exchange.among=[bf16,onebit]"]
+    assert not build(load(others).exchange).needs_like_gpus
 
 
 @pytest.mark.parametrize(("hook", "needs"), [("fp16", False), ("powersgd", True)])

@@ -1,107 +1,200 @@
-"""The cost gate: the slower exchange is dropped, all ranks agree, and no residual is lost."""
+"""Auto: the fastest wins on all ranks, residuals survive each switch, choices are kept."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lab.distributed.comm import Comm
+from lab.distributed.silent_comm import SilentComm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.auto import Auto
+from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
+from lab.exchange.rehearsal import rehearse
+from lab.exchange.schedule import Schedule
+from lab.exchange.topk import TopK
+from tests.support.cases import maker
 
-SHAPES = {"w": torch.Size((8, 80)), "bias": torch.Size((8,))}
-NUM_VALUES = 648
-NUM_TRIED = 2 * (1 + 1)  # steps, with one trial of each
+PLANS = (  # buckets of the first step and of later ones
+    ({"w": torch.Size((8, 80)), "bias": torch.Size((8,))}, {"v": torch.Size((8, 70))}),
+    ({"v": torch.Size((8, 70)), "bias": torch.Size((8,))}, {"w": torch.Size((8, 80))}),
+)
+SHAPES = PLANS[0][0] | PLANS[0][1]
+NUM_VALUES = 1208
+LATE = 18  # steps by which two candidates have had one round
 
 
-class SlowOneBit(OneBit):
+class Slow(AllReduce):
+    """Waits while it sends, so that no rehearsal foresees it."""
+
     def average(self, bucket: GradBucket, comm: Comm) -> None:
-        time.sleep(0.02)
+        if not isinstance(comm, SilentComm):
+            time.sleep(0.03)
         super().average(bucket, comm)
 
 
 class SlowOnRank1(AllReduce):
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         super().average(bucket, comm)
-        time.sleep(0.02 * comm.rank)
+        time.sleep(0.03 * comm.rank)
 
 
-def steps(exchange: Auto, gradients: Tensor, comm: Comm, first: int = 0) -> Tensor:
-    """Exchange `gradients` [steps, ranks, values]; return the sum delivered to this rank."""
-    delivered = torch.zeros(NUM_VALUES, dtype=torch.float64)
+class SlowForW(AllReduce):
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        super().average(bucket, comm)
+        time.sleep(0.03 * ("w" in bucket.shapes))
+
+
+def auto(rounds: int = 1, **candidates: Exchange) -> Auto:
+    return Auto(candidates, list(candidates), rounds, tolerance=0.01)
+
+
+def steps(exchange: Exchange, gradients: Tensor, comm: Comm, first: int = 0) -> Tensor:
+    """Exchange `gradients` [steps, ranks, values]; return the sum delivered, by parameter."""
+    delivered: dict[str, Tensor] = {}
     for step, of_ranks in enumerate(gradients, start=first):
-        bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
-        exchange.average(bucket, comm)
-        delivered += comm.size * bucket.flat.double()
-    return delivered
+        values = dict(zip("vwb", of_ranks[comm.rank].split((560, 640, 8)), strict=True))
+        for shapes in PLANS[min(step, 1)]:
+            flat = torch.cat([values[name[0]] for name in shapes])
+            bucket = GradBucket(dict(shapes), flat, step)
+            exchange.average(bucket, comm)
+            for name, start, stop in bucket.spans():
+                mean = comm.size * bucket.flat[start:stop].double()
+                delivered[name] = delivered.get(name, 0) + mean
+    return torch.cat([delivered[name] for name in ("v", "w", "bias")])
+
+
+def kept(exchange: Exchange, comm: Comm) -> Tensor:
+    values = {"v": torch.zeros(560), "w": torch.zeros(640), "bias": torch.zeros(8)}
+    for name, start, own in exchange.kept(SHAPES, comm):
+        values[name][start : start + len(own)] += own
+    return torch.cat(list(values.values())).double()
+
+
+def chosen(exchange: Auto) -> dict[str, str]:
+    return {each["bucket"]: each["chosen"] for each in exchange.choices() if "bucket" in each}
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_is_slower_is_dropped_and_what_it_owes_is_paid_back(size: int) -> None:
-    gradients = torch.randn(8, size, NUM_VALUES)
+def test_the_fastest_wins_and_no_gradient_is_lost(size: int) -> None:
+    gradients, onebit = torch.randn(LATE + 2, size, NUM_VALUES), maker("onebit", "min_columns=1")
 
-    def rank_main(comm: Comm) -> tuple[Tensor, str, bool]:
-        exchange = Auto(SlowOneBit(), AllReduce(), trials=1)
-        steps(exchange, gradients[: 1 + NUM_TRIED], comm)
-        owes = bool(exchange.state_dict()["residual"])
-        exchange = Auto(SlowOneBit(), AllReduce(), trials=1)
-        delivered = steps(exchange, gradients, comm)
-        assert owes and not exchange.state_dict()["residual"]
-        (choice,) = exchange.choices()
-        return delivered, choice["chosen"], choice["compressed_s"] > choice["plain_s"]
+    def rank_main(comm: Comm) -> Any:
+        exchange = auto(onebit=onebit(), slow=Slow(), topk=TopK(0.1))
+        sums = []
+        for at, gradient in enumerate(gradients):
+            sums.append(steps(exchange, gradient[None], comm, at))
+        (last,) = exchange.choices()[-1:]
+        return sum(sums), kept(exchange, comm), chosen(exchange), last, exchange.settled_at
 
     truth = gradients.double().sum(dim=(0, 1))
-    for delivered, chosen, slower in run_ranks(size, rank_main):
-        assert (chosen, slower) == ("AllReduce", True)
-        torch.testing.assert_close(delivered, truth, rtol=1e-5, atol=1e-5)
+    results = run_ranks(size, rank_main)
+    delivered, _, names, last, settled_at = results[0]
+    residual = sum(own for _, own, *_ in results)
+    torch.testing.assert_close(delivered + residual, truth, rtol=1e-4, atol=1e-4)
+    for other in results:
+        assert torch.equal(other[0], delivered) and other[2:] == results[0][2:]
+    assert set(names) == {"v", "w"} and "slow" not in names.values()
+    assert last["step_s"]["slow"] > 0.05 and settled_at == last["chosen_at"] <= LATE
 
 
 def test_the_slowest_rank_decides_for_all() -> None:
-    gradients = torch.randn(1 + NUM_TRIED, 3, NUM_VALUES)
+    gradients = torch.randn(LATE, 3, NUM_VALUES)
 
-    def rank_main(comm: Comm) -> list[dict[str, object]]:
-        exchange = Auto(OneBit(), SlowOnRank1(), trials=1)
+    def rank_main(comm: Comm) -> dict[str, str]:
+        exchange = auto(late=SlowOnRank1(), onebit=OneBit())
         steps(exchange, gradients, comm)
-        return exchange.choices()
+        return chosen(exchange)
 
-    choices = run_ranks(3, rank_main)
-    assert choices == [choices[0]] * 3
-    assert [choice["chosen"] for choice in choices[0]] == ["OneBit"]
+    assert run_ranks(3, rank_main) == [{"v": "onebit", "w": "onebit"}] * 3
 
 
-def test_a_resume_keeps_what_was_decided() -> None:
-    gradients = torch.randn(2 + NUM_TRIED, 2, NUM_VALUES)
+def test_each_bucket_may_have_its_own() -> None:
+    gradients = torch.randn(LATE, 2, NUM_VALUES)
 
-    def rank_main(comm: Comm) -> tuple[Tensor, Tensor]:
-        whole = Auto(OneBit(), SlowOnRank1(), trials=1)
+    def rank_main(comm: Comm) -> dict[str, str]:
+        class SlowForV(AllReduce):
+            def average(self, bucket: GradBucket, comm: Comm) -> None:
+                super().average(bucket, comm)
+                time.sleep(0.03 * ("v" in bucket.shapes))
+
+        exchange = auto(one=SlowForW(), other=SlowForV())
+        steps(exchange, gradients, comm)
+        return chosen(exchange)
+
+    assert run_ranks(2, rank_main) == [{"v": "one", "w": "other"}] * 2
+
+
+def test_trials_end_after_half_of_a_run() -> None:
+    gradients = torch.randn(8, 2, NUM_VALUES)
+
+    def rank_main(comm: Comm) -> int | None:
+        exchange = auto(3, allreduce=AllReduce(), onebit=OneBit(), topk=TopK(0.1))
+        exchange.total_steps = 8
+        steps(exchange, gradients, comm)
+        return exchange.settled_at
+
+    assert run_ranks(2, rank_main) == [4, 4]
+
+
+def test_a_resume_keeps_what_was_decided_and_another_number_of_ranks_does_not() -> None:
+    gradients = torch.randn(LATE + 1, 2, NUM_VALUES)
+
+    def rank_main(comm: Comm) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        whole, resumed = (auto(onebit=OneBit(), slow=Slow()) for _ in range(2))
         steps(whole, gradients[:-1], comm)
-        resumed = Auto(OneBit(), SlowOnRank1(), trials=1)
-        resumed.load_state_dict(whole.state_dict())
-        return tuple(steps(one, gradients[-1:], comm, 9) for one in (whole, resumed))  # type: ignore[return-value]
+        state = whole.state_dict()
+        resumed.load_state_dict(state)
+        assert chosen(resumed) == chosen(whole) and resumed.settled_at == 0
+        ends = [steps(one, gradients[-1:], comm, LATE) for one in (whole, resumed)]
+        return ends[0], ends[1], state
 
-    for whole, resumed in run_ranks(2, rank_main):
+    results = run_ranks(2, rank_main)
+    for whole, resumed, _ in results:
         assert torch.equal(whole, resumed)
+    anew = auto(onebit=OneBit(), slow=Slow())
+    state = anew.redistribute([state for _, _, state in results], 0, 3)
+    assert state["chosen"] == {} and state["onebit.residual"]
 
 
-def test_another_number_of_ranks_decides_anew() -> None:
-    exchange = Auto(OneBit(), AllReduce(), trials=1)
-    state = {"residual": {}, "stripe_residual": {}, "costs": {"w": torch.ones(2)}}
-    assert exchange.redistribute([state] * 2, 0, 3)["costs"] == {}
+@pytest.mark.parametrize("name", ["allreduce", "bf16", "int8", "int4", "onebit", "topk", "ring"])
+def test_a_rehearsal_counts_the_bytes_that_are_sent_then(name: str) -> None:
+    make, shapes = maker(name), {"w": torch.Size((64, 128))}
+
+    def rank_main(comm: Comm) -> tuple[int, int]:
+        bucket = GradBucket(shapes, torch.randn(64 * 128))
+        before, exchange = bucket.flat.clone(), make()
+        _, _, foreseen = rehearse(exchange, bucket, comm)
+        assert comm.traffic.payload_bytes == 0 and torch.equal(bucket.flat, before)
+        exchange.average(bucket, comm)
+        return foreseen, comm.traffic.payload_bytes
+
+    for foreseen, sent in run_ranks(3, rank_main):
+        assert foreseen == sent > 0
 
 
-def test_wrong_arguments_name_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"exchange\.trials=0: must be an integer of at least 1"):
-        Auto(OneBit(), AllReduce(), trials=0)
-    with pytest.raises(ValueError, match=r"exchange\.plain=OneBit: keeps residuals"):
-        Auto(OneBit(), OneBit(), trials=1)
-    with pytest.raises(
-        ValueError, match=r"exchange\.compressed=NoExchange: does not keep replicas equal"
-    ):
-        Auto(NoExchange(), AllReduce(), trials=1)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"among": ["a", "x"]}, r"exchange\.among=\['a', 'x'\]: must be a list of some of a, b, c"),
+        ({"among": []}, r"exchange\.among=\[\]: must be"),
+        ({"among": "a"}, r"exchange\.among=a: must be"),
+        ({"rounds": 0}, r"exchange\.rounds=0: must be an integer of at least 1"),
+        ({"tolerance": 1}, r"exchange\.tolerance=1: must be a number from 0 to below 1"),
+        ({"among": ["b"]}, r"exchange\.candidates\.b=NoExchange: does not keep replicas equal"),
+        ({"among": ["c"]}, r"exchange\.candidates\.c=Schedule: is made of others"),
+    ],
+)
+def test_wrong_arguments_name_the_setting(settings: dict[str, Any], message: str) -> None:
+    nested = Schedule(AllReduce(), AllReduce(), None, (1,))
+    candidates = {"a": AllReduce(), "b": NoExchange(), "c": nested}
+    with pytest.raises(ValueError, match=message):
+        Auto(**({"candidates": candidates, "among": ["a"], "rounds": 1, "tolerance": 0} | settings))

@@ -235,10 +235,11 @@ def traffic(inter: str, nodes: Nodes, shape: tuple[int, ...]) -> list[Traffic]:
 def test_each_rail_carries_its_share_between_nodes(inter: str) -> None:
     rows, columns = 384, 2048
     n = rows * columns
-    between = 8 * n / 2 / 2 if inter == "allreduce" else 2 * (n / 2 / 8 + 8 * rows / 2) / 2
+    message = n / 2 / 8 + 8 * rows / 2
+    between, gathered = (8 * n / 2 / 2, 4 * n / 2) if inter == "allreduce" else (message, message)
     for sent in traffic(inter, NODES["2x2"], (rows, columns)):
         assert sent.across_bytes == pytest.approx(between, rel=0.001)
-        assert sent.payload_bytes - sent.across_bytes == 8 * n / 2
+        assert sent.payload_bytes - sent.across_bytes == 4 * n / 2 + gathered
 
 
 def test_ranks_without_a_rail_send_nothing_to_other_nodes() -> None:

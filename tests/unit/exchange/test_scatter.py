@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
+from lab.exchange.int4 import Int4
 from lab.exchange.int8 import Int8
 from lab.exchange.onebit import OneBit
 from lab.exchange.scatter import Columns, Layout, scatter_of
 from lab.exchange.topk import TopK
+from lab.exchange.two_levels import TwoLevels
 
 ROWS = {"w": (10, 7), "b": (5, 1), "e": (3, 4)}  # rows and inner values of three parameters
 ONEBIT = {"granularity": "block", "block_size": 16}
@@ -70,7 +73,12 @@ def scattered(size: int, exchange: Exchange) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     ("exchange", "tolerance"),
-    [(AllReduce(), 1e-6), (AllReduce("bfloat16"), 0.01), (Int8(block_size=8), 0.02)],
+    [
+        (AllReduce(), 1e-6),
+        (AllReduce("bfloat16"), 0.01),
+        (Int8(block_size=8), 0.02),
+        (Int4(block_size=8), 0.2),
+    ],
 )
 def test_each_rank_receives_its_part_of_the_sum(
     exchange: Exchange, tolerance: float, size: int
@@ -92,13 +100,17 @@ def test_halves_are_summed_in_full_precision() -> None:
     assert run_ranks(3, rank_main) == [258.0] * 3
 
 
-def run_onebit(
-    size: int, steps: range, states: list[Any]
+def onebit() -> OneBit:
+    return OneBit(**ONEBIT)  # type: ignore[arg-type]
+
+
+def run_feedback(
+    size: int, steps: range, states: list[Any], make: Callable[[], OneBit | Int4] = onebit
 ) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
     """Return each rank's state, the sum of what it received, and its last part."""
 
     def rank_main(comm: Comm) -> tuple[dict[str, Any], Tensor, Tensor]:
-        exchange = OneBit(**ONEBIT)  # type: ignore[arg-type]
+        exchange = make()
         if states:
             exchange.load_state_dict(states[comm.rank])
         scatter, (place, n) = scatter_of(exchange), layout(size)
@@ -119,20 +131,23 @@ def residuals(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("make", [onebit, lambda: Int4(16)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_bit_a_value_delivers_everything_but_its_residuals(size: int) -> None:
-    states, delivered, _ = zip(*run_onebit(size, range(4), []), strict=True)
+def test_a_coarse_codec_delivers_everything_but_its_residuals(
+    size: int, make: Callable[[], OneBit | Int4]
+) -> None:
+    states, delivered, _ = zip(*run_feedback(size, range(4), [], make), strict=True)
     left = laid_out(residuals(list(states)), size)
     real = laid_out({name: torch.ones(shape) for name, shape in ROWS.items()}, size) > 0
     gap = torch.stack(delivered) + left - laid_out(summed(size, 4), size)
-    assert left.abs().max() > 0.1
+    assert left.abs().max() > 0.01
     assert gap[real].abs().max() < 1e-4
 
 
 def test_residuals_resume_in_the_same_bits() -> None:
-    whole = run_onebit(3, range(4), [])
-    first = [state for state, _, _ in run_onebit(3, range(2), [])]
-    resumed = run_onebit(3, range(2, 4), first)
+    whole = run_feedback(3, range(4), [])
+    first = [state for state, _, _ in run_feedback(3, range(2), [])]
+    resumed = run_feedback(3, range(2, 4), first)
     for (state, _, output), (other, _, again) in zip(whole, resumed, strict=True):
         assert torch.equal(output, again)
         for name, residual in state["residual"].items():
@@ -141,7 +156,7 @@ def test_residuals_resume_in_the_same_bits() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1)])
 def test_residuals_keep_their_sum_on_another_number_of_ranks(before: int, after: int) -> None:
-    states = [state for state, _, _ in run_onebit(before, range(3), [])]
+    states = [state for state, _, _ in run_feedback(before, range(3), [])]
     shares = [OneBit(**ONEBIT).redistribute(states, r, after) for r in range(after)]  # type: ignore[arg-type]
 
     def rank_main(comm: Comm) -> tuple[dict[str, Any], Tensor]:
@@ -166,3 +181,47 @@ def test_others_have_no_reduce_scatter() -> None:
         scatter_of(TopK(ratio=0.1))
     with pytest.raises(ValueError, match="onebit without warmup_steps"):
         scatter_of(OneBit(warmup_steps=3))
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("make", "tolerance", "num_bytes"),
+    [
+        (AllReduce, 1e-6, lambda n: 4 * n),
+        (lambda: Int8(8), 0.02, lambda n: 16 * -(-n // 8)),
+        (lambda: Int4(8, error_feedback=False), 0.3, lambda n: 12 * -(-n // 8)),
+    ],
+)
+def test_two_levels_sum_inside_nodes_before_they_cross(
+    nodes: int,
+    per_node: int,
+    make: Callable[[], Exchange],
+    tolerance: float,
+    num_bytes: Callable[[int], int],
+) -> None:
+    size = nodes * per_node
+
+    def rank_main(comm: Comm) -> tuple[Tensor, int, int]:
+        first = range(0, size, per_node)
+        comm.nodes = [list(range(at, at + per_node)) for at in first]
+        inside, across = comm.split(comm.rank // per_node), comm.split(comm.rank % per_node)
+        place, n = layout(size)
+        output = torch.full((n,), torch.nan)
+        own = laid_out(drawn(comm.rank, 0), size)
+        TwoLevels(make(), inside, across).sum(output, own, comm, place)
+        return output, comm.traffic.payload_bytes, comm.traffic.across_bytes
+
+    parts, sent, crossed = zip(*run_ranks(size, rank_main), strict=True)
+    expected = laid_out(summed(size), size)
+    assert (torch.stack(parts) - expected).abs().max() <= tolerance * size * 4
+    n = expected.shape[1]
+    assert set(crossed) == {(nodes - 1) * num_bytes(n)}
+    assert set(sent) == {crossed[0] + (per_node - 1) * num_bytes(nodes * n)}
+
+
+def test_two_levels_keep_no_residuals() -> None:
+    def rank_main(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="two_levels keeps no residuals; must be false"):
+            TwoLevels(Int4(8), comm, comm)
+
+    run_ranks(1, rank_main)

@@ -42,7 +42,7 @@ def whole(until: tuple[float, ...] = (3, 6)) -> Schedule:
 
 def backwards() -> Schedule:
     """Compressed exchanges first, one of them within another: each must give up its residual."""
-    return Schedule(one_bit(), Auto(TopK(0.1), AllReduce(), 5), PowerSGD(1), (3, 6))
+    return Schedule(one_bit(), Auto({"topk": TopK(0.1)}, ["topk"], 1, 0.0), PowerSGD(1), (3, 6))
 
 
 def kept(exchange: Exchange, comm: Comm) -> Tensor:

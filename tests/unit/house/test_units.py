@@ -69,6 +69,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     (panel,) = payload(sheet).axes
     used = dict.fromkeys(("total_bytes", "theory_bytes", "extra_bytes"), NUM_BYTES)
     peaks = {"peak_bytes": [{"mad": NUM_BYTES}], "extra_theory_bytes": [NUM_BYTES]}
+    peaks |= {"optimizer_bytes": [NUM_BYTES], "optimizer_share": 0.25}
     kinds = {"name": "a", "num_parameters": 0, "largest_batch": None, "total_bytes": NUM_BYTES}
     kinds |= {"measured_bytes": None, "bytes": dict.fromkeys(KINDS, NUM_BYTES)}
     copies = {"direction": "HtoD", "kind": "a", "invocations": 1, "num_bytes": NUM_BYTES}
@@ -105,7 +106,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
         ),
         "lab/benchmarks/views/memory.py": (
             " ".join(memory._line({"name": "a", "of_theory": 1.0, "rank": 0, **used, **peaks})),
-            "a 100.0 100.0 100.0 1.000 100.0 100.0 0",
+            "a 100.0 100.0 100.0 1.000 100.0 100.0 0 100.00 0.2500",
         ),
         "lab/benchmarks/views/text.py": (
             " ".join(text.in_cache({"cache_bytes": NUM_BYTES}, 0)),

@@ -50,3 +50,11 @@ def test_a_batch_holds_whole_rounds() -> None:
     rounds = np.tile([1.0, 1.0, 1.0, 5.0], 50)[None]  # an exchange in every fourth step
     found = warmup_of(rounds, None, every=4)
     assert found.num_steps % 4 == 0 and found.num_steps <= 16
+
+
+def test_steps_in_which_an_exchange_tried_others_are_warm_up() -> None:
+    assert warmup_of(steps(0), 10, trials=30).num_steps == 30
+    assert warmup_of(steps(0), 40, trials=30).num_steps == 40
+    assert warmup_of(steps(0), None, trials=52).num_steps >= 52
+    found = warmup_of(steps(0, count=20), 10, trials=20)
+    assert (found.num_steps, found.reason) == (20, "the exchange tried others in the first 20")

@@ -12,6 +12,7 @@ import yaml
 from lab import score as command
 from lab.claims.predicted import profile_of
 from lab.simulate.crossover import with_rate
+from lab.simulate.hardware import Link
 from lab.simulate.score import ScoredCell, held_out, score
 from lab.simulate.scorecard import of_study, summary, write
 from tests.support.figures import keep_saved, xs, ys
@@ -89,6 +90,30 @@ def test_a_study_is_fitted_on_one_link_and_scored_on_others(
     assert out.with_suffix(".png").is_file()
     assert out.read_text().count("| held out |") == 15
     assert f"cluster.rate=1gbit {' '.join(sorted(straggler))}" in rows
+
+
+def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) -> None:
+    """Links between hosts are those of the fit of one rank on each."""
+    profile = replace(profile_of("alexnet_titanx"), bytes_scale=0.02)
+    study, rate = tmp_path / "study", ("cluster=emulated", "cluster.rate=1gbit")
+    leave_study(study, profile, ("none", "allreduce", "overlap", "onebit", "fsdp"), TRUE, *rate)
+    levels = replace(TRUE, ranks_per_node=2, intra=Link(3e-4, 5e8))
+    names = ("none", "hierarchical", "hierarchical_onebit", "hsdp")
+    two = ("cluster.ranks_per_host=2",)
+    leave_study(study, profile, names, levels, *rate, *two, sizes=(2, 4))
+    slow = replace(levels, inter=Link(4e-4, 1.1e8 * 0.3))
+    leave_study(study, profile, names, slow, rate[0], "cluster.rate=300mbit", *two, sizes=(4,))
+    hardware = yaml.safe_load(GUESS)
+    hardware["intra"] = {"latency_s": 1e-4, "bandwidth_bytes_per_s": 1e9}
+    card = of_study(study, yaml.safe_load(profile.to_yaml()), hardware)
+    held = {(cell.conditions, cell.strategy): cell for cell in held_out(card.cells)}
+    assert len(held) == 4 + 3 + 3
+    # Two ranks of a host tell links inside from contention less well: onebit is off by 4.5 %.
+    assert all(abs(cell.error) < 0.06 for cell in held.values()), held
+    assert all(abs(c.error) < 0.01 for (_, name), c in held.items() if "onebit" not in name)
+    hardware["intra"] = None
+    with pytest.raises(ValueError, match=r"cluster\.ranks_per_host=2: hardware=guess has no intra"):
+        of_study(study, yaml.safe_load(profile.to_yaml()), hardware)
 
 
 @pytest.mark.parametrize(

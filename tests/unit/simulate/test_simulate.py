@@ -31,10 +31,12 @@ from lab.simulate.hardware import Link
 from lab.simulate.load import Load, Stage
 from lab.simulate.nccl import PROTOCOLS
 from lab.simulate.network import Network
+from lab.simulate.phases import longest_phase
 from lab.simulate.presets import parse
-from lab.simulate.step import Step, predict, simulate
+from lab.simulate.step import Step, predict, simulate, stages_of_step
 from lab.simulate.strategy import CEILING, Strategy
 from lab.sync.pattern import gradsync
+from tests.conftest import ROOT
 from tests.support.cases import (
     ALL_STRATEGIES,
     EXCHANGES,
@@ -317,6 +319,34 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     result.write_text(json.dumps({"bench": "memory", "rows": []}))
     assert command.main(arguments) == 2
     assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
+    assert command.main([*arguments, f"fit={ROOT}/docs/results/links.json"]) == 2
+    assert "was fitted under the cost cards of its time" in capsys.readouterr().err
+
+
+def test_each_level_has_a_codec_of_its_own(profile: Profile) -> None:
+    levels = replace(GUESS, ranks_per_node=2, intra=Link(0.0, 1e9))
+    found = stages_of_step(profile, strategy("hierarchical_onebit"), Network(levels, 4))
+    assert {stage.codec for stage in found} - {""} == {"Hierarchical", "OneBit"}
+
+
+def test_owners_products_cost_as_much_as_the_busiest_ones(profile: Profile) -> None:
+    """One matrix is dearest: more ranks do not help, and shared cores compute all of them."""
+
+    def products_s(size: int, cores: int | None) -> float:
+        machine = replace(LINKED, codec_bytes_per_s=1e9, num_cores=cores, crowding=0.0)
+        found = stages_of([(8, 8), (64, 64)], strategy("muon").exchange, Network(machine, size))
+        return found[3].seconds
+
+    small, large = (5 * 6 * width**3 / 1e10 for width in (8, 64))
+    assert products_s(1, None) == pytest.approx(small + large)
+    assert products_s(2, None) == products_s(4, None) == pytest.approx(large)
+    assert products_s(2, 1) == pytest.approx(small + large)
+
+
+def test_a_record_shows_a_schedules_longest_phase() -> None:
+    exchange = strategy("schedule", "exchange.until=[0.1,0.3]").exchange
+    assert longest_phase(exchange) == exchange["third"]
+    assert longest_phase(strategy("onebit").exchange) == strategy("onebit").exchange
 
 
 def test_predictions_beside_a_study(
@@ -573,3 +603,10 @@ def test_priority_falls_back_to_overlap_where_messages_are_dear(profile: Profile
         for n in (3, 0)
     )
     assert always.step_s > overlap.step_s == tried.step_s
+
+
+def test_auto_is_no_slower_than_the_fastest_of_its_candidates(profile: Profile) -> None:
+    for link in (Link(0.0, 1e7), Link(1e-3, 1e9)):
+        hardware, fixed = replace(FLAT, inter=link), ("overlap", "bf16", "onebit", "topk")
+        ours = simulate(profile, hardware, strategy("auto"), 4, 64).step_s
+        assert ours <= min(simulate(profile, hardware, strategy(f), 4, 64).step_s for f in fixed)

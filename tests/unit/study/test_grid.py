@@ -57,6 +57,8 @@ def test_a_study_file_has_conditions(tmp_path: Path) -> None:
     assert strategies == ["tree", "onebit", "onebit"]
     replaced = read([*given, "strategy=onebit:bucket_mb=9"])
     assert [cell.config.bucket_mb for cell in replaced.cells] == [None, 9]
+    narrower = read([*given, "strategy=tree"])  # leaves out whom the file's condition is for
+    assert [cell.strategy for cell in narrower.cells] == ["tree"]
 
 
 @pytest.mark.parametrize(

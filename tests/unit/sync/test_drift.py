@@ -22,7 +22,8 @@ from lab.exchange.topk import TopK
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
 from lab.sync.base import SyncParts
-from lab.sync.drift import LIMIT, Drift
+from lab.sync.drift import Drift
+from lab.sync.findings import LIMIT
 from lab.sync.gradsync import GradSync
 from lab.training.observe import observe_drift
 from tests.support.cases import (

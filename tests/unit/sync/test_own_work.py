@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, Worker
+from lab.exchange.bucket import GradBucket
 from lab.measure.clock import Clock
 from lab.measure.spans import OWN
 from lab.settings.config import build, load
@@ -78,13 +79,38 @@ def test_the_late_rank_works_longer_and_those_that_wait_do_not(strategy: str, ph
     assert late[1][other] < SHORT_S
 
 
+EXCHANGES = (
+    *("overlap", "priority", "ring", "onebit", "ddp", "local_sgd", "zero1", "int4", "onebit_adam"),
+    *("hierarchical", "hierarchical_onebit", "des_loc", "streaming_diloco", "schedule"),
+)
+
+
 @pytest.mark.parametrize(
-    ("strategy", "unlike"),
+    ("settings", "unlike"),
     [
-        *((name, set()) for name in ("overlap", "priority", "ring", "onebit", "ddp", "local_sgd")),
+        *((name, set()) for name in EXCHANGES),
         *((name, {"exchange"}) for name in ("tree", "tree_double", "tree_pipelined", "star")),
+        ("muon", {"exchange"}),  # the owner of the dearest matrix computes longest
+        ("hierarchical exchange@exchange.inter=tree", {"exchange"}),
+        ("schedule exchange@exchange.first=star", {"exchange"}),
+        *((name, {"update"}) for name in ("fsdp", "hsdp")),
         *((name, {"exchange", "update"}) for name in ("caffe", "torch7", "tensorflow")),
     ],
 )
-def test_ranks_that_have_more_to_do_are_not_compared(strategy: str, unlike: set[str]) -> None:
-    assert set(alike(load([f"strategy={strategy}"]))) == set(OWN) - unlike
+def test_ranks_that_have_more_to_do_are_not_compared(settings: str, unlike: set[str]) -> None:
+    assert set(alike(load(f"strategy={settings}".split()))) == set(OWN) - unlike
+
+
+def test_ranks_of_uneven_nodes_are_not_compared() -> None:
+    """The exchange itself, on nodes of one and three ranks: the sole rail has more to send."""
+    config = load(["strategy=hierarchical"])
+
+    def rank_main(comm: Comm) -> int:
+        values = GradBucket({"w": torch.Size([8, 64])}, torch.ones(512))
+        build(config.exchange).average(values, comm)
+        return comm.traffic.payload_bytes
+
+    uneven = run_ranks(4, rank_main, [[0], [1, 2, 3]])
+    even = run_ranks(4, rank_main, [[0, 1], [2, 3]])
+    assert set(alike(config, uneven)) == set(OWN) - {"exchange"}
+    assert set(alike(config, even)) == set(OWN)

@@ -20,7 +20,7 @@ from lab.settings.config import build, choices_of, load
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import OF_CLASS, UNKNOWN, Begin, Leg, pattern_of
 
-LIBRARIES = {"ddp", "fsdp", "hsdp", "horovod"}  # these need their own process group
+LIBRARIES = {"ddp", "fsdp", "hsdp", "zeropp", "horovod"}  # these need their own process group
 
 
 def sync_of(comm: Comm, *settings: str) -> Sync:
@@ -63,6 +63,12 @@ def test_a_sync_has_the_pattern_that_its_settings_tell(strategy: str) -> None:
             "strategy=zero1",
             Begin.DURING_BACKWARD,
             (Leg.PARTS_OF_GRADIENTS, Leg.PARTS_OF_WEIGHTS),
+            1,
+        ),
+        (
+            "strategy=hsdp",
+            Begin.DURING_BACKWARD,
+            (Leg.WEIGHTS_OF_UNITS, Leg.PARTS_OF_GRADIENTS, Leg.MEAN_OF_PARTS),
             1,
         ),
         ("strategy=none", Begin.NEVER, (), 1),

@@ -19,6 +19,7 @@ from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Work
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.tree import Tree
 from lab.measure.clock import Clock
 from lab.measure.spans import OWN, PHASES
@@ -168,7 +169,7 @@ def test_gradients_needed_first_overtake_the_parts_of_a_large_one() -> None:
     assert parts == ["last.weight[0:2048]", "last.weight[2048:4096]"]
 
 
-@pytest.mark.parametrize("name", ["onebit", "onebit_adam", "muon", "powersgd"])
+@pytest.mark.parametrize("name", ["onebit", "onebit_adam", "muon", "dion", "powersgd"])
 def test_exchanges_that_do_more_than_sum_get_whole_parameters(name: str) -> None:
     def run(sync: PrioritySync) -> set[str]:
         return {name for bucket in sync.buckets for name in bucket.shapes}
@@ -294,6 +295,7 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
         ({"precision": "fp16"}, "precision=fp16: a step cannot be skipped"),
         ({"compiled": True}, "compile=true: compiled layers cannot wait"),
         ({"exchange": maker("auto")}, "exchange=Auto: sync=priority chooses by measurement too"),
+        ({"exchange": lambda: Hierarchical(maker("auto")())}, "exchange=Auto: sync=priority"),
     ],
 )
 def test_refusals(settings: dict[str, Any], message: str) -> None:

@@ -1,0 +1,163 @@
+"""Dion: orthonormal updates of low rank, from momentum that is never sent whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.codec.powersgd import codec as powersgd
+from lab.distributed.comm import Comm
+from lab.exchange import owners
+from lab.exchange.bucket import GradBucket
+from lab.exchange.compressible import Matrix, rank_of
+from lab.exchange.direction import Adam, Direction, Moments, copies, is_finite, tables_of, zeros
+from lab.exchange.error_feedback import shares
+from lab.exchange.low_rank import orthonormal, random_factor, together
+from lab.exchange.newton_schulz import rms_factor
+
+KINDS = ("share", "q", "momentum", "variance")
+ROUNDING = 1e-6  # a column of R is nothing else, if its norm is this share of the largest one's
+
+
+class Dion(Direction):
+    """Dion (Ahn et al. 2025) for hidden matrices, Adam for all else; only factors are sent.
+
+    Each rank keeps a share of the momentum of a matrix, [outputs, the rest]; the shares add up to
+    the momentum M of the mean gradient. A step of power iteration approximates M by P R^T:
+
+    1. A rank adds its gradient / N to its share. P = MQ is summed over the ranks, and
+       orthonormalised.
+    2. R = M^T P is summed. A rank takes (1 - momentum) P times its own R^T from its share: what the
+       factors miss stays in the momentum, which is Dion's error feedback.
+    3. Q, for the next step, is R with columns of length 1; the direction is P Q^T.
+
+    Both sums are all-reduces, one for all matrices of a bucket; the first carries the gradients of
+    vectors, embeddings and layers of an embedding's shape as well. A rank sends 8r(outputs +
+    rest)(N-1)/N bytes for a matrix, r = rank_fraction of its shorter side. Ranks have the same
+    bits, if their devices are alike: each orthonormalises P, and multiplies it by Q, by itself.
+
+    Args:
+        rank_fraction: r over the shorter side, rounded up. From 1/2 on, the factors of a square
+            matrix are no smaller than its gradient.
+        momentum: decay rate of the part of the momentum that factors hold.
+        betas, eps: of Adam.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    needs_like_gpus = True
+
+    def __init__(
+        self,
+        rank_fraction: float = 0.25,
+        momentum: float = 0.95,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__()
+        if not 0 < rank_fraction <= 1:
+            raise ValueError(
+                f"exchange.rank_fraction={rank_fraction}: must be above 0 and at most 1"
+            )
+        if not 0 <= momentum < 1:
+            raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
+        self.rank_fraction, self.momentum = rank_fraction, momentum
+        self.adam = Adam(tuple(betas), eps)
+        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
+        self._hidden: dict[str, Matrix] | None = None
+
+    def look_at(self, model: nn.Module) -> None:
+        shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        self._hidden = owners.hidden_matrices(shapes, tables_of(model))
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        self.begin(bucket, comm)
+        hidden = owners.hidden_matrices(bucket.shapes, ()) if self._hidden is None else self._hidden
+        values = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
+        matrices = {name: v.view(hidden[name]) for name, v in values.items() if name in hidden}
+        others = {name: v for name, v in values.items() if name not in hidden}
+        ps = self._orthonormal_ps(matrices, others, comm)
+        for name, r in self._sums_of_r(matrices, ps, comm).items():
+            self._direct(name, ps[name], r, matrices[name])
+        for name, gradient in others.items():
+            momentum = zeros(self.moments["momentum"], name, gradient)
+            variance = zeros(self.moments["variance"], name, gradient)
+            self.adam.add(gradient, momentum, variance)
+            self.adam.direction(momentum, variance, self.updates, out=gradient)
+        bucket.finite = is_finite(bucket.flat)
+
+    def _orthonormal_ps(
+        self, matrices: dict[str, Tensor], others: dict[str, Tensor], comm: Comm
+    ) -> dict[str, Tensor]:
+        """Add gradients to momentum; return each P, [rows, r], and average the other gradients."""
+        qs = {name: self._factor(name, gradient) for name, gradient in matrices.items()}
+        factors = [(len(gradient), len(qs[name])) for name, gradient in matrices.items()]
+        like = next(iter({**matrices, **others}.values()))
+        message, parts = together([*(v.shape for v in others.values()), *factors], like)
+        means, ps = parts[: len(others)], dict(zip(matrices, parts[len(others) :], strict=True))
+        if means:
+            torch._foreach_copy_(means, list(others.values()))
+        for name, gradient in matrices.items():
+            share = zeros(self.moments["share"], name, gradient)
+            powersgd.project(gradient, share, qs[name], ps[name])
+        comm.all_reduce(message)
+        if means:
+            torch._foreach_copy_(list(others.values()), means)
+        return {name: orthonormal(p) for name, p in ps.items()}
+
+    def _sums_of_r(
+        self, matrices: dict[str, Tensor], ps: dict[str, Tensor], comm: Comm
+    ) -> dict[str, Tensor]:
+        """Return each R^T, [r, columns], summed over the ranks; take a part of it from momentum."""
+        if not matrices:
+            return {}
+        shapes = [(ps[name].shape[1], matrix.shape[1]) for name, matrix in matrices.items()]
+        message, parts = together(shapes, next(iter(matrices.values())))
+        rs = dict(zip(matrices, parts, strict=True))
+        for name, r in rs.items():
+            share = self.moments["share"][name]
+            powersgd.project_back(share, ps[name], r, subtract=False)
+            share.addmm_(ps[name], r, alpha=self.momentum - 1)
+        comm.all_reduce(message)
+        return rs
+
+    def _direct(self, name: str, p: Tensor, r: Tensor, out: Tensor) -> None:
+        """Write the direction of a matrix into `out`, and keep Q for the next step.
+
+        Momentum of a lower rank leaves columns of R that are rounding alone. They get no direction,
+        and the next step looks for others where it looked before.
+        """
+        lengths = r.norm(dim=1, keepdim=True)
+        unknown = lengths <= ROUNDING * lengths.max()  # false for NaN, which spreads
+        unit = r.div_(lengths).masked_fill_(unknown, 0)
+        powersgd.rebuild(p, unit, out)
+        out.mul_(rms_factor(*out.shape))
+        q = self.moments["q"][name]
+        torch.where(unknown, q, unit, out=q)
+
+    def _factor(self, name: str, gradient: Tensor) -> Tensor:
+        """Return the Q^T with which a step begins."""
+        kept = self.moments["q"]
+        if name not in kept:
+            rows, columns = gradient.shape
+            rank = rank_of(rows, columns, self.rank_fraction)
+            kept[name] = random_factor(name, rank, columns, gradient.device)
+        return kept[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {kind: dict(kept) for kind, kept in self.moments.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.moments = {kind: copies(state[kind]) for kind in KINDS}
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        """Give each rank an equal share of the momentum; all else was equal on all ranks."""
+        new = super().redistribute(states, rank, size)
+        new |= {kind: dict(states[0][kind]) for kind in KINDS}
+        new["share"] = shares([state["share"] for state in states], size)
+        return new

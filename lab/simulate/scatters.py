@@ -1,0 +1,72 @@
+"""Stages of the reduce-scatters of a unit's gradients: torch's own, and the first halves of codecs.
+
+Those are the counterparts of lab/exchange/scatter.py; bytes of memory are those of its passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lab.simulate.load import Load, Settings, class_of
+
+
+def scatter_of(exchange: Settings) -> Callable[[Load], None]:
+    """Return what appends the stages of a reduce-scatter to a Load of padded shapes.
+
+    Args:
+        exchange: NoExchange: torch's own.
+
+    Raises:
+        ValueError: the exchange has no reduce-scatter.
+    """
+    name = class_of(exchange)
+    if name not in SCATTERS or exchange.get("warmup_steps"):
+        allowed = "none (torch's), allreduce, bf16, fp16, int8, and onebit without warmup_steps"
+        raise ValueError(f"exchange={name}: has no reduce-scatter; allowed are {allowed}")
+    return SCATTERS[name]
+
+
+def _of_torch(load: Load) -> None:
+    """Over Gloo it is an all-reduce, of which each rank keeps a part."""
+    if load.network.hardware.library == "gloo":
+        load.wire(load.network.all_reduce(load.num_bytes))
+    else:
+        load.wire(load.network.reduce_scatter(load.num_bytes / load.N))
+
+
+def _exact(load: Load) -> None:
+    part = load.num_bytes / load.N
+    if load.exchange["dtype"] == "float32":
+        load.wire(load.network.reduce_scatter(part))
+        return
+    load.codec(1.5 * load.num_bytes)
+    load.wire(load.network.all_to_all(part / 2))
+    load.codec(load.num_bytes / 2 + part)
+
+
+def _eight_bit(load: Load) -> None:
+    line = math.ceil(load.n / load.N / load.exchange["block_size"]) * (
+        8 + load.exchange["block_size"]
+    )
+    message = line * load.N
+    load.codec(4 * load.n + message, in_torch=29 * load.n)
+    load.wire(load.network.all_to_all(line))
+    load.codec(16 * load.n + message, in_torch=25 * load.n)
+
+
+def _sign_bit(load: Load) -> None:
+    block = load.exchange["block_size"]
+    line = math.ceil(load.n / load.N / block) * (block / 8 + 8)
+    message = line * load.N
+    load.codec((8 + 12) * load.n + message)
+    load.wire(load.network.all_to_all(line))
+    load.codec(12 * load.n + message)
+
+
+SCATTERS: dict[str, Callable[[Load], None]] = {
+    "NoExchange": _of_torch,
+    "AllReduce": _exact,
+    "Int8": _eight_bit,
+    "OneBit": _sign_bit,
+}

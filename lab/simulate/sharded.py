@@ -1,0 +1,133 @@
+"""The events of a step under FSDP2, whose units are gathered where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lab.simulate.events import Compute, Rank
+from lab.simulate.load import Stage
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers whose weights are gathered and freed together, and what moves them.
+
+    Attributes:
+        layers: their places in forward, which follow each other; the model's own unit, which stays
+            gathered from forward to backward, may have layers anywhere.
+        gather: the all-gather, and copies of weights to its message and from it.
+        scatter: copies of gradients to a message, the reduce-scatter, and the all-reduce among
+            copies of the weights. A unit without parameters has no stages.
+    """
+
+    name: str
+    layers: range
+    gather: Sequence[Stage] = ()
+    scatter: Sequence[Stage] = ()
+
+
+@dataclass
+class Sharded:
+    """Forward and backward of one rank, as torch.distributed.fsdp runs them.
+
+    Where the host runs ahead of a GPU, a unit's all-gather begins as soon as the unit before it has
+    its weights, in both directions, and a reduce-scatter runs beside backward of the next unit, of
+    which at most one is under way. On CPUs each collective returns when it is done, so
+    nothing is hidden.
+
+    Args:
+        units: in the order of forward, the model's own last.
+        blocks: collectives return when they are done.
+    """
+
+    layers: Sequence[Compute]
+    units: Sequence[Unit]
+    rank: Rank
+    blocks: bool
+
+    def run(self, micro_batches: int) -> None:
+        """Simulate a step's passes. Only the last backward scatters."""
+        for number in range(1, micro_batches + 1):
+            self._forward()
+            self._backward(last=number == micro_batches)
+        self.rank.wait_until(self.rank.busy_until_s)
+
+    def payload_bytes(self, micro_batches: int) -> float:
+        """Count the bytes that a rank sends in a step."""
+        own = self.units[-1]
+        return sum(
+            micro_batches * (1 if unit is own else 2) * _payload_bytes(unit.gather)
+            + _payload_bytes(unit.scatter)
+            for unit in self.units
+        )
+
+    def _forward(self) -> None:
+        *inner, own = self.units
+        self._receive(own, self._gather(own, self.rank.now_s))
+        first = {unit.layers.start: unit for unit in inner}
+        before_s = self.rank.now_s  # when the unit before had its weights
+        for place, layer in enumerate(self.layers):
+            if unit := first.get(place):
+                self._receive(unit, self._gather(unit, before_s))
+                before_s = self.rank.now_s
+            self.rank.compute("forward", layer.name, layer.forward_s)
+
+    def _backward(self, last: bool) -> None:
+        *inner, own = self.units
+        waiting = inner[::-1]
+        next_s = self._prefetch(waiting)
+        scattered_s = 0.0
+        for place, layer in reversed(list(enumerate(self.layers))):
+            if waiting and place == waiting[0].layers.stop - 1:
+                self._receive(waiting[0], next_s)
+                next_s = self._prefetch(waiting[1:])
+            self.rank.compute("backward", layer.name, layer.backward_s)
+            if waiting and place == waiting[0].layers.start:
+                unit = waiting.pop(0)
+                scattered_s = self._scatter(unit, scattered_s) if last else 0.0
+        if last:
+            self._scatter(own, scattered_s)
+
+    def _prefetch(self, waiting: Sequence[Unit]) -> float:
+        """Begin the all-gather of the next unit, if there is one; return when it ends."""
+        return self._gather(waiting[0], self.rank.now_s) if waiting else 0.0
+
+    def _gather(self, unit: Unit, earliest_s: float) -> float:
+        """Begin an all-gather; return when it ends."""
+        return self._run(unit, [s for s in unit.gather if s.row == "exchange"], earliest_s)
+
+    def _receive(self, unit: Unit, gathered_s: float) -> None:
+        """Wait for a unit's weights, and copy them."""
+        self.rank.wait_until(gathered_s)
+        self._compute(unit, [stage for stage in unit.gather if stage.row == "codec"])
+
+    def _scatter(self, unit: Unit, before_s: float) -> float:
+        """Send a unit's gradients once the last one's have left; return when they are summed."""
+        self.rank.wait_until(before_s)
+        self._compute(unit, unit.scatter[:1])
+        return self._run(unit, unit.scatter[1:], self.rank.now_s)
+
+    def _compute(self, unit: Unit, stages: Sequence[Stage]) -> None:
+        for stage in stages:
+            self.rank.compute(stage.row, unit.name, stage.seconds)
+
+    def _run(self, unit: Unit, stages: Sequence[Stage], end_s: float) -> float:
+        """Run stages one after the other, the first not before `end_s`; return when they end."""
+        for stage in stages:
+            if self.blocks and stage.row == "codec":
+                self._compute(unit, [stage])
+                end_s = self.rank.now_s
+                continue
+            end_s = self.rank.beside(stage, unit.name, max(end_s, self._host_s()), stage.inside)
+            if self.blocks:
+                self.rank.wait_until(end_s)
+        return end_s
+
+    def _host_s(self) -> float:
+        """Return when the host begins a collective at the earliest; on a GPU it runs ahead."""
+        return self.rank.now_s if self.blocks else 0.0
+
+
+def _payload_bytes(stages: Sequence[Stage]) -> float:
+    return sum(stage.payload_bytes for stage in stages)

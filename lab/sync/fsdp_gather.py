@@ -1,0 +1,76 @@
+"""The lab's all-gather in torch's FSDP2, one object for each FSDP module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lab.distributed.comm import Comm
+from lab.exchange.bucket import ScratchBuffers
+from lab.exchange.gather import gather_bytes
+from lab.sync.fsdp_drift import FsdpDrift
+from lab.sync.fsdp_units import modules_of_fsdp
+
+
+class UnitAllGather:
+    """An AllGather (torch.distributed.fsdp, set_custom_all_gather) of one FSDP module, in bytes.
+
+    It is ZeRO++'s qwZ (Wang et al. 2023, section 4.1): each rank encodes its part of the weights
+    by blocks, a byte for each value, and all ranks decode all parts, their own too, so copies are
+    equal on all ranks. The part that the optimizer updates is another tensor and stays exact.
+
+    Where weights have a second shard inside a node, it gathers what was gathered before, and inside
+    the node: exactly, so that backward has the bits of forward.
+
+    Args:
+        unit: name of the module.
+        comm: the ranks that share the weights.
+        inside: those that share the second shard; None: there is none.
+        buffers: memory for messages, which all modules of a rank share: FSDP gathers one after the
+            other.
+    """
+
+    def __init__(self, unit: str, comm: Comm, inside: Comm | None, buffers: ScratchBuffers) -> None:
+        self.unit, self._comm, self._inside, self._buffers = unit, comm, inside, buffers
+        self.exact = False  # evaluations are of the weights that checkpoints hold
+        self.drift: FsdpDrift | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return memory for the weights."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill `output_tensor` [N * n] with all ranks' `input_tensor` [n], a part of it."""
+        if self._inside is not None and group.size() == self._inside.size:
+            self._inside.all_gather(output_tensor, input_tensor)
+        elif self.exact:
+            self._comm.all_gather(output_tensor, input_tensor)
+        elif self.drift and self.drift.compares_weights(self.unit):
+            own = input_tensor.clone()
+            self._gather(output_tensor, input_tensor)
+            self.drift.gathered(self.unit, own, output_tensor, self._comm)
+        else:
+            self._gather(output_tensor, input_tensor)
+
+    def _gather(self, output: Tensor, own: Tensor) -> None:
+        gather_bytes(output, own, self._comm, self._buffers)
+
+
+def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:
+    """Give each FSDP module in `model` an all-gather in bytes; return these."""
+    made, buffers = list[UnitAllGather](), ScratchBuffers()
+    for unit, module in modules_of_fsdp(model):
+        made.append(UnitAllGather(unit, comm, inside, buffers))
+        module.set_custom_all_gather(made[-1])  # pyright: ignore[reportArgumentType]
+    return made

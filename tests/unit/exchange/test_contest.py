@@ -1,0 +1,84 @@
+"""Trials of whole steps: which are timed, how few suffice, and what wins."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lab.exchange.contest import NEAR, Contest
+
+
+def contest_of(predicted: list[float], rounds: int, tolerance: float = 0.01) -> Contest:
+    return Contest(predicted, predicted, rounds, tolerance)
+
+
+def held(contest: Contest, steps: list[float], noise: float = 0.0, seed: int = 0) -> list[int]:
+    """Run a contest among configurations whose steps take `steps` s; return its visits."""
+    chance, visits = random.Random(seed), []
+    while contest.winner is None:
+        visits.append(contest.current)
+        own = steps[contest.current]
+        times = [own * (1 + chance.gauss(0, noise)) for _ in range(contest.num_timed)]
+        contest.end_visit(times)
+    return visits
+
+
+def test_the_fastest_wins_whatever_was_predicted() -> None:
+    contest = contest_of([1.0, 0.5, 0.2, 0.1], 3)
+    held(contest, [2.0, 1.0, 1.2, 1.5])
+    assert contest.winner == 1
+
+
+def test_what_alone_outlasts_a_whole_step_of_another_is_not_tried() -> None:
+    contest = Contest([9.0, 1.5, 0.1], [5.0, 1.2, 0.1], rounds=3, tolerance=0.01)
+    visits = held(contest, [10.0, 1.5, 1.0])
+    assert visits == [2, 1] and contest.winner == 2
+    assert contest.medians() == {1: 1.5, 2: 1.0}
+
+
+def test_a_preferred_one_wins_unless_another_is_clearly_faster() -> None:
+    for first, winner in ((1.009, 0), (1.02, 1)):
+        contest = contest_of([0.3, 0.2], 2)
+        held(contest, [first, 1.0])
+        assert contest.winner == winner
+
+
+def test_later_rounds_have_the_fastest_and_the_preferred_one_in_the_other_order() -> None:
+    steps = [1.05, 1.04, 1.03, 1.02, 1.0, 1 + 2 * NEAR]
+    contest = contest_of([0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 2, 0.0)
+    assert held(contest, steps) == [5, 4, 3, 2, 1, 0, 0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+def test_noise_costs_little(noise: float) -> None:
+    chance, behind, num_steps = random.Random(1), [], []
+    for seed in range(200):
+        steps = [chance.uniform(1.0, 1.5) for _ in range(11)]
+        contest = contest_of([step / 2 for step in steps], 2)
+        visits = held(contest, steps, noise, seed)
+        assert contest.winner is not None
+        behind.append(steps[contest.winner] / min(steps) - 1)
+        num_steps.append(len(visits))
+    assert sum(each <= 0.03 for each in behind) >= 0.9 * len(behind)
+    assert max(behind) < 0.08
+
+
+def test_a_contest_that_is_stopped_takes_what_is_known() -> None:
+    contest = contest_of([0.3, 0.1, 0.2], 3)
+    contest.stop()
+    assert contest.winner == 1  # by prediction
+    contest = contest_of([0.3, 0.1, 0.2], 3)
+    contest.end_visit([1.0])
+    contest.end_visit([0.9])
+    contest.stop()
+    assert contest.winner == 2  # by whole steps
+
+
+def test_one_stall_drops_nobody() -> None:
+    contest = contest_of([0.1, 0.2], 2, 0.0)
+    contest.end_visit([1.0, 9.0])
+    contest.end_visit([1.05, 1.05])
+    contest.end_visit([1.05] * 3)
+    contest.end_visit([1.0] * 3)
+    assert contest.winner == 0
