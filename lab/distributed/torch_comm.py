@@ -77,7 +77,8 @@ class TorchComm(Comm):
         # Gloo's own takes twice the time of a core, as it copies, and it waits between its pieces.
         others = [*range(self.rank), *range(self.rank + 1, self.size)]
         sends = [(rows[self.rank], rank) for rank in others]
-        return self.isend_irecv(sends, [(rows[rank], rank) for rank in others])
+        transfers = self.isend_irecv(sends, [(rows[rank], rank) for rank in others])
+        return cast(Collective, transfers)  # Works can tell whether they are complete
 
     def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         if self.backend == "gloo" and tensor[0].nbytes >= TWO_WAY_BYTES:

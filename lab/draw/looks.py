@@ -12,8 +12,8 @@ from typing import Literal
 BLACK, BLUE, GREEN, ORANGE = "#000000", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, SKY, BROWN = "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31"
 GREY = "#767676"
-# Two of Paul Tol's muted scheme, which stand apart from those for colour-blind readers too.
-TEAL, WINE = "#44AA99", "#882255"
+# Three of Paul Tol's muted scheme, which stand apart from those for colour-blind readers too.
+TEAL, WINE, INDIGO = "#44AA99", "#882255", "#332288"
 COLOURS = (BLUE, GREEN, ORANGE, VERMILLION, PURPLE, SKY, BLACK)
 
 LineStyle = Literal["-", "--", ":", "-."]
@@ -57,7 +57,7 @@ LOOKS: dict[str, Look] = {
     "zero_one_adam": Look(WINE, ":", "*"),
     "onebit_lamb": Look(WINE, "-.", "*"),
     "muon": Look(WINE, "--", "P"),
-    "dion": Look(WINE, ":", "D"),
+    "dion": Look(INDIGO, "-", "D"),
     "auto": Look(BLACK, "--", "*"),
     "schedule": Look(GREY, ":", "*"),
     "fc1x1": Look(PURPLE, "-", "p"),

@@ -89,21 +89,10 @@ class Adam:
         momentum.lerp_(gradient, 1 - self.betas[0])
         variance.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
 
-    def direction(
-        self,
-        momentum: Tensor,
-        variance: Tensor,
-        updates: int,
-        out: Tensor,
-        num_squares: int | None = None,
-    ) -> None:
-        """Write the bias-corrected direction after `updates` gradients into `out`.
-
-        Args:
-            num_squares: gradients in the variance; None: `updates`.
-        """
+    def direction(self, momentum: Tensor, variance: Tensor, updates: int, out: Tensor) -> None:
+        """Write the bias-corrected direction after `updates` gradients into `out`."""
         torch.sqrt(variance, out=out)
-        out.div_(self.correction(1, num_squares or updates) ** 0.5).add_(self.eps)
+        out.div_(self.correction(1, updates) ** 0.5).add_(self.eps)
         torch.div(momentum, out, out=out).div_(self.correction(0, updates))
 
 

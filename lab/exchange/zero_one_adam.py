@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import as_matrix
 from lab.exchange.direction import Adam, Direction, Moments, copies, is_finite, zeros
@@ -70,13 +71,17 @@ class ZeroOneAdam(Staged, Direction):
     def _exact(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield comm.iall_reduce(bucket.flat)
         bucket.finite = is_finite(bucket.flat)
-        num_squares = self.doubling.num_due(self.updates)
         for name, start, stop in bucket.spans():
             gradient = bucket.flat[start:stop]
             momentum = zeros(self.moments["momentum"], name, gradient)
             variance = zeros(self.moments["variance"], name, gradient)
             self.adam.add(gradient, momentum, variance)
-            self.adam.direction(momentum, variance, self.updates, gradient, num_squares)
+            if self.doubling.interval(self.updates) == 1:
+                self.adam.direction(momentum, variance, self.updates, out=gradient)
+            else:  # momentum holds errors of signs, even of values without any variance
+                root = self._root(variance.clone(), bucket.shapes[name])
+                torch.div(momentum, root.view(-1), out=gradient)
+                gradient.div_(self.adam.correction(0, self.updates))
 
     def _compressed(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if self.doubling.is_due(self.updates - 1):
@@ -98,16 +103,21 @@ class ZeroOneAdam(Staged, Direction):
         frozen = self.updates > self.doubling.last
         kept = self.moments["variance"]
         variance = kept.pop(name) if frozen else kept[name].clone()
-        variance.div_(self.adam.correction(1, self.doubling.num_due(self.updates)))
-        v = variance.view(as_matrix(shape) or (-1, 1))
-        active, columns = (v != 0).any(dim=1), v.shape[1]
-        before, root = self.moments["root"].pop(name, None), root_of(v, self.adam.eps)
+        active = (variance.view(as_matrix(shape) or (-1, 1)) != 0).any(dim=1)
+        before = self.moments["root"].pop(name, None)
+        root = self._root(variance, shape)
+        columns = root.shape[1]
         self.moments["root"][name] = root.flatten()
         if before is not None:
             change = self._of_rows(name, columns, before.view_as(root).div_(root))
             self.signed.scale_residuals(name, change.flatten(), comm)
         if self.doubling.is_first(self.updates):
             self.signed.lay_out(name, active, columns, comm)
+
+    def _root(self, variance: Tensor, shape: torch.Size) -> Tensor:
+        """Return the root to divide by, float32 [rows, columns], in the variance's memory."""
+        variance.div_(self.adam.correction(1, self.doubling.num_due(self.updates)))
+        return root_of(variance.view(as_matrix(shape) or (-1, 1)), self.adam.eps)
 
     def _of_rows(self, name: str, columns: int, values: Tensor | None = None) -> Tensor:
         """Return the active rows of a parameter's values, by default of the root."""

@@ -218,11 +218,10 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
         raise ValueError("strategy=fsdp: runs over torch.distributed only")
     if parts.module is not parts.model:
         raise ValueError("compile=true: is not supported with strategy=fsdp")
-    feedback = isinstance(parts.exchange, ErrorFeedback) and parts.exchange.error_feedback
-    if parts.precision == "fp16" and feedback:
+    if parts.precision == "fp16" and isinstance(parts.exchange, ErrorFeedback):
         raise ValueError(
-            f"precision=fp16: exchange={type(parts.exchange).__name__} keeps residuals in true "
-            "units, and FSDP scatters scaled gradients; allowed are fp32, bf16"
+            f"precision=fp16: exchange={type(parts.exchange).__name__} needs gradients in true "
+            "units, and FSDP scatters scaled ones; allowed are fp32, bf16"
         )
     if not parts.overlap:
         raise ValueError("overlap=false: strategy=fsdp always exchanges during backward")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.cases import (
     DIRECTIONS,
+    LEARNS,
     REPEATABLE,
     STEADY,
     STRATEGIES,
@@ -43,7 +44,15 @@ BY_STRATEGY = [pytest.param(s, marks=pytest.mark.xdist_group(f"strategy {s}")) f
 def undisturbed(size: int, strategy: str, shared: Path, *settings: str) -> list[Outcome]:
     """Run 20 steps, with checkpoints after 7 and 14."""
     place = f"runs_dir={shared}/{strategy}-{size}"
-    return train_once(size, f"strategy={strategy}", *settings, "checkpoint_every=7", *RUN, place)
+    return train_once(
+        size,
+        f"strategy={strategy}",
+        *settings,
+        "checkpoint_every=7",
+        *RUN,
+        *LEARNS.get(strategy, ()),
+        place,
+    )
 
 
 def single_process(transform: str, shared: Path) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ CELL_IN, ROW_IN = (1.15, 0.62)  # inches of a cell on a screen
 MOST_NAMED = 2  # others named in a cell; of more, the number
 NOTE = (
     f"×: step of {REFERENCE} over the fastest one's, and its 95 % interval; ≈: not shown to be "
-    "slower than the fastest, and so many more"
+    "slower than the fastest; +3: three more"
 )
 Row = tuple[str, int]  # model, and global batch
 

@@ -50,6 +50,14 @@ def test_exact_steps_leave_adams_direction() -> None:
     )
 
 
+def test_values_without_any_gradient_are_not_divided_by_nothing() -> None:
+    given = gradients(LAST + 5, 2)
+    given[:, :, 7] = 0  # signs say something of it, since its row has gradients
+    directions = deliver(make(), SHAPES, given)[0].directions
+    assert directions[EACH:, 7].any()
+    assert directions.abs().max() < 10
+
+
 def owed(states: list[dict[str, Any]]) -> Tensor:
     """Return what both residuals hold back, as a sum of gradients: float64 [values]."""
     found: list[Tensor] = []
