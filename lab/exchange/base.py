@@ -175,6 +175,7 @@ class Staged(Exchange):
 
     Ranks may be at different stages of different buckets: each stage must begin its collectives
     over other connections than the stages before (see Comm), or be the last that begins any.
+    All buckets have as many stages, or one could overtake another in what two levels do afterwards.
     """
 
     def asynchronous(self, comm: Comm) -> bool:

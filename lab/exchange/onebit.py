@@ -105,6 +105,8 @@ class OneBit(Relayed, ErrorFeedback):
                 self._kept(self.shard_residual, shards),
                 Message(matrices, comm.size, encoded),
             )
+        else:
+            yield from (Done(), Done())  # as many stages as for buckets with matrices
         yield exact
 
     def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.signs import codec as signs
-from lab.distributed.collective import Collective
+from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
@@ -48,6 +48,7 @@ class SignSGD(Staged, ErrorFeedback):
         if not spans:
             yield exact.collective
             exact.put_back()
+            yield Done()  # as many stages as for buckets with signs
             return
         gradients = {name: bucket.flat[span] for name, span in spans.items()}
         byte, size = bucket.flat.new_empty(0, dtype=torch.uint8), _message_bytes(gradients)

@@ -270,3 +270,21 @@ def test_wrong_settings_are_refused() -> None:
     comm.nodes = NODES["2x2"]
     with pytest.raises(ValueError, match=r"exchange=Hierarchical: makes groups of ranks; its"):
         Hierarchical(OneBit()).check_reach(comm)
+
+
+@pytest.mark.parametrize(
+    "name", ["allreduce", "bf16", "onebit", "int8", "int4", "signsgd_ef", "topk"]
+)
+def test_all_buckets_have_as_many_stages(name: str) -> None:
+    """Else one could overtake another in the all-gather that follows, on some ranks alone."""
+
+    def rank_main(comm: Comm) -> list[int]:
+        exchange, counts = maker(name)(), list[int]()
+        for shape in ((7,), (64, 128)):  # too small to be encoded, and not
+            bucket = GradBucket({f"{shape}": torch.Size(shape)}, torch.ones(shape).flatten())
+            begun = [collective.wait() for collective in exchange.stages(bucket, comm)]
+            counts.append(len(begun))
+        return counts
+
+    for few, many in run_ranks(2, rank_main):
+        assert few == many > 0
