@@ -15,6 +15,7 @@ from tests.support.cases import (
     BETWEEN_NODES,
     BY_THE_CLOCK,
     DIRECTIONS,
+    LEARNS,
     OVER_TIME,
     RESUMED,
     STRATEGIES,
@@ -49,10 +50,11 @@ def test_resumed_run_ends_in_the_same_bits(
 ) -> None:
     more = RESUMED.get(strategy, ())
     cell = "cell=b" if more else "cell=a"  # test_strategies.py has the cell without more settings
+    settings = f"strategy={strategy}", *more, *RUN, *LEARNS.get(strategy, ())
     whole = undisturbed(size, strategy, shared, *more, cell)
     run = shared / f"{strategy}-{size}" / "default" / cell.removeprefix("cell=")
     resume = f"resume={run}/checkpoints/step_000007"
-    resumed = train(size, f"strategy={strategy}", *more, *RUN, resume)
+    resumed = train(size, *settings, resume)
     if not keeps_replicas_equal(strategy):  # a checkpoint holds rank 0's weights
         whole, resumed = whole[:1], resumed[:1]
     for one, other in zip(whole, resumed, strict=True):

@@ -99,7 +99,7 @@ def started(folder: Path) -> dict[Path, str]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("study=kim2018",), "study=kim2018: allowed are adam, advice, codecs,"),
+        (("study=kim2018",), "study=kim2018: allowed are adam, advice, beyond,"),
         (("strategy=none,teleport",), "strategy=teleport: allowed are"),
         (("world_size=0",), "world_size=0: must be an integer of at least 1"),
         (("repeats=many",), "repeats=many: must be an integer"),
