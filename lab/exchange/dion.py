@@ -13,12 +13,11 @@ from lab.distributed.comm import Comm
 from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix, rank_of
-from lab.exchange.direction import Adam, Direction, Moments, copies, is_finite, tables_of, zeros
+from lab.exchange.direction import Adam, Direction, is_finite, tables_of, zeros
 from lab.exchange.error_feedback import shares
 from lab.exchange.low_rank import orthonormal, random_factor, together
 from lab.exchange.newton_schulz import rms_factor
 
-KINDS = ("share", "q", "momentum", "variance")
 ROUNDING = 1e-6  # a column of R is nothing else, if its norm is this share of the largest one's
 
 
@@ -49,6 +48,7 @@ class Dion(Direction):
         ValueError: an argument out of range.
     """
 
+    kinds = ("share", "q", "momentum", "variance")
     needs_like_gpus = True
 
     def __init__(
@@ -67,7 +67,6 @@ class Dion(Direction):
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         self.rank_fraction, self.momentum = rank_fraction, momentum
         self.adam = Adam(tuple(betas), eps)
-        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
         self._hidden: dict[str, Matrix] | None = None
 
     def look_at(self, model: nn.Module) -> None:
@@ -148,16 +147,9 @@ class Dion(Direction):
             kept[name] = random_factor(name, rank, columns, gradient.device)
         return kept[name]
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {kind: dict(kept) for kind, kept in self.moments.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.moments = {kind: copies(state[kind]) for kind in KINDS}
-
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each rank an equal share of the momentum; all else was equal on all ranks."""
         new = super().redistribute(states, rank, size)
-        new |= {kind: dict(states[0][kind]) for kind in KINDS}
+        new |= {kind: dict(states[0][kind]) for kind in self.kinds}
         new["share"] = shares([state["share"] for state in states], size)
         return new

@@ -23,14 +23,18 @@ class Direction(Exchange):
     optimizers keep between steps, moments, is kept here, by parameter name.
 
     Attributes:
+        kinds: of moments.
+        moments: of each kind, by parameter name, as far as this rank keeps them.
         updates: steps so far, the one under way included.
     """
 
     exact = False
     delivers = "direction"
     takes_divided = True
+    kinds: tuple[str, ...]
 
     def __init__(self) -> None:
+        self.moments: dict[str, Moments] = {kind: {} for kind in self.kinds}
         self.updates = 0
         self._step: int | None = None  # number of the step under way
 
@@ -47,9 +51,11 @@ class Direction(Exchange):
         return first
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": {"updates": torch.tensor(self.updates)}}
+        kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
+        return {"counts": {"updates": torch.tensor(self.updates)}, **kinds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = {kind: copies(state[kind]) for kind in self.kinds}
         self.updates = int(state["counts"]["updates"])
         self._step = None
 

@@ -17,8 +17,6 @@ from lab.exchange.compressible import Matrix
 from lab.exchange.direction import (
     Adam,
     Direction,
-    Moments,
-    copies,
     is_finite,
     require_integer,
     tables_of,
@@ -28,7 +26,6 @@ from lab.exchange.newton_schulz import orthogonalised, rms_factor
 from lab.exchange.owners import Place, newton_schulz_operations
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-KINDS = ("momentum", "variance")
 
 
 class Muon(Staged, Direction):
@@ -54,6 +51,8 @@ class Muon(Staged, Direction):
         ValueError: an argument out of range.
     """
 
+    kinds = ("momentum", "variance")
+
     def __init__(
         self,
         momentum: float = 0.95,
@@ -73,7 +72,6 @@ class Muon(Staged, Direction):
         require_integer("steps", steps, 1)
         self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
         self.dtype, self.adam = DTYPES[dtype], Adam(tuple(betas), eps)
-        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}  # of what this rank owns
         self._shapes: dict[str, torch.Size] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}
@@ -140,18 +138,11 @@ class Muon(Staged, Direction):
             work[self._owner[name]] += cost
         return [{"newton_schulz_operations": work}]
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {kind: dict(kept) for kind, kept in self.moments.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.moments = {kind: copies(state[kind]) for kind in KINDS}
-
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each matrix's momentum to its new owner, and cut Adam's moments anew."""
         owner = owners.balanced(self._costs(), size)
         new = super().redistribute(states, rank, size)
-        for kind in KINDS:
+        for kind in self.kinds:
             new[kind] = {}
             for name in dict.fromkeys(name for state in states for name in state[kind]):
                 whole = torch.cat([s[kind][name] for s in states if name in s[kind]])

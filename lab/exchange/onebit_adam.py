@@ -15,8 +15,6 @@ from lab.exchange.bucket import GradBucket
 from lab.exchange.direction import (
     Adam,
     Direction,
-    Moments,
-    copies,
     is_finite,
     require_integer,
     zeros,
@@ -27,7 +25,6 @@ from lab.exchange.settling import Settling
 from lab.exchange.signed_rows import Part, SignedRows
 
 SIGNS_OF = ("momentum", "gradient")
-KINDS = ("momentum", "variance", "scales", "ratio")
 
 
 class OneBitAdam(Staged, Direction):
@@ -67,6 +64,8 @@ class OneBitAdam(Staged, Direction):
         ValueError: an argument out of range.
     """
 
+    kinds = ("momentum", "variance", "scales", "ratio")
+
     def __init__(
         self,
         betas: Sequence[float] = (0.9, 0.999),
@@ -93,7 +92,6 @@ class OneBitAdam(Staged, Direction):
         self.frozen_at = 0  # steps before the variance was frozen; 0: it is not
         # Once frozen, ratio is of this rank's shard, and momentum this rank's share, of active
         # rows; or, of signs of gradients, all of it over the root.
-        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if self.begin(bucket, comm) and not self.frozen_at and self._settled():
@@ -175,8 +173,7 @@ class OneBitAdam(Staged, Direction):
         return [{**frozen, **self.signed.counts()}]
 
     def state_dict(self) -> dict[str, Any]:
-        kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
-        state = {**super().state_dict(), **self.settling.state_dict(), **kinds}
+        state = {**super().state_dict(), **self.settling.state_dict()}
         state["counts"]["frozen_at"] = torch.tensor(self.frozen_at)
         return state | self.signed.state_dict()
 
@@ -185,7 +182,6 @@ class OneBitAdam(Staged, Direction):
         self.settling.load_state_dict(state)
         self.signed.load_state_dict(state)
         self.frozen_at = int(state["counts"]["frozen_at"])
-        self.moments = {kind: copies(state[kind]) for kind in KINDS}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Keep what all ranks share, and give each its part of the rest.

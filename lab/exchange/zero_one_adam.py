@@ -13,12 +13,10 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import as_matrix
-from lab.exchange.direction import Adam, Direction, Moments, copies, is_finite, zeros
+from lab.exchange.direction import Adam, Direction, is_finite, zeros
 from lab.exchange.doubling import Doubling
 from lab.exchange.frozen import root_of
 from lab.exchange.signed_rows import SignedRows
-
-KINDS = ("momentum", "variance", "root")
 
 
 class ZeroOneAdam(Staged, Direction):
@@ -49,6 +47,8 @@ class ZeroOneAdam(Staged, Direction):
         ValueError: an argument out of range.
     """
 
+    kinds = ("momentum", "variance", "root")
+
     def __init__(
         self,
         betas: Sequence[float] = (0.9, 0.999),
@@ -61,7 +61,6 @@ class ZeroOneAdam(Staged, Direction):
         self.adam = Adam(tuple(betas), eps)
         self.signed = SignedRows(block_size)
         self.doubling = Doubling(updates_per_interval, longest_interval)
-        self.moments: dict[str, Moments] = {kind: {} for kind in KINDS}
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.begin(bucket, comm)
@@ -133,16 +132,14 @@ class ZeroOneAdam(Staged, Direction):
         return [{**counted, **self.signed.counts()}]
 
     def state_dict(self) -> dict[str, Any]:
-        kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
-        return super().state_dict() | kinds | self.signed.state_dict()
+        return super().state_dict() | self.signed.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.signed.load_state_dict(state)
-        self.moments = {kind: copies(state[kind]) for kind in KINDS}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Keep the moments, which all ranks share, and give each rank its part of the residuals."""
         new = super().redistribute(states, rank, size)
-        new |= {kind: dict(states[0][kind]) for kind in KINDS}
+        new |= {kind: dict(states[0][kind]) for kind in self.kinds}
         return new | self.signed.redistribute(states, rank, size)

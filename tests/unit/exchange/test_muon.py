@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lab.exchange.dion import Dion
+from lab.exchange.direction import Direction
 from lab.exchange.muon import Muon
 from lab.exchange.newton_schulz import orthogonalised
 from lab.exchange.owners import balanced, newton_schulz_operations
@@ -69,9 +71,10 @@ def test_in_float32_ranks_equal_one_process(size: int) -> None:
     torch.testing.assert_close(ranks[0].directions, alone[0].directions, rtol=1e-5, atol=1e-5)
 
 
-def test_embeddings_their_heads_and_vectors_go_by_adam() -> None:
+@pytest.mark.parametrize("optimizer", [Muon, Dion])
+def test_embeddings_their_heads_and_vectors_go_by_adam(optimizer: type[Direction]) -> None:
     given = gradients(5, 2)
-    directions = deliver(Muon, SHAPES, given, weights=Net())[0].directions.double()
+    directions = deliver(optimizer, SHAPES, given, weights=Net())[0].directions.double()
     by_adam = adam(given.mean(dim=1), frozen_at=5)
     start = 0
     for name, shape in SHAPES.items():
