@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import ScratchBuffers
 from lab.exchange.gather import gather_bytes
-from lab.sync.fsdp_drift import FsdpDrift
+from lab.sync.fsdp_hook import UnitHook
 from lab.sync.fsdp_units import modules_of_fsdp
 
 
-class UnitAllGather:
+class UnitAllGather(UnitHook):
     """An AllGather (torch.distributed.fsdp, set_custom_all_gather) of one FSDP module, in bytes.
 
     It is ZeRO++'s qwZ (Wang et al. 2023, section 4.1): each rank encodes its part of the weights
@@ -34,15 +31,9 @@ class UnitAllGather:
     """
 
     def __init__(self, unit: str, comm: Comm, inside: Comm | None, buffers: ScratchBuffers) -> None:
-        self.unit, self._comm, self._inside, self._buffers = unit, comm, inside, buffers
+        super().__init__(unit)
+        self._comm, self._inside, self._buffers = comm, inside, buffers
         self.exact = False  # evaluations are of the weights that checkpoints hold
-        self.drift: FsdpDrift | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return memory for the weights."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

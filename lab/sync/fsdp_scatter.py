@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -12,11 +11,11 @@ from lab.distributed.comm import Comm, Traffic
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.base import Exchange
 from lab.exchange.scatter import Columns, Layout, Scatter, scatter_of
-from lab.sync.fsdp_drift import FsdpDrift
+from lab.sync.fsdp_hook import UnitHook
 from lab.sync.fsdp_units import modules_of_fsdp, sharded_parameters
 
 
-class UnitReduceScatter:
+class UnitReduceScatter(UnitHook):
     """A ReduceScatter (torch.distributed.fsdp, set_custom_reduce_scatter) of one FSDP module.
 
     It runs in FSDP's own group and stream, as FSDP's does. What it sums is float32; other types are
@@ -40,17 +39,11 @@ class UnitReduceScatter:
         traffic: Traffic,
         comm: Comm | None = None,
     ) -> None:
-        self.scatter, self.unit, self._traffic = scatter, unit, traffic
+        super().__init__(unit)
+        self.scatter, self._traffic = scatter, traffic
         self._names, self._parameters = names, parameters
         self._comm = comm
         self._layout: Layout | None = None
-        self.drift: FsdpDrift | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return memory for the gradients, or for their sum."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
