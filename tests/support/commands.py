@@ -39,7 +39,8 @@ def run_module(
     """Run `python -m MODULE ARGUMENTS` in `directory`.
 
     The process is a fork of one that has imported torch (tests/support/preload.py), which saves
-    two seconds each time. Commands that it starts itself have interpreters of their own.
+    two seconds each time. Commands that it starts itself are forks too, where `environment` is that
+    of tests/support/rank_server.py.
     """
     with tempfile.TemporaryDirectory() as outputs:
         out, err = Path(outputs, "out"), Path(outputs, "err")
@@ -72,5 +73,7 @@ def run_as_main(line: list[str], directory: str, environment: dict[str, str]) ->
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which torch reads when imported
+    # What the lab starts with this interpreter, as a sweep its launchers, is forked too.
+    sys.executable = environment.get("PYTHON_EXEC", sys.executable)
     sys.argv = line
     runpy.run_module(line[0], run_name="__main__", alter_sys=True)

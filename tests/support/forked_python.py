@@ -11,10 +11,12 @@ import signal
 import socket
 import sys
 
+line = [word for word in sys.argv[1:] if word != "-u"]
+if line[0] != "-m":  # a script, or code
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect(os.environ["LAB_TEST_RANK_SERVER"])
-line = [word for word in sys.argv[1:] if word != "-u"]
-assert line.pop(0) == "-m", sys.argv
+line.pop(0)
 directory = os.getcwd()  # noqa: PTH109 - pathlib takes longer to import than all else here
 job = {"line": line, "directory": directory, "environment": dict(os.environ), "pid": os.getpid()}
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
