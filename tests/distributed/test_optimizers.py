@@ -1,4 +1,4 @@
-"""AdamW, whose state counts steps, with every strategy: resumed, skipped, averaged."""
+"""AdamW, whose state counts steps, with every sync: resumed, skipped, averaged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from lab.sync.pattern import pattern_of
 from lab.training import checkpoint
 from lab.training.resume import replica_of
 from tests.distributed.test_strategies import distance
-from tests.support.cases import BY_THE_CLOCK, DIRECTIONS, STRATEGIES, keeps_replicas_equal
+from tests.support.cases import BY_THE_CLOCK, STRATEGIES, keeps_replicas_equal
 from tests.support.ranks import Outcome, train
 
 ADAMW = ("optim=adamw", "optim.schedule=linear", "optim.decay_vectors=false", "warmup_steps=1")
 RUN = (*ADAMW, "data.size=16", "batch_size=24")
 OF_SGD = ["caffe", "tensorflow", "torch7"]  # named, for to compose all takes seconds
+# Each sync, and exchanges of each kind: test_resume.py has all of them.
+RESUMED = ["allreduce", "auto", "cntk", "ddp", "des_loc", "diloco", "fsdp", "hsdp", "local_sgd"]
+RESUMED += ["none", "onebit", "priority", "streaming_diloco", "zero1", "zeropp"]
 # More settings, so that ten steps end between two rounds, and a gradient or a
 # fragment is under way after five.
 MORE = {
@@ -54,12 +57,15 @@ def states_at(step: int, rank: int) -> list[dict[str, Any]]:
     return [*part["optimizer"]["state"].values()]
 
 
-def test_strategies_of_frameworks_want_sgd() -> None:
+def test_each_sync_takes_adamw_but_those_of_frameworks_that_want_sgd() -> None:
     assert [s for s in STRATEGIES if pattern_of(load([f"strategy={s}"])).only_sgd] == OF_SGD
+
+    of_sync = {s: load([f"strategy={s}"]).sync._target_ for s in STRATEGIES if s not in OF_SGD}
+    assert {of_sync[s] for s in RESUMED} == set(of_sync.values())
 
 
 # DDP has other buckets after a resume, which on two ranks changes no sum.
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in (*OF_SGD, *DIRECTIONS)])
+@pytest.mark.parametrize("strategy", RESUMED)
 def test_a_resumed_run_ends_in_the_same_bits(strategy: str) -> None:
     settings = ("steps=10", "checkpoint_every=5", "cell=a")
     whole = run(2, strategy, *settings)

@@ -96,7 +96,7 @@ def bitwise(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.parametrize("exchange", REPEATABLE)
 def test_overlapped_is_blocking_bit_for_bit(exchange: str) -> None:
-    settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN, "steps=8")
+    settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN, "steps=4")
     settings += (
         *STEADY.get(exchange, ()),
         *(["optim=direction"] if exchange in DIRECTIONS else []),

@@ -22,6 +22,15 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """Have ranks and their launchers fork from a process that has imported torch."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", environment["PYTHON_EXEC"])
+
+
+@pytest.mark.usefixtures("forked")
 def test_collective_starts_its_ranks_and_leaves_json_and_figure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +48,7 @@ def test_collective_starts_its_ranks_and_leaves_json_and_figure(
     assert "#wrong" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("forked")
 def test_reduce_scatter_compares_the_labs_with_torchs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +62,7 @@ def test_reduce_scatter_compares_the_labs_with_torchs(
     assert "ratio to torch" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_only_ranks_can_refuse_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["collective", "exchange=none", "sizes=[4KiB]", "device=cpu"]) == 2
     assert capfd.readouterr().err.startswith("lab.bench: error: exchange=none: delivers no mean")

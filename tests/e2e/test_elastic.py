@@ -149,7 +149,7 @@ def test_first_rank_lost_for_good_leaves_a_record(hosts: list[Host]) -> None:
 
 
 def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
-    settings = ("checkpoint_every=10", "steps=300")
+    settings = ("checkpoint_every=10", "steps=150")
     staying, lost = (start(host, hosts[0], "1:2", *settings, ranks=2) for host in hosts)
     wait_for(lambda: list(Path("runs").rglob("step_*/DONE")))
     left = ranks_of(staying)
@@ -173,5 +173,5 @@ def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
     after = sum_of_residuals([outcome.exchange_state for outcome in resumed])
     for name, total in before.items():
         assert (after[name] - total).norm() / total.norm() < 1e-6
-    whole = train(2, *same, "steps=300")
+    whole = train(2, *same, "steps=150")
     assert whole[0].record["replica_hash"] == result["replica_hash"]

@@ -118,16 +118,6 @@ def test_wrong_sweeps_run_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_named_studies_compose() -> None:
-    from lab.settings.config import choices_of
-    from lab.study.grid import read
-
-    for name in choices_of("study"):
-        study = read([f"study={name}"])
-        assert study.name == name
-        assert len({cell.name for cell in study.cells}) == len(study.cells) > 1
-
-
 def test_repeats_are_the_outermost_loop() -> None:
     from lab.study.grid import read
 

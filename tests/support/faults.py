@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lab.distributed import watchdog
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
@@ -45,9 +46,13 @@ class RaisesOnRank1(Blocking):
 
 
 class HangsOnRank1(AllReduce):
-    """All-reduce whose collective rank 1 never enters, while the other ranks wait."""
+    """All-reduce whose collective rank 1 never enters, while the other ranks wait.
+
+    After a signal, ranks wait 2 s for it in the place of 20.
+    """
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        watchdog.STUCK_S = 2.0
         if comm.rank == 1 and bucket.step == FAULT_STEP:
             Path("stuck").touch()
             time.sleep(3600)

@@ -63,6 +63,17 @@ def test_commands_are_found() -> None:
     assert settings("launch/node.sh --nodes 2 a=b &") == ["a=b"]
 
 
+def check_study(given: list[str]) -> None:
+    cells = grid.read(given).cells
+    assert len({cell.name for cell in cells}) == len(cells) > 1
+
+
+def test_studies_that_no_command_names_compose_too() -> None:
+    named = re.findall(r"lab\.sweep.* study=(\w+)", "\n".join(commands()))
+    for study in sorted({*choices_of("study")} - {*named}):
+        check_study([f"study={study}"])
+
+
 @pytest.mark.parametrize("line", commands())
 def test_settings_in_documents_are_accepted(line: str) -> None:
     given = [each for each in settings(line) if not each.startswith("out=")]
@@ -84,7 +95,7 @@ def test_settings_in_documents_are_accepted(line: str) -> None:
             given.append("strategy=tree")  # composing all of them takes long, and adds nothing here
         assert advice.read(given).prediction.cells
     elif name == "lab.sweep":
-        assert grid.read(given).cells
+        check_study(given)
     elif name == "lab.bench":
         assert request.read([words[0], *given]).variants
     elif name == "lab.profile_layers":
