@@ -47,9 +47,8 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
     if not any(row.get("across_bytes") for row in rows):
-        return [
-            "of bound: what the busiest rank sends and receives, at the rate of sendrecv, / time"
-        ]
+        what = "what the busiest rank sends and receives"
+        return [f"of bound: {what}, at the rate of sendrecv, / time"]
     text = "across: payload of a call that a host's ranks send to other hosts, of the busiest host"
     if any(row.get("link_bytes") for row in rows):
         text += "; link: what its interface counted, headers too"
