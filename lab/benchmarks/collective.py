@@ -2,8 +2,14 @@
 
 algbw = size / time and busbw = algbw * 2(N-1)/N (nccl-tests, doc/PERFORMANCE.md). Further columns
 are the ratio to the library's time, and the share of its own bound that each algorithm reaches. The
-bound is the time that its busiest rank's bytes, both sent and received, take at the rate of a plain
-send and recv in the same run, with all ranks in pairs in which one sends to the other.
+bound is a time at the rate of a plain send and recv in the same run, with all ranks in pairs in
+which one sends to the other:
+
+* On one host it is that of the busiest rank's bytes, both sent and received, as one memory and its
+  cores do both.
+* On several hosts each pair is on two of them, and all ranks of a host send over its link at once.
+  The bound is the time that the link needs for what the busiest host sends, as links carry both
+  directions at once. Bytes inside hosts are not part of it.
 
 Exchanges that compress take part: busbw is then that of an all-reduce which takes as long.
 """
@@ -20,11 +26,13 @@ import torch
 from torch import Tensor
 
 from lab.benchmarks import crossing, interleave
+from lab.benchmarks.crossing import Crossing
 from lab.benchmarks.request import Request
 from lab.benchmarks.sizes import VALUE_BYTES
 from lab.benchmarks.timing import NUM_CALLS, aligner, cache_bytes, per_call
 from lab.distributed import world as worlds
 from lab.distributed.comm import Comm
+from lab.distributed.nodes import Nodes
 from lab.distributed.world import World
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
@@ -109,7 +117,7 @@ def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidat
         for label, exchange in {LIBRARY: AllReduce(), **exchanges}.items()
     ]
     if not comm.no_send_recv:
-        candidates.append(Candidate(SEND_RECV, _send_recv, _of_sender))
+        candidates.append(Candidate(SEND_RECV, _send_recv, partial(_of_sender, comm.nodes)))
     return candidates
 
 
@@ -124,6 +132,7 @@ def measure_size(
     # The first calls warm up.
     before = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
     sent = [crossing.count(partial(each.run, flat, world.comm), world) for each in candidates]
+    plain = sent[-1] if candidates[-1].name == SEND_RECV else None
     num_calls = calls_together(size, world)
     align = aligner(world)
     own_s = np.full((2, len(candidates), num_rounds), np.nan)
@@ -138,7 +147,8 @@ def measure_size(
     calls_s, hosts_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()
     times = {candidate.name: taken for candidate, taken in zip(candidates, calls_s, strict=True)}
     return [
-        _row(candidate.name, size, times, num_wrong, bytes_sent.busiest, world.size)
+        _row(candidate.name, size, times, num_wrong, world.size, _share(bytes_sent, plain))
+        | {"busiest_rank_bytes": bytes_sent.busiest}
         | {"across_bytes": bytes_sent.across, "link_bytes": bytes_sent.link}
         | {"host_s": float(np.median(host_s)) if world.device.type == "cuda" else None}
         for candidate, num_wrong, bytes_sent, host_s in zip(
@@ -208,17 +218,39 @@ def _sum(everyones: list[Tensor], _rank: int) -> Tensor:
     return torch.stack(everyones).sum(dim=0)
 
 
+def pairs(nodes: Nodes) -> dict[int, int]:
+    """Pair senders with receivers: the k-th ranks of two hosts, or neighbours on a single one.
+
+    Ranks left over, of the last of an odd number of hosts or of the larger of two, have no partner.
+    """
+    if len(nodes) == 1:
+        nodes = [[rank] for rank in nodes[0]]
+    hosts = zip(nodes[::2], nodes[1::2], strict=False)
+    return {a: b for pair in hosts for a, b in zip(*pair, strict=False)}
+
+
 def _send_recv(flat: Tensor, comm: Comm) -> None:
-    partner = comm.rank ^ 1
-    if partner < comm.size:  # the last of an odd number of ranks has no partner
-        if comm.rank < partner:
-            comm.send(flat, partner)
-        else:
-            comm.recv(flat, partner)
+    for sender, receiver in pairs(comm.nodes).items():
+        if comm.rank == sender:
+            comm.send(flat, receiver)
+        elif comm.rank == receiver:
+            comm.recv(flat, sender)
 
 
-def _of_sender(everyones: list[Tensor], rank: int) -> Tensor:
-    return everyones[rank & ~1]
+def _of_sender(nodes: Nodes, everyones: list[Tensor], rank: int) -> Tensor:
+    sender_of = {receiver: sender for sender, receiver in pairs(nodes).items()}
+    return everyones[sender_of.get(rank, rank)]
+
+
+def _share(sent: Crossing, plain: Crossing | None) -> float | None:
+    """Return the time that bounds an algorithm, over that of the plain send and recv.
+
+    Args:
+        sent: bytes of one of its calls. plain: of the plain one; None: there is none.
+    """
+    if plain is None or sent is plain:
+        return None if plain is None else 1.0
+    return sent.across / plain.across if plain.across else 2 * sent.busiest / plain.busiest
 
 
 def _row(
@@ -226,12 +258,10 @@ def _row(
     size: int,
     times: dict[str, np.ndarray],
     num_wrong: int,
-    busiest_bytes: int,
     world_size: int,
+    share: float | None,
 ) -> dict[str, Any]:
-    own, plain = times[name], times.get(SEND_RECV)
-    # Bytes per byte of the tensor: sent and received by the busiest rank, or sent in a pair.
-    share = (1 if name == SEND_RECV else 2) * busiest_bytes / size
+    own = times[name]
     algbw = size / float(np.median(own)) / 1e9
     factor = 1.0 if name == SEND_RECV else 2 * (world_size - 1) / world_size
     return {
@@ -244,9 +274,8 @@ def _row(
         "algbw_gb_per_s": algbw,
         "busbw_gb_per_s": algbw * factor,
         "wrong": num_wrong,
-        "busiest_rank_bytes": busiest_bytes,
         "ratio_to_library": interleave.ratio(own, times[LIBRARY]),
         "of_bound": None
-        if plain is None
-        else interleave.interval(lambda sent, took: share * sent / took, plain, own),
+        if share is None
+        else interleave.interval(lambda plain, took: share * plain / took, times[SEND_RECV], own),
     }

@@ -65,19 +65,18 @@ def divide(values: Tensor, frozen: Frozen) -> None:
         values[frozen.active] = active
 
 
-def root_of(v: Tensor, eps: float) -> Tensor:
-    """Return root of v + eps in v's memory, but no value far below its row's and column's.
+def raise_least(v: Tensor) -> None:
+    """Raise values of v far below their row's and column's, in place. The host never waits.
 
-    The host never waits.
-
-    A value whose gradients were zero so far may have one later, which is divided by this.
+    What is divided by the root of v keeps errors of signs, of the size of the root then. So the
+    root of a value without gradients must not be 0, nor fall to that of a first small gradient.
 
     Args:
-        v: float32 [rows, columns], corrected for its bias; overwritten.
+        v: float32 [rows, columns]; rows without any gradient stay zeros.
     """
     of_row, of_column = _factors(v)
-    least = torch.outer(of_row.mul_(LARGEST), of_column).reciprocal_()  # 0 in rows without any v
-    return torch.maximum(v.sqrt_().add_(eps), least, out=v)
+    least = torch.outer(1 / (LARGEST * of_row), 1 / of_column).square_()
+    torch.maximum(v, least, out=v)
 
 
 def _factors(v: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,8 +84,8 @@ def _factors(v: Tensor) -> tuple[Tensor, Tensor]:
     by_row, by_column = v.mean(dim=1), v.mean(dim=0)
     mean = by_row.mean()
     # A column without gradients gets the mean: nothing but the signs' own errors is divided by it.
-    by_column = torch.where(by_column > 0, by_column, mean)
-    return by_row.rsqrt(), (mean / by_column).sqrt()
+    of_column = torch.where(by_column > 0, mean / by_column, 1.0).sqrt_()
+    return by_row.rsqrt(), of_column
 
 
 def scaled(values: Tensor, scales: Tensor, factor: float, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import as_matrix
 from lab.exchange.direction import Adam, Direction, is_finite, zeros
 from lab.exchange.doubling import Doubling
-from lab.exchange.frozen import root_of
+from lab.exchange.frozen import raise_least
 from lab.exchange.signed_rows import SignedRows
 
 
@@ -78,7 +78,7 @@ class ZeroOneAdam(Staged, Direction):
             if self.doubling.interval(self.updates) == 1:
                 self.adam.direction(momentum, variance, self.updates, out=gradient)
             else:  # momentum holds errors of signs, even of values without any variance
-                root = self._root(variance.clone(), bucket.shapes[name])
+                root = self._root(name, bucket.shapes[name])
                 torch.div(momentum, root.view(-1), out=gradient)
                 gradient.div_(self.adam.correction(0, self.updates))
 
@@ -99,12 +99,10 @@ class ZeroOneAdam(Staged, Direction):
 
     def _follow_variance(self, name: str, shape: torch.Size, comm: Comm) -> None:
         """Divide by the variance as the last step left it; residuals stay in units of gradients."""
-        frozen = self.updates > self.doubling.last
-        kept = self.moments["variance"]
-        variance = kept.pop(name) if frozen else kept[name].clone()
-        active = (variance.view(as_matrix(shape) or (-1, 1)) != 0).any(dim=1)
+        variance = self.moments["variance"][name].view(as_matrix(shape) or (-1, 1))
+        active = (variance != 0).any(dim=1)
         before = self.moments["root"].pop(name, None)
-        root = self._root(variance, shape)
+        root = self._root(name, shape)
         columns = root.shape[1]
         self.moments["root"][name] = root.flatten()
         if before is not None:
@@ -113,10 +111,19 @@ class ZeroOneAdam(Staged, Direction):
         if self.doubling.is_first(self.updates):
             self.signed.lay_out(name, active, columns, comm)
 
-    def _root(self, variance: Tensor, shape: torch.Size) -> Tensor:
-        """Return the root to divide by, float32 [rows, columns], in the variance's memory."""
-        variance.div_(self.adam.correction(1, self.doubling.num_due(self.updates)))
-        return root_of(variance.view(as_matrix(shape) or (-1, 1)), self.adam.eps)
+    def _root(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the root to divide by, float32 [rows, columns]; raise the variance to its square.
+
+        So the root falls no faster than a variance without gradients, by 1 - beta2 at an update.
+        Once the variance is frozen, the root takes its memory.
+        """
+        frozen = self.updates > self.doubling.last
+        kept = self.moments["variance"]
+        variance = (kept.pop(name) if frozen else kept[name]).view(as_matrix(shape) or (-1, 1))
+        raise_least(variance)
+        root = variance if frozen else variance.clone()
+        root.div_(self.adam.correction(1, self.doubling.num_due(self.updates)))
+        return root.sqrt_().add_(self.adam.eps)
 
     def _of_rows(self, name: str, columns: int, values: Tensor | None = None) -> Tensor:
         """Return the active rows of a parameter's values, by default of the root."""

@@ -15,7 +15,6 @@ from tests.support.cases import (
     BETWEEN_NODES,
     BY_THE_CLOCK,
     DIRECTIONS,
-    LEARNS,
     OVER_TIME,
     RESUMED,
     STRATEGIES,
@@ -50,7 +49,7 @@ def test_resumed_run_ends_in_the_same_bits(
 ) -> None:
     more = RESUMED.get(strategy, ())
     cell = "cell=b" if more else "cell=a"  # test_strategies.py has the cell without more settings
-    settings = f"strategy={strategy}", *more, *RUN, *LEARNS.get(strategy, ())
+    settings = f"strategy={strategy}", *more, *RUN
     whole = undisturbed(size, strategy, shared, *more, cell)
     run = shared / f"{strategy}-{size}" / "default" / cell.removeprefix("cell=")
     resume = f"resume={run}/checkpoints/step_000007"

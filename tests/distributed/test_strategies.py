@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.support.cases import (
     DIRECTIONS,
-    LEARNS,
     REPEATABLE,
     STEADY,
     STRATEGIES,
@@ -50,7 +49,6 @@ def undisturbed(size: int, strategy: str, shared: Path, *settings: str) -> list[
         *settings,
         "checkpoint_every=7",
         *RUN,
-        *LEARNS.get(strategy, ()),
         place,
     )
 

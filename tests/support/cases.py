@@ -57,9 +57,6 @@ STEADY = {
     "onebit_lamb": ("exchange.freeze_at=1",),
     "zero_one_adam": ("exchange.updates_per_interval=1", "exchange.longest_interval=1"),
 }
-# More settings of the run that must learn in 20 steps. Signs diverge at a rate of 0.01 while the
-# variance is of 16 steps: docs/strategies.md, "0/1 Adam".
-LEARNS = {"zero_one_adam": ("optim.lr=0.001",)}
 # More settings where bytes are counted: at rank 2 it sends so little that TCP's headers show.
 COUNTED = {"powersgd": ("exchange.rank=32",), **STEADY}
 # More settings of an exchange where tensors have a few thousand values, so that it compresses them.

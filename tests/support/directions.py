@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lab.codec.onebit.message import Matrix
+from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
@@ -70,18 +72,62 @@ def deliver(
     return ledgers
 
 
-def adam(gradients: Tensor, frozen_at: int, betas: tuple[float, float] = (0.9, 0.999)) -> Tensor:
+class UncompressedSum:
+    """Stands for TwoStageSum where a test looks at all of an exchange but its signs."""
+
+    def __init__(self, matrices: Sequence[Matrix], comm: Comm, *_: Any) -> None:
+        self.matrices, self.comm = matrices, comm
+
+    def message(self, _role: str, _lines: int) -> UncompressedSum:
+        return self
+
+    def stages(
+        self,
+        values: Sequence[Tensor],
+        *_: Any,
+        between: Callable[[list[Tensor]], None] | None = None,
+    ) -> Iterator[Collective]:
+        """Leave the sums in `values`, each rank's rows changed by their owner."""
+        for value, matrix in zip(values, self.matrices, strict=True):
+            yield self.comm.iall_reduce(value)
+            own = value[matrix.shard(self.comm.rank, self.comm.size)].clone()
+            value.zero_()[matrix.shard(self.comm.rank, self.comm.size)] = own
+        if between is not None:
+            pairs = zip(values, self.matrices, strict=True)
+            between([v[m.shard(self.comm.rank, self.comm.size)] for v, m in pairs])
+        for value in values:
+            yield self.comm.iall_reduce(value)
+
+    def deliver(self, values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([value.isfinite().all() for value in values]).all()
+
+
+def adam(
+    gradients: Tensor,
+    frozen_at: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    due: Callable[[int], bool] = lambda step: True,
+) -> Tensor:
     """Return Adam's directions in float64 of mean gradients [steps, values], by the paper's text.
 
     Args:
         frozen_at: steps after which the variance stays as it is.
+        due: whether a step up to then, from 1, updates the variance.
     """
     m, v = torch.zeros(2, gradients.shape[1], dtype=torch.float64)
-    directions, settled = [], v
+    directions, settled, updates = [], v, 0
     for step, g in enumerate(gradients.double(), start=1):
         m = betas[0] * m + (1 - betas[0]) * g
-        if step <= frozen_at:
+        if step <= frozen_at and due(step):
+            updates += 1
             v = betas[1] * v + (1 - betas[1]) * g**2
-            settled = v / (1 - betas[1] ** step)
+            settled = v / (1 - betas[1] ** updates)
         directions.append(m / (1 - betas[0] ** step) / (settled.sqrt() + 1e-8))
     return torch.stack(directions)
+
+
+def of_like_sizes(steps: int, size: int, num: int) -> Tensor:
+    """Return gradients [steps, size, num] whose mean is of no value far below its neighbours'."""
+    share = torch.randn(steps, size, num)
+    mean = (torch.rand(steps, 1, num) + 0.5) * torch.randn(steps, 1, num).sign()
+    return share - share.mean(dim=1, keepdim=True) + mean

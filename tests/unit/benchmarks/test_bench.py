@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lab import bench
 from lab.benchmarks import certificate, codec, collective, memory, step
+from lab.benchmarks.crossing import Crossing
 from lab.benchmarks.request import read
 from lab.benchmarks.sizes import size_name
 from lab.benchmarks.views import show
@@ -152,6 +153,29 @@ def test_all_reduces_of_the_lab_are_exact_on_whole_numbers(size: int) -> None:
     nothing = dict.fromkeys(("allreduce", *names, "sendrecv"), 0)
     make = {name: partial(build, node) for name, node in nodes.items()}
     assert wrong_by_rank(size, make) == [nothing] * size
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pairs"),
+    [
+        ([[0, 1, 2]], {0: 1}),
+        ([[0], [1], [2]], {0: 1}),
+        ([[0, 1], [2, 3]], {0: 2, 1: 3}),
+        ([[0, 2], [1, 3]], {0: 1, 2: 3}),  # numbered round the hosts
+        ([[0, 1, 2], [3], [4, 5]], {0: 3}),
+        ([[0], [1, 2], [3, 4], [5, 6, 7]], {0: 1, 3: 5, 4: 6}),
+    ],
+)
+def test_a_plain_send_crosses_hosts_if_there_are_several(
+    nodes: list[list[int]], pairs: dict[int, int]
+) -> None:
+    assert collective.pairs(nodes) == pairs
+
+
+def test_the_bound_is_of_a_hosts_link_if_there_are_several() -> None:
+    # An all-reduce of 16 bytes on four ranks, as two hosts of two and as one.
+    assert collective._share(Crossing(24, 24, None), Crossing(16, 32, None)) == 0.75
+    assert collective._share(Crossing(24, 0, None), Crossing(16, 0, None)) == 3
 
 
 def test_one_wrong_value_is_counted_on_every_rank() -> None:
@@ -294,7 +318,7 @@ def results() -> dict[str, dict[str, Any]]:
     times = {name: rng.random((3, 9))[i] + i for i, name in enumerate(("none", "tree", "ddp"))}
     by_algorithm = {"allreduce": times["ddp"], "ring": times["tree"], "sendrecv": times["none"] + 1}
     rows = [
-        collective._row(name, size, by_algorithm, 0, size, 2)
+        collective._row(name, size, by_algorithm, 0, 2, 1.0)
         for size in (4096, 2**20)
         for name in by_algorithm
     ]

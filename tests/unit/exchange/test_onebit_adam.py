@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from lab.exchange import blocks
 from lab.exchange.onebit_adam import OneBitAdam
-from tests.support.directions import Ledger, adam, deliver, num_values
+from tests.support.directions import (
+    Ledger,
+    UncompressedSum,
+    adam,
+    deliver,
+    num_values,
+    of_like_sizes,
+)
 
 SHAPES = {"fc": (24, 50), "bias": (24,), "conv": (6, 5, 3, 3), "table": (20, 32)}
 NUM = num_values(SHAPES)
@@ -44,6 +51,18 @@ def test_until_it_is_frozen_the_run_is_adamws(size: int) -> None:
         adamw.step()
         sgd.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("signs_of", ["momentum", "gradient"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_signs_it_is_adam_with_a_frozen_variance(
+    size: int, signs_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.exchange.signed_rows.TwoStageSum", UncompressedSum)
+    given = of_like_sizes(FREEZE + 20, size, NUM)
+    directions = deliver(make(signs_of=signs_of), SHAPES, given)[0].directions.double()
+    reference = adam(given.mean(dim=1), FREEZE)
+    assert (directions - reference).norm() <= 1e-6 * reference.norm()
 
 
 def owed(ledgers: list[Ledger]) -> Tensor:

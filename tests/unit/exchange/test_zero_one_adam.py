@@ -13,7 +13,7 @@ from torch import Tensor
 from lab.exchange import blocks
 from lab.exchange.doubling import Doubling
 from lab.exchange.zero_one_adam import ZeroOneAdam
-from tests.support.directions import adam, deliver, num_values
+from tests.support.directions import UncompressedSum, adam, deliver, num_values, of_like_sizes
 
 SHAPES = {"fc": (24, 50), "bias": (24,), "conv": (6, 5, 3, 3), "table": (20, 32)}
 NUM = num_values(SHAPES)
@@ -50,12 +50,33 @@ def test_exact_steps_leave_adams_direction() -> None:
     )
 
 
-def test_values_without_any_gradient_are_not_divided_by_nothing() -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_signs_it_is_adam_with_a_variance_of_the_steps_that_are_due(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.exchange.signed_rows.TwoStageSum", UncompressedSum)
+    given = of_like_sizes(LAST + 20, size, NUM)
+    directions = deliver(make(), SHAPES, given)[0].directions.double()
+    reference = adam(given.mean(dim=1), LAST, due=Doubling(EACH, 4).is_due)
+    assert (directions - reference).norm() <= 1e-6 * reference.norm()
+
+
+@pytest.mark.parametrize("later", [0.0, 1e-6])
+def test_values_without_any_gradient_are_not_divided_by_nothing(later: float) -> None:
     given = gradients(LAST + 5, 2)
-    given[:, :, 7] = 0  # signs say something of it, since its row has gradients
+    given[:, :, 7:1200:50] *= later  # a column; signs say something of it, as its rows have some
+    given[: EACH + 1, :, 7:1200:50] = 0
     directions = deliver(make(), SHAPES, given)[0].directions
     assert directions[EACH:, 7].any()
     assert directions.abs().max() < 10
+
+
+def test_a_parameter_without_any_gradient_stays() -> None:
+    given = gradients(LAST + 5, 2)
+    given[..., 1200:] = 0
+    directions = deliver(make(), SHAPES, given)[0].directions
+    assert directions[-1, :1200].all()
+    assert not directions[:, 1200:].any()
 
 
 def owed(states: list[dict[str, Any]]) -> Tensor:

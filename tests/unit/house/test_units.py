@@ -151,6 +151,6 @@ def writes_mb(path: Path) -> bool:
 
 def test_rates_are_in_billions_of_bytes() -> None:
     times = {"allreduce": np.full(3, 0.5)}
-    row = collective._row("allreduce", NUM_BYTES, times, 0, NUM_BYTES, 2)
+    row = collective._row("allreduce", NUM_BYTES, times, 0, 2, None)
     assert row["algbw_gb_per_s"] == row["busbw_gb_per_s"] == pytest.approx(0.2)
     assert codec._rate([0.5], NUM_BYTES)["gb_per_s"] == pytest.approx(0.2)
