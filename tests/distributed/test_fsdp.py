@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import stop
 from lab.sync.fsdp_units import units
 from tests.distributed.test_strategies import distance
-from tests.support.ranks import join, spawn, train
+from tests.support.ranks import CREW, Outcome, composed, execute, join, spawn, train
 
 # Adam divides by a gradient's own size, so eps stands above rounding errors.
 ADAMW = ("optim=adamw", "optim.eps=1e-3", "optim.decay_vectors=false")
@@ -118,6 +120,31 @@ def test_weights_in_groups_of_ranks_are_equal_and_one_process_s(groups: str) -> 
     assert distance(ours[0].weights, alone.weights) < 1e-5
     hashes = {outcome.record["replica_hash"] for outcome in ours}
     assert len(hashes) == 1 and None not in hashes
+
+
+def execute_on_hosts(per_host: int, *run: Any) -> Outcome:
+    """Execute one rank of a run, on a host of its own and `per_host` - 1 others, as they believe."""
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_host)
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
+    return execute(*run)
+
+
+def test_zeropp_trains_on_two_hosts_of_two_ranks() -> None:
+    size = 4
+    run = composed(
+        "strategy=zeropp", "model=mlp", "model.hidden=[512,512]", "data=digits", "batch_size=64",
+        "steps=40", "warmup_steps=1", "eval_every=20", "bucket_mb=2", "sync.reshard=node",
+    )  # fmt: skip
+    ours = CREW.call(size, execute_on_hosts, 2, *run)
+    record = ours[0].record
+    hashes = {outcome.record["replica_hash"] for outcome in ours}
+    assert len(hashes) == 1 and None not in hashes
+    for outcome in ours[1:]:
+        assert all(torch.equal(outcome.weights[name], w) for name, w in ours[0].weights.items())
+    first, last = (each["loss"] for each in record["evaluations"])
+    assert record["environment"]["num_hosts"] == 2 and last < first < 1.5
+    across = sum(record["across_bytes_per_step"][:2]) / (4 * record["num_parameters"])
+    print("ACROSS", across, first, last, record["across_bytes_per_step"], record["final"])
 
 
 MISTAKES = {
