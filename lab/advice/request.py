@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.advice.target import Target, check_duration
 from lab.advice.target import read as read_target
@@ -12,7 +12,9 @@ from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
 from lab.settings.overrides import config_dir_of, split
 from lab.simulate import request as prediction
+from lab.simulate.groups import Groups
 from lab.simulate.hardware import Hardware
+from lab.simulate.network import Network
 from lab.simulate.request import Request, plain
 from lab.simulate.strategy import Strategy
 from lab.study.grid import Cell
@@ -71,6 +73,8 @@ def read(arguments: Sequence[str]) -> Advice:
     target = read_target(texts)
     knee, top = _knee(texts["knee"]), _top(texts["top"])
     request = _with_grid(run)
+    if "strategy" not in _texts(run):
+        request = _of_dividing(request)
     for cell in request.cells:
         check_duration(target, cell.config.epochs, cell.config.steps)
     return Advice(request, target, knee, top)
@@ -109,6 +113,25 @@ def _with_grid(run: list[str]) -> Request:
         sizes = _integers(given["world_size"])
     batches = _batches(first, sizes, unit)
     return prediction.read([*run, _listed("world_size", sizes), _listed("batch_size", batches)])
+
+
+def _of_dividing(request: Request) -> Request:
+    """Leave out cells whose strategy cannot divide so many ranks among nodes as it wants."""
+    pairs = zip(request.cells, request.profiles, strict=True)
+    kept = [pair for pair in pairs if _divides(pair[0], request.hardware)]
+    cells, profiles = [cell for cell, _ in kept], [profile for _, profile in kept]
+    return replace(request, cells=cells, profiles=profiles)
+
+
+def _divides(cell: Cell, hardware: Hardware) -> bool:
+    strategy = Strategy.of(plain(cell.config))
+    if not strategy.pattern.gathers_units:
+        return True
+    try:
+        Groups.of(strategy, Network(hardware, cell.world_size))
+    except ValueError:
+        return False
+    return True
 
 
 def _texts(run: Sequence[str]) -> dict[str, str]:

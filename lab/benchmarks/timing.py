@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -89,9 +89,8 @@ def aligner(world: World) -> Callable[[], None]:
     nothing = torch.zeros(1, device=world.device)
 
     def align() -> None:
-        counted = replace(world.comm.traffic)
-        world.comm.all_reduce(nothing)
-        world.comm.traffic = counted
+        with world.comm.traffic.uncounted():
+            world.comm.all_reduce(nothing)
 
     return align
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ class Traffic:
     def so_far(self) -> Sent:
         """Return the counts of bytes and messages, which later traffic does not change."""
         return self.payload_bytes, self.num_messages, self.across_bytes
+
+    @contextmanager
+    def uncounted(self) -> Generator[None]:
+        """Put the counts back at the end, in place: comms that were split from one share them."""
+        before = replace(self)
+        yield
+        vars(self).update(vars(before))
 
 
 class _Waited:

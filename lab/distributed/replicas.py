@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -51,10 +50,9 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
     BatchNorm's running statistics are local to a rank during training; evaluations and checkpoints
     take rank 0's. This is not step traffic, so it is not counted.
     """
-    before = replace(world.comm.traffic)
-    for buffer in model.buffers():
-        world.comm.broadcast(buffer, 0)
-    world.comm.traffic = before
+    with world.comm.traffic.uncounted():
+        for buffer in model.buffers():
+            world.comm.broadcast(buffer, 0)
 
 
 def replica_hash(model: nn.Module, world: World) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from statistics import median
@@ -109,6 +110,7 @@ def _predict(
     drawn = zip(places(len(group.draws)), group.draws, strict=True)
     others = (predict(source.on(each).drawn(place), each, *point) for place, each in drawn)
     all_of_them = [prediction, *others]
+    across_bytes = prediction.step.across_bytes
     return prediction, {
         "conditions": group.conditions,
         "basis": source.basis,
@@ -125,6 +127,7 @@ def _predict(
         "speedup_interval": _ends(each.speedup for each in all_of_them),
         "efficiency": prediction.efficiency,
         "payload_bytes": prediction.step.payload_bytes,
+        "across_bytes": None if math.isnan(across_bytes) else across_bytes,
     }
 
 

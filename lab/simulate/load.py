@@ -18,6 +18,7 @@ OPERATIONS_PER_BYTE = {"gloo": 10.0, "nccl": 200.0}
 
 Settings = Mapping[str, Any]
 Shape = tuple[int, ...]
+FSDP = {"_target_": "torch.distributed.fsdp.FSDP"}  # its copies have a rate of their own
 
 
 def class_of(exchange: Settings) -> str:
@@ -33,6 +34,7 @@ class Stage:
         payload_bytes: bytes that the busiest rank sends.
         inside: only links inside nodes are busy, so that those between nodes may be as well.
         codec: whose rate it takes to compute, by the exchange's class name.
+        across_bytes: bytes that a node's ranks together send to other nodes; NaN: not known.
     """
 
     row: str
@@ -40,11 +42,16 @@ class Stage:
     payload_bytes: float = 0.0
     inside: bool = False
     codec: str = ""
+    across_bytes: float = 0.0
 
     def scaled(self, share: float) -> Stage:
         """Return a share of the stage, as of one step or one leg."""
-        seconds, payload_bytes = self.seconds * share, self.payload_bytes * share
-        return replace(self, seconds=seconds, payload_bytes=payload_bytes)
+        return replace(
+            self,
+            seconds=self.seconds * share,
+            payload_bytes=self.payload_bytes * share,
+            across_bytes=self.across_bytes * share,
+        )
 
 
 @dataclass
@@ -110,7 +117,8 @@ class Load:
 
     def wire(self, cost: Cost, inside: bool = False) -> None:
         """Add a stage that waits for a collective, of all ranks or inside each node."""
-        self.stages.append(Stage("exchange", cost.seconds, cost.payload_bytes, inside))
+        sent = cost.payload_bytes, inside
+        self.stages.append(Stage("exchange", cost.seconds, *sent, across_bytes=cost.across_bytes))
 
     def exact(self, num_values: int) -> Cost:
         """Return the cost of values that travel uncompressed, in a separate all-reduce."""

@@ -21,13 +21,24 @@ NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
 
 @dataclass(frozen=True)
 class Cost:
-    """A collective's time, and the bytes of its busiest rank as Comm counts them."""
+    """A collective's time, and its bytes as Comm counts them.
+
+    Attributes:
+        payload_bytes: those of the busiest rank.
+        across_bytes: those that the ranks of a node, of the busiest, together send to other nodes;
+            NaN: not known, as of trees and stars.
+    """
 
     seconds: float = 0.0
     payload_bytes: float = 0.0
+    across_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.payload_bytes + other.payload_bytes)
+        return Cost(
+            self.seconds + other.seconds,
+            self.payload_bytes + other.payload_bytes,
+            self.across_bytes + other.across_bytes,
+        )
 
 
 class Network:
@@ -45,6 +56,7 @@ class Network:
         # The slowest rank's time to compute, in those of a usual rank.
         self.slowest_factor = slowest_factor(size, hardware.jitter, slow, hardware.slow_factor)
         self.num_nodes = -(-size // hardware.ranks_per_node)
+        self.groups = 1  # that do the same at the same time, with ranks on the same nodes
         if self.num_nodes > 1 and hardware.inter is None:
             raise ValueError(
                 f"world_size={size}: hardware={hardware.name} has {hardware.ranks_per_node} ranks"
@@ -78,11 +90,10 @@ class Network:
         up_s = self._by_hops(chunk, self._adding(chunk))
         down_s = self._by_hops(chunk) if math.isinf(chunk_bytes) else self._way_down(chunk)
         seconds = up_s + down_s + (chunks - 1) * self._at_root(chunk)
-        return Cost(seconds, log2(self.size) * num_bytes)
+        return Cost(seconds, log2(self.size) * num_bytes, self._across(math.nan))
 
     def tree_double(self, num_bytes: float, chunk_bytes: float) -> Cost:
         """Return the cost of two trees that carry half of the bytes each, in chunks.
-
 
         The busiest rank sends (log2 N + 1) / 2 times all bytes, at most twice.
         """
@@ -94,7 +105,7 @@ class Network:
         following = (chunks - 1) * 2 * busiest * self.slowest.seconds_both_ways(chunk)
         up_s = self._by_hops(chunk, self._adding(chunk))
         seconds = up_s + self._way_down(chunk) + following
-        return Cost(seconds, busiest * num_bytes)
+        return Cost(seconds, busiest * num_bytes, self._across(math.nan))
 
     def ring(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
         """Return the cost of 2(N-1) steps of an N-th each (Patarasuk and Yuan 2009), in pieces."""
@@ -102,13 +113,14 @@ class Network:
         pieces = max(1, math.ceil(part / chunk_bytes))
         wire_s = steps * pieces * self.slowest.seconds_both_ways(part / pieces)
         added_s = self._adding(steps / 2 * part)
-        return Cost(wire_s + added_s, steps * part)
+        return Cost(wire_s + added_s, steps * part, self._across(steps * part))
 
     def star(self, num_bytes: float) -> Cost:
         """Return the cost of sending all to one rank and back, one rank after the other."""
         each_way = sum(count * link.seconds(num_bytes) for count, link in self._from_root())
         added_s = (self.size - 1) * self._adding(num_bytes)
-        return Cost(2 * each_way + added_s, (self.size - 1) * num_bytes)
+        sent = (self.size - 1) * num_bytes
+        return Cost(2 * each_way + added_s, sent, self._across(math.nan))
 
     def all_reduce(self, num_bytes: float) -> Cost:
         """Return the cost of the library's all-reduce; no bytes cost nothing.
@@ -121,7 +133,7 @@ class Network:
         if self.hardware.library == "gloo":
             return ring
         seconds = all_reduce_s(self._span, num_bytes, self.hardware.protocols)
-        return Cost(seconds, ring.payload_bytes)
+        return replace(ring, seconds=seconds)
 
     def inside(self) -> Network:
         """Return the ranks of one node."""
@@ -157,7 +169,9 @@ class Network:
             inter=inter,
             node_rates=rates,
         )
-        return self._part(size, hardware)
+        part = self._part(size, hardware)
+        part.groups = self.groups * groups
+        return part
 
     def _part(self, size: int, hardware: Hardware) -> Network:
         """Return `size` of these ranks, all of which are as busy as all ranks are."""
@@ -179,7 +193,7 @@ class Network:
             seconds = all_gather_s(self._span, num_bytes, self.hardware.protocols)
         else:
             seconds = steps * self.slowest.seconds_both_ways(num_bytes)
-        return Cost(seconds, steps * num_bytes)
+        return Cost(seconds, steps * num_bytes, self._across(steps * num_bytes))
 
     def all_to_all(self, num_bytes: float) -> Cost:
         """Return the cost of `num_bytes` between every two ranks; ranks share a node's links."""
@@ -187,7 +201,12 @@ class Network:
         sharing = max(1.0, self.local / self.inter.links_of(self.num_nodes))
         outside = beyond * self.inter.seconds_both_ways(sharing * num_bytes)
         seconds = within * self.intra.seconds_both_ways(num_bytes) + outside
-        return Cost(seconds, (self.size - 1) * num_bytes)
+        across_bytes = self._across(self.local * beyond * num_bytes)
+        return Cost(seconds, (self.size - 1) * num_bytes, across_bytes)
+
+    def _across(self, num_bytes: float) -> float:
+        """Return what leaves a node, if one group sends `num_bytes`: in a ring, one rank of it."""
+        return self.groups * num_bytes if self.num_nodes > 1 else 0.0
 
     @property
     def _span(self) -> Span:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
-from lab.simulate.load import Load, Settings, class_of
+from lab.simulate.load import FSDP, Load, Settings, class_of
 
 
 def scatter_of(exchange: Settings) -> Callable[[Load], None]:
@@ -22,9 +23,25 @@ def scatter_of(exchange: Settings) -> Callable[[Load], None]:
     """
     name = class_of(exchange)
     if name not in SCATTERS or exchange.get("warmup_steps"):
-        allowed = "none (torch's), allreduce, bf16, fp16, int8, and onebit without warmup_steps"
+        allowed = (
+            "none (torch's), allreduce, bf16, fp16, int8, int4, and onebit without warmup_steps"
+        )
         raise ValueError(f"exchange={name}: has no reduce-scatter; allowed are {allowed}")
     return SCATTERS[name]
+
+
+def in_two_levels(load: Load) -> None:
+    """Append a reduce-scatter inside each node and then one between nodes (ZeRO++'s qgZ).
+
+    Before them parts are laid out by local rank, as lab/exchange/two_levels.py does.
+    """
+    scatter, network = scatter_of(load.exchange), load.network
+    Load(load.shapes, FSDP, network, load.stages).codec(2 * load.num_bytes)
+    first = Load(load.shapes, load.exchange, network.inside())
+    scatter(first)
+    load.stages += [replace(stage, inside=True) for stage in first.stages]
+    sums = [(load.n // network.local,)]
+    scatter(Load(sums, load.exchange, network.rail(network.local), load.stages))
 
 
 def _of_torch(load: Load) -> None:
@@ -55,6 +72,15 @@ def _eight_bit(load: Load) -> None:
     load.codec(16 * load.n + message, in_torch=25 * load.n)
 
 
+def _four_bit(load: Load) -> None:
+    block, n = load.exchange["block_size"], load.n
+    kept = 62 * n if load.exchange["error_feedback"] else 0  # decoded again, and subtracted
+    line = math.ceil(n / load.N / block) * (8 + block / 2)
+    load.codec(50 * n + kept)
+    load.wire(load.network.all_to_all(line))
+    load.codec((22 + 12) * n)
+
+
 def _sign_bit(load: Load) -> None:
     block = load.exchange["block_size"]
     line = math.ceil(load.n / load.N / block) * (block / 8 + 8)
@@ -68,5 +94,6 @@ SCATTERS: dict[str, Callable[[Load], None]] = {
     "NoExchange": _of_torch,
     "AllReduce": _exact,
     "Int8": _eight_bit,
+    "Int4": _four_bit,
     "OneBit": _sign_bit,
 }

@@ -16,14 +16,16 @@ class Unit:
     Attributes:
         layers: their places in forward, which follow each other; the model's own unit, which stays
             gathered from forward to backward, may have layers anywhere.
-        gather: the all-gather, and copies of weights to its message and from it.
-        scatter: copies of gradients to a message, the reduce-scatter, and the all-reduce among
-            copies of the weights. A unit without parameters has no stages.
+        gather: the all-gather, and last the copies of weights to its message and from it.
+        again: the same before backward.
+        scatter: first the copies of gradients to a message, then the reduce-scatter, and the
+            all-reduce among copies of the weights. A unit without parameters has no stages.
     """
 
     name: str
     layers: range
     gather: Sequence[Stage] = ()
+    again: Sequence[Stage] = ()
     scatter: Sequence[Stage] = ()
 
 
@@ -53,23 +55,21 @@ class Sharded:
             self._backward(last=number == micro_batches)
         self.rank.wait_until(self.rank.busy_until_s)
 
-    def payload_bytes(self, micro_batches: int) -> float:
-        """Count the bytes that a rank sends in a step."""
-        own = self.units[-1]
-        return sum(
-            micro_batches * (1 if unit is own else 2) * _payload_bytes(unit.gather)
-            + _payload_bytes(unit.scatter)
-            for unit in self.units
-        )
+    def stages(self, micro_batches: int) -> list[Stage]:
+        """List the stages of a step, those of all micro-batches."""
+        *inner, own = self.units
+        gathers = [stage for unit in inner for stage in (*unit.gather, *unit.again)]
+        scatters = [stage for unit in self.units for stage in unit.scatter]
+        return [*([*gathers, *own.gather] * micro_batches), *scatters]
 
     def _forward(self) -> None:
         *inner, own = self.units
-        self._receive(own, self._gather(own, self.rank.now_s))
+        self._receive(own, own.gather, self._gather(own, own.gather, self.rank.now_s))
         first = {unit.layers.start: unit for unit in inner}
         before_s = self.rank.now_s  # when the unit before had its weights
         for place, layer in enumerate(self.layers):
             if unit := first.get(place):
-                self._receive(unit, self._gather(unit, before_s))
+                self._receive(unit, unit.gather, self._gather(unit, unit.gather, before_s))
                 before_s = self.rank.now_s
             self.rank.compute("forward", layer.name, layer.forward_s)
 
@@ -80,7 +80,7 @@ class Sharded:
         scattered_s = 0.0
         for place, layer in reversed(list(enumerate(self.layers))):
             if waiting and place == waiting[0].layers.stop - 1:
-                self._receive(waiting[0], next_s)
+                self._receive(waiting[0], waiting[0].again, next_s)
                 next_s = self._prefetch(waiting[1:])
             self.rank.compute("backward", layer.name, layer.backward_s)
             if waiting and place == waiting[0].layers.start:
@@ -91,16 +91,18 @@ class Sharded:
 
     def _prefetch(self, waiting: Sequence[Unit]) -> float:
         """Begin the all-gather of the next unit, if there is one; return when it ends."""
-        return self._gather(waiting[0], self.rank.now_s) if waiting else 0.0
+        if not waiting:
+            return 0.0
+        return self._gather(waiting[0], waiting[0].again, self.rank.now_s)
 
-    def _gather(self, unit: Unit, earliest_s: float) -> float:
+    def _gather(self, unit: Unit, stages: Sequence[Stage], earliest_s: float) -> float:
         """Begin an all-gather; return when it ends."""
-        return self._run(unit, [s for s in unit.gather if s.row == "exchange"], earliest_s)
+        return self._run(unit, stages[:-1], earliest_s)
 
-    def _receive(self, unit: Unit, gathered_s: float) -> None:
+    def _receive(self, unit: Unit, stages: Sequence[Stage], gathered_s: float) -> None:
         """Wait for a unit's weights, and copy them."""
         self.rank.wait_until(gathered_s)
-        self._compute(unit, [stage for stage in unit.gather if stage.row == "codec"])
+        self._compute(unit, stages[-1:])
 
     def _scatter(self, unit: Unit, before_s: float) -> float:
         """Send a unit's gradients once the last one's have left; return when they are summed."""
@@ -127,7 +129,3 @@ class Sharded:
     def _host_s(self) -> float:
         """Return when the host begins a collective at the earliest; on a GPU it runs ahead."""
         return self.rank.now_s if self.blocks else 0.0
-
-
-def _payload_bytes(stages: Sequence[Stage]) -> float:
-    return sum(stage.payload_bytes for stage in stages)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.simulate.costs import is_staged, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Turns, run
+from lab.simulate.groups import ranks_of_a_copy
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Stage, class_of
 from lab.simulate.messages import Bucket, messages_of_fragments, parameter_of
@@ -17,7 +18,7 @@ from lab.simulate.phases import phases_of, ways_of
 from lab.simulate.sharded import Sharded
 from lab.simulate.steady import steady
 from lab.simulate.strategy import CEILING, EXACT, Strategy
-from lab.simulate.units import costs_of_units, ranks_of_a_copy
+from lab.simulate.units import costs_of_units
 from lab.sync.pattern import Begin, Leg, Pattern, gradsync
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
@@ -30,12 +31,22 @@ class Step:
     Attributes:
         step_s: duration in seconds.
         payload_bytes: bytes that the busiest rank sends.
+        across_bytes: bytes that the ranks of the busiest node together send to other nodes; NaN:
+            not known, as of trees and stars.
         spans: forward, backward, exchange and codec.
     """
 
     step_s: float
     payload_bytes: float
+    across_bytes: float
     spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, step_s: float, stages: Iterable[Stage], spans: Iterable[Span]) -> Step:
+        """Add up what the stages of a step send."""
+        sent = [(stage.payload_bytes, stage.across_bytes) for stage in stages]
+        payload_bytes, across_bytes = map(sum, zip(*sent, strict=True)) if sent else (0.0, 0.0)
+        return cls(step_s, payload_bytes, across_bytes, tuple(spans))
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,8 @@ def _mean_step(
     ]
     step_s = sum(share * step.step_s for share, step in kinds)
     payload_bytes = sum(share * step.payload_bytes for share, step in kinds)
-    return Step(step_s, payload_bytes, kinds[0][1].spans)
+    across_bytes = sum(share * step.across_bytes for share, step in kinds)
+    return Step(step_s, payload_bytes, across_bytes, kinds[0][1].spans)
 
 
 def _step(
@@ -138,14 +150,14 @@ def _step(
         passes_s, spans = steady(
             layers, planned, schedule, Rank(*terms), besides_s, strategy.accumulate
         )
-        return Step(max(passes_s, input_s), _payload_bytes(planned), spans)
+        return Step.of(max(passes_s, input_s), _stages(planned), spans)
     rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
     back = _of_weights(profile, strategy, network, planned)
     for exchange in back:
         schedule.submit(exchange, rank)
     schedule.finish(rank)
     step_s = max(rank.now_s + besides_s, input_s)
-    return Step(step_s, _payload_bytes([*planned, *back]), tuple(rank.spans))
+    return Step.of(step_s, _stages([*planned, *back]), rank.spans)
 
 
 def _sharded_step(
@@ -160,7 +172,7 @@ def _sharded_step(
     sharded.run(strategy.accumulate)
     besides_s = _besides_s(profile, network, per_rank_batch_size, strategy.pattern)
     step_s = max(rank.now_s + besides_s, _input_s(network, per_rank_batch_size))
-    return Step(step_s, sharded.payload_bytes(strategy.accumulate), tuple(rank.spans))
+    return Step.of(step_s, sharded.stages(strategy.accumulate), rank.spans)
 
 
 def _layers(profile: Profile, network: Network, micro_batch_size: int) -> list[Compute]:
@@ -177,8 +189,8 @@ def _layers(profile: Profile, network: Network, micro_batch_size: int) -> list[C
     ]
 
 
-def _payload_bytes(exchanges: Sequence[Exchange]) -> float:
-    return sum(stage.payload_bytes for each in exchanges for stage in each.stages)
+def _stages(exchanges: Iterable[Exchange]) -> list[Stage]:
+    return [stage for each in exchanges for stage in each.stages]
 
 
 def _of_weights(
@@ -220,9 +232,9 @@ def stages_of_step(profile: Profile, strategy: Strategy, network: Network) -> li
     """List the different stages of a strategy's steps."""
     if strategy.pattern.gathers_units:
         units = costs_of_units(profile, strategy, network)
-        return [stage for unit in units for stage in (*unit.gather, *unit.scatter)]
+        return [stage for unit in units for stage in (*unit.gather, *unit.again, *unit.scatter)]
     kinds = kinds_of_steps(profile, strategy, network)
-    return [stage for _, planned in kinds for each in planned for stage in each.stages]
+    return [stage for _, planned in kinds for stage in _stages(planned)]
 
 
 def kinds_of_steps(

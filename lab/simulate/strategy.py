@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lab.simulate.costs import card_of
@@ -16,6 +16,38 @@ EXACT = {"_target_": "lab.exchange.allreduce.AllReduce", "dtype": "float32"}
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How FSDP2's units are gathered and scattered; see lab.sync.fsdp. The defaults are torch's."""
+
+    all_gather: str = "torch"
+    reshard: int | str | None = None
+    reduce_scatter: str = "torch"
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Sharding:
+        """Read a run's settings, of which earlier versions had fewer.
+
+        Raises:
+            ValueError: there is no such gather or scatter, or parts that exclude each other.
+        """
+        sync = settings["sync"]
+        found = cls(**{key: sync[key] for key in asdict(cls()) if key in sync})
+        _check("all_gather", found.all_gather, "torch", "int8")
+        _check("reduce_scatter", found.reduce_scatter, "torch", "lab", "two_levels")
+        if found.reshard is not None and sync["shard_size"] is not None:
+            raise ValueError(
+                f"sync.reshard={found.reshard}: sync.shard_size={sync['shard_size']} gathers "
+                "within groups already"
+            )
+        keeps = settings["exchange"].get("error_feedback", False)
+        if found.reduce_scatter == "two_levels" and keeps:
+            raise ValueError(
+                "exchange.error_feedback=true: sync.reduce_scatter=two_levels keeps no residuals"
+            )
+        return found
+
+
+@dataclass(frozen=True)
 class Strategy:
     """A way to exchange gradients.
 
@@ -25,6 +57,7 @@ class Strategy:
         accumulate: micro-batches of a step; gradients are exchanged in the last one.
         chunk_mb: size of buckets, and of parts of large parameters, where the next forward waits.
         tries: the run times steps in which it does not wait as well, and keeps the faster schedule.
+        sharding: of a pattern that gathers units.
     """
 
     exchange: Mapping[str, Any]
@@ -33,6 +66,7 @@ class Strategy:
     accumulate: int = 1
     chunk_mb: float | None = None
     tries: bool = False
+    sharding: Sharding = Sharding()
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Strategy:
@@ -50,8 +84,14 @@ class Strategy:
             raise ValueError(f"{name}: changes the model: give the profile of that, transform=none")
         exchange = in_shares(settings["exchange"], settings["steps"])
         if pattern.gathers_units:
-            _check_gathers(name, settings["sync"])
             scatter_of(exchange)
+            return cls(
+                exchange,
+                settings["bucket_mb"],
+                pattern,
+                settings["accumulate"],
+                sharding=Sharding.of(settings),
+            )
         for _, way in phases_of(exchange):
             card_of(way)
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
@@ -63,19 +103,17 @@ class Strategy:
     @property
     def lossy(self) -> bool:
         """True if ranks do not take every step with the mean of their gradients."""
+        if self.sharding.all_gather != "torch":  # gradients at rounded weights
+            return True
         if self.pattern.by_library:
             return False
         late = self.pattern.outlasts_step
         return late or self.pattern.own_replicas or card_of(self.exchange).lossy(self.exchange)
 
 
-def _check_gathers(name: str, sync: Mapping[str, Any]) -> None:
-    """ValueError: a part of ZeRO++ is on, which has no cost model."""
-    plain = {"all_gather": ("torch",), "reshard": (None,), "reduce_scatter": ("torch", "lab")}
-    for key, allowed in plain.items():
-        value = sync.get(key, allowed[0])  # runs of earlier versions knew fewer
-        if value not in allowed:
-            raise ValueError(f"{name}: sync.{key}={value} has no cost model")
+def _check(key: str, value: object, *allowed: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"sync.{key}={value}: allowed are {', '.join(allowed)}")
 
 
 CEILING = Strategy(NONE)

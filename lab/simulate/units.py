@@ -8,15 +8,14 @@ from dataclasses import replace
 
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.model.profile import VALUE_BYTES, Profile
-from lab.simulate.load import Load, Settings, Shape, Stage
+from lab.simulate.gathers import GATHERS, exact
+from lab.simulate.groups import Groups
+from lab.simulate.load import FSDP, Load, Shape
 from lab.simulate.messages import Bucket, parameters
 from lab.simulate.network import Network
-from lab.simulate.scatters import scatter_of
+from lab.simulate.scatters import in_two_levels, scatter_of
 from lab.simulate.sharded import Unit
 from lab.simulate.strategy import Strategy
-from lab.sync.pattern import Pattern
-
-FSDP = {"_target_": "torch.distributed.fsdp.FSDP"}  # its copies have a rate of their own
 
 
 def units_of(profile: Profile, bucket_mb: float | None) -> list[Bucket]:
@@ -46,54 +45,32 @@ def costs_of_units(profile: Profile, strategy: Strategy, network: Network) -> li
     Raises:
         ValueError: ranks cannot share copies of the weights as the strategy says.
     """
-    sharers = ranks_of_a_copy(strategy.pattern, network)
+    groups = Groups.of(strategy, network)
     places = {layer.name: place for place, layer in enumerate(profile.layers)}
     found = list[Unit]()
     for bucket in units_of(profile, strategy.bucket_mb):
         at = [places[name.rpartition(".")[0]] for name in bucket]
         layers = range(min(at), max(at) + 1) if at else range(0)
-        shapes = [_padded(shape, sharers) for shape in bucket.values()]
+        shapes = [_padded(shape, groups.sharing.size) for shape in bucket.values()]
         unit = Unit(next(iter(bucket), ""), layers)
-        found.append(
-            _with_stages(unit, shapes, strategy.exchange, network, sharers) if at else unit
-        )
+        found.append(_with_stages(unit, shapes, strategy, groups) if at else unit)
     return found
 
 
-def _with_stages(
-    unit: Unit, shapes: list[Shape], exchange: Settings, network: Network, sharers: int
-) -> Unit:
+def _with_stages(unit: Unit, shapes: list[Shape], strategy: Strategy, groups: Groups) -> Unit:
     """Return a unit of padded shapes with its stages."""
-    sharing = network.neighbours(sharers)
-    inside = sharers <= network.local < network.size
-    gather, scatter = Load(shapes, FSDP, sharing), Load(shapes, FSDP, sharing)
-    part = gather.num_bytes / sharers
-    gather.wire(sharing.all_gather(part), inside)
-    gather.codec(2 * (part + gather.num_bytes))  # weights to the message, and from it
-    scatter.codec(2 * gather.num_bytes)  # gradients to the message
-    scattered = Load(shapes, exchange, sharing)
-    scatter_of(exchange)(scattered)
-    stages = [*scatter.stages, *(replace(stage, inside=inside) for stage in scattered.stages)]
-    if sharers < network.size:
-        among = network.across(sharers).all_reduce(part)
-        stages.append(Stage("exchange", among.seconds, among.payload_bytes))
-    return replace(unit, gather=gather.stages, scatter=stages)
-
-
-def ranks_of_a_copy(pattern: Pattern, network: Network) -> int:
-    """Return the number of ranks that share a copy of the weights.
-
-    Raises:
-        ValueError: it does not divide all ranks.
-    """
-    sizes = {None: network.size, "node": network.local}
-    sharers = sizes.get(pattern.shard_size, pattern.shard_size)
-    if not isinstance(sharers, int) or sharers < 1 or network.size % sharers:
-        raise ValueError(
-            f"sync.shard_size={pattern.shard_size}: must be node, null, or a divisor of the "
-            f"{network.size} ranks"
-        )
-    return sharers
+    sharing, second = groups.sharing, groups.second
+    whole = GATHERS[strategy.sharding.all_gather](shapes, sharing, groups.inside(sharing))
+    again = exact(shapes, second, groups.inside(second), second=True) if second else whole
+    scatter = Load(shapes, FSDP, sharing)
+    scatter.codec(2 * scatter.num_bytes)  # gradients to the message
+    scattered = Load(shapes, strategy.exchange, sharing)
+    (in_two_levels if groups.levels else scatter_of(strategy.exchange))(scattered)
+    inside = groups.inside(sharing)
+    scatter.stages += [replace(s, inside=s.inside or inside) for s in scattered.stages]
+    if groups.copies:
+        scatter.wire(groups.copies.all_reduce(scatter.num_bytes / sharing.size))
+    return replace(unit, gather=whole, again=again, scatter=scatter.stages)
 
 
 def _joined(units: Iterable[Bucket]) -> Bucket:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import stop
 from lab.sync.fsdp_units import units
 from tests.distributed.test_strategies import distance
-from tests.support.ranks import join, spawn, train
+from tests.support.ranks import CREW, Outcome, composed, execute, join, spawn, train
 
 # Adam divides by a gradient's own size, so eps stands above rounding errors.
 ADAMW = ("optim=adamw", "optim.eps=1e-3", "optim.decay_vectors=false")
@@ -118,6 +121,32 @@ def test_weights_in_groups_of_ranks_are_equal_and_one_process_s(groups: str) -> 
     assert distance(ours[0].weights, alone.weights) < 1e-5
     hashes = {outcome.record["replica_hash"] for outcome in ours}
     assert len(hashes) == 1 and None not in hashes
+
+
+def execute_on_hosts(per_host: int, *run: Any) -> Outcome:
+    """Execute one rank of a run whose launcher seems to have started `per_host` on each host."""
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_host)
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
+    return execute(*run)
+
+
+def test_zeropp_trains_on_two_hosts_of_two_ranks() -> None:
+    run = composed(
+        "strategy=zeropp", "model=mlp", "model.hidden=[128,128]", "batch_size=64", "steps=24",
+        "warmup_steps=1", "eval_every=12", "bucket_mb=0.05",
+    )  # fmt: skip
+    ours = CREW.call(4, execute_on_hosts, 2, *run)
+    assert len({outcome.record["replica_hash"] for outcome in ours}) == 1
+    for outcome in ours[1:]:  # all gathered the same weights
+        assert all(torch.equal(outcome.weights[name], w) for name, w in ours[0].weights.items())
+    record = ours[0].record
+    first, last = (each["loss"] for each in record["evaluations"])
+    assert record["environment"]["num_hosts"] == 2 and last < 0.9 * first
+    # Three layers are units; the last one's 10 rows are filled up to 12.
+    quarters = [128 * 1025 // 4, 128 * 129 // 4, 12 * 129 // 4]
+    gathered = sum(3 * 1032 * math.ceil(n / 1024) for n in quarters)  # a ring, in forward alone
+    scattered = sum(136 * math.ceil(n / 256) for n in quarters)  # to the rank of the same number
+    assert record["across_bytes_per_step"] == 2 * [scattered, gathered + scattered]
 
 
 MISTAKES = {

@@ -22,8 +22,7 @@ ALL_STRATEGIES = choices_of("strategy")
 # Strategies over torch; test_horovod.py has the other one.
 STRATEGIES = [strategy for strategy in ALL_STRATEGIES if strategy != "horovod"]
 
-# Strategies with an exact exchange of a library's, and those on a library's schedule, for which the
-# lab has no cost model.
+# Strategies with an exact exchange of a library's, and all those on a library's schedule.
 EXACT_LIBRARIES = ("ddp", "fsdp", "hsdp", "horovod")
 LIBRARIES = (*EXACT_LIBRARIES, "zeropp")
 # Strategies that decide by the clock, so that two runs may differ.

@@ -41,6 +41,18 @@ def test_the_grid_is_chosen_from_the_hardware_and_the_settings() -> None:
     assert not names & {"none", "ddp", "horovod", "fc1x1", "caffe", "torch7", "tensorflow", "cntk"}
 
 
+def test_zeropp_is_an_option_where_hosts_have_several_ranks() -> None:
+    def sizes(hardware: str) -> set[int]:
+        cells = read(
+            [f"hardware={hardware}", "batch_size=16", "world_size=1,8,16"]
+        ).prediction.cells
+        assert {cell.world_size for cell in cells if cell.strategy == "fsdp"} == {1, 8, 16}
+        return {cell.world_size for cell in cells if cell.strategy == "zeropp"}
+
+    assert sizes("v100x8_20g") == {1, 8, 16}
+    assert sizes("emulated_1gbit") == {1}  # alone on its host, a rank would hold all weights
+
+
 def test_a_setting_leaves_the_strategies_that_accept_it() -> None:
     small = ["batch_size=256", "world_size=2"]
     assert {c.strategy for c in read([*small, "exchange.threshold=mean"]).prediction.cells} == {

@@ -41,6 +41,19 @@ def test_threads(size: int) -> None:
     check(size, run_ranks(size, scatter_and_split))
 
 
+def test_what_is_not_counted_leaves_parts_of_a_comm_counting() -> None:
+    """As after an evaluation, which broadcasts buffers."""
+
+    def rank_main(comm: Comm) -> int:
+        part = comm.split(0)
+        with comm.traffic.uncounted():
+            comm.all_reduce(torch.zeros(8))
+        part.all_reduce(torch.zeros(4))
+        return comm.traffic.payload_bytes
+
+    assert run_ranks(2, rank_main) == [16, 16]
+
+
 def rows_and_both_ways(comm: Comm) -> tuple[list[float], bool, int]:
     """Gather rows in place, and send messages so large that both directions have connections."""
     rows = torch.full((comm.size, 4), -1.0)

@@ -79,7 +79,8 @@ def test_an_exchange_without_a_reduce_scatter_is_refused() -> None:
 LAYERS = [Compute(name, 1.0, 2.0) for name in "abc"]
 WIRE, PACK = Stage("exchange", 1.0), Stage("codec", 0.0)
 UNITS = [
-    Unit(layer.name, range(at, at + 1), [WIRE], [PACK, WIRE]) for at, layer in enumerate(LAYERS)
+    Unit(layer.name, range(at, at + 1), [WIRE, PACK], [WIRE, PACK], [PACK, WIRE])
+    for at, layer in enumerate(LAYERS)
 ]
 
 

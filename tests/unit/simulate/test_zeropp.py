@@ -1,0 +1,134 @@
+"""Predicted bytes of FSDP2 and of ZeRO++'s parts, against what the sync itself counts."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import yaml
+
+from lab.claims.predicted import profile_of
+from lab.distributed.torch_comm import TorchComm
+from lab.distributed.worker import InlineWorker
+from lab.model.replay import Replay
+from lab.settings.config import build, load
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.network import Network
+from lab.simulate.step import simulate
+from lab.simulate.strategy import Strategy
+from lab.simulate.units import costs_of_units
+from lab.sync.base import SyncParts
+from tests.support.process_groups import run_ranks
+from tests.support.simulated import strategy
+
+PROFILE = profile_of("alexnet_titanx", 0.01)
+QWZ, HPZ = "sync.all_gather=int8", "sync.reshard=node"
+CODEC = "exchange=int4 exchange.block_size=256 exchange.error_feedback=false"
+QGZ = f"sync.reduce_scatter=two_levels {CODEC}"
+PARTS = {
+    "fsdp": "strategy=fsdp",
+    "hsdp": "strategy=hsdp sync.shard_size=2",
+    "qwZ": f"strategy=fsdp {QWZ}",
+    "hpZ": f"strategy=fsdp {HPZ}",
+    "qgZ": f"strategy=fsdp {QGZ}",
+    "one level": "strategy=fsdp sync.reduce_scatter=lab exchange=int4",
+    "zeropp": "strategy=zeropp",
+}
+PLACES = [(2, 2), (1, 2), (2, 3), (3, 2)]  # hosts, and ranks on each
+CASES = [(name, *place) for name in PARTS for place in PLACES]
+CASES.remove(("hsdp", 2, 3))  # its pairs of ranks would lie across hosts
+
+
+def nodes(per_host: int, codec_bytes_per_s: float = math.inf) -> Hardware:
+    links = Link(0.0, 1e9), Link(0.0, 1e7)
+    return Hardware("nodes", "made up", "gloo", per_host, *links, codec_bytes_per_s)
+
+
+def parts_of(name: str) -> Strategy:
+    chosen, *settings = PARTS[name].removeprefix("strategy=").split()
+    return strategy(chosen, *settings)
+
+
+def step_of(settings: str, hosts: int, per_host: int) -> list[tuple[int, int]]:
+    """Return what each rank counts in a step: bytes, and those of them to other hosts."""
+    config, profile = load(settings.split()), yaml.safe_load(PROFILE.to_yaml())
+
+    def rank_main(comm: TorchComm) -> tuple[int, int]:
+        model = Replay(profile=profile, input_shape=[8], output_size=2, time_scale=1e-3)
+        exchange, worker = build(config.exchange), InlineWorker()
+        parts = SyncParts(model, model, exchange, comm, worker, True, config.bucket_mb)
+        sync = build(config.sync, parts)
+        with sync.micro_batch(last=True):
+            sync.module(torch.ones(1, 8)).sum().backward()
+        sync.finish()
+        return comm.traffic.payload_bytes, comm.traffic.across_bytes
+
+    return run_ranks(hosts, per_host, rank_main)
+
+
+@pytest.mark.parametrize(("name", "hosts", "per_host"), CASES)
+def test_bytes_are_those_that_the_sync_counts(name: str, hosts: int, per_host: int) -> None:
+    size = hosts * per_host
+    step = simulate(PROFILE, nodes(per_host), parts_of(name), size, 64)
+    counted = step_of(PARTS[name], hosts, per_host)
+    of_hosts = [counted[at : at + per_host] for at in range(0, size, per_host)]
+    across = max(sum(crossed for _, crossed in host) for host in of_hosts)
+    assert step.payload_bytes == pytest.approx(max(sent for sent, _ in counted), rel=1e-4)
+    assert step.across_bytes == pytest.approx(across, rel=1e-4)
+
+
+BYTE, HALF = 1032 / 4096, 136 / 1024  # of a value's four bytes, with the header of its block
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("fsdp", 3 / 4 + 3 / 4 + 6 / 4),  # two gathers, and an all-reduce over Gloo
+        ("qwZ", BYTE * (3 / 4 + 3 / 4) + 6 / 4),
+        ("hpZ", 3 / 4 + 6 / 4),
+        ("qgZ", 3 / 4 + 3 / 4 + HALF / 2),
+        ("zeropp", BYTE * 3 / 4 + HALF / 2),
+    ],
+)
+def test_bytes_to_the_other_host_have_closed_forms(name: str, share: float) -> None:
+    whole = PROFILE.scaled(100)
+    step = simulate(whole, nodes(2), parts_of(name), 4, 64)
+    # Layers below 1 MiB, a thousandth of the model, are gathered once.
+    assert step.across_bytes / whole.gradient_bytes == pytest.approx(share, rel=0.002)
+
+
+def test_codecs_take_their_time_and_second_shards_stay_inside() -> None:
+    first, *_ = costs_of_units(PROFILE.scaled(100), parts_of("zeropp"), Network(nodes(2, 1e9), 4))
+    n = first.gather[-2].seconds * 1e9 / (4 + BYTE * 4)  # values that are decoded
+    encoded = first.gather[0].seconds * 1e9
+    assert encoded == pytest.approx((4 + BYTE * 4) * n / 4, rel=0.01)
+    assert [(s.row, s.inside, s.across_bytes) for s in first.again] == [
+        ("exchange", True, 0),
+        ("codec", False, 0),
+    ]
+    four_bits = sum(s.seconds for s in first.scatter if s.codec == "Int4")
+    # Each is encoded, decoded and added inside a host, then half of them between hosts.
+    assert four_bits == pytest.approx(1.5 * (50 + 22 + 12) * n / 1e9, rel=0.01)
+    wires = [(s.inside, s.across_bytes > 0) for s in first.scatter if s.row == "exchange"]
+    assert wires == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_host", "size", "message"),
+    [
+        (HPZ, 2, 5, "sync.reshard=node: 5 ranks, 2 on a node; each node needs as many"),
+        (HPZ, 1, 4, "sync.reshard=node: each rank would hold all weights"),
+        ("sync.reshard=3", 2, 4, "sync.reshard=3: must be node, null, or a divisor of the 4 ranks"),
+        (f"{HPZ} sync.shard_size=2", 2, 4, "sync.reshard=node: sync.shard_size=2 gathers within"),
+        (QGZ, 2, 5, "sync.reduce_scatter=two_levels: 5 ranks, 2 on a node"),
+        (f"{QGZ[:-5]}true", 2, 4, "exchange.error_feedback=true: sync.reduce_scatter=two_levels"),
+        ("sync.all_gather=int4", 2, 4, "sync.all_gather=int4: allowed are torch, int8"),
+    ],
+)
+def test_what_training_refuses_has_no_prediction(
+    settings: str, per_host: int, size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        simulate(PROFILE, nodes(per_host), strategy("fsdp", *settings.split()), size, 64)
