@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 from lab.analysis.speedup import CEILING, Row
 from lab.measure.intervals import of_ratio
 
 ERRORS = 0.04  # share of studies: a little below the promised 5 %, as no noise is quite normal
-Times = Mapping[int, float]  # seconds of a step, by repeat
+Times = Mapping[Any, float]  # seconds of a step, by repeat or turn
 
 
 def leaders(rows: Sequence[Row], floor: float = math.nan) -> list[str]:
@@ -44,6 +45,6 @@ def leaders_of(steps_s: Mapping[str, Times], floor: float = math.nan) -> list[st
 
 
 def _beats(fast: Times, slow: Times, level: float, floor: float) -> bool:
-    shared = sorted(fast.keys() & slow.keys())
+    shared = [key for key in fast if key in slow]
     ratio = of_ratio([fast[r] for r in shared], [slow[r] for r in shared], level)
     return ratio.hi < 1 and not 1 / ratio.mid - 1 <= floor

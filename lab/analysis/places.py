@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from lab.analysis.leaders import Times, leaders_of
@@ -49,7 +49,7 @@ class Lead:
 
 @dataclass(frozen=True)
 class Place:
-    """The step times that were measured at a place, in seconds by strategy and repeat.
+    """The step times that were measured at a place, in seconds by strategy and repeat or turn.
 
     A strategy that was measured with several settings is as many: `priority sync.chunk_mb=4`.
     """
@@ -62,7 +62,7 @@ class Place:
         return {k: v for k, v in self.steps_s.items() if k not in (CEILING, *ADAPTIVE)}
 
     def fastest(self) -> str:
-        """Name the fixed strategy of the shortest step, by geometric means over repeats."""
+        """Name the fixed strategy of the shortest step, by geometric means."""
         fixed = self.fixed()
         return min(fixed, key=lambda name: geometric_mean(list(fixed[name].values())))
 
@@ -77,9 +77,9 @@ class Place:
         return Lead(name, others, self.ratio(REFERENCE, name))
 
     def ratio(self, slow: str, fast: str) -> Interval:
-        """Compute the ratio of two strategies' steps, paired by repeat; NaN without both."""
+        """Compute the ratio of two strategies' steps, in pairs; NaN without any."""
         a, b = (self.steps_s.get(name, {}) for name in (slow, fast))
-        shared = sorted(a.keys() & b.keys())
+        shared = [key for key in a if key in b]
         return of_ratio([a[r] for r in shared], [b[r] for r in shared])
 
     def exposed_ratio(self, one: str, other: str, least: float) -> Interval:
@@ -93,7 +93,7 @@ class Place:
             All NaN where it is noise, or was not measured.
         """
         alone, a, b = (self.steps_s.get(name, {}) for name in (CEILING, one, other))
-        shared = sorted(alone.keys() & a.keys() & b.keys())
+        shared = [key for key in alone if key in a and key in b]
         first, second = ([each[r] - alone[r] for r in shared] for each in (a, b))
         is_noise = sum(second) <= least * sum(b[r] for r in shared)
         return UNKNOWN if is_noise or min(*first, *second) <= 0 else of_ratio(first, second)
@@ -105,10 +105,10 @@ def places_of(cells: Iterable[Cell]) -> list[Place]:
     Runs with a transform train another model, and weak scaling has other batches on other numbers
     of ranks: both are left out.
     """
-    found: defaultdict[Where, dict[str, dict[int, float]]] = defaultdict(dict)
+    found: defaultdict[Where, dict[str, dict[Hashable, float]]] = defaultdict(dict)
     counted = [cell for cell in cells if _counts(cell)]
     for cell in sorted(counted, key=lambda cell: order(cell.series)):
-        found[_where(cell)].setdefault(cell.series, {})[cell.repeat] = cell.step_s
+        found[_where(cell)].setdefault(cell.series, {}).update(cell.paired_s)
     places = (Place(where, _named(steps_s)) for where, steps_s in found.items())
     return [place for place in places if len(place.fixed()) > 1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Cell:
     emulation: tuple[Emulation, ...]
     environment: Mapping[str, Any]
     step_s: float
+    turns_s: tuple[float, ...]
     step_mad_s: float
     samples_per_s: float
     flops_per_s: float
@@ -83,6 +84,13 @@ class Cell:
     def fixed_batch_size(self) -> int:
         """The batch size that stays as ranks are added: global if strong, per rank if weak."""
         return self.batch_size if self.scaling == "strong" else self.per_rank_batch_size
+
+    @property
+    def paired_s(self) -> dict[Hashable, float]:
+        """Seconds of a step by what was measured next to it: a turn of its start, or a repeat."""
+        if self.turns_s:
+            return {(self.started_at, at): time for at, time in enumerate(self.turns_s)}
+        return {self.repeat: self.step_s}
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -219,6 +227,7 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         emulation=tuple(record.emulation),
         environment=record.environment,
         step_s=number(record.step_s and record.step_s.median),
+        turns_s=tuple(record.turns_s),
         step_mad_s=number(record.step_s and record.step_s.mad),
         samples_per_s=number(record.wall_samples_per_s),
         flops_per_s=number(record.flops_per_s),

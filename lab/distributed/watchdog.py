@@ -124,6 +124,7 @@ class Watchdog:
         if self._signals is not None:
             os.close(signal.set_wakeup_fd(-1))
             os.close(self._signals)
+            self._signals = None
 
     def _last_step(self) -> int:
         deadline = time.monotonic() + AGREE_S

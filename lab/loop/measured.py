@@ -60,6 +60,7 @@ class OwnLoop:
     """
 
     first_step = 0
+    turns = None  # nothing else trains in between
 
     def __init__(
         self, config: DictConfig, world: World, model: nn.Module | None, sync: LabSync | None

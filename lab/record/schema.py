@@ -124,6 +124,8 @@ class Record:
         num_steps: optimizer steps made, including those before a resume.
         num_timed_steps: steps that statistics count.
         warmup: the steps before them, and why so many.
+        turns_s: seconds of a step in each turn, of a run that took turns with others of the same
+            start (`started_at`), whose turns are paired with its own; empty: it ran alone.
         num_skipped_steps: steps whose gradients overflowed (fp16).
         num_parameters: of the model that trains.
         gradient_bytes: bytes of its gradients.
@@ -200,6 +202,7 @@ class Record:
     num_steps: int = 0
     num_timed_steps: int = 0
     warmup: Warmup | None = None
+    turns_s: list[float] = field(default_factory=list[float])
     num_skipped_steps: int = 0
     num_parameters: int | None = None
     gradient_bytes: int | None = None

@@ -25,7 +25,7 @@ def write_steps(
     path: Path,
     first_step: int,
     before_s: float,
-    num_warmup: int,
+    timed: Array,
     step_s: Array,
     phase_s: Array,
     own_s: Array,
@@ -38,7 +38,7 @@ def write_steps(
         path: the file to write.
         first_step: number of the first step. In a resumed run it is not 0: earlier rows stay.
         before_s: training time before it.
-        num_warmup: steps at the start that statistics leave out.
+        timed: which steps statistics count, [steps].
         step_s, loss: [ranks, steps].
         phase_s: [ranks, steps, phases]; NaN where nothing was marked.
         own_s: [ranks, steps, kinds of own work, as in OWN]; NaN: unknown.
@@ -51,7 +51,7 @@ def write_steps(
     columns = {
         "rank": np.repeat(np.arange(ranks, dtype=np.int32), steps),
         "step": np.tile(np.arange(first_step, first_step + steps, dtype=np.int64), ranks),
-        "timed": np.tile(np.arange(steps) >= num_warmup, ranks),
+        "timed": np.tile(timed, ranks),
         "step_s": step_s.ravel(),
         **{f"{name}_s": phase_s[:, :, i].ravel() for i, name in enumerate(PHASES)},
         **{f"own_{name}_s": own_s[:, :, i].ravel() for i, name in enumerate(OWN)},

@@ -33,6 +33,10 @@ SWEEP_SETTINGS = {
         "shared",
         "runs of one rank: shared by strategies that compute the same there, or all (shared | all)",
     ),
+    "turns": (
+        "null",
+        "strategies of one start take turns of so many steps; null: each cell has its own start",
+    ),
     "retry": ("none", "failed: run cells again that failed or ran out of memory or time"),
     "dry_run": ("false", "print the cells, the time and the disk that they need, and end"),
 }
@@ -114,6 +118,7 @@ class Study:
     Attributes:
         grids: the arguments of each of its grids, without those of the sweep itself.
         retries: whether cells that failed run again.
+        turns: steps of a turn, of cells that share a start; None: each has its own.
     """
 
     name: str
@@ -124,6 +129,7 @@ class Study:
     grids: tuple[tuple[str, ...], ...]
     retries: bool
     dry_run: bool
+    turns: int | None
 
 
 def read(arguments: Sequence[str]) -> Study:
@@ -145,6 +151,7 @@ def read(arguments: Sequence[str]) -> Study:
     repeats, timeout_s = (positive(k, one_value(k, texts)) for k in ("repeats", "cell_timeout_s"))
     sizes = [positive("world_size", size) for size in values_of("world_size", texts["world_size"])]
     points = _points(expanded(run), sizes, conditions, typed=arguments)
+    turns = one_value("turns", texts)
     if len({point.name for point in points}) < len(points):
         raise ConfigError(f"study={one['study']}: two values of a list differ in signs alone")
     if one["baselines"] == "shared":
@@ -162,6 +169,7 @@ def read(arguments: Sequence[str]) -> Study:
         grids=((*own, *run, *(condition.text for condition in conditions)),),
         retries=one["retry"] == "failed",
         dry_run=one["dry_run"] == "true",
+        turns=None if turns == "null" else positive("turns", turns),
     )
 
 

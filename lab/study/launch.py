@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from lab.cluster.settings import Cluster
@@ -18,21 +21,41 @@ STOP_S = 40.0  # seconds for a launcher to end its ranks; torchrun itself kills 
 PR_SET_PDEATHSIG = 1
 
 
-def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> Record:
-    """Run one cell in `root` under a fresh torchrun or horovodrun; return its record.
+def run_cells(
+    root: Path, cells: Sequence[Cell], turns: int | None, timeout_s: float, lock: int
+) -> list[Record]:
+    """Run cells in `root` under one fresh torchrun or horovodrun; return their records.
 
     Each rank computes on one thread unless OMP_NUM_THREADS is set, at every number of ranks:
     torchrun would give a single rank all cores, which would distort the scaling baseline.
 
     Args:
+        cells: one, or several of one start (lab.study.starts).
+        turns: steps of a turn; None: the only cell takes none.
+        timeout_s: seconds for each cell.
         lock: descriptor of the study's lock, which the launcher holds if this process dies.
     """
-    directory = make_directory(root, cell)
-    log = directory / "output.log"
-    train = ["-m", "lab.train", *settings_of(root, cell)]
+    directories = [make_directory(root, cell) for cell in cells]
+    log, one = directories[0] / "output.log", cells[0]
+    settings = [settings_of(root, cell) for cell in cells]
+    train = ["-m", "lab.train", *settings[0]]
+    if turns is not None:
+        train = ["-m", "lab.training.in_turns", str(turns), json.dumps(settings)]
+    command = [*starter(one.world_size, one.over_horovod, one.cluster), *train]
+    status, error = _outcome(command, log, timeout_s * len(cells), lock)
+    for directory in directories[1:]:
+        shutil.copyfile(log, directory / log.name)
+    return [
+        record_of(directory, cell, status, error)
+        for directory, cell in zip(directories, cells, strict=True)
+    ]
+
+
+def _outcome(command: list[str], log: Path, timeout_s: float, lock: int) -> tuple[Status, str]:
+    """Run a command; return how a run ended that left no record, and why."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*starter(cell.world_size, cell.over_horovod, cell.cluster), *train],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -43,14 +66,13 @@ def run_cell(root: Path, cell: Cell, timeout_s: float, lock: int) -> Record:
         )
         try:
             process.wait(timeout_s)
-            status, error = "failed", last_error(log) or f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
             stop(process)
-            status, error = "timeout", f"cell_timeout_s={timeout_s:g}: still running"
+            return "timeout", f"cell_timeout_s={timeout_s:g}: still running"
         except KeyboardInterrupt:
             stop(process)
             raise
-    return record_of(directory, cell, status, error)
+    return "failed", last_error(log) or f"exit code {process.returncode}"
 
 
 def settings_of(root: Path, cell: Cell) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 from lab.cluster import sandbox
@@ -19,6 +20,7 @@ from lab.settings.errors import ConfigError
 from lab.study import dry_run, saved
 from lab.study.cells import already, recorded
 from lab.study.grid import Study
+from lab.study.starts import starts
 
 LOCK_WAIT_S = 60.0
 
@@ -58,22 +60,37 @@ def sweep(line: CommandLine) -> int:
 
 def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
     """Run every cell that has no record yet, in order; yield the status of each."""
-    from lab.study.launch import run_cell  # imports torch
+    from lab.study.launch import run_cells  # imports torch
 
+    groups, labels = starts(study), _labels(study)
     durations: list[float] = []
-    for number, cell in enumerate(study.cells, start=1):
-        print(f"[{number}/{len(study.cells)}] {cell.name}:", end=" ", flush=True)
-        record = recorded(root, cell, study.retries)
-        if record is not None:
-            print(already(record), flush=True)
-        else:
-            began = time.monotonic()
-            record = run_cell(root, cell, study.cell_timeout_s, lock)
-            durations.append(time.monotonic() - began)
-            later = (recorded(root, each, study.retries) for each in study.cells[number:])
-            eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
-            print(f"{_outcome(record)}, ETA {eta}", flush=True)
-        yield record.status
+    for number, cells in enumerate(groups, start=1):
+        known = [(cell, recorded(root, cell, study.retries)) for cell in cells]
+        for cell, record in known:
+            if record is not None:
+                print(labels[cell.name], already(record), flush=True)
+                yield record.status
+        missing = [cell for cell, record in known if record is None]
+        if not missing:
+            continue
+        several = len(missing) > 1
+        begins = f"{len(missing)} cells take turns:\n" if several else labels[missing[0].name]
+        print(begins, end="" if several else " ", flush=True)
+        began = time.monotonic()
+        records = run_cells(root, missing, study.turns, study.cell_timeout_s, lock)
+        durations.append((time.monotonic() - began) / len(missing))
+        later = (recorded(root, each, study.retries) for each in chain(*groups[number:]))
+        eta = timedelta(seconds=round([*later].count(None) * sum(durations) / len(durations)))
+        for cell, record in zip(missing, records, strict=True):
+            label = f"{labels[cell.name]} " if several else ""
+            print(f"{label}{_outcome(record)}, ETA {eta}", flush=True)
+            yield record.status
+
+
+def _labels(study: Study) -> dict[str, str]:
+    """Return the words with which a line about each cell begins, by its name."""
+    total = len(study.cells)
+    return {cell.name: f"[{at}/{total}] {cell.name}:" for at, cell in enumerate(study.cells, 1)}
 
 
 def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
@@ -115,6 +132,8 @@ def _check_launcher(study: Study) -> None:
     if any(cell.over_horovod for cell in study.cells):
         _check_horovod(study.launcher)
     clusters = set(filter(None, (cell.cluster for cell in study.cells)))
+    if study.turns and study.launcher == "slurm":
+        raise ConfigError(f"turns={study.turns}: launcher=slurm starts each cell by itself")
     if clusters and study.launcher == "slurm":
         raise ConfigError("launcher=slurm: starts no emulated clusters; leave cluster= out")
     for cluster in clusters:

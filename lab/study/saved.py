@@ -18,7 +18,7 @@ from lab.study.grid import read as read_grid
 from lab.study.lists import one_value
 
 FILE = "study.json"
-NOT_ALONE = (*NOT_OF_GRID, "repeats", "config_dir")  # no grid by themselves
+NOT_ALONE = (*NOT_OF_GRID, "repeats", "turns", "config_dir")  # no grid by themselves
 
 
 def read(arguments: Sequence[str]) -> tuple[Study, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from lab.distributed.watchdog import Failure
@@ -33,6 +35,12 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     if found:
         return Failure("failed", f"{line} ({found.place})", found.traceback)
     return Failure("failed", line)
+
+
+def tell(failure: Failure) -> None:
+    """Print a failure, so that its line is the last."""
+    lines = [failure.traceback, f"lab.train: error: {failure.error}"]
+    print("\n".join(filter(None, lines)), file=sys.stderr)
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:

@@ -11,6 +11,7 @@ from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
+from lab.measure.turns import Turns
 from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.training.losses import Losses
@@ -34,8 +35,8 @@ class Loop(Protocol):
     Attributes:
         batch_size: global.
         first_step: number of the first step of this start of the run.
+        turns: how its steps are spread among other runs'; None: it is alone.
         certificate: what an examination of its first exchanges found; None: there was none.
-        traffic: payload bytes and messages, of one step after the other; empty: unknown.
         traffic: what each step sent, one after the other (see `Sent`); empty: unknown.
     """
 
@@ -51,6 +52,8 @@ class Loop(Protocol):
     def batch_size(self) -> int: ...
     @property
     def first_step(self) -> int: ...
+    @property
+    def turns(self) -> Turns | None: ...
     @property
     def total_steps(self) -> int: ...
     @property

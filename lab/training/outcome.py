@@ -54,6 +54,8 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     warmup = record.warmup.num_steps
     timed = _timed(trainer, step_s, warmup)
     statistics = step_statistics(timed)
+    if trainer.turns and trainer.progress.step == trainer.total_steps:
+        record.turns_s = trainer.turns.seconds(timed)
     note_progress(trainer, record)
     record.num_timed_steps = timed.shape[1] * sync.every
     if statistics:
@@ -98,11 +100,11 @@ def write_steps(trainer: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.
     ready_s = world.gather(torch.from_numpy(own.ready_seconds())).numpy()
     loss = world.gather(torch.from_numpy(np.array(trainer.losses.read))).numpy()
     if world.rank == 0:
-        warmup = _warmup(trainer, step_s).num_steps
+        counts = _counted(trainer, step_s.shape[1], _warmup(trainer, step_s).num_steps)
         before_s = trainer.progress.seconds
         first = trainer.first_step
         path, times = directory.path / STEPS, (step_s, phase_s, own_s, ready_s)
-        steps.write_steps(path, first, before_s, warmup, *times, loss)
+        steps.write_steps(path, first, before_s, counts, *times, loss)
     return step_s, phase_s
 
 
@@ -150,6 +152,12 @@ def note_end(trainer: Loop, record: Record, stop_signal: str | None) -> None:
 
 
 def _warmup(trainer: Loop, step_s: np.ndarray) -> Warmup:
+    if turns := trainer.turns:
+        first = "step does" if turns.every == 1 else f"{turns.every} steps do"
+        reason = (
+            f"until it took turns of {turns.size} with other runs, whose first {first} not count"
+        )
+        return Warmup(turns.alone, reason)
     settled_at = trainer.sync.exchange.settled_at
     last = trainer.progress.step if settled_at is None else settled_at
     trials = max(0, last - trainer.first_step)
@@ -163,7 +171,13 @@ def _timed(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:
 
 def _after_warmup(trainer: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
     """Return values [ranks, steps, ...], the number of the first step, and steps per round."""
-    return values[:, warmup:], trainer.first_step + warmup, trainer.sync.every
+    counted = values[:, _counted(trainer, values.shape[1], warmup)]
+    return counted, trainer.first_step + warmup, trainer.sync.every
+
+
+def _counted(trainer: Loop, num_steps: int, warmup: int) -> np.ndarray:
+    """Tell which steps statistics count, [steps]."""
+    return trainer.turns.counted(num_steps) if trainer.turns else np.arange(num_steps) >= warmup
 
 
 def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
@@ -179,10 +193,11 @@ def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
     record.payload_bytes_per_step = list(map(int, payloads))
     record.messages_per_step = messages
     record.across_bytes_per_step = list(map(int, across))
-    record.peak_memory_bytes = peaks
     record.peak_memory_of = trainer.memory.kind
-    record.reserved_memory_bytes = reserved
-    record.device_memory_bytes = in_use
+    if trainer.turns is None:  # else it is that of all runs together
+        record.peak_memory_bytes = peaks
+        record.reserved_memory_bytes = reserved
+        record.device_memory_bytes = in_use
 
 
 def _wall_samples_per_s(trainer: Loop, step_s: np.ndarray, warmup: int) -> float | None:

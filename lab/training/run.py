@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World, end_process
-from lab.measure.environment import git_commit
 from lab.measure.source import source_hash
 from lab.record.run_directory import RunDirectory
-from lab.record.schema import Record
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
-from lab.settings.names import resolved, variant
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
-from lab.training.assemble import Assembly, assemble, global_batch_size
+from lab.training.assemble import Assembly, assemble
 from lab.training.bar import Bar
-from lab.training.compiled import compiled_as
 from lab.training.compute import compute_of
 from lab.training.curves import Curves
-from lab.training.failure import failure_of
-from lab.training.surroundings import emulation, environment_of
+from lab.training.failure import failure_of, tell
+from lab.training.identity import record_of, settings_of
 from lab.training.trainer import Trainer
 
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
@@ -43,20 +38,28 @@ class Run:
         arguments: the command line of the run; names it.
         world: this rank among the others.
         directory: claimed for this run.
+        watch: of several runs that one start trains; None: this run has its own.
+        started_at: of the start; None: now.
     """
 
     def __init__(
-        self, config: DictConfig, arguments: list[str], world: World, directory: RunDirectory
+        self,
+        config: DictConfig,
+        arguments: list[str],
+        world: World,
+        directory: RunDirectory,
+        watch: Watchdog | None = None,
+        started_at: datetime | None = None,
     ) -> None:
         self.config, self.world, self.directory = config, world, directory
-        self.began, self.started_at = time.monotonic(), datetime.now(UTC)
-        self.record = self._identity(arguments)
+        self.began, self.started_at = time.monotonic(), started_at or datetime.now(UTC)
+        self.record = record_of(config, arguments, world, directory.path.name, self.started_at)
         self.launch = launcher.launch_id(arguments)
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.curves = Curves()
         self.recorded = False  # a rank lost after this changes nothing
-        self.watch = Watchdog(world, config.exchange_timeout_s, self._end_process)
+        self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
     def execute(self) -> int:
         """Build, train, evaluate and record; return the process's exit code.
@@ -67,26 +70,46 @@ class Run:
         """
         try:
             self.watch.listen_to_signals()
-            parts = self.build()
-            if self.world.rank == 0:
-                self._open_records(parts.trainer)
-            self._train(parts)
-            outcome.note_end(parts.trainer, self.record, self.watch.stop_signal)
-            if self.world.rank == 0:
-                self._write_record()
-                self.recorded = True
+            parts = self.begin()
+            for _ in self.steps(parts, shown=self.world.rank == 0):
+                pass
+            self.finish(parts)
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
-            self.directory.discard_if_empty()
-            self.close()  # a thread in the library when Python ends would abort the process
+            self.discard()
             raise
         except (Exception, KeyboardInterrupt) as error:
             self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
-        if self.world.rank == 0:
-            print(outcome.summary(self.record, self.directory.path))
         self.world.barrier()
         self.close()
-        return self._exit_code()
+        return self.exit_code()
+
+    def begin(self) -> Assembly:
+        """Build everything that trains, and open the records.
+
+        Raises:
+            ConfigError: see `execute`.
+        """
+        parts = self.build()
+        if self.world.rank == 0:
+            self._open_records(parts.trainer)
+        return parts
+
+    def finish(self, parts: Assembly) -> None:
+        """Record how the run ended, and print its summary."""
+        outcome.note_end(parts.trainer, self.record, self.watch.stop_signal)
+        if self.world.rank == 0:
+            self._write_record()
+            self.recorded = True
+            print(outcome.summary(self.record, self.directory.path))
+
+    def discard(self) -> None:
+        """Leave nothing of a run that did not begin.
+
+        It must close: a thread in the library when Python ends would abort the process.
+        """
+        self.directory.discard_if_empty()
+        self.close()
 
     def build(self) -> Assembly:
         """Build everything that trains, restored to the step from which to continue.
@@ -161,20 +184,25 @@ class Run:
                 return newest
         return Path(resume) if resume else None
 
-    def _train(self, parts: Assembly) -> None:
+    def steps(self, parts: Assembly, shown: bool) -> Iterator[int]:
+        """Train and measure; yield the number of steps done after each one.
+
+        Args:
+            shown: whether this rank shows the progress.
+        """
         config, trainer = self.config, parts.trainer
-        shown = self.world.rank == 0
         with Bar(self.record, trainer.total_steps, trainer.progress.step, shown) as bar:
             for step in trainer.steps():
                 bar.update()
                 self.curves.after_step()
-                if (certificate := trainer.check.news()) and shown:
+                if (certificate := trainer.check.news()) and self.world.rank == 0:
                     bar.write(certificate.line)
                 is_last = step == trainer.total_steps
                 if config.eval_every and step % config.eval_every == 0 and not is_last:
                     self._note(bar, trainer.evaluate())
                 if config.checkpoint_every and step % config.checkpoint_every == 0:
                     self.save(parts)
+                yield step
             self.curves.send()
             if trainer.progress.step < trainer.total_steps:
                 self.save(parts)
@@ -193,11 +221,7 @@ class Run:
         attempt |= {"started_at": self.record.started_at, "launch": self.launch}
         self.directory.begin_attempt(attempt)
         self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
-        self.curves.start(trainer, self.directory.path, self.config.study, self._settings())
-
-    def _settings(self) -> dict[str, Any]:
-        settings: Any = OmegaConf.to_container(self.config, resolve=True)
-        return settings
+        self.curves.start(trainer, self.directory.path, self.config.study, settings_of(self.config))
 
     def _write_record(self) -> None:
         self.record.attempts = self.directory.attempts()
@@ -210,20 +234,22 @@ class Run:
 
         Rank 0 records; if it is lost, another rank does.
         """
-        if self.recorded:
-            end_process(self._exit_code())
+        if not self.recorded and self.record_failure(failure):
+            tell(failure)
+        end_process(self.exit_code())
+
+    def record_failure(self, failure: Failure) -> bool:
+        """Record a failure, unless rank 0 does; return whether this rank did."""
         if self.world.rank and self._recorded_by_rank_0():
-            end_process(1)
+            return False
         if self.parts:
             outcome.note_progress(self.parts.trainer, self.record)
         self.record.end(failure.status, failure.error, failure.traceback)
         with contextlib.suppress(OSError):  # the error itself must still be printed
             self._write_record()
-        lines = [failure.traceback, f"lab.train: error: {failure.error}"]
-        print("\n".join(filter(None, lines)), file=sys.stderr)
-        end_process(self._exit_code())
+        return True
 
-    def _exit_code(self) -> int:
+    def exit_code(self) -> int:
         """Return EXIT_INTERRUPTED only if another start of this command would make progress."""
         trainer = self.parts and self.parts.trainer
         progressed = trainer is not None and trainer.progress.step > trainer.first_step
@@ -237,35 +263,3 @@ class Run:
                 return True
             time.sleep(0.1)
         return False
-
-    def _identity(self, arguments: list[str]) -> Record:
-        """Return the record of a run that has just begun; if the run is lost, it says failed."""
-        config, world = self.config, self.world
-        batch_size = global_batch_size(config, world.size)
-        return Record(
-            status="failed",
-            study=config.study,
-            cell=self.directory.path.name,
-            repeat=config.repeat,
-            strategy=config.strategy,
-            variant=variant(arguments),
-            settings=resolved(self._settings()),
-            model=config.model["_target_"].rpartition(".")[2],
-            data=config.data["_target_"].rpartition(".")[2],
-            task=config.task["_target_"].rpartition(".")[2],
-            world_size=world.size,
-            batch_size=batch_size,
-            per_rank_batch_size=batch_size // world.size,
-            scaling=config.scaling,
-            precision=config.precision,
-            compile=compiled_as(config),
-            measure=config.measure,
-            launcher=world.place.launcher,
-            device=world.device.type,
-            backend=world.comm.backend,
-            started_at=self.started_at.isoformat(),
-            emulation=emulation(world, config),
-            comm_settings=world.comm.settings,
-            environment=environment_of(world),
-            git_commit=git_commit(),
-        )

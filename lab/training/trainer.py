@@ -21,6 +21,7 @@ from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
+from lab.measure.turns import Turns
 from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
@@ -69,6 +70,7 @@ class Trainer:
         self.memory = Memory(world.device)
         self.first_step = 0  # of this start of the run
         self.plant: Plant | None = None  # set to delay a phase of each step
+        self.turns: Turns | None = None  # set if other runs train in between
         self.losses = Losses()
         self.traffic = array("q")  # see lab.training.loop.Loop
 
@@ -197,6 +199,15 @@ class Trainer:
         self.memory.pause()
         self._check_last_step()
         self.sync.settle()
+
+    def end_turn(self) -> None:
+        """Wait for exchanges under way, so that other runs may train.
+
+        This wait counts towards no step: without the others, the next forward would hide it.
+        """
+        clock, self.sync.clock = self.sync.clock, None
+        self.pause()
+        self.sync.clock = clock
 
     def _check_last_step(self) -> None:
         loss = self.losses.read_last()

@@ -1,0 +1,193 @@
+"""Several runs by one start of ranks, which train in turns: each has its own record.
+
+    torchrun ... -m lab.training.in_turns STEPS '[["strategy=none", ...], ["strategy=onebit", ...]]'
+
+A sweep starts this (docs/sweeping.md); the settings must agree in all that a turn shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+
+import torch
+from omegaconf import DictConfig
+
+from lab.distributed import world as worlds
+from lab.distributed.watchdog import Failure, Watchdog
+from lab.distributed.world import World, end_process
+from lab.measure.steady import least_warmup
+from lab.measure.turns import Turns, order
+from lab.settings.config import ConfigError, load
+from lab.training.assemble import Assembly, join
+from lab.training.claim import claim_directory
+from lab.training.failure import failure_of, tell
+from lab.training.run import Run
+
+
+class InTurns:
+    """The runs of one start, on one rank.
+
+    Each first trains alone until its warm-up is over. Then they take turns, in another order in
+    each round, as often as the shortest of them allows; a longer one trains the more steps alone.
+
+    Args:
+        lists: settings of each run, from which `configs` are composed.
+        steps: of a turn.
+
+    Raises:
+        ConfigError: a run's directory is taken, or the ranks cannot join.
+    """
+
+    def __init__(self, configs: list[DictConfig], lists: list[list[str]], steps: int) -> None:
+        joined = [join(config) for config in configs]
+        self.world, self.size = joined[0], steps
+        limit_s = max(config.exchange_timeout_s for config in configs)
+        self.watch = Watchdog(self.world, limit_s, self._end_process)
+        started_at = datetime.now(UTC)
+        self.runs = [
+            self._run(*each, started_at) for each in zip(configs, lists, joined, strict=True)
+        ]
+        self._random: list[list[torch.Tensor]] = []  # each run's state of random numbers
+
+    def _run(
+        self, config: DictConfig, arguments: list[str], joined: World, started_at: datetime
+    ) -> Run:
+        world = dataclasses.replace(joined, waits=self.world.waits)  # the watchdog looks there
+        directory = claim_directory(config, arguments, world)
+        assert directory, "sweeps start no job that is done"
+        return Run(config, arguments, world, directory, self.watch, started_at)
+
+    def execute(self) -> int:
+        """Train all; return the process's exit code, the first that is not 0.
+
+        Raises:
+            ConfigError: a setting does not fit; no run has begun.
+        """
+        try:
+            self.watch.listen_to_signals()
+            self._train([self._begin(run) for run in self.runs])
+        except ConfigError as error:
+            self.watch.publish(Failure("failed", str(error)))
+            for run in self.runs:
+                run.discard()
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
+        self.world.barrier()
+        for run in self.runs:
+            run.close()
+        return next(filter(None, (run.exit_code() for run in self.runs)), 0)
+
+    def _begin(self, run: Run) -> Assembly:
+        parts = run.begin()
+        self._random.append(_random_state(self.world.device))
+        return parts
+
+    def _train(self, parts: list[Assembly]) -> None:
+        num_turns, plan = planned(parts, self.size)
+        loops: list[Iterator[int]] = []
+        for run, part, turns in zip(self.runs, parts, plan, strict=True):
+            part.trainer.turns = turns
+            loops.append(run.steps(part, shown=False))
+        for at, turns in enumerate(plan):
+            self._advance(at, parts[at], loops[at], turns.alone)
+            _require_settled(parts[at])
+        for number in range(num_turns):
+            if self.world.rank == 0:
+                print(f"turn {number + 1} of {num_turns}", flush=True)
+            for at in order(len(loops), number):
+                self.world.barrier()
+                self._advance(at, parts[at], loops[at], self.size)
+        for run, part, loop in zip(self.runs, parts, loops, strict=True):
+            for _ in loop:  # measures
+                pass
+            run.finish(part)
+
+    def _advance(self, at: int, part: Assembly, loop: Iterator[int], steps: int) -> None:
+        """Train one run for some steps, with the random numbers that it would draw alone."""
+        self.watch.worker, device = part.worker, self.world.device
+        _set_random_state(self._random[at], device)
+        for _ in islice(loop, steps):
+            pass
+        part.trainer.end_turn()
+        self._random[at] = _random_state(device)
+
+    def _end_process(self, failure: Failure) -> None:
+        """Record the failure in each run that has no record, and exit.
+
+        Rank 0 records; if it is lost, the sweep does.
+        """
+        for run in self.runs if self.world.rank == 0 else ():
+            if not run.recorded:
+                run.record_failure(failure)
+        tell(failure)
+        end_process(1)
+
+
+def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
+    """Return the number of turns, and what each run does before them.
+
+    Raises:
+        ConfigError: a run's rounds do not fit turns, or it has too few steps for one.
+    """
+    trainers = [part.trainer for part in parts]
+    after = [each.total_steps - least_warmup(each.config.warmup_steps) for each in trainers]
+    num_turns = min(after) // size
+    plan = []
+    for trainer in trainers:
+        every, alone = trainer.sync.every, trainer.total_steps - num_turns * size
+        if size % every or size <= every or alone % every:
+            raise ConfigError(
+                f"turns={size}: strategy={trainer.config.strategy} exchanges every {every} steps; "
+                f"turns and steps={trainer.total_steps} must be multiples of that, and turns larger"
+            )
+        plan.append(Turns(alone, size, every))
+    if num_turns < 1:
+        shortest = trainers[after.index(min(after))]
+        raise ConfigError(
+            f"turns={size}: strategy={shortest.config.strategy} has steps={shortest.total_steps}, "
+            "fewer than warm-up and a turn"
+        )
+    return num_turns, plan
+
+
+def _require_settled(part: Assembly) -> None:
+    """Refuse turns in which an exchange would still try others."""
+    trainer = part.trainer
+    if trainer.sync.exchange.settled_at is None and not trainer.watch.stop_signal:
+        raise RuntimeError(
+            f"strategy={trainer.config.strategy} has not chosen after {trainer.progress.step} "
+            "steps; give it more steps"
+        )
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def _set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    for of_gpu in state[1:]:
+        torch.cuda.set_rng_state(of_gpu, device)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; return its exit code."""
+    steps, lists = int(arguments[0]), json.loads(arguments[1])
+    try:
+        return InTurns([load(each) for each in lists], lists, steps).execute()
+    except ConfigError as error:
+        tell(Failure("failed", str(error)))
+        return 2
+    finally:
+        worlds.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
