@@ -17,12 +17,10 @@ from lab.measure.noise_scale import noise_scale
 from lab.measure.spans import PHASES, Span
 from lab.measure.statistics import (
     phase_statistics,
-    round_means,
     step_statistics,
     wall_seconds,
     whole_rounds,
 )
-from lab.measure.steady import Warmup, warmup_of
 from lab.record import steps
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record, StepSeconds, worded
@@ -32,6 +30,7 @@ from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.task.metrics import metrics_of, shown
 from lab.training.compute import note_rates
+from lab.training.counted import after_warmup, counted_in, timed_rounds, warmup_in
 from lab.training.loop import Loop
 from lab.training.plan import note_plan
 
@@ -50,9 +49,9 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
     """
     record, sync = copy(record), trainer.sync
     step_s, phase_s = write_steps(trainer, directory)
-    record.warmup = _warmup(trainer, step_s)
+    record.warmup = warmup_in(trainer, step_s)
     warmup = record.warmup.num_steps
-    timed = _timed(trainer, step_s, warmup)
+    timed = timed_rounds(trainer, step_s, warmup)
     statistics = step_statistics(timed)
     if trainer.turns and trainer.progress.step == trainer.total_steps:
         record.turns_s = trainer.turns.seconds(timed)
@@ -63,7 +62,7 @@ def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:
         record.samples_per_s = trainer.batch_size / record.step_s.median
     record.wall_samples_per_s = _wall_samples_per_s(trainer, step_s, warmup)
     note_rates(record)
-    record.phases_s = {**phase_statistics(_timed(trainer, phase_s, warmup), PHASES)}
+    record.phases_s = {**phase_statistics(timed_rounds(trainer, phase_s, warmup), PHASES)}
     _note_ranks(trainer, record, warmup)
     if sync.keeps_replicas_equal:
         record.replica_hash = replica_hash(trainer.model, trainer.world)
@@ -100,7 +99,7 @@ def write_steps(trainer: Loop, directory: RunDirectory) -> tuple[np.ndarray, np.
     ready_s = world.gather(torch.from_numpy(own.ready_seconds())).numpy()
     loss = world.gather(torch.from_numpy(np.array(trainer.losses.read))).numpy()
     if world.rank == 0:
-        counts = _counted(trainer, step_s.shape[1], _warmup(trainer, step_s).num_steps)
+        counts = counted_in(trainer, step_s.shape[1], warmup_in(trainer, step_s).num_steps)
         before_s = trainer.progress.seconds
         first = trainer.first_step
         path, times = directory.path / STEPS, (step_s, phase_s, own_s, ready_s)
@@ -151,41 +150,12 @@ def note_end(trainer: Loop, record: Record, stop_signal: str | None) -> None:
         record.final = metrics_of(evaluations[-1])
 
 
-def _warmup(trainer: Loop, step_s: np.ndarray) -> Warmup:
-    if turns := trainer.turns:
-        first = "step does" if turns.every == 1 else f"{turns.every} steps do"
-        reason = (
-            f"until it took turns of {turns.size} with other runs, whose first {first} not count"
-        )
-        return Warmup(turns.alone, reason)
-    settled_at = trainer.sync.exchange.settled_at
-    last = trainer.progress.step if settled_at is None else settled_at
-    trials = max(0, last - trainer.first_step)
-    return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every, trials)
-
-
-def _timed(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:
-    """Keep the `values` [ranks, steps, ...] that statistics count, by step or by round."""
-    return round_means(*_after_warmup(trainer, values, warmup))
-
-
-def _after_warmup(trainer: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
-    """Return values [ranks, steps, ...], the number of the first step, and steps per round."""
-    counted = values[:, _counted(trainer, values.shape[1], warmup)]
-    return counted, trainer.first_step + warmup, trainer.sync.every
-
-
-def _counted(trainer: Loop, num_steps: int, warmup: int) -> np.ndarray:
-    """Tell which steps statistics count, [steps]."""
-    return trainer.turns.counted(num_steps) if trainer.turns else np.arange(num_steps) >= warmup
-
-
 def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
     """Record each rank's memory and its payload of a step: the median of timed steps or, if none,
     the mean of all.
     """
     traffic = np.array(trainer.traffic, dtype=float).reshape(1, -1, 3)
-    timed = _timed(trainer, traffic, warmup)
+    timed = timed_rounds(trainer, traffic, warmup)
     sent = np.median(timed, axis=1) if timed.size else traffic.sum(axis=1) / max(1, len(traffic[0]))
     row = torch.tensor([*sent[0], *trainer.memory.sizes()], dtype=torch.float64)
     payloads, messages, across, *sizes = trainer.world.gather(row).T.tolist()
@@ -203,7 +173,7 @@ def _note_ranks(trainer: Loop, record: Record, warmup: int) -> None:
 def _wall_samples_per_s(trainer: Loop, step_s: np.ndarray, warmup: int) -> float | None:
     """Return samples per second from the first to the last timed step, without pauses."""
     gap_s = trainer.world.gather(torch.from_numpy(trainer.clock.gap_seconds())).numpy()
-    after = (_after_warmup(trainer, seconds, warmup) for seconds in (step_s, gap_s))
+    after = (after_warmup(trainer, seconds, warmup) for seconds in (step_s, gap_s))
     timed_s, gap_s = (whole_rounds(*each) for each in after)
     num_samples = trainer.batch_size * timed_s.shape[1]
     return num_samples / wall_seconds(timed_s, gap_s) if num_samples else None
