@@ -13,6 +13,7 @@ from lab.benchmarks.request import Request
 from lab.benchmarks.timing import aligner
 from lab.certificate.check import NUM_EXCHANGES, Check
 from lab.distributed import world as worlds
+from lab.measure.turns import order
 from lab.settings.config import ConfigError
 from lab.training.assemble import Assembly, first_check, join
 from lab.training.dry import assembled
@@ -67,7 +68,7 @@ def _in_turns(
     align, seconds, line = aligner(world), torch.zeros(num_rounds, 2, dtype=torch.float64), ""
     _steps(parts, Check())  # warms up, and plans the buckets
     for number in interleave.progress(range(num_rounds), world.rank):
-        for checked in interleave.order(2, number):
+        for checked in order(2, number):
             align()
             began = time.perf_counter()
             wants = checked and first_check(config, trainer.model, trainer.sync, world)

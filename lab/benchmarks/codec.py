@@ -42,6 +42,7 @@ from lab.codec.signs import codec as signs
 from lab.codec.topk import codec as topk
 from lab.distributed.gpus import check_gpus
 from lab.measure.environment import environment, git_commit, num_cores
+from lab.measure.turns import order
 from lab.settings.config import ConfigError
 
 BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # seconds of one operation: a slow one takes part in fewer rounds
@@ -152,7 +153,7 @@ def _measure_all(
             operations.append(Operation(name, kind, call, moved, together))
     against, reference_bytes, run = _reference(gradient, residual, out)
     for number in interleave.progress(range(num_rounds), 0):
-        for index in interleave.order(len(operations), number):
+        for index in order(len(operations), number):
             if operations[index].wants_turn():
                 _take_turn(operations[index], run, device, reference_first=number % 2 == 0)
     reference_s = [seconds for each in operations for seconds in each.reference_s]

@@ -37,6 +37,7 @@ from lab.distributed.world import World
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, ScratchBuffers
+from lab.measure.turns import order
 from lab.settings.config import ConfigError, build
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
@@ -137,7 +138,7 @@ def measure_size(
     align = aligner(world)
     own_s = np.full((2, len(candidates), num_rounds), np.nan)
     for number in range(num_rounds):
-        for index in interleave.order(len(candidates), number):
+        for index in order(len(candidates), number):
             run = partial(candidates[index].run, flat, world.comm)
             took = per_call(run, num_calls, world.device, align)
             own_s[:, index, number] = took.call_s, took.host_s or np.nan

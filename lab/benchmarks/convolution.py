@@ -20,6 +20,7 @@ from lab.convolution.problem import Pass, Problem
 from lab.distributed import world as worlds
 from lab.layers.convolutions import convolutions_of
 from lab.measure.onednn import implementations
+from lab.measure.turns import order
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.training.assemble import join
@@ -175,7 +176,7 @@ def _measured(
             operations.append(Operation(algorithm, which, checks[algorithm, which], ran))
     num_calls = NUM_CALLS if device.type == "cuda" else 1
     for number in interleave.progress(range(num_rounds), 0):
-        for index in interleave.order(len(operations), number):
+        for index in order(len(operations), number):
             one = operations[index]
             if one.wants_turn():
                 call = call_of(one.algorithm, problem, one.which, *tensors)

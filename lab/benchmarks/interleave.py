@@ -1,4 +1,4 @@
-"""Interleave trials in a random order, and compute statistics of their times."""
+"""Statistics of trials that take turns, and their progress."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ RESAMPLES, SEED = 10_000, 0
 # The interval of a median never leaves [smallest, largest] of n values, and these two enclose
 # the true median with probability 1 - 2^(1-n): below six values that is less than 95 %.
 ENOUGH_ROUNDS = 6
-
-
-def order(num_candidates: int, round_number: int) -> list[int]:
-    """Draw the order of a round, the same on all ranks.
-
-    The order differs between rounds, so that no candidate always runs first or after the same one.
-    """
-    return np.random.default_rng(round_number).permutation(num_candidates).tolist()
 
 
 def middle(times: Times) -> dict[str, float]:

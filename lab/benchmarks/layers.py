@@ -24,6 +24,7 @@ from lab.layers.clock import ModuleClock
 from lab.layers.clock_cost import ClockCost, clock_cost
 from lab.layers.passes import Call, noting_calls, seconds_of_bias, share_of_data
 from lab.measure.spans import PHASES
+from lab.measure.turns import order
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
@@ -83,7 +84,7 @@ def measure(request: Request) -> dict[str, Any]:
             gc.freeze()  # spans are many objects: without it, clocked steps wait for the collector
             turns = [(one, kind) for one in candidates for kind in one.kinds]
             for number in interleave.progress(range(rounds), 0):
-                for index in interleave.order(len(turns), number):
+                for index in order(len(turns), number):
                     _take(*turns[index])
             rows = [_row(one, world) for one in candidates]
         return {

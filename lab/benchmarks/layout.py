@@ -25,6 +25,7 @@ from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.layers.layouts import Layout, MixedLayouts, Moves, calls_in, layouts_for, moves
 from lab.measure.onednn import implementations
+from lab.measure.turns import order
 from lab.training.assemble import join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
@@ -210,10 +211,10 @@ def _step_seconds(step: Call, device: torch.device) -> float:
 def _take_turns(candidates: Sequence[Candidate], num_rounds: int) -> None:
     """Log all candidates in turns, then time them in turns."""
     for number in range(NUM_LOGGED):
-        for index in interleave.order(len(candidates), number):
+        for index in order(len(candidates), number):
             candidates[index].times.logs.append(candidates[index].log())
     for number in interleave.progress(range(num_rounds), 0):
-        for index in interleave.order(len(candidates), number):
+        for index in order(len(candidates), number):
             candidates[index].times.call_s.append(candidates[index].take())
 
 

@@ -19,6 +19,7 @@ from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES
 from lab.measure.steady import least_warmup
+from lab.measure.turns import order
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
@@ -77,7 +78,7 @@ def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
     loops, align = [part.trainer.steps() for part in parts], aligner(world)
     turns = np.zeros((len(parts), parts[0].trainer.total_steps))
     for step in interleave.progress(range(turns.shape[1]), world.rank):
-        for index in interleave.order(len(loops), step):
+        for index in order(len(loops), step):
             align()
             began = time.perf_counter()
             next(loops[index])

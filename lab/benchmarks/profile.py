@@ -22,6 +22,7 @@ from lab.measure.kernels import kernels_ms, profiled
 from lab.measure.layers import LayerClock
 from lab.measure.lines import fixed_and_per_sample
 from lab.measure.spans import PHASES
+from lab.measure.turns import order
 from lab.model.fits import ALL, BOTH, REST, STEP, Fit
 from lab.model.profile import Layer, Profile
 from lab.training.assemble import Assembly, join
@@ -161,7 +162,7 @@ def measured(configs: Sequence[DictConfig], world: World) -> list[Measured]:
         for each in timed:
             each.take(warmup)
         for number in interleave.progress(range((configs[0].steps - warmup) // TURN), 0):
-            for index in interleave.order(len(timed), number):
+            for index in order(len(timed), number):
                 timed[index].take(TURN)
         return [each.measured() for each in timed]
 

@@ -25,6 +25,7 @@ from lab.distributed import world as worlds
 from lab.distributed.torch_comm import TorchComm, reduce_scatter_flat
 from lab.distributed.world import World
 from lab.measure.interfaces import namespace, sent_bytes
+from lab.measure.turns import order
 from lab.settings.config import ConfigError
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
@@ -96,7 +97,7 @@ def measure_size(
     align, num_calls = aligner(world), calls_together(size, world)
     own_s = np.full((len(calls), num_rounds), np.nan)
     for number in range(num_rounds):
-        for index in interleave.order(len(calls), number):
+        for index in order(len(calls), number):
             run = partial([*calls.values()][index], buffers)
             own_s[index, number] = per_call(run, num_calls, world.device, align).call_s
     calls_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()  # of the slowest rank

@@ -200,7 +200,7 @@ def _refuse_incomparable(variants: list[Variant]) -> None:
         if pattern.outlasts_step or pattern.waits_in_forward:
             raise ConfigError(
                 f"{variant.label}: its exchanges outlast their step, and would run during the "
-                "others' turns; compare it with python -m lab.sweep"
+                "others' turns; compare it with python -m lab.sweep turns=4"
             )
 
 

@@ -16,6 +16,7 @@ from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.statistics import round_means
 from lab.measure.steady import least_warmup
+from lab.measure.turns import order
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
@@ -99,7 +100,7 @@ def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
     loops = [part.trainer.steps() for part in parts]
     align = aligner(world)
     for step in interleave.progress(range(parts[0].trainer.total_steps), world.rank):
-        for index in interleave.order(len(loops), step):
+        for index in order(len(loops), step):
             align()
             next(loops[index])
     seconds = np.stack([part.trainer.clock.step_seconds() for part in parts])

@@ -20,6 +20,7 @@ from lab.layers.products import share_of_products
 from lab.layers.published import estimate
 from lab.measure.peaks import arithmetic_of, gpu_peak
 from lab.measure.rates import measured_rates
+from lab.measure.turns import order
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.simulate.counting import work_of
@@ -66,7 +67,7 @@ def measure(request: Request) -> dict[str, Any]:
                 for variant, config in zip(request.variants, configs, strict=True)
             ]
             for number in interleave.progress(range(request.own["rounds"]), 0):
-                for index in interleave.order(len(candidates), number):
+                for index in order(len(candidates), number):
                     _take_turn(candidates[index], world.device)
         rows = [_row(each, world.device) for each in candidates]
         return {

@@ -10,6 +10,7 @@ import pytest
 from lab.settings.errors import ConfigError
 from lab.study import saved
 from lab.study.grid import Cell, read
+from lab.study.starts import starts
 
 
 def cells(*arguments: str) -> list[tuple[str, ...]]:
@@ -159,3 +160,24 @@ def test_a_file_that_holds_no_grids_is_named(tmp_path: Path) -> None:
 def test_a_new_name_alone_is_no_study(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="study=mine: allowed are .* or a new name"):
         saved.read([f"runs_dir={tmp_path}", "study=mine", "dry_run=true"])
+
+
+def test_cells_of_the_same_work_share_a_start_if_they_take_turns() -> None:
+    grid = ("study=s", "strategy=none,onebit", "world_size=1,2", "batch_size=8,16", "repeats=2")
+    alone, shared = (starts(read([*grid, turns])) for turns in ("turns=null", "turns=4"))
+    assert {len(each) for each in alone} == {1}
+    assert [[cell.strategy for cell in each] for each in shared] == [["none", "onebit"]] * 8
+    assert len({(c.world_size, c.batch_size, c.repeat) for each in shared for c in each}) == 8
+    # A process has one value of these, and trains one model.
+    for apart in ("deterministic=false,true", "model=mlp,lenet", "precision=fp32,bf16"):
+        assert len(starts(read(["study=s", "strategy=none,onebit", apart, "turns=4"]))) == 2
+
+
+def test_a_study_keeps_its_turns(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    given = read([f"runs_dir={tmp_path}", "study=s", "strategy=none,onebit", "turns=4"])
+    saved.save(tmp_path / "s", given)
+    again, _ = saved.read([f"runs_dir={tmp_path}", "study=s"])
+    assert again.turns == 4
+    other, _ = saved.read([f"runs_dir={tmp_path}", "study=s", "turns=2"])
+    assert other.turns == 2
