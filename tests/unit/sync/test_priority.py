@@ -135,7 +135,7 @@ def test_weights_are_the_bits_of_the_blocking_run(
 
 def test_after_the_trial_too_where_sums_are_taken_in_the_order_of_ranks() -> None:
     def run(sync: PrioritySync) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        return train(sync, adamw(sync), range(9)), sync.choices()
+        return train(sync, adamw(sync), range(10)), sync.choices()
 
     ours = on_ranks(2, run, worker=THREAD, trials=1)
     ((blocking, none), _) = on_ranks(2, run, **BLOCKING)
@@ -144,8 +144,8 @@ def test_after_the_trial_too_where_sums_are_taken_in_the_order_of_ranks() -> Non
         assert all(torch.equal(weights[name], blocking[name]) for name in weights)
         ((choice),) = choices
         assert choices == ours[0][1]  # all ranks decide alike
-        faster = "priority" if choice["priority_s"] < choice["overlap_s"] else "overlap"
-        assert choice["chosen"] == faster
+        gains = choice["priority_s"] < 0.98 * choice["overlap_s"]
+        assert choice["chosen"] == ("priority" if gains else "overlap")
 
 
 def test_gradients_needed_first_overtake_the_parts_of_a_large_one() -> None:

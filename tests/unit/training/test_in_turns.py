@@ -13,7 +13,7 @@ from tests.support.ranks import train
 
 RUN = (
     *("device=cpu", "model=alexnet_small", "model.dropout=0.5", "data=synthetic", "batch_size=4"),
-    *("data.num_train=64", "data.num_test=8", "warmup_steps=1"),
+    *("data.num_images=64", "warmup_steps=1"),
 )
 
 
