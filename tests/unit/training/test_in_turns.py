@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.training import in_turns
-from tests.support.ranks import train
+from tests.support.ranks import CREW, train
 
 RUN = (
     *("device=cpu", "model=alexnet_small", "model.dropout=0.5", "data=synthetic", "batch_size=4"),
@@ -28,7 +28,7 @@ def record(folder: Path, cell: str) -> dict[str, Any]:
 def test_weights_are_those_of_a_run_alone_with_the_same_random_numbers(tmp_path: Path) -> None:
     runs = {"onebit": "steps=5", "powersgd": "steps=7"}
     lists = [settings(tmp_path, f"turns-{name}", name, steps) for name, steps in runs.items()]
-    assert in_turns.main(["2", json.dumps(lists)]) == 0
+    assert CREW.call(1, in_turns.main, ["2", json.dumps(lists)]) == [0]
     for name, steps in runs.items():
         (alone,) = train(1, *settings(tmp_path, f"alone-{name}", name, steps))
         together = record(tmp_path, f"turns-{name}")
