@@ -37,7 +37,8 @@ def start(folder: Path) -> dict[str, str]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(folder / "socket"))
         listener.listen()
-        server = FORKS.Process(target=_serve, args=(listener,), daemon=True)
+        # No daemon: horovodrun, which may be a fork of it, starts processes by multiprocessing.
+        server = FORKS.Process(target=_serve, args=(listener,))
         server.start()
     atexit.register(server.kill)
     return {"PYTHON_EXEC": str(client), "LAB_TEST_RANK_SERVER": str(folder / "socket")}
