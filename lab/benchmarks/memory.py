@@ -8,7 +8,6 @@ resets), and of allocated memory on GPUs.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,10 @@ from lab.simulate.load import Sizes
 from lab.simulate.memory import sync_bytes
 from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync
-from lab.training.assemble import Assembly, join
+from lab.training.assemble import join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
+from lab.training.trainer import Trainer
 
 NUM_STEPS = 7  # after the warm-up
 
@@ -49,7 +49,7 @@ def measure(request: Request) -> dict[str, Any] | None:
         world = join(config)
         _check_readable(world.device)
         with assembled(config, world) as part:
-            peaks = _peaks(part, least_warmup(config.warmup_steps), world)
+            peaks = _peaks(part.trainer, world)
             theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
             state = state_bytes(part.trainer.optimizer)
         own = torch.tensor([theory, state], dtype=torch.float64)
@@ -123,17 +123,21 @@ def sizes_of(sync: Any, world: World) -> Sizes:
     )
 
 
-def _peaks(part: Assembly, warmup_steps: int, world: World) -> torch.Tensor:
-    """Measure the peak bytes of each step after the warm-up: [ranks, steps]."""
-    loop = part.trainer.steps()
-    for _ in islice(loop, warmup_steps):
-        pass
+def _peaks(trainer: Trainer, world: World) -> torch.Tensor:
+    """Measure the peak bytes of each step after the warm-up and any trials: [ranks, steps]."""
+    loop, warmup = trainer.steps(), least_warmup(trainer.config.warmup_steps)
+    while trainer.progress.step < warmup or trainer.sync.settled_at is None:
+        if next(loop, None) is None:
+            break
     peaks = []
     for _ in range(NUM_STEPS):
         world.barrier()
         reset_peak(world.device)
         if next(loop, None) is None:
-            raise ConfigError("steps: too few: none is left after warmup_steps")
+            raise ConfigError(
+                f"steps={trainer.total_steps}: too few: {NUM_STEPS} are measured after "
+                "warmup_steps, and after those in which a strategy tries others"
+            )
         peaks.append(peak_bytes(world.device))
     return world.gather(torch.tensor(peaks))
 

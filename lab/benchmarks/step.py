@@ -17,9 +17,12 @@ from lab.distributed.world import World
 from lab.measure.statistics import round_means
 from lab.measure.steady import least_warmup
 from lab.measure.turns import order
+from lab.settings.config import ConfigError
 from lab.training.assemble import Assembly, join
+from lab.training.counted import steps_of_trials
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
+from lab.training.trainer import Trainer
 
 CEILING, REFERENCE = "none", "ddp"
 
@@ -39,7 +42,7 @@ def measure(request: Request) -> dict[str, Any] | None:
                 stack.enter_context(assembled(*each)) for each in zip(configs, joined, strict=True)
             ]
             step_s = _in_turns(parts, world)
-        warmup = max(least_warmup(config.warmup_steps) for config in configs)
+        warmup = max(_warmup(part.trainer) for part in parts)
         every = math.lcm(*(part.trainer.sync.every for part in parts))
         times = {
             variant.label: round_means(seconds[:, warmup:], warmup, every).max(axis=0)
@@ -93,6 +96,22 @@ def _exposed(label: str, times: dict[str, np.ndarray]) -> dict[str, Any]:
         lambda a, c, d: (a - c) / (d - c), step_s, ceiling, times[REFERENCE]
     )
     return {"exposed_exchange_s": exposed, "exposed_to_ddp": to_ddp}
+
+
+def _warmup(trainer: Trainer) -> int:
+    """Return how many first steps are left out: warm-up, and any in which others were tried.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    config, trials = trainer.config, steps_of_trials(trainer)
+    warmup = max(least_warmup(config.warmup_steps), trials)
+    if warmup + trainer.sync.every > trainer.total_steps:
+        raise ConfigError(
+            f"steps={trainer.total_steps}: too few: strategy={config.strategy} leaves out the "
+            f"first {warmup}, and tries others in {trials}"
+        )
+    return warmup
 
 
 def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:

@@ -207,11 +207,12 @@ class _Trial:
     def end_turn(self, comm: Comm, device: torch.device) -> None:
         """Note a turn; tell the contest if it was a visit's last. All ranks call this."""
         self._spans.append((self._begin, mark(device)))
-        if len(self._spans) <= self.contest.num_timed:
+        untimed = self.contest.num_untimed
+        if len(self._spans) < untimed + self.contest.num_timed:
             return
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # once a visit
-        own = [seconds(*span) for span in self._spans[1:]]
+        own = [seconds(*span) for span in self._spans[untimed:]]
         self.contest.end_visit(of_all(own, comm, device).amax(dim=0).tolist())
         self._spans.clear()
 

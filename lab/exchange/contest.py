@@ -7,17 +7,19 @@ from statistics import median_low
 
 SLACK = 1.25  # by which a prediction may err
 FIRST = 2  # timed steps of a visit in the first round: one of them may be a stall
+COLD = 2  # steps that do not count in a visit of the first round: memory is allocated
 NEAR = 0.1  # of the fastest: who is within may still win
-NUM_FASTEST = 3  # that go on after the first round
+NUM_FASTEST = 5, 3  # that go on after the first round, and after later ones
 
 
 class Contest:
     """Rounds in which configurations take turns, until one is chosen.
 
     A visit of round r is a step that does not count, as it begins with what the last configuration
-    left, and r + 1 steps that do. Round 1 has all, by their predictions, but those whose exchange
-    would outlast a whole step of the fastest so far, whatever overlaps. Later ones have the
-    fastest, and the first of those near it, in the opposite order than the round before.
+    left (two in round 1, where it is cold), and r + 1 steps that do. Round 1 has all, by their
+    predictions, but those whose exchange would outlast a whole step of the fastest so far, whatever
+    overlaps. Later ones have the fastest, and the first of those near it, in the opposite order
+    than the round before.
 
     It knows no clock and no ranks: whoever runs the steps tells the same seconds on all ranks.
 
@@ -30,7 +32,7 @@ class Contest:
 
     Attributes:
         current: place of the configuration that runs.
-        num_timed: its steps that count in this visit.
+        num_untimed, num_timed: its first steps in this visit, and then those that count.
         winner: place of the chosen one; None: not known yet.
     """
 
@@ -43,7 +45,7 @@ class Contest:
         self._left = set(range(len(predicted)))  # those of this round
         self._waiting = sorted(self._left, key=self._predicted.__getitem__)
         self.current = self._waiting.pop(0)
-        self.num_timed = FIRST
+        self.num_untimed, self.num_timed = COLD, FIRST
         self.winner: int | None = None
 
     def end_visit(self, seconds: Sequence[float]) -> None:
@@ -72,12 +74,13 @@ class Contest:
     def _begin_round(self) -> None:
         known = self._of_round()
         near = {at: time for at, time in known.items() if time <= (1 + NEAR) * min(known.values())}
-        fastest = sorted(near, key=near.__getitem__)[:NUM_FASTEST]
+        num_fastest = NUM_FASTEST[self.num_timed > FIRST]
+        fastest = sorted(near, key=near.__getitem__)[:num_fastest]
         self._left = {min(near), *fastest}
         if self.num_timed + 1 == FIRST + self._rounds or len(self._left) == 1:
             self.stop()
             return
-        self.num_timed += 1
+        self.num_untimed, self.num_timed = 1, self.num_timed + 1
         backwards = (self.num_timed - FIRST) % 2 == 1
         self._waiting = sorted(self._left, key=self._predicted.__getitem__, reverse=backwards)
 

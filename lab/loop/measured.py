@@ -50,6 +50,10 @@ class Unchecked:
     exchange: Exchange = field(default_factory=NoExchange)
     keeps_replicas_equal: bool = False
 
+    @property
+    def settled_at(self) -> int | None:
+        return self.exchange.settled_at
+
 
 class OwnLoop:
     """One rank's loop; see lab.training.loop.Loop.

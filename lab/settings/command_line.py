@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from lab.settings.errors import ConfigError, one_line
 from lab.settings.hints import hint
 from lab.settings.overrides import quoted
 
+EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
 SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
 
@@ -33,7 +35,7 @@ def answer(
 
     Returns:
         The exit code: 0 after help, 1 for an error in the user's own code, 2 for a wrong setting,
-        130 after Ctrl-C.
+        130 after Ctrl-C, 141 if nobody reads the output any more.
     """
     try:
         line = read(command, arguments)
@@ -41,8 +43,12 @@ def answer(
             from lab.settings.help import help_text
 
             print(help_text(command, line.settings))
-            return 0
-        return act(line)
+        code = 0 if line.asks_help else act(line)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has enough of it, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
     except ConfigError as error:
         if refuse:
             return refuse(error)

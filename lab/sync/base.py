@@ -110,6 +110,11 @@ class Sync(ABC):
         return self.pattern.every
 
     @property
+    def settled_at(self) -> int | None:
+        """The first step after any trials, in which choices are made; None: they go on."""
+        return self.exchange.settled_at
+
+    @property
     def waits_in(self) -> tuple[str, ...]:
         """Phases of a step, besides that of the exchange, in which a rank waits for others."""
         return ("backward",) if self.pattern.waits_in_backward else ()

@@ -90,6 +90,11 @@ class HookState:
         """True if all ranks have the same weights after each step."""
         return self.exchange.keeps_replicas_equal
 
+    @property
+    def settled_at(self) -> int | None:
+        """The first step after any trials; None: they go on."""
+        return self.exchange.settled_at
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to save beside the model; every rank has its own.
 

@@ -65,6 +65,7 @@ class PrioritySync(GradSync):
         super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
         self.overlap, self.model = parts.overlap, parts.model
         self.trial = Trial(trials, self._device)
+        self._settled_at = 0
         self.needed: list[str] = []  # parameters in the order in which forward reads them
         self.sends: list[int] | None = None  # places among the parts, in the order of sending
         self._sending: list[BucketPlan] = []  # these parts
@@ -122,7 +123,7 @@ class PrioritySync(GradSync):
             super().update(optimizer)
             self._sent = super().sent()
         if self.sends is not None and (own := self.trial.end_step()) is not None:
-            self.trial.costs = self._slowest(own)
+            self.trial.costs, self._settled_at = self._slowest(own), self.step
         self._schedule()
 
     def settle(self) -> None:
@@ -130,6 +131,10 @@ class PrioritySync(GradSync):
             with self.clock.overtime() if self.clock else nullcontext():
                 self._apply(None)
         self.trial.interrupt()
+
+    @property
+    def settled_at(self) -> int | None:
+        return None if self.overlap and not self.trial.is_over else self._settled_at
 
     def sent(self) -> Sent:
         return self._sent if self._pending else super().sent()

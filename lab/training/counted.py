@@ -17,10 +17,15 @@ def warmup_in(trainer: Loop, step_s: np.ndarray) -> Warmup:
             f"until it took turns of {turns.size} with other runs, whose first {first} not count"
         )
         return Warmup(turns.alone, reason)
-    settled_at = trainer.sync.exchange.settled_at
+    asked, every = trainer.config.warmup_steps, trainer.sync.every
+    return warmup_of(step_s, asked, every, steps_of_trials(trainer))
+
+
+def steps_of_trials(trainer: Loop) -> int:
+    """Count the first steps in which others were tried: all so far, if they still are."""
+    settled_at = trainer.sync.settled_at
     last = trainer.progress.step if settled_at is None else settled_at
-    trials = max(0, last - trainer.first_step)
-    return warmup_of(step_s, trainer.config.warmup_steps, trainer.sync.every, trials)
+    return max(0, last - trainer.first_step)
 
 
 def timed_rounds(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:

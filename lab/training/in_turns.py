@@ -159,7 +159,7 @@ def planned(parts: list[Assembly], size: int) -> tuple[int, list[Turns]]:
 def _require_settled(part: Assembly) -> None:
     """Refuse turns in which an exchange would still try others."""
     trainer = part.trainer
-    if trainer.sync.exchange.settled_at is None and not trainer.watch.stop_signal:
+    if trainer.sync.settled_at is None and not trainer.watch.stop_signal:
         raise RuntimeError(
             f"strategy={trainer.config.strategy} has not chosen after {trainer.progress.step} "
             "steps; give it more steps"

@@ -91,7 +91,7 @@ class Trainer:
             before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
                 least = self.first_step + least_warmup(self.config.warmup_steps)
-                if self.progress.step >= least and self.sync.exchange.settled_at is not None:
+                if self.progress.step >= least and self.sync.settled_at is not None:
                     self.memory.resume()
                 with self.clock.step():
                     self._step(batches)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from lab.analysis.figures.sheet import NothingToDraw, Sheet, emulated_handle, finish, line_handle
 from lab.analysis.records import Cell
@@ -19,6 +19,7 @@ from lab.draw.looks import Look
 from lab.task.metrics import LOGARITHMIC, axis, main_metric, metrics_of
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50
+FEWEST_TICKS = 3  # of a logarithmic axis
 AXES = {"step": "step", "seconds": "training time (s)"}
 
 
@@ -59,7 +60,7 @@ def convergence(sheet: Sheet) -> Figure:
             panel.set_xlabel(text if line is axes[-1] else "")
         line[0].set_ylabel(kind)
         if kind == label and metric in LOGARITHMIC:
-            _logarithmic(line[0])
+            make_logarithmic(line[0])
     return _finish(figure, sheet, runs)
 
 
@@ -119,10 +120,15 @@ def _evaluated(cell: Cell, metric: str, factor: float) -> pd.DataFrame:
     return table.assign(value=factor * table[metric].astype(float))
 
 
-def _logarithmic(panel: Axes) -> None:
+def make_logarithmic(panel: Axes) -> None:
     """Make the vertical axis logarithmic, with labels as on a linear one."""
     panel.set_yscale("log")
-    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # closer where they are too few
+    low, high = panel.get_ylim()
+    decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    candidates = [np.outer(decades, steps).ravel() for steps in ((1, 2, 5), (1, 1.5, 2, 3, 4, 6))]
+    candidates.append(MaxNLocator(4).tick_values(low, high))
+    seen = [ticks[(ticks >= low) & (ticks <= high)] for ticks in candidates]
+    panel.set_yticks(next((ticks for ticks in seen if len(ticks) >= FEWEST_TICKS), seen[-1]))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.yaxis.set_minor_locator(NullLocator())
 

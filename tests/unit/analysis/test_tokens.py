@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from lab.analysis import summary
-from lab.analysis.figures.convergence import convergence
+from lab.analysis.figures.convergence import convergence, make_logarithmic
 from lab.analysis.figures.sheet import Sheet
 from lab.analysis.figures.speedup import throughput
 from lab.analysis.records import Study, load_study
@@ -74,3 +75,12 @@ def test_perplexity_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
     panel, _ = convergence(sheet(*study_of(tmp_path, **TOKENS))).axes
     assert (panel.get_ylabel(), panel.get_yscale()) == ("test perplexity", "log")
     assert {"20", "50", "100", "200"} <= set(ticks(panel, "y"))
+
+
+@pytest.mark.parametrize("ends", [(4.2, 16.0), (2.1, 2.9), (3.0, 800.0)])
+def test_a_logarithmic_axis_has_numbers_however_short_it_is(ends: tuple[float, float]) -> None:
+    panel = Figure().add_subplot()
+    panel.plot(ends)
+    make_logarithmic(panel)
+    low, high = panel.get_ylim()
+    assert sum(low <= tick <= high for tick in panel.get_yticks()) >= 3

@@ -45,17 +45,26 @@ def test_a_preferred_one_wins_unless_another_is_clearly_faster() -> None:
 
 
 def test_later_rounds_have_the_fastest_and_the_preferred_one_in_the_other_order() -> None:
-    steps = [1.05, 1.04, 1.03, 1.02, 1.0, 1 + 2 * NEAR]
-    contest = contest_of([0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 2, 0.0)
-    assert held(contest, steps) == [5, 4, 3, 2, 1, 0, 0, 2, 3, 4]
+    steps = [1.05, 1.04, 1.03, 1.02, 1.01, 1.005, 1.0, 1 + 2 * NEAR]
+    contest = contest_of([0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 3, 0.0)
+    first, second, third = [7, 6, 5, 4, 3, 2, 1, 0], [0, 2, 3, 4, 5, 6], [6, 5, 4, 0]
+    assert held(contest, steps) == first + second + third
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.03])
+def test_the_first_visit_of_each_has_two_cold_steps() -> None:
+    contest = contest_of([0.1, 0.2], 2)
+    assert contest.num_untimed == 2
+    for steps in ([1.0, 1.0], [1.0, 1.0]):
+        contest.end_visit(steps)
+    assert contest.num_untimed == 1
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05])
 def test_noise_costs_little(noise: float) -> None:
     chance, behind, num_steps = random.Random(1), [], []
     for seed in range(200):
         steps = [chance.uniform(1.0, 1.5) for _ in range(11)]
-        contest = contest_of([step / 2 for step in steps], 2)
+        contest = contest_of([step / 2 for step in steps], 4)
         visits = held(contest, steps, noise, seed)
         assert contest.winner is not None
         behind.append(steps[contest.winner] / min(steps) - 1)

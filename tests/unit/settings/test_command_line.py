@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -198,3 +201,11 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     (tmp_path / "b.md").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
         file_to_write("out", f"{tmp_path}/b.md", ".md")
+
+
+def test_a_command_whose_output_nobody_reads_ends_without_a_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "lab.explain", "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
