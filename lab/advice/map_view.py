@@ -23,6 +23,7 @@ from lab.analysis.figures.map import (
     rows_of,
     sample_of,
 )
+from lab.analysis.leaders import Times
 from lab.analysis.places import REFERENCE, Where, on_most_ranks
 from lab.analysis.verdict import Summary, behind
 from lab.draw import style
@@ -84,13 +85,21 @@ def data(found: Map) -> dict[str, Any]:
             "is_best": answer.is_best,
             "agrees": answer.agrees,
             "regret": asdict(answer.regret),
-            "steps_s": answer.place.steps_s,
+            "steps_s": {name: _paired(times) for name, times in answer.place.steps_s.items()},
             "over_fastest": {name: asdict(each) for name, each in behind(answer.place).items()},
         }
         for answer in found.answers
     ]
     summaries = {name: asdict(each) for name, each in found.summaries.items()}
     return {"noise_floor": found.floor, "summaries": summaries, "places": places}
+
+
+def _paired(times: Times) -> dict[str, float]:
+    """Name what was measured side by side: a repeat, or a start of ranks and its turn."""
+    return {
+        " turn ".join(map(str, key)) if isinstance(key, tuple) else str(key): seconds
+        for key, seconds in times.items()
+    }
 
 
 def figure(found: Map) -> Figure:

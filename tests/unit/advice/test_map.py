@@ -39,7 +39,9 @@ def found_of(steps_s: dict[str, dict[str, float]]) -> Map:
     for profile, seconds in steps_s.items():
         model = of_replay(profile)
         cells += [Observation(n, model, strategy(n), 4, 32, (s,)) for n, s in seconds.items()]
-        repeats = {n: {r: s * (1 + 1e-4 * r) for r in range(3)} for n, s in seconds.items()}
+        repeats = {
+            n: {("begin", t): s * (1 + 1e-4 * t) for t in range(3)} for n, s in seconds.items()
+        }
         places.append(Place(Where(model.name, LINKS, 4, 128), repeats))
     group = Group(LINKS, tuple(cells), SLOW, (replace(SLOW, contention=0.2),), fitted=False)
     return map_of(places, [group], math.nan)
@@ -92,6 +94,7 @@ def test_disagreements_are_framed(
     stored = json.loads(numbers.read_text())
     assert [one["agrees"] for one in stored["places"]] == [True, False]
     assert stored["places"][0]["over_fastest"]["overlap"]["mid"] == pytest.approx(4)
+    assert list(stored["places"][0]["steps_s"]["overlap"]) == [f"begin turn {t}" for t in range(3)]
 
 
 def test_without_held_out_places_there_is_no_map(tmp_path: Path) -> None:
