@@ -39,9 +39,8 @@ def found_of(steps_s: dict[str, dict[str, float]]) -> Map:
     for profile, seconds in steps_s.items():
         model = of_replay(profile)
         cells += [Observation(n, model, strategy(n), 4, 32, (s,)) for n, s in seconds.items()]
-        repeats = {
-            n: {("begin", t): s * (1 + 1e-4 * t) for t in range(3)} for n, s in seconds.items()
-        }
+        turns = {("begin", turn): 1 + 1e-4 * turn for turn in range(3)}
+        repeats = {n: {key: s * f for key, f in turns.items()} for n, s in seconds.items()}
         places.append(Place(Where(model.name, LINKS, 4, 128), repeats))
     group = Group(LINKS, tuple(cells), SLOW, (replace(SLOW, contention=0.2),), fitted=False)
     return map_of(places, [group], math.nan)
