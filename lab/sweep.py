@@ -8,6 +8,7 @@ from lab.settings.command import Command
 from lab.settings.command_line import answer
 from lab.study.grid import SWEEP_SETTINGS
 from lab.study.run import sweep
+from lab.web.live import served
 
 COMMAND = Command(
     "lab.sweep",
@@ -27,7 +28,7 @@ COMMAND = Command(
 
 def main(arguments: list[str]) -> int:
     """Run the missing cells of a study; the exit code is 1 if none of its cells is done."""
-    return answer(COMMAND, arguments, sweep)
+    return answer(COMMAND, arguments, lambda line: sweep(line, served))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""One rank of one run: `torchrun -m lab.train strategy=onebit`, or `python -m lab.train ...`.
-
-With cluster=emulated it starts the ranks, each by this same command.
-"""
+"""One rank of one run: `torchrun -m lab.train strategy=onebit`; with cluster=emulated, all."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from lab.settings.command_line import answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
 from lab.study.grid import refuse_bare_study
 from lab.study.run import sweep
+from lab.web.live import served
 
 COMMAND = Command(
     "lab.train",
@@ -48,7 +46,7 @@ def _train(line: CommandLine) -> int:
     if line.is_multirun:
         if was_launched():
             raise ConfigError("--multirun: starts its own ranks; leave the launcher out")
-        return sweep(line)
+        return sweep(line, served)
     refuse_bare_study(line.settings)
     end_on_signals(COMMAND.name)
     config = load(line.settings)

@@ -16,15 +16,13 @@ from lab.analysis.figures.map import (
     CELL_IN,
     NOTE,
     ROW_IN,
-    columns_of,
     draw_leads,
     handles_of,
     interval_text,
-    rows_of,
     sample_of,
 )
 from lab.analysis.leaders import Times
-from lab.analysis.places import REFERENCE, Where, on_most_ranks
+from lab.analysis.places import REFERENCE, Where, columns_of, on_most_ranks, rows_of
 from lab.analysis.verdict import Summary, behind
 from lab.draw import style
 from lab.draw.looks import looks_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pandas as pd
 from lab.analysis.records import Study
 from lab.record.schema import read_record
 
+FORMULA = re.compile(r"[=+@\t\r]|-(?!\s*[\d.])")  # how one begins; and not -1
+
 
 def write_records(study: Study, out: Path) -> None:
     """Write records.csv and records.parquet of all cells, failed ones too, to the folder `out`.
@@ -20,7 +23,7 @@ def write_records(study: Study, out: Path) -> None:
         OSError: a file cannot be written.
     """
     table = records_table(study)
-    table.to_csv(out / "records.csv", index=False)
+    without_formulas(table).to_csv(out / "records.csv", index=False)
     table.to_parquet(out / "records.parquet", index=False)
 
 
@@ -43,6 +46,20 @@ def records_table(study: Study) -> pd.DataFrame:
     for name in table.select_dtypes("object"):  # of several types, or unknown in all rows
         table[name] = table[name].map(_text, na_action="ignore").astype("string")
     return table
+
+
+def without_formulas(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table in whose texts a spreadsheet finds no formula.
+
+    Names come from others, and `=...` in one would be evaluated where the file is opened: an
+    apostrophe before it makes it text. Numbers stay as they are.
+    """
+    texts = table.select_dtypes(["object", "string"])
+    return table.assign(**{name: texts[name].map(_as_text, na_action="ignore") for name in texts})
+
+
+def _as_text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from lab.analysis.leaders import Times, leaders_of
 from lab.analysis.records import Cell
 from lab.analysis.speedup import CEILING
+from lab.cluster.settings import RATE, bits_per_s
 from lab.draw.looks import order
 from lab.measure.intervals import UNKNOWN, Interval, geometric_mean, of_ratio
 
 REFERENCE = "overlap"  # exact, and what a trainer does without further thought
+Row = tuple[str, int]  # of a map: model, and global batch
 ADAPTIVE = ("auto",)  # chooses among others as it runs, so it is judged by the best of those
 
 
@@ -140,3 +142,18 @@ def on_most_ranks(places: Iterable[Place]) -> list[Place]:
     known = list(places)
     most = max((place.where.world_size for place in known), default=0)
     return [place for place in known if place.where.world_size == most]
+
+
+def rows_of(leads: Iterable[Where]) -> list[Row]:
+    """List the rows of a map from top to bottom."""
+    return sorted({(where.model, where.batch_size) for where in leads})
+
+
+def columns_of(leads: Iterable[Where]) -> list[str]:
+    """List the links of a map, slow ones first."""
+    return sorted({where.links for where in leads}, key=lambda links: (_rate(links), links))
+
+
+def _rate(links: str) -> float:
+    found = RATE.search(links)
+    return bits_per_s(found[0]) if found else math.inf

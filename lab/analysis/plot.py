@@ -16,13 +16,13 @@ from lab.analysis.figures.convergence import convergence
 from lab.analysis.figures.map import map_of_strategies
 from lab.analysis.figures.payload import payload
 from lab.analysis.figures.ranks import own_work, own_work_of_ranks
-from lab.analysis.figures.sheet import NothingToDraw, Sheet
 from lab.analysis.figures.speedup import scaling, speedup_bars, throughput
 from lab.analysis.figures.step import step_time
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.analysis.noise import noise_floor
 from lab.analysis.points import points_of
 from lab.analysis.records import Study, load_study
+from lab.analysis.sheet import NothingToDraw, Sheet
 from lab.analysis.speedup import table
 from lab.analysis.target import times_to_target
 from lab.draw.looks import looks_of

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from lab.analysis.export import without_formulas
 from lab.analysis.leaders import leaders
 from lab.analysis.noise import floor_text
 from lab.analysis.records import Study
@@ -30,7 +31,7 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
     An interval has three columns, `<name>_lo`, `<name>_mid` and `<name>_hi`; a phase one,
     `<name>_s`; a status one, `num_<status>`, which counts throughput and breakdown runs.
     """
-    pd.DataFrame([_flat(row) for row in rows]).to_csv(path, index=False)
+    without_formulas(pd.DataFrame([_flat(row) for row in rows])).to_csv(path, index=False)
 
 
 def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:
@@ -44,7 +45,7 @@ def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:
         "\n".join(f"on={label}: {text}" for label, text in study.machines.items()),
         "\n".join(line for line in (shared_runs(rows), *_advice(rows)) if line),
         "\n".join(_scalability_lines(rows)),
-        "\n".join(line for line in (floor_text(floor), *_leader_lines(rows, floor)) if line),
+        "\n".join(line for line in (floor_text(floor), *leader_lines(rows, floor)) if line),
         "\n".join(_trouble(study)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -177,7 +178,7 @@ def _scalability_lines(rows: Sequence[Row]) -> list[str]:
     return [title, pd.DataFrame(lines).to_string(index=False)]
 
 
-def _leader_lines(rows: Iterable[Row], floor: float) -> list[str]:
+def leader_lines(rows: Iterable[Row], floor: float) -> list[str]:
     """Write a line for each context and world size; only runs that share them compete."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:

@@ -22,8 +22,8 @@ def claims_tables(verdicts: Sequence[Verdict]) -> list[str]:
     for kind, meaning in KINDS.items():
         found = [verdict for verdict in verdicts if verdict.claim.kind == kind]
         if found:
-            rows = [_claim(verdict) for verdict in found]
-            lines += [f"**{kind}** ({meaning}):", "", *markdown(_header(found), rows), ""]
+            rows = [claim_line(verdict) for verdict in found]
+            lines += [f"**{kind}** ({meaning}):", "", *markdown(header_of(found), rows), ""]
             lines += _conditions(found)
     counts = ", ".join(f"{outcome} {n}" for outcome, n in tally(verdicts).items() if n)
     evidence = f"Of the claims that are evidence ({' and '.join(EVIDENCE)})"
@@ -54,7 +54,7 @@ def _numbers(verdicts: Sequence[Verdict]) -> list[int]:
     return [*(kinds[kind] for kind in KINDS), *tally(verdicts).values()]
 
 
-def _header(verdicts: Sequence[Verdict]) -> list[str]:
+def header_of(verdicts: Sequence[Verdict]) -> list[str]:
     computed = "counted" if all(each.claim.is_counted for each in verdicts) else "predicted"
     header = ["claim", "where", "holds if", "published", computed, "error", "measured"]
     return [*header, "verdict"]
@@ -128,7 +128,7 @@ def _rates_table(crossovers: Crossovers) -> list[str]:
     return [*markdown(["global batch", where], rates), ""]
 
 
-def _claim(verdict: Verdict) -> list[str]:
+def claim_line(verdict: Verdict) -> list[str]:
     claim = verdict.claim
     quantity = claim.quantity.replace("_", " ")
     condition = f"{quantity}{', as a ratio,' if claim.over else ''} {claim.check}"

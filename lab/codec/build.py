@@ -53,7 +53,7 @@ def compiler() -> list[str]:
 
 
 def _compiled(source: Path, options: tuple[str, ...]) -> Path:
-    command, cache = compiler(), _cache()
+    command, cache = compiler(), cache_folder()
     headers = [header for folder in (source.parent, HEADERS) for header in folder.glob("*.h")]
     texts = [path.read_bytes() for path in (source, *sorted(headers))]
     recipe = repr((command, options, texts)).encode()
@@ -69,7 +69,7 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     return library
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     """Return the user's cache folder or, if it is not writable, a private one in /tmp.
 
     Raises:

@@ -26,7 +26,7 @@ def headline(evidence: Evidence, verdict: Verdict) -> str:
     one = evidence.one
     batch = "batch" if one.scaling == "strong" else "batch per rank"
     run = f"{one.series} on {one.world_size} ranks, {batch} {one.fixed_batch_size}"
-    return f"{run}: {verdict.name}: {_reason(evidence, verdict)}"
+    return f"{run}: {verdict.name}: {reason(evidence, verdict)}"
 
 
 def full(evidence: Evidence, verdict: Verdict, remedies: list[Remedy]) -> str:
@@ -36,7 +36,8 @@ def full(evidence: Evidence, verdict: Verdict, remedies: list[Remedy]) -> str:
     return "\n\n".join([headline(evidence, verdict), *(block for block in blocks if block)])
 
 
-def _reason(e: Evidence, verdict: Verdict) -> str:
+def reason(e: Evidence, verdict: Verdict) -> str:
+    """Say what takes the time, in a clause."""
     if not verdict.decided:
         return "nothing tells exchange from compute yet"
     if not verdict.losses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from lab.distributed.nodes import nodes_of
 from lab.distributed.rank_info import RankInfo
 from lab.distributed.torch_comm import all_gather_flat
 
-NUM_BARRIERS = 9  # to compare clocks; their median is used
+NUM_QUESTIONS = 20  # by each rank, to compare clocks; the quickest answer is used
 LIBRARY_MARGIN_S = 10.0  # the watchdog comes first: it can name the rank that hangs
 
 _counted = False  # whether this process has registered in the store
@@ -103,20 +104,37 @@ class World:
         rows = self.gather(padded).tolist()
         return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
-    def clock_ahead_s(self) -> float:
-        """Return this rank's clock offset: seconds that `perf_counter` is ahead of rank 0's.
+    def clock_ahead_s(self) -> tuple[float, float]:
+        """Return the seconds that `perf_counter` is ahead of rank 0's, and its largest error.
 
-        Clocks are compared when ranks leave a barrier, so the error is about a message's latency.
-        Ranks of one host share a clock: 0.
+        Rank 0 answers with its time (F. Cristian, "Probabilistic clock synchronization", 1989): it
+        was read between a rank's question and the answer, so half of that time bounds the error,
+        however long either way took. Ranks of one host share a clock: 0 and 0.
         """
         if self.num_hosts == 1:
-            return 0.0
-        moments = []
-        for _ in range(NUM_BARRIERS):
-            self.barrier()
-            moments.append(time.perf_counter())
-        of_all = self.gather(torch.tensor(moments, dtype=torch.float64))
-        return float((of_all[self.rank] - of_all[0]).median())
+            return 0.0, 0.0
+        best = 0.0, math.inf
+        for asking in range(1, self.size):
+            for _ in range(NUM_QUESTIONS):
+                found = self._ask_time(asking)
+                best = min(best, found or best, key=lambda pair: pair[1])
+        return (0.0, 0.0) if self.rank == 0 else best
+
+    def _ask_time(self, asking: int) -> tuple[float, float] | None:
+        """Let one rank ask rank 0 for its time; return that rank's offset and error."""
+        time_there = torch.zeros(1, dtype=torch.float64)
+        with self.waits.of("a comparison of clocks"):
+            if self.rank == asking:
+                asked = time.perf_counter()
+                dist.send(time_there, 0, group=self.control)
+                dist.recv(time_there, 0, group=self.control)
+                answered = time.perf_counter()
+                return (asked + answered) / 2 - float(time_there), (answered - asked) / 2
+            if self.rank == 0:
+                dist.recv(time_there, asking, group=self.control)
+                time_there[0] = time.perf_counter()
+                dist.send(time_there, asking, group=self.control)
+        return None
 
     def barrier(self) -> None:
         """Wait for all ranks."""

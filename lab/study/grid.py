@@ -38,6 +38,7 @@ SWEEP_SETTINGS = {
         "strategies of one start take turns of so many steps; null: each cell has its own start",
     ),
     "retry": ("none", "failed: run cells again that failed or ran out of memory or time"),
+    "report": ("none", "live: serve the study's page on this machine while cells run"),
     "dry_run": ("false", "print the cells, the time and the disk that they need, and end"),
 }
 DEFAULTS = {key: default for key, (default, _) in SWEEP_SETTINGS.items()} | {
@@ -50,10 +51,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "launcher": ("local", "slurm"),
     "baselines": ("shared", "all"),
     "retry": ("none", "failed"),
+    "report": ("none", "live"),
     "dry_run": ("false", "true"),
 }
 # Keys that say how a sweep runs, not which cells it has; and those of a cell that it sets.
-NOT_OF_GRID = ("study", "runs_dir", "launcher", "cell_timeout_s", "retry", "dry_run")
+NOT_OF_GRID = ("study", "runs_dir", "launcher", "cell_timeout_s", "retry", "report", "dry_run")
 SET_BY_SWEEP = ("cell", "repeat", "resume")
 CEILING = "none"  # the strategy over whose run of one rank speedup is computed, if there is one
 
@@ -118,6 +120,7 @@ class Study:
     Attributes:
         grids: the arguments of each of its grids, without those of the sweep itself.
         retries: whether cells that failed run again.
+        live: whether the study's page is served while cells run.
         turns: steps of a turn, of cells that share a start; None: each has its own.
     """
 
@@ -128,6 +131,7 @@ class Study:
     cell_timeout_s: float
     grids: tuple[tuple[str, ...], ...]
     retries: bool
+    live: bool
     dry_run: bool
     turns: int | None
 
@@ -168,6 +172,7 @@ def read(arguments: Sequence[str]) -> Study:
         timeout_s,
         grids=((*own, *run, *(condition.text for condition in conditions)),),
         retries=one["retry"] == "failed",
+        live=one["report"] == "live",
         dry_run=one["dry_run"] == "true",
         turns=None if turns == "null" else positive("turns", turns),
     )

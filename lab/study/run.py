@@ -7,7 +7,8 @@ import fcntl
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -25,8 +26,15 @@ from lab.study.starts import starts
 LOCK_WAIT_S = 60.0
 
 
-def sweep(line: CommandLine) -> int:
+CellEnded = Callable[[bool], None]  # is told of each cell, and whether it was run now
+Serve = Callable[[Study, Path], AbstractContextManager[CellEnded]]
+
+
+def sweep(line: CommandLine, serve: Serve) -> int:
     """Run the missing cells of a study; with `--cfg` or `dry_run`, print its cells instead.
+
+    Args:
+        serve: shows a study while it runs, if it is to be shown (lab.web.live).
 
     Returns:
         The exit code: 0; 1 if no cell of the study is done; 130 after Ctrl-C.
@@ -47,9 +55,9 @@ def sweep(line: CommandLine) -> int:
     print(source, flush=True)
     run_missing = _run_on_slurm if study.launcher == "slurm" else _run_here
     try:
-        with _alone(root) as lock:
+        with _alone(root) as lock, serve(study, root) if study.live else _unseen() as ended:
             saved.save(root, study)
-            statuses = list(run_missing(study, root, lock))
+            statuses = list(run_missing(study, root, lock, ended))
     except KeyboardInterrupt:
         print("\nstopped; the same command continues from here", file=sys.stderr)
         return 130
@@ -58,7 +66,12 @@ def sweep(line: CommandLine) -> int:
     return 0 if num_done else 1
 
 
-def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
+@contextlib.contextmanager
+def _unseen() -> Iterator[CellEnded]:
+    yield lambda _was_run: None
+
+
+def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator[str]:
     """Run every cell that has no record yet, in order; yield the status of each."""
     from lab.study.launch import run_cells  # imports torch
 
@@ -69,6 +82,7 @@ def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
         for cell, record in known:
             if record is not None:
                 print(labels[cell.name], already(record), flush=True)
+                ended(False)
                 yield record.status
         missing = [cell for cell, record in known if record is None]
         if not missing:
@@ -84,6 +98,7 @@ def _run_here(study: Study, root: Path, lock: int) -> Iterator[str]:
         for cell, record in zip(missing, records, strict=True):
             label = f"{labels[cell.name]} " if several else ""
             print(f"{label}{_outcome(record)}, ETA {eta}", flush=True)
+            ended(True)
             yield record.status
 
 
@@ -93,7 +108,7 @@ def _labels(study: Study) -> dict[str, str]:
     return {cell.name: f"[{at}/{total}] {cell.name}:" for at, cell in enumerate(study.cells, 1)}
 
 
-def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
+def _run_on_slurm(study: Study, root: Path, _lock: int, ended: CellEnded) -> Iterator[str]:
     """Submit every cell that has no record yet; yield the status of each as it ends."""
     from lab.study.slurm import run_cells
 
@@ -104,14 +119,16 @@ def _run_on_slurm(study: Study, root: Path, _lock: int) -> Iterator[str]:
         if record is not None:
             position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
             print(position, already(record), flush=True)
+            ended(False)
             yield record.status
     began = time.monotonic()
-    with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as ended:
-        for num_ended, (cell, record) in enumerate(ended, start=1):
+    with contextlib.closing(run_cells(root, missing, study.cell_timeout_s)) as jobs:
+        for num_ended, (cell, record) in enumerate(jobs, start=1):
             position = f"[{next(positions)}/{len(study.cells)}] {cell.name}:"
             remaining_s = (time.monotonic() - began) / num_ended * (len(missing) - num_ended)
             eta = timedelta(seconds=round(remaining_s))
             print(position, f"{_outcome(record)}, ETA {eta}", flush=True)
+            ended(True)
             yield record.status
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lab.distributed.replicas import replica_hash
+from lab.distributed.world import World
 from lab.measure.noise_scale import noise_scale
 from lab.measure.spans import PHASES, Span
 from lab.measure.statistics import (
@@ -116,19 +117,32 @@ def write_timeline(trainer: Loop, record: Record, directory: RunDirectory) -> No
     spans = trainer.clock.spans(world.rank, trainer.first_step, warmup.num_steps if warmup else 0)
     if not spans:
         return
-    ahead_s = world.clock_ahead_s()
-    texts = world.gather_text(json.dumps([ahead_s, *map(astuple, spans)]))
+    clock = world.clock_ahead_s()
+    texts = world.gather_text(json.dumps([clock, *map(astuple, spans)]))
     if world.rank == 0:
         about = {key: getattr(record, key) for key in TIMELINE_FACTS}
         about["emulation"] = worded(record.emulation) or "none"
+        about["clocks"] = _clocks(world, texts)
         write_trace(directory.path / TIMELINE, _on_one_clock(texts), about)
 
 
 def _on_one_clock(texts: list[str]) -> Iterator[Span]:
     """Yield all ranks' spans on rank 0's clock; `write_timeline` makes the text of a rank."""
-    for ahead_s, *spans in map(json.loads, texts):
+    for (ahead_s, _), *spans in map(json.loads, texts):
         for rank, row, name, start_s, end_s in spans:
             yield Span(rank, row, name, start_s - ahead_s, end_s - ahead_s)
+
+
+def _clocks(world: World, texts: list[str]) -> str:
+    """Say by how much the clocks of hosts differ, and how well that is known."""
+    if world.num_hosts == 1:
+        return "all ranks share one clock"
+    known = [json.loads(text)[0] for text in texts]
+    return "clocks, compared with rank 0's: " + ", ".join(
+        f"rank {rank} {1e3 * ahead_s:+.3f} ms, within {1e3 * error_s:.3f} ms"
+        for rank, (ahead_s, error_s) in enumerate(known)
+        if rank
+    )
 
 
 def note_progress(trainer: Loop, record: Record) -> None:

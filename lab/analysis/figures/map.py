@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -11,11 +11,20 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lab.analysis.figures.sheet import NothingToDraw, Sheet, finish
-from lab.analysis.places import REFERENCE, Lead, Where, on_most_ranks, places_of
-from lab.cluster.settings import RATE, bits_per_s
+from lab.analysis.figures.sheet import finish
+from lab.analysis.places import (
+    REFERENCE,
+    Lead,
+    Row,
+    Where,
+    columns_of,
+    on_most_ranks,
+    places_of,
+    rows_of,
+)
+from lab.analysis.sheet import NothingToDraw, Sheet
 from lab.draw.looks import Look, looks_of
-from lab.draw.style import GREY
+from lab.draw.style import GREY, canvas
 from lab.measure.intervals import ENOUGH_REPEATS, Interval
 
 TOLD_APART, PALE = 0.5, 0.12  # share of a look's colour in a cell; the rest is white
@@ -25,7 +34,6 @@ NOTE = (
     f"×: step of {REFERENCE} over the fastest one's, and its 95 % interval; ≈: not shown to be "
     "slower than the fastest; +3: three more"
 )
-Row = tuple[str, int]  # model, and global batch
 
 
 def map_of_strategies(sheet: Sheet) -> Figure:
@@ -41,21 +49,11 @@ def map_of_strategies(sheet: Sheet) -> Figure:
     rows, columns = rows_of(leads), columns_of(leads)
     looks = looks_of(lead.name for lead in leads.values())
     size = CELL_IN * len(columns) + 1.6, ROW_IN * len(rows) + 1.6
-    figure, axes = sheet.canvas(1, 1, size[0] + 2.0, size[1])
+    figure, axes = canvas(1, 1, size[0] + 2.0, size[1], sheet.page)
     draw_leads(axes[0][0], leads, rows, columns, looks)
     counts = sorted({len(place.steps_s[leads[place.where].name]) for place in places})
     title = f"Fastest strategy on {places[0].where.world_size} ranks"
     return finish(figure, sheet, title, handles_of(looks), sample_of(counts), NOTE)
-
-
-def rows_of(leads: Iterable[Where]) -> list[Row]:
-    """List the rows of a map from top to bottom."""
-    return sorted({(where.model, where.batch_size) for where in leads})
-
-
-def columns_of(leads: Iterable[Where]) -> list[str]:
-    """List the links of a map, slow ones first."""
-    return sorted({where.links for where in leads}, key=lambda links: (_rate(links), links))
 
 
 def draw_leads(
@@ -146,11 +144,6 @@ def _shade(look: Look, share: float) -> str:
 
 def _grey(share: float) -> str:
     return _shade(Look(GREY, "-", ""), share)
-
-
-def _rate(links: str) -> float:
-    found = RATE.search(links)
-    return bits_per_s(found[0]) if found else math.inf
 
 
 def _links_text(links: str) -> str:

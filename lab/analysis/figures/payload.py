@@ -11,14 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from lab.analysis.figures.sheet import (
-    NothingToDraw,
-    Sheet,
-    emulated_handle,
-    finish,
-    line_handle,
-    series_of,
-)
+from lab.analysis.figures.sheet import emulated_handle, finish, line_handle
+from lab.analysis.sheet import NothingToDraw, Sheet, series_of
 from lab.analysis.speedup import Row
 from lab.draw import style
 
@@ -40,7 +34,7 @@ def payload(sheet: Sheet) -> Figure:
         raise NothingToDraw("no finished run sent anything")
     names, sizes = series_of(rows), style.unique(row.world_size for row in rows)
     width = max(7.0, 0.16 * len(names) * len(sizes) + 5.5)
-    figure, axes = sheet.canvas(1, 1, width, 4.4)
+    figure, axes = style.canvas(1, 1, width, 4.4, sheet.page)
     panel = axes[0][0]
     for row in rows:
         place = (names.index(row.series) + 0.5) / len(names) - 0.5

@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lab.analysis.figures.step import PHASE_LOOKS
+from lab.analysis.step_parts import PHASE_LOOKS
 from lab.draw import style
 from lab.draw.looks import ORANGE
 from lab.draw.page import SCREEN, Page

@@ -13,15 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lab.analysis.figures.sheet import (
-    NothingToDraw,
-    Sheet,
-    emulated_handle,
-    finish,
-    line_handle,
-    repeats,
-    series_of,
-)
+from lab.analysis.figures.sheet import emulated_handle, finish, line_handle
+from lab.analysis.sheet import NothingToDraw, Sheet, baselines, repeats, series_of, with_speedup
 from lab.analysis.speedup import Row, prediction_of, unit_of
 from lab.draw import style
 from lab.measure.intervals import Interval
@@ -37,12 +30,14 @@ def speedup_bars(sheet: Sheet) -> Figure:
     The layout is that of H. Kim et al., "Performance Analysis of CNN Frameworks for GPUs",
     ISPASS 2017, slide 26.
     """
-    rows = _with_speedup(sheet)
+    rows = with_speedup(sheet)
     series, sizes = series_of(rows), style.unique(row.world_size for row in rows)
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
     lines = math.ceil(len(series) / sheet.page.num_columns(MOST_COLUMNS))
     columns = math.ceil(len(series) / lines)
-    figure, axes = sheet.canvas(lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sharey=True)
+    figure, axes = style.canvas(
+        lines, columns, 2.6 * columns + 1.6, 2.6 * lines + 1, sheet.page, sharey=True
+    )
     panels = [panel for line in axes for panel in line]
     for panel, name in zip(panels, series, strict=False):
         _panel(panel, sheet, [row for row in rows if row.series == name], sizes, batch_sizes)
@@ -57,16 +52,16 @@ def speedup_bars(sheet: Sheet) -> Figure:
         for size in sizes
     ]
     handles: list[Artist] = [*shades, *emulated_handle(sheet, bars=True)]
-    title = f"Speedup over {_baselines(rows)}, {sheet.scaling} scaling"
+    title = f"Speedup over {baselines(rows)}, {sheet.scaling} scaling"
     return finish(figure, sheet, title, handles, repeats(rows))
 
 
 def scaling(sheet: Sheet) -> Figure:
     """Draw speedup above efficiency, against world size; one column per batch."""
-    rows = _with_speedup(sheet)
+    rows = with_speedup(sheet)
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    figure, axes = sheet.canvas(
-        2, len(batch_sizes), _width(batch_sizes), 6, sharex=True, sharey="row"
+    figure, axes = style.canvas(
+        2, len(batch_sizes), _width(batch_sizes), 6, sheet.page, sharex=True, sharey="row"
     )
     sizes = style.unique(row.world_size for row in rows)
     for column, batch_size in enumerate(batch_sizes):
@@ -83,7 +78,7 @@ def scaling(sheet: Sheet) -> Figure:
     axes[0][0].set_ylabel("speedup")
     axes[1][0].set_ylabel("efficiency (speedup / ranks)")
     ideal = Line2D([], [], color=style.GREY, linestyle=":", label="ideal")
-    title = f"Speedup and efficiency over {_baselines(rows)}, {sheet.scaling} scaling"
+    title = f"Speedup and efficiency over {baselines(rows)}, {sheet.scaling} scaling"
     handles = [*_handles(sheet, rows), ideal]
     return finish(figure, sheet, title, handles, repeats(rows))
 
@@ -94,7 +89,9 @@ def throughput(sheet: Sheet) -> Figure:
     if not rows:
         raise NothingToDraw("no record gives samples_per_s")
     batch_sizes = style.unique(row.fixed_batch_size for row in rows)
-    figure, axes = sheet.canvas(1, len(batch_sizes), _width(batch_sizes), 3.8, sharey=True)
+    figure, axes = style.canvas(
+        1, len(batch_sizes), _width(batch_sizes), 3.8, sheet.page, sharey=True
+    )
     for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
         _lines(
             panel,
@@ -117,13 +114,6 @@ def throughput(sheet: Sheet) -> Figure:
 def _width(batch_sizes: list[int]) -> float:
     """Return the inches for a column per batch and the legend."""
     return max(7.0, 2.8 * len(batch_sizes) + 2.4)
-
-
-def _with_speedup(sheet: Sheet) -> list[Row]:
-    rows = [row for row in sheet.from_one_rank() if not math.isnan(row.speedup.mid)]
-    if not rows:
-        raise NothingToDraw("no 1-rank run to measure speedup from")
-    return rows
 
 
 def _panel(
@@ -200,17 +190,6 @@ def _lines(axes: Axes, sheet: Sheet, rows: list[Row], value: Callable[[Row], Int
 def _handles(sheet: Sheet, rows: list[Row]) -> list[Artist]:
     lines = [line_handle(sheet, name) for name in series_of(rows)]
     return [*lines, *emulated_handle(sheet, bars=False)]
-
-
-def _baselines(rows: list[Row]) -> str:
-    """Name the baselines of the speedup, for a title."""
-    by_series = all(row.baseline == row.series for row in rows)
-    names = {row.strategy if by_series else row.baseline.split(" ")[0] for row in rows}
-    if by_series and len(names) > 1:
-        return "each series' own 1-rank run"
-    own = {row.strategy for row in rows if row.transform and row.baseline == row.series}
-    named = f"{' or '.join(sorted(names - own))} at 1 rank"
-    return f"{named} ({', '.join(sorted(own))}: its own)" if own and names - own else named
 
 
 def _ranks(size: int) -> str:

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lab.analysis.figures.sheet import NothingToDraw, Sheet, emulated_handle, finish, repeats
-from lab.analysis.speedup import CEILING, Row
+from lab.analysis.figures.sheet import emulated_handle, finish
+from lab.analysis.sheet import Sheet
+from lab.analysis.step_parts import EXPOSED_PART, Bar, stacked_bars
 from lab.draw import style
-from lab.draw.looks import BLUE, GREEN, SKY, VERMILLION
-from lab.measure.intervals import Interval
-from lab.measure.spans import PHASES
-
-PHASE_LOOKS: dict[str, str] = dict(
-    zip(PHASES, (style.GREY, SKY, BLUE, VERMILLION, GREEN), strict=True)
-)
-CEILING_PART, EXPOSED_PART = "step of none (ceiling)", "exposed exchange"
-WHOLE_PART = "whole step: no run of\nnone on its model"
-PART_LOOKS = {
-    CEILING_PART: BLUE,
-    EXPOSED_PART: VERMILLION,
-    WHOLE_PART: "#C8C8C8",
-}
-
-
-@dataclass(frozen=True)
-class Bar:
-    """The parts of one bar in seconds, by name, and the interval of its end where known."""
-
-    row: Row
-    parts: dict[str, float]
-    end: Interval | None
 
 
 def step_time(sheet: Sheet) -> Figure:
@@ -47,40 +22,8 @@ def step_time(sheet: Sheet) -> Figure:
     Raises:
         NothingToDraw: the study has neither.
     """
-    if any(row.phases_s for row in sheet.rows):
-        bars = [_phase_bar(row) for row in sheet.rows if row.phases_s]
-        title = f"Step time by phase (breakdown runs), {sheet.scaling} scaling"
-        return _draw(sheet, bars, PHASE_LOOKS, title, _breakdowns(bars))
-    bars = [_exposed_bar(row) for row in sheet.measured()]
-    if not any(CEILING_PART in bar.parts for bar in bars):
-        raise NothingToDraw("no breakdown run, and no run of none to compare with")
-    title = (
-        "Step time as the step of none (ceiling) plus the exposed exchange (throughput runs), "
-        f"{sheet.scaling} scaling"
-    )
-    return _draw(sheet, bars, PART_LOOKS, title, repeats(bar.row for bar in bars))
-
-
-def _phase_bar(row: Row) -> Bar:
-    return Bar(row, dict(row.phases_s), None)
-
-
-def _exposed_bar(row: Row) -> Bar:
-    exposed = row.exposed_exchange_s
-    if row.strategy == CEILING:
-        return Bar(row, {CEILING_PART: row.step_s}, None)
-    if math.isnan(exposed.mid):
-        return Bar(row, {WHOLE_PART: row.step_s}, None)
-    # A strategy may come out faster than the ceiling by noise: the bar then ends at its own step.
-    shown = max(0.0, exposed.mid)
-    ceiling = row.step_s - shown
-    end = Interval(*(row.step_s - exposed.mid + e for e in (exposed.lo, exposed.mid, exposed.hi)))
-    return Bar(row, {CEILING_PART: ceiling, EXPOSED_PART: shown}, end)
-
-
-def _breakdowns(bars: list[Bar]) -> str:
-    counts = style.unique(bar.row.num_breakdowns for bar in bars)
-    return f"medians of n = {' to '.join(map(str, counts))} runs, no intervals"
+    stacked = stacked_bars(sheet)
+    return _draw(sheet, [*stacked.bars], stacked.colours, stacked.title, stacked.sample)
 
 
 def _draw(
@@ -93,7 +36,9 @@ def _draw(
     height = 0.2 * len(places) + 1.8
     ticks = _tick_names(sheet, places)
     width = 2.6 * len(batch_sizes) + 0.07 * max(map(len, ticks)) + style.LEGEND_ROOM
-    figure, axes = sheet.canvas(1, len(batch_sizes), width, height, sharex=True, sharey=True)
+    figure, axes = style.canvas(
+        1, len(batch_sizes), width, height, sheet.page, sharex=True, sharey=True
+    )
     for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
         _stack(
             panel,

@@ -7,38 +7,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lab.analysis.figures.step import PHASE_LOOKS
+from lab.analysis.tracks import (
+    CODEC,
+    COLOURS,
+    COMPUTE,
+    NAMES,
+    TRANSFER,
+    Track,
+    pieces_of,
+    tracks_of,
+)
 from lab.draw import style
-from lab.draw.looks import ORANGE
 from lab.draw.page import SCREEN, Page
 from lab.measure.spans import Span
-from lab.record.trace import Timeline, lanes
+from lab.record.trace import Timeline
 
 MAX_RANKS = 8  # more would not be legible
 LETTER_INCHES = 0.075  # per letter of a name inside a bar
 LABEL_INCHES = 0.65  # width of "Backward"
 ABOVE_CODEC = 0.12  # share of a row's height by which a name moves to make room
 WIDTH = 10.0
-COMPUTE, TRANSFER, CODEC = "compute", "exchange", "codec"
-NAMES = {
-    "data": "Data",
-    "forward": "Forward",
-    "backward": "Backward",
-    "wait": "Waits",
-    "optimizer": "Update",
-    TRANSFER: "Transfer",
-    CODEC: "Encode, decode",
-}
-COLOURS = {
-    "data": PHASE_LOOKS["data"],
-    "forward": PHASE_LOOKS["forward"],
-    "backward": PHASE_LOOKS["backward"],
-    "wait": "white",
-    "optimizer": PHASE_LOOKS["update"],
-    TRANSFER: PHASE_LOOKS["exchange"],
-    CODEC: ORANGE,
-}
-ON_ONE_LINE = ("data", "forward", "backward", "wait", "optimizer")
 
 
 def timeline_of_step(timeline: Timeline, page: Page = SCREEN) -> Figure:
@@ -79,24 +67,12 @@ def timeline_of_step(timeline: Timeline, page: Page = SCREEN) -> Figure:
     )
 
 
-Track = tuple[int, str, int]  # rank, compute or exchange, lane
-
-
-def _lanes(spans: list[Span]) -> list[tuple[Span, Track]]:
-    """Assign spans to tracks; computation never overlaps itself. Codec spans have none."""
-    transfers = lanes(span for span in spans if span.row == TRANSFER)
-    return [
-        *((span, (span.rank, COMPUTE, 0)) for span in spans if span.row in ON_ONE_LINE),
-        *((span, (span.rank, TRANSFER, lane)) for span, lane in transfers),
-    ]
-
-
 def _rows(spans: list[Span]) -> tuple[dict[Track, float], list[tuple[float, str]]]:
     """Return the height of each track, and the label of the first of its kind."""
     heights: dict[Track, float] = {}
     ticks: list[tuple[float, str]] = []
     down = 0.0
-    for place in sorted({place for _, place in _lanes(spans)}):
+    for place in sorted({place for _, place in tracks_of(spans)}):
         rank, kind, lane = place
         if kind == COMPUTE and heights:
             down += 0.5  # between ranks
@@ -109,16 +85,9 @@ def _rows(spans: list[Span]) -> tuple[dict[Track, float], list[tuple[float, str]
 
 def _bars(spans: list[Span], heights: dict[Track, float]) -> list[tuple[Span, float, float]]:
     """List every span with its height and its share of a track's thickness."""
-    whole = [(span, heights[place], 1.0) for span, place in _lanes(spans)]
-    transfers = [bar for bar in whole if bar[0].row == TRANSFER]
-    pieces = [
-        (piece, height, 0.35)
-        for piece in spans
-        if piece.row == CODEC
-        for span, height, _ in transfers
-        if (span.rank, span.name) == (piece.rank, piece.name)
-        and span.start_s <= piece.start_s <= span.end_s
-    ]
+    placed = tracks_of(spans)
+    whole = [(span, heights[place], 1.0) for span, place in placed]
+    pieces = [(piece, heights[place], 0.35) for piece, place in pieces_of(spans, placed)]
     return [*whole, *pieces]
 
 

@@ -35,15 +35,16 @@ def table(result: dict[str, Any]) -> str:
 def write(path: Path, result: dict[str, Any]) -> list[Path]:
     """Write the result as JSON, and its figure next to it if this benchmark has one."""
     write_json(path, result)
-    return [path, draw(path)] if hasattr(_module_of(result), "figure") else [path]
+    picture = path.with_suffix(".png")
+    return [path, picture] if draw(json.loads(path.read_text()), picture) else [path]
 
 
-def draw(path: Path) -> Path:
-    """Draw the result in the JSON file at `path`; return the path of the PNG next to it."""
-    result = json.loads(path.read_text())
-    target = path.with_suffix(".png")
-    save(lambda: _module_of(result).figure(result), target)
-    return target
+def draw(result: dict[str, Any], target: Path) -> bool:
+    """Draw the result to a file; return whether this benchmark has a figure."""
+    module = _module_of(result)
+    if has_one := hasattr(module, "figure"):
+        save(lambda: module.figure(result), target)
+    return has_one
 
 
 def _module_of(result: dict[str, Any]) -> ModuleType:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 
-from lab.analysis.figures.sheet import Sheet
 from lab.analysis.figures.speedup import scaling
 from lab.analysis.records import load_study
+from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
 from lab.draw.looks import LOOKS, looks_of
 from tests.support.cases import ALL_STRATEGIES

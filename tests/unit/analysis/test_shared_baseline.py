@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lab.analysis import summary
-from lab.analysis.figures.sheet import Sheet
 from lab.analysis.figures.speedup import scaling
 from lab.analysis.records import load_study
+from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import Row, shared_runs, table
 from lab.diagnosis.evidence import gather
 from lab.draw.looks import looks_of

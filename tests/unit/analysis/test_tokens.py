@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from lab.analysis import summary
 from lab.analysis.figures.convergence import convergence, make_logarithmic
-from lab.analysis.figures.sheet import Sheet
 from lab.analysis.figures.speedup import throughput
 from lab.analysis.records import Study, load_study
+from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import Row, prediction_of, table
 from lab.draw.looks import looks_of
 from tests.support.figures import ticks

@@ -362,7 +362,7 @@ def test_table_and_figure_come_from_the_json_alone(
     text = show.table(json.loads(path.read_text()))
     assert "nan" not in text and "emulated: 2 threads of 2 ranks share 1 CPU cores" in text
     saved = keep_saved(monkeypatch)
-    assert show.draw(path) == tmp_path / "a.png"
+    assert show.draw(json.loads(path.read_text()), tmp_path / "a.png")
     figure = saved["a.png"]
     names, entries, num_panels = DRAWN[name]
     assert ticks(figure.axes[0], "x" if name == "collective" else "y") == names

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from lab.analysis import summary
 from lab.analysis.figures.payload import payload
-from lab.analysis.figures.sheet import Sheet
 from lab.analysis.records import Study, load_study
+from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
 from lab.benchmarks import codec, collective, sizes
 from lab.benchmarks.views import convolution, footprint, memory, roofline, text, transfer
@@ -30,6 +30,8 @@ from lab.study import dry_run
 from lab.sync.idle import idle
 from lab.sync.pattern import gradsync
 from lab.training import outcome
+from lab.web import charts
+from lab.web.tables import points_table
 from tests.conftest import ROOT
 from tests.support.figures import ys
 from tests.support.records import leave, make_record
@@ -87,7 +89,19 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
     profile |= {"sources": {"p": "measured"}, "by_default": False, "measured": None}
     profile |= {"hardware": [{"name": "h", "conditions": "", "assumed": []}]}
     rows = {"rows": [{"scaling": "strong", "evidence": "", "conditions": "", "basis": "profile"}]}
+    points = points_table([row], "a")
+    tabled = zip(points.header, points.rows[0], strict=True)
+    charted = charts.payload(sheet, {}).spec
+    titles = charted["spec"]["layer"][0]["encoding"]["y"]["title"]
     return {
+        "lab/web/charts.py": (
+            f"{charted['data']['values'][0]['value']} {titles}",
+            "200.0 MB per step, busiest rank",
+        ),
+        "lab/web/tables.py": (
+            " ".join(f"{name} {cell.text}" for name, cell in tabled),
+            "payload MB 200.0",
+        ),
         "lab/analysis/summary.py": (summary.text([row], study), "payload MB 200,"),
         "lab/analysis/figures/payload.py": (
             f"{panel.get_ylabel()}: {max(map(max, map(ys, panel.lines)))}",

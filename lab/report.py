@@ -1,0 +1,58 @@
+"""Write one page about studies, to share: `python -m lab.report runs/mine`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from lab.settings.command import Command, CommandLine
+from lab.settings.command_line import answer
+from lab.settings.errors import ConfigError
+from lab.settings.overrides import file_to_write
+
+COMMAND = Command(
+    "lab.report",
+    """\
+Write one HTML file about studies: verdict, tables, charts, timelines, causes, records. It opens by
+double click, asks the network for nothing, and can be read without JavaScript. Of two studies it
+shows the differences. Results of lab.bench, FILE.json, are shown too.""",
+    (
+        "python -m lab.report runs/demo",
+        "python -m lab.report runs/demo out=demo.html",
+        "python -m lab.report runs/before runs/after out=change.html",
+        "python -m lab.report runs/demo layers.json",
+    ),
+    {"out": ("null", "FILE.html; null: STUDY/report.html, in the folder of the first study")},
+    word="STUDY|FILE.json",
+    several=True,
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page; the exit code is 2 for an input that cannot be shown."""
+    command = shlex.join(["python", "-m", COMMAND.name, *arguments])
+    return answer(COMMAND, arguments, lambda line: _report(line, command))
+
+
+def _report(line: CommandLine, command: str) -> int:
+    out = file_to_write("out", COMMAND.texts(line.settings)["out"], ".html")
+    # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
+    from lab.web.command import parts_of
+    from lab.web.page import render, write
+
+    paths = [Path(word) for word in line.words]
+    try:
+        target = out or next(p for p in paths if p.suffix != ".json") / "report.html"
+        page = render(parts_of(paths, command))
+        write(page, target)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    except StopIteration:
+        raise ConfigError("out=null: no study is given, so say where: out=FILE.html") from None
+    print(f"wrote {target}, {len(page.encode()):,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

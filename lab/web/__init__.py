@@ -1,0 +1,1 @@
+"""One self-contained page of studies: its contents, charts, timelines, and the live server."""

@@ -1,0 +1,122 @@
+"""Assemble the page: one HTML file that asks for nothing and runs nothing but its own script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from lab.record.files import write_atomically
+from lab.web.compared import Compared
+from lab.web.contents import Contents
+from lab.web.privacy import clean
+from lab.web.progress import Progress
+from lab.web.vega import CONFIG, Chart, bundle
+
+if TYPE_CHECKING:
+    from lab.web.benched import Benched  # imports matplotlib
+
+ASSETS = Path(__file__).parent / "assets"
+# As entities nothing in a script element can end it; JSON reads them as the same characters.
+IN_SCRIPT = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a page.
+
+    Attributes:
+        command: makes the page again.
+        compared: how the second study differs from the first; None: there is one.
+    """
+
+    title: str
+    command: str
+    studies: Sequence[Contents]
+    benched: Sequence[Benched]
+    compared: Compared | None
+
+
+def render(parts: Parts, progress: Progress | None = None) -> str:
+    """Write the page.
+
+    Scripts and styles are inside, and a Content-Security-Policy admits them alone, by their
+    hashes. All texts are escaped where the template puts them (jinja2), and cleaned of what
+    strangers should not read (lab.web.privacy).
+
+    Args:
+        progress: of the sweep whose page is served while it runs; such a page may ask its server.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_cleaned,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    charts = [
+        replace(chart, spec=clean(chart.spec))
+        for study in parts.studies
+        for chart in (*study.charts, *study.timelines)
+    ]
+    script = "\n".join([bundle(), (ASSETS / "page.js").read_text()])
+    style = (ASSETS / "page.css").read_text()
+    return environment.get_template("page.html").render(
+        parts=parts,
+        progress=progress,
+        svgs={chart.name: Markup(chart.svg()) for chart in charts},
+        data=_in_script(_data(charts, parts.studies)),
+        script=Markup(script),
+        style=Markup(style),
+        policy=_policy(script, style, "'self'" if progress else "'none'"),
+    )
+
+
+def write(page: str, path: Path) -> None:
+    """Write a page. OSError: the file cannot be written."""
+    write_atomically(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
+
+
+def _data(charts: Iterable[Chart], studies: Iterable[Contents]) -> dict[str, Any]:
+    return {
+        "config": CONFIG,
+        "charts": {chart.name: chart.spec for chart in charts},
+        "records": [record for study in studies for record in study.records],
+    }
+
+
+def _in_script(value: object) -> Markup:
+    """Write JSON that may stand in a script element."""
+    text = json.dumps(clean(value), ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    return Markup(text.translate(IN_SCRIPT))
+
+
+def _policy(script: str, style: str, server: str) -> str:
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "img-src data:",
+            f"script-src {_hash(script)}",
+            f"style-src {_hash(style)}",
+            "base-uri 'none'",
+            f"connect-src {server}",
+            f"form-action {server}",
+        ]
+    )
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _cleaned(value: object) -> object:
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,0 +1,57 @@
+"""Keep from strangers what is not theirs: paths of a machine, a user's name, secrets."""
+
+from __future__ import annotations
+
+import getpass
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+PATH = re.compile(r"(?<![\w./:<])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+,=-]+){2,}[/\\]?")
+SECRET = re.compile(
+    r"(?i)\b([\w.-]*(?:api_?key|token|secret|passw(?:or)?d|credential)[\w.-]*\s*[=:]\s*)[^\s,;'\"]+"
+)
+OF_URL = re.compile(r"(\w+://)[^/\s@]+@")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+HIDDEN = "…"
+COMMON = ("root", "user", "admin", "ubuntu")  # no one's name, and words of the lab's own
+
+
+def clean(value: Any) -> Any:
+    """Return a value of JSON without what a stranger should not read, in keys and texts too.
+
+    Characters that control a terminal, or the direction of text, are replaced as well: they would
+    let a name show as another.
+    """
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(key)): clean(each) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [clean(each) for each in value]
+    return value
+
+
+def clean_text(text: str) -> str:
+    """Return a text without paths but their last part, secrets, the user's name and controls."""
+    text = CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    text = OF_URL.sub(rf"\1{HIDDEN}@", text)
+    text = SECRET.sub(rf"\1{HIDDEN}", text)
+    text = PATH.sub(_last_part, text)
+    user = _user()
+    return re.sub(rf"\b{re.escape(user)}\b", HIDDEN, text) if user else text
+
+
+def _last_part(path: re.Match[str]) -> str:
+    parts = re.split(r"[/\\]", path.group().rstrip("/\\"))
+    return f"{HIDDEN}/{parts[-1]}"
+
+
+@cache
+def _user() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        return ""
+    return "" if name in COMMON or len(name) < 3 else name

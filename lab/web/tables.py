@@ -1,0 +1,98 @@
+"""Tables of a page: cells with a text to read and a value to sort by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lab.analysis.speedup import Row, unit_of
+from lab.measure.intervals import Interval, of_level
+from lab.task.metrics import heading, main_metric
+from lab.web.texts import UNKNOWN_TEXT, interval_text, number_text
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A cell of a table.
+
+    Attributes:
+        order: what to sort by; None: the text.
+    """
+
+    text: str
+    order: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that a reader may sort by any column and filter by any text.
+
+    Attributes:
+        name: identifies it on the page.
+        title: its caption.
+    """
+
+    name: str
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[TableCell]]
+
+
+def points_table(rows: Sequence[Row], name: str) -> Table:
+    """Make a line for each point of a study, with the interval and the number of each figure."""
+    unit = unit_of(rows)
+    metric = main_metric(each for row in rows for each in row.final)
+    title, factor = heading(metric)
+    columns = {
+        "series": [TableCell(row.series) for row in rows],
+        "ranks": [_count(row.world_size) for row in rows],
+        "batch": [_count(row.fixed_batch_size) for row in rows],
+        "scaling": [TableCell(row.scaling) for row in rows],
+        "n": [_count(row.num_repeats) for row in rows],
+        "step ms": [_interval(of_level([*row.steps_s.values()]), 1e3) for row in rows],
+        f"{unit}s/s": [_interval(row.samples_per_s) for row in rows],
+        "speedup": [_interval(row.speedup) for row in rows],
+        "efficiency": [_interval(row.efficiency) for row in rows],
+        "exposed ms": [_interval(row.exposed_exchange_s, 1e3) for row in rows],
+        "payload MB": [_number(row.payload_max_bytes, 1e-6) for row in rows],
+        title: [_number(row.final.get(metric, math.nan), factor) for row in rows],
+        "runs": [TableCell(_runs(row)) for row in rows],
+        "emulation": [TableCell(row.emulation or "none") for row in rows],
+    }
+    told = {
+        key: cells
+        for key, cells in columns.items()
+        if any(cell.text != UNKNOWN_TEXT for cell in cells)
+    }
+    lines = list(zip(*told.values(), strict=True))
+    return Table(name, "Every point; brackets are 95 % intervals over n repeats", [*told], lines)
+
+
+def of_texts(name: str, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table whose cells are texts; those that are numbers are sorted as such."""
+    return Table(name, title, header, [[_text(text) for text in row] for row in rows])
+
+
+def _text(text: str) -> TableCell:
+    try:
+        return TableCell(text, float(text.split(" ")[0].rstrip("%")))
+    except ValueError:
+        return TableCell(text)
+
+
+def _count(value: int) -> TableCell:
+    return TableCell(str(value), value)
+
+
+def _number(value: float, scale: float = 1.0) -> TableCell:
+    return TableCell(number_text(value, scale), None if math.isnan(value) else value * scale)
+
+
+def _interval(value: Interval, scale: float = 1.0) -> TableCell:
+    return TableCell(interval_text(value, scale), None if math.isnan(value.mid) else value.mid)
+
+
+def _runs(row: Row) -> str:
+    bad = [f"{count} {name}" for name, count in row.statuses.items() if count and name != "done"]
+    return ", ".join([f"{row.statuses['done']} done", *bad])

@@ -1,0 +1,83 @@
+"""A sweep that is watched while it runs, stopped from its page, and started again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.conftest import wait_for
+from tests.support import HANG_S
+
+CELLS = ("study=watched", "strategy=none,allreduce,onebit", "world_size=1", "baselines=all")
+RUN = ("device=cpu", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=500")
+
+
+def sweep(environment: dict[str, str], folder: Path, *more: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "lab.sweep", *CELLS, *RUN, *more]
+    return subprocess.Popen(
+        line,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    for line in process.stdout:
+        if found := re.match(r"live: (\S+)", line):
+            return found[1]
+    raise AssertionError("the sweep printed no address")
+
+
+def get(url: str, host: str | None = None) -> str:
+    request = urllib.request.Request(url, headers={"Host": host} if host else {})
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+        return answer.read().decode()
+
+
+def test_a_sweep_is_watched_stopped_and_resumed(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    first = sweep(environment, tmp_path, "report=live")
+    address = address_of(first)
+    wait_for(lambda: json.loads(get(f"{address}progress"))["num_drawn"] >= 1)
+    page = get(address)
+    assert "Stop the sweep" in page
+    assert "lab.sweep study=watched strategy=none" in page
+
+    root = address.rpartition("/")[0].rpartition("/")[0]
+    for wrong in (f"{root}/", f"{root}/guess/", f"{address}../etc/passwd", f"{address}record.json"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get(wrong)
+        assert refused.value.code == 404
+        refused.value.close()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(address, host="evil.example")
+    assert refused.value.code == 404
+    refused.value.close()
+
+    where = urlsplit(address)
+    asking = HTTPConnection(where.hostname or "", where.port, timeout=HANG_S)
+    asking.request("POST", f"{where.path}stop")
+    assert asking.getresponse().status == 303
+    asking.close()
+    output, _ = first.communicate(timeout=HANG_S)
+    assert first.returncode == 130, output
+
+    again = sweep(environment, tmp_path)
+    output, _ = again.communicate(timeout=HANG_S)
+    assert again.returncode == 0, output
+    assert "done already" in output
+    assert "3 of 3 cells done" in output

@@ -1,0 +1,96 @@
+"""Studies of made-up runs, as large as those that people share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from lab.measure.spans import Span
+from lab.record.steps import STEPS
+from lab.record.trace import TIMELINE, write_trace
+from tests.support.records import leave, make_record
+
+STRATEGIES = {"none": 0.0, "allreduce": 0.5, "tree": 0.8, "overlap": 0.2, "onebit": 0.1}
+SIZES, BATCHES, REPEATS = (1, 2, 4), (64, 128), 5
+NOISE = 0.02
+
+
+def make_study(
+    folder: Path, num_cells: int = 150, seed: int = 0, faster: float = 1.0, name: str = "made"
+) -> Path:
+    """Leave the records of a study, with learning curves and the timeline of one run.
+
+    Args:
+        num_cells: as many repeats are made as it takes, at least.
+        faster: divides all steps of several ranks.
+    """
+    rng = np.random.default_rng(seed)
+    repeats = max(REPEATS, -(-num_cells // (len(STRATEGIES) * len(SIZES) * len(BATCHES))))
+    for strategy, exposed in STRATEGIES.items():
+        for size in SIZES:
+            for batch in BATCHES:
+                for repeat in range(repeats):
+                    alone = 1e-3 * batch / size
+                    added = 0.02 * exposed if size > 1 else 0.0
+                    seconds = (alone + added) / (faster if size > 1 else 1.0)
+                    seconds *= float(np.exp(rng.normal(0, NOISE)))
+                    cell = f"{strategy}-n{size}-b{batch}-r{repeat}"
+                    record = make_record(
+                        strategy,
+                        size,
+                        seconds,
+                        batch_size=batch,
+                        study=name,
+                        cell=cell,
+                        repeat=repeat,
+                        started_at=f"2026-11-0{1 + repeat % 9}T10:00:00+00:00",
+                        payload_bytes_per_step=[int(1e6 * exposed * 10 * (size > 1))] * size,
+                        num_parameters=2_500_000,
+                        final={"loss": 0.3, "accuracy": 0.9},
+                        environment={
+                            "cpu": "made",
+                            "num_cores": 4,
+                            "memory_gib": 8,
+                            "torch": "2.13",
+                        },
+                    )
+                    leave(folder / cell, record)
+    write_timeline(folder / f"overlap-n{SIZES[-1]}-b64-r0", SIZES[-1])
+    write_curve(folder / f"overlap-n{SIZES[-1]}-b128-r0", SIZES[-1])
+    return folder
+
+
+def write_timeline(cell: Path, num_ranks: int, num_steps: int = 5, num_buckets: int = 8) -> None:
+    """Write a timeline of some steps, each with an exchange for each bucket."""
+    spans = list[Span]()
+    for rank in range(num_ranks):
+        for step in range(num_steps):
+            begin = 0.1 * step
+            ends = {
+                "data": 0.005,
+                "forward": 0.03,
+                "backward": 0.08,
+                "wait": 0.09,
+                "optimizer": 0.1,
+            }
+            spans.append(Span(rank, "step", f"step {step}", begin, begin + 0.1))
+            last = 0.0
+            for row, end in ends.items():
+                spans.append(Span(rank, row, row, begin + last, begin + end))
+                last = end
+            for bucket in range(num_buckets):
+                start = begin + 0.03 + 0.006 * bucket
+                name = f"layer{bucket}.weight layer{bucket}.bias"
+                spans.append(Span(rank, "exchange", name, start, start + 0.01))
+                spans.append(Span(rank, "codec", name, start, start + 0.002))
+    write_trace(cell / TIMELINE, spans, {"strategy": "overlap", "world_size": num_ranks})
+
+
+def write_curve(cell: Path, num_ranks: int, num_steps: int = 200) -> None:
+    """Write the losses of a run's steps."""
+    steps = np.arange(num_steps)
+    table = pd.DataFrame({"rank": 0, "step": steps, "step_s": 0.05, "timed": True})
+    table["loss"], table["end_s"] = 2.3 * np.exp(-steps / 60) + 0.1, 0.05 * (steps + 1)
+    pd.concat([table.assign(rank=rank) for rank in range(num_ranks)]).to_parquet(cell / STEPS)

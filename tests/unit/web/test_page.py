@@ -1,0 +1,136 @@
+"""The page: all of a study in one file, in which names of others stay text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lab.record.schema import read_record
+from lab.web.command import parts_of
+from lab.web.page import render
+from lab.web.vega import bundle
+from tests.support.studies import make_study
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"' onmouseover='alert(1)",
+    "{{ 7 * 7 }}",
+    "${alert(1)}",
+    "]]><!--",
+    "\u202egnp.exe",
+    "\x00\x1b[31m",
+    "=HYPERLINK(1)",
+    "x" * 10_000,
+)
+
+
+class Reader(HTMLParser):
+    """Counts elements, and keeps attributes and the texts of scripts and of cells."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags = Counter[str]()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.scripts: list[str] = []
+        self._in_script = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+
+
+def page_of(*folders: Path) -> str:
+    return render(parts_of(folders, "python -m lab.report made"))
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_study(tmp_path_factory.mktemp("studies") / "made")
+
+
+@pytest.fixture(scope="module")
+def page(study: Path) -> str:
+    return page_of(study)
+
+
+def test_the_same_records_give_the_same_bytes(study: Path, page: str) -> None:
+    assert page_of(study) == page
+
+
+def test_a_page_of_150_runs_is_small(page: str) -> None:
+    library = len(bundle().encode())
+    assert library < 1e6
+    assert len(page.encode()) - library < 2e6
+
+
+def test_it_says_first_what_is_fastest_and_how_sure_that_is(page: str) -> None:
+    (sentence,) = re.findall(r'<p class="verdict">([^<]*)', page)
+    assert sentence.startswith("On 4 ranks at batch 128, onebit ")
+    assert re.search(r"3\.\d+ \[3\.\d+, [34][.\d]*\] times as fast as one rank, n = 5", sentence)
+
+
+def test_every_point_has_a_line_and_every_record_is_inside(page: str) -> None:
+    read = Reader(page)
+    table = page.partition('<table id="s1-points">')[2].partition("</table>")[0]
+    assert table.count("<tr>") == 1 + 5 * 3 * 2
+    data = json.loads(read.scripts[0])
+    assert len(data["records"]) == 150
+    assert {name.rpartition("-")[2] for name in data["charts"]} >= {"speedup", "efficiency"}
+    assert read.tags["svg"] >= len(data["charts"])  # drawn without JavaScript
+
+
+def test_it_asks_for_nothing(page: str) -> None:
+    read = Reader(page)
+    links = [value for _, name, value in read.attributes if name in ("src", "href", "action")]
+    assert not [link for link in links if not link.startswith(("data:", "#"))]
+    (policy,) = (value for _, name, value in read.attributes if value.startswith("default-src"))
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_names_of_others_stay_text(study: Path, page: str, tmp_path: Path) -> None:
+    plain = make_study(tmp_path / "plain")
+    hostile = make_study(tmp_path / "hostile")
+    for folder, names in (
+        (plain, [f"name {at}" for at in range(len(HOSTILE))]),
+        (hostile, HOSTILE),
+    ):
+        for at, name in enumerate(names):
+            path = folder / f"tree-n4-b64-r{at % 5}" / "record.json"
+            record = read_record(path)
+            record.environment = {**record.environment, "cpu": name, name: name}
+            record.final[name] = 0.5
+            record.idle = [*record.idle, name]
+            if at >= 5:
+                record.end("failed", name, name)
+            record.write(path)
+    expected, found = Reader(page_of(plain)), Reader(page_of(hostile))
+    assert found.tags == expected.tags
+    names = {name for _, name, _ in found.attributes}
+    assert names == {name for _, name, _ in expected.attributes}
+    assert not [name for name in names if name.startswith("on")]
+    assert len(json.loads(found.scripts[0])["records"]) == 150
+
+
+def test_two_studies_of_one_thing_do_not_differ(study: Path, tmp_path: Path) -> None:
+    again = page_of(study, make_study(tmp_path / "again", seed=1))
+    assert "again is at 30 not distinguishable" in again
+    better = page_of(study, make_study(tmp_path / "better", seed=1, faster=1.2))
+    assert "better is at 20 faster, 10 not distinguishable" in better
