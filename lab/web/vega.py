@@ -85,7 +85,7 @@ def bundle() -> str:
     """
     path = cache_folder() / f"vega-{version('vl-convert-python')}-{VL_VERSION}.js"
     if not path.exists():
-        made = javascript_bundle(vl_version=VL_VERSION)
+        made = javascript_bundle(vl_version=VL_VERSION)  # pyright: ignore[reportCallIssue]
         write_atomically(path, lambda temporary: temporary.write_text(made, encoding="utf-8"))
     return f"/*\n{LICENSE.read_text()}*/\n{path.read_text(encoding='utf-8')}"
 

@@ -71,7 +71,7 @@ def make_logarithmic(panel: Axes) -> None:
     low, high = panel.get_ylim()
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)))
     candidates = [np.outer(decades, steps).ravel() for steps in ((1, 2, 5), (1, 1.5, 2, 3, 4, 6))]
-    candidates.append(MaxNLocator(4).tick_values(low, high))
+    candidates.append(np.array(MaxNLocator(4).tick_values(low, high)))
     seen = [ticks[(ticks >= low) & (ticks <= high)] for ticks in candidates]
     panel.set_yticks(next((ticks for ticks in seen if len(ticks) >= FEWEST_TICKS), seen[-1]))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
