@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.analysis.leaders import ERRORS
+from lab.analysis.records import Cell
 from lab.analysis.speedup import Row
 from lab.measure.intervals import Interval, of_ratio
 
+Place = tuple[str, str, int, int]  # series, scaling, ranks and batch
 Finding = Literal["faster", "slower", "not distinguishable", "too few repeats"]
 
 
@@ -39,10 +41,10 @@ def differences(first: Sequence[Row], second: Sequence[Row], floor: float) -> li
     Args:
         floor: the larger noise floor of the two (lab.analysis.noise); NaN if unknown.
     """
-    earlier = {_place(row): row for row in first if row.num_repeats}
-    shared = [row for row in second if row.num_repeats and _place(row) in earlier]
+    earlier = {place_of(row): row for row in first if row.num_repeats}
+    shared = [row for row in second if row.num_repeats and place_of(row) in earlier]
     level = 1 - ERRORS / max(1, len(shared))
-    return [_compare(earlier[_place(row)].steps_s, row, level, floor) for row in shared]
+    return [_compare(earlier[place_of(row)].steps_s, row, level, floor) for row in shared]
 
 
 def _compare(before: Mapping[int, float], row: Row, level: float, floor: float) -> Difference:
@@ -61,5 +63,6 @@ def _finding(ratio: Interval, floor: float) -> Finding:
     return "not distinguishable"
 
 
-def _place(row: Row) -> tuple[str, str, int, int]:
-    return row.series, row.scaling, row.world_size, row.fixed_batch_size
+def place_of(one: Row | Cell) -> Place:
+    """Return what tells a point of a study from others."""
+    return one.series, one.scaling, one.world_size, one.fixed_batch_size

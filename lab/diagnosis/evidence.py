@@ -244,7 +244,7 @@ def _to_run(
 ) -> dict[str, str]:
     cell, size = point.one, str(point.one.world_size)
     own = "name" in _settings(cell).get("model", {})  # of a loop that lab.Run recorded
-    command = _own_loop if own else _sweep
+    command = _own_loop if own else sweep_command
     lacking = [ranks for ranks, at in (("1", base), (size, ceiling)) if at is None]
     commands = {}
     if lacking:
@@ -253,7 +253,8 @@ def _to_run(
     if not point.step_s():
         commands["its step, unmarked"] = command(study, cell, cell.strategy, size)
     if not point.done("breakdown") and not own:
-        commands["its phases"] = _sweep(study, cell, cell.strategy, size, "measure=breakdown")
+        more = "measure=breakdown"
+        commands["its phases"] = sweep_command(study, cell, cell.strategy, size, more)
     return commands
 
 
@@ -265,7 +266,7 @@ def _own_loop(study: Study, cell: Cell, strategy: str, sizes: str) -> str:
     )
 
 
-def _sweep(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:
+def sweep_command(study: Study, cell: Cell, strategy: str, sizes: str, *more: str) -> str:
     """Return the command that adds runs comparable with `cell` to the study."""
     folder = study.folder.resolve()
     where = [f"study={folder.name}"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lab.analysis.curves import curves_of
+from lab.analysis.differences import Place, place_of
 from lab.analysis.sheet import NothingToDraw, Sheet, baselines, repeats, series_of, with_speedup
 from lab.analysis.speedup import Row, unit_of
 from lab.analysis.step_parts import stacked_bars
@@ -17,7 +18,7 @@ from lab.web.texts import interval_text
 from lab.web.vega import Chart, Spec, series_scales
 
 PANEL, MOST_COLUMNS = 230, 4  # pixels of a panel, and panels side by side
-Commands = Mapping[tuple[str, int, int], str]  # by series, ranks and batch
+Commands = Mapping[Place, str]
 
 
 def charts_of(sheet: Sheet, commands: Commands, prefix: str) -> list[Chart]:
@@ -239,26 +240,23 @@ def _lines(
             "encoding": {"x": x, "y": y, **colour, "strokeDash": scales["strokeDash"]},
         },
         *([intervals] if any(point["low"] is not None for point in data) else []),
-        {
-            "params": [
-                {
-                    "name": "picked",
-                    "select": {"type": "point", "fields": ["series"]},
-                    "bind": "legend",
-                }
-            ],
-            "mark": {"type": "point", "size": 55, "strokeWidth": 1.4},
-            "encoding": {
-                **{"x": x, "y": y, "shape": scales["shape"]},
-                **{"stroke": scales["color"], "opacity": faded, "tooltip": tooltip},
-                "fill": {
-                    "condition": {"test": "datum.emulated", "value": "white"},
-                    **scales["color"],
-                },
-            },
-        },
+        _points({"x": x, "y": y, "opacity": faded, "tooltip": tooltip}, scales),
     ]
     return _panels(sheet, data, {"layer": layers}, height=PANEL)
+
+
+def _points(encoding: Spec, scales: Spec) -> Spec:
+    """Mark points, hollow if emulated; a click on the legend picks a series."""
+    picked = {"type": "point", "fields": ["series"]}
+    hollow = {"condition": {"test": "datum.emulated", "value": "white"}, **scales["color"]}
+    return {
+        "params": [{"name": "picked", "select": picked, "bind": "legend"}],
+        "mark": {"type": "point", "size": 55, "strokeWidth": 1.4},
+        "encoding": {
+            **encoding,
+            **{"shape": scales["shape"], "stroke": scales["color"], "fill": hollow},
+        },
+    }
 
 
 def _panels(sheet: Sheet, data: list[dict[str, Any]], panel: Spec, height: Any) -> Spec:
@@ -283,7 +281,7 @@ def _tooltip(**titles: str) -> list[Spec]:
 
 
 def _command(commands: Commands, row: Row) -> str:
-    return commands.get((row.series, row.world_size, row.fixed_batch_size), "")
+    return commands.get(place_of(row), "")
 
 
 def _known(value: float) -> float | None:

@@ -21,10 +21,8 @@ def parts_of(paths: Sequence[Path], command: str) -> Parts:
         ValueError: one cannot be read.
         OSError: likewise.
     """
-    folders, results = (
-        [path for path in paths if (path.suffix == ".json") is is_result]
-        for is_result in (False, True)
-    )
+    results = [path for path in paths if path.suffix == ".json"]
+    folders = [path for path in paths if path not in results]
     studies = [contents_of(path, f"s{at}-") for at, path in enumerate(folders, start=1)]
     names = [each.study.folder.name for each in studies] or [path.stem for path in paths]
     compared = compare(*studies[:2]) if len(studies) > 1 else None

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lab.analysis.differences import place_of
 from lab.analysis.noise import floor_text, noise_floor
 from lab.analysis.points import Point, points_of
-from lab.analysis.records import Cell, Study, load_study
+from lab.analysis.records import Study, load_study
 from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import Row, shared_runs, table
 from lab.analysis.summary import leader_lines
-from lab.diagnosis.evidence import Evidence, gather
+from lab.diagnosis.evidence import Evidence, gather, sweep_command
 from lab.diagnosis.remedies import remedies
 from lab.diagnosis.rules import Verdict, judge
 from lab.diagnosis.view import full, headline, reason
@@ -30,7 +30,7 @@ from lab.web.tables import Table, of_texts, points_table
 from lab.web.timeline import timeline_chart
 from lab.web.vega import Chart
 
-MOST_SERIES = 40
+MOST_SERIES = 40  # of a chart; more look alike
 MOST_TIMELINES = 8  # of a study: first repeats of as many breakdowns
 MACHINE = ("hostname", "cpu", "num_cores", "memory_gib", "gpus", "os", "python", "torch", "nccl")
 
@@ -87,7 +87,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         study=study,
         rows=rows,
         floor=floor,
-        verdict=verdict(rows, floor, {_key(e.one): reason(e, v) for e, v in explained}),
+        verdict=verdict(rows, floor, {place_of(e.one): reason(e, v) for e, v in explained}),
         facts=_facts(study),
         notes=[note for note in notes if note],
         tables=[points_table(rows, f"{prefix}points")],
@@ -102,6 +102,8 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         except ValueError as why:
             made.left_out.append(str(why))
     made.tables += _troubles(study, prefix)
+    if (number := len(_series(rows))) > MOST_SERIES:
+        made.left_out.append(f"charts by series: {number} series could not be told apart")
     return made
 
 
@@ -124,10 +126,15 @@ def _charts(
     study: Study, rows: Sequence[Row], points: Sequence[Point], floor: float, prefix: str
 ) -> list[Chart]:
     mapped = map_chart(study, floor, f"{prefix}map")
-    looks = looks_of(row.series for row in rows)
-    if len(looks) > MOST_SERIES:  # nobody could tell them apart
+    looks = looks_of(_series(rows))
+    if len(looks) > MOST_SERIES:
         return [mapped] if mapped else []
-    commands = {_place(point.one): _command(study, point.one) for point in points}
+    commands = {
+        place_of(point.one): sweep_command(
+            study, point.one, point.one.strategy, str(point.one.world_size)
+        )
+        for point in points
+    }
     by_scaling = [
         chart
         for scaling in SCALINGS
@@ -136,6 +143,10 @@ def _charts(
         for chart in charts_of(Sheet(study, scaling, of_scaling, looks, floor), commands, prefix)
     ]
     return [mapped, *by_scaling] if mapped else by_scaling
+
+
+def _series(rows: Sequence[Row]) -> set[str]:
+    return {row.series for row in rows}
 
 
 def _timelines(study: Study, prefix: str) -> list[Chart]:
@@ -180,27 +191,6 @@ def _troubles(study: Study, prefix: str) -> list[Table]:
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
     tables += [of_texts(f"{prefix}idle", "Settings that did nothing", ["series", "which"], idle)]
     return [each for each in tables if each.rows]
-
-
-def _command(study: Study, cell: Cell) -> str:
-    """Return the command that measures a cell's point again."""
-    settings = [
-        f"study={study.folder.resolve().name}",
-        f"strategy={cell.strategy}",
-        f"world_size={cell.world_size}",
-        f"batch_size={cell.fixed_batch_size}",
-        *([f"scaling={cell.scaling}"] if cell.scaling != "strong" else []),
-        *(f"{key}={value}" for key, value in cell.variant.items()),
-    ]
-    return shlex.join(["python", "-m", "lab.sweep", *settings])
-
-
-def _place(cell: Cell) -> tuple[str, int, int]:
-    return cell.series, cell.world_size, cell.fixed_batch_size
-
-
-def _key(cell: Cell) -> tuple[str, str, int, int]:
-    return cell.series, cell.scaling, cell.world_size, cell.fixed_batch_size
 
 
 def _values(texts: Iterable[str]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from lab.analysis.differences import Place, place_of
 from lab.analysis.leaders import leaders
 from lab.analysis.speedup import CEILING, Row
 from lab.measure.intervals import ENOUGH_REPEATS, of_ratio
 from lab.web.texts import interval_text, percent_text
 
-Reasons = Mapping[tuple[str, str, int, int], str]  # by series, scaling, ranks and batch
+Reasons = Mapping[Place, str]
 
 
 def verdict(rows: Sequence[Row], floor: float, reasons: Reasons) -> list[str]:
@@ -30,11 +31,6 @@ def verdict(rows: Sequence[Row], floor: float, reasons: Reasons) -> list[str]:
     context = here[0].context
     here = [row for row in here if row.context == context]
     return [_fastest(here, floor), *_why(here, reasons)]
-
-
-def key_of(row: Row) -> tuple[str, str, int, int]:
-    """Return what tells a point from others."""
-    return row.series, row.scaling, row.world_size, row.fixed_batch_size
 
 
 def _fastest(rows: Sequence[Row], floor: float) -> str:
@@ -74,7 +70,7 @@ def _speedup(row: Row) -> str:
 
 def _why(rows: Sequence[Row], reasons: Reasons) -> list[str]:
     best = min(rows, key=lambda row: row.step_s)
-    reason = reasons.get(key_of(best))
+    reason = reasons.get(place_of(best))
     return [f"Why it is not faster: {reason}."] if reason else []
 
 

@@ -8,7 +8,7 @@ from lab.record.trace import Timeline
 from lab.web.vega import Chart, Spec
 
 HEIGHT, WIDTH = 22, 900  # pixels of a track, and of the axis
-STEPS = 5  # the last ones of a run, which is all that it keeps
+ZOOM = {"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}
 
 
 def timeline_chart(name: str, title: str, timeline: Timeline) -> Chart:
@@ -25,15 +25,21 @@ def timeline_chart(name: str, title: str, timeline: Timeline) -> Chart:
     pieces = pieces_of(spans, placed)
     data = whole + [_datum(span, names[track], origin, True) for span, track in pieces]
     kinds = [row for row in NAMES if any(span.row == row for span in spans)]
-    colour = {
-        "field": "kind",
-        "type": "nominal",
-        "sort": [NAMES[row] for row in kinds],
-        "scale": {
-            "domain": [NAMES[row] for row in kinds],
-            "range": [COLOURS[row] for row in kinds],
-        },
+    spec: Spec = {
+        "data": {"values": data},
+        "width": WIDTH,
+        "height": {"step": HEIGHT},
+        "layer": _layers(kinds, [*names.values()]),
     }
+    clocks = str(timeline.about.get("clocks") or "whether ranks share a clock is not recorded")
+    return Chart(name, title, clocks, spec)
+
+
+def _layers(kinds: list[str], tracks: list[str]) -> list[Spec]:
+    """Encode bars of these kinds on these tracks, and the narrower bars of pieces above them."""
+    titles = {"kind": "what", "name": "bucket or phase", "track": "where", "text": "time"}
+    words = [NAMES[kind] for kind in kinds]
+    scale = {"domain": words, "range": [COLOURS[kind] for kind in kinds]}
     encoding: Spec = {
         "x": {
             "field": "start",
@@ -42,42 +48,20 @@ def timeline_chart(name: str, title: str, timeline: Timeline) -> Chart:
             "scale": {"nice": False},
         },
         "x2": {"field": "end"},
-        "y": {"field": "track", "type": "nominal", "sort": [*names.values()], "title": None},
-        "color": colour,
-        "tooltip": [
-            {"field": "kind", "title": "what"},
-            {"field": "name", "title": "bucket or phase"},
-            {"field": "track", "title": "where"},
-            {"field": "text", "title": "time"},
-        ],
+        "y": {"field": "track", "type": "nominal", "sort": tracks, "title": None},
+        "color": {"field": "kind", "type": "nominal", "sort": words, "scale": scale},
+        "tooltip": [{"field": field, "title": title} for field, title in titles.items()],
     }
     bar = {"type": "bar", "stroke": "black", "strokeWidth": 0.4, "clip": True}
-    spec: Spec = {
-        "data": {"values": data},
-        "width": WIDTH,
-        "height": {"step": HEIGHT},
-        "layer": [
-            {
-                "params": [
-                    {
-                        "name": "zoom",
-                        "select": {"type": "interval", "encodings": ["x"]},
-                        "bind": "scales",
-                    }
-                ],
-                "transform": [{"filter": "!datum.thin"}],
-                "mark": {**bar, "height": {"band": 0.85}},
-                "encoding": encoding,
-            },
-            {
-                "transform": [{"filter": "datum.thin"}],
-                "mark": {**bar, "height": {"band": 0.35}},
-                "encoding": encoding,
-            },
-        ],
-    }
-    clocks = str(timeline.about.get("clocks") or "all ranks share one clock")
-    return Chart(name, title, clocks, spec)
+    return [
+        {
+            "params": [ZOOM] if wide else [],
+            "transform": [{"filter": "!datum.thin" if wide else "datum.thin"}],
+            "mark": {**bar, "height": {"band": 0.85 if wide else 0.35}},
+            "encoding": encoding,
+        }
+        for wide in (True, False)
+    ]
 
 
 def _datum(span: Span, track: str, origin: float, thin: bool) -> dict[str, object]:
