@@ -19,9 +19,13 @@ def implementation(level: str) -> Any:
     return reference if level == "reference" else kernels_at(level, native)
 
 
-def near(ours: Tensor, true: Tensor, sizes: Tensor) -> bool:
-    """Compare to 1e-6 of the sum of magnitudes of each value's terms."""
-    return bool(((ours.double() - true).abs() <= 1e-6 * sizes).all())
+def near(ours: Tensor, true: Tensor, sizes: Tensor, level: str) -> bool:
+    """Compare to 1e-6 of the sum of magnitudes of each value's terms.
+
+    The reference calls torch's BLAS, which on some CPUs adds 5000 terms one after another.
+    """
+    tolerance = 1e-5 if level == "reference" else 1e-6
+    return bool(((ours.double() - true).abs() <= tolerance * sizes).all())
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
@@ -34,15 +38,15 @@ def test_products_are_those_of_float64(level: str, shape: tuple[int, int], rank:
     matrix, true = residual.clone(), (residual + gradient).double()
     codec.project(gradient, matrix, q, p)
     assert torch.equal(matrix, residual + gradient)
-    assert near(p, true @ q.T.double(), true.abs() @ q.T.double().abs())
+    assert near(p, true @ q.T.double(), true.abs() @ q.T.double().abs(), level)
     codec.project_back(matrix, p, back, False)
     assert torch.equal(matrix, residual + gradient)
-    assert near(back, p.T.double() @ true, p.T.double().abs() @ true.abs())
+    assert near(back, p.T.double() @ true, p.T.double().abs() @ true.abs(), level)
     codec.project_back(matrix, p, back, True)
     product, sizes = p.double() @ back.double(), p.double().abs() @ back.double().abs()
-    assert near(matrix, true - product, sizes + true.abs())
+    assert near(matrix, true - product, sizes + true.abs(), level)
     codec.rebuild(p, back, out)
-    assert near(out, product, sizes)
+    assert near(out, product, sizes, level)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,11 +24,26 @@ SMALL = Problem(2, 3, (8, 8), 4, (3, 3), padding=(1, 1))
 NOTHING = torch.empty(0)
 
 
+class Clock:
+    """Seconds that algorithms say they took: those of this machine would vary."""
+
+    now_s = 0.0
+
+    def time_of(self, call: Callable[[], object], _device: torch.device) -> float:
+        begin = self.now_s
+        call()
+        return self.now_s - begin
+
+
 class Slow(Library):
-    """The library, 20 ms late."""
+    """The library, in 20 ms."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
 
     def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
-        time.sleep(0.02)
+        self.clock.now_s += 0.02
         return super().forward(x, w, problem)
 
 
@@ -37,15 +52,21 @@ class Lucky(Gemm):
 
     NUM_FAST = 1 + choice.TRIALS
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.num_calls = 0
+        self.clock, self.num_calls = clock, 0
 
     def forward(self, x: Tensor, w: Tensor, problem: Problem) -> Tensor:
         self.num_calls += 1
-        if self.num_calls > self.NUM_FAST:
-            time.sleep(0.03)
+        self.clock.now_s += 0.03 if self.num_calls > self.NUM_FAST else 0
         return super().forward(x, w, problem)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    kept = Clock()
+    monkeypatch.setattr(choice, "_seconds", kept.time_of)
+    return kept
 
 
 def names(chosen: choice.Chosen) -> list[str]:
@@ -70,8 +91,8 @@ def test_the_heuristic_takes_the_fewest_operations() -> None:
     assert names(heuristic(one, NOTHING, NOTHING)) == ["library"] * 3
 
 
-def test_a_trial_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, gemm = Slow(), Gemm()
+def test_a_trial_takes_the_fastest(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, gemm = Slow(clock), Gemm()
     monkeypatch.setattr(choice, "LIBRARY", slow)
     monkeypatch.setattr(choice, "willing", lambda *_: [slow, gemm])
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
@@ -79,17 +100,17 @@ def test_a_trial_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trial_stays_with_the_library_unless_another_is_clearly_faster(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "willing", lambda *_: [LIBRARY, Slow()])
+    monkeypatch.setattr(choice, "willing", lambda *_: [LIBRARY, Slow(clock)])
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     assert profile(SMALL, x, w)[Pass.FORWARD] is LIBRARY
 
 
 def test_who_was_only_lucky_in_the_first_trials_does_not_win(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, lucky = Slow(), Lucky()
+    slow, lucky = Slow(clock), Lucky(clock)
     monkeypatch.setattr(choice, "LIBRARY", slow)
     monkeypatch.setattr(choice, "willing", lambda *_: [slow, lucky])
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
