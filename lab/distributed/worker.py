@@ -5,6 +5,7 @@ Always first in, first out.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -77,21 +78,31 @@ class _UnderWay:
 
     Attributes:
         waits_for: that collective.
+        job: its position among all jobs of the worker, from 1.
         number: position of this wait among all of the worker.
+        stage: how many collectives the job has begun.
     """
 
     label: str
     stages: Iterator[Collective]
     waits_for: Collective
+    job: int
     number: int
+    stage: int = 1
 
 
 class TurnsWorker(Worker):
     """Interleaves jobs with backward on one thread, while a library's threads communicate.
 
-    A job resumes at the next call after its collective is complete. No job overtakes an earlier
-    one, so all ranks begin the stages of all jobs in the same order, whatever their timing. A
-    thread would have to be woken for each stage, and would compete with backward for a core.
+    A job resumes at the next call after its collective is complete. No job begins a stage before an
+    earlier job has, so all ranks begin the same stage of all jobs in the same order, whatever their
+    timing. A thread would have to be woken for each stage, and would compete with backward for a
+    core.
+
+    `wait` blocks for the oldest job alone. If ranks blocked for later ones too, one could wait for
+    job 2 of a rank that waits for its job 1: exchanges of four stages stopped so. The rank whose
+    oldest job is at the earliest stage of all never waits for a collective that others have yet to
+    begin.
     """
 
     in_line = True
@@ -99,27 +110,31 @@ class TurnsWorker(Worker):
     def __init__(self) -> None:
         self._under_way: deque[_UnderWay] = deque()
         self._inline = InlineWorker()
+        self._num_jobs = 0
         self._count = 0
         # Keeps a number, since keeping the collective would keep its tensor.
         self._head: tuple[int, float] = 0, 0.0  # the oldest wait, and since when
 
     def submit(self, label: str, job: Job) -> None:
         self.advance()
+        self._num_jobs += 1
 
         def begin() -> Iterator[Collective]:
             stages = job()
             if (first := next(stages, None)) is not None:
                 self._count += 1
-                self._under_way.append(_UnderWay(label, stages, first, self._count))
+                under_way = _UnderWay(label, stages, first, self._num_jobs, self._count)
+                self._under_way.append(under_way)
             yield from ()
 
         self._inline.submit(label, begin)
 
     def advance(self) -> None:
+        allowed = math.inf  # the stage that the job before is in; inf: there is none
         for job in tuple(self._under_way):
-            if not job.waits_for.is_completed():
-                return
-            self._go_on(job)
+            if job.stage < allowed and job.waits_for.is_completed() and not self._go_on(job):
+                continue
+            allowed = job.stage
 
     def oldest(self) -> tuple[str, float] | None:
         for job in tuple(self._under_way):
@@ -131,17 +146,19 @@ class TurnsWorker(Worker):
         return self._inline.oldest()
 
     def wait(self, left: int = 0) -> None:
-        while (awaited := len(self._under_way) - left) > 0:
-            for job in tuple(self._under_way)[:awaited]:
-                self._go_on(job)
+        while self._under_way and self._under_way[0].job <= self._num_jobs - left:
+            self._go_on(self._under_way[0])
+            self.advance()
 
-    def _go_on(self, job: _UnderWay) -> None:
+    def _go_on(self, job: _UnderWay) -> bool:
+        """Begin the job's next stage, and return whether there is one."""
         job.waits_for.wait()
         if (following := next(job.stages, None)) is None:
             self._under_way.remove(job)
-            return
+            return False
         self._count += 1
-        job.waits_for, job.number = following, self._count
+        job.waits_for, job.number, job.stage = following, self._count, job.stage + 1
+        return True
 
 
 class ThreadWorker(Worker):
