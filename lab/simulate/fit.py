@@ -20,6 +20,7 @@ LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
 OUTLIER = 0.01  # residuals beyond it weigh less: no codec should bend what all cells share
 PRIOR = 1e-3  # pulls values that the cells do not determine towards the preset
+FARTHEST = 10.0  # of a logarithm from its start: a wild step must not make a rate of zero
 # Start of the search where the preset has 0, because the search multiplies.
 START = {
     "latency_s": 1e-4,
@@ -120,7 +121,8 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     start = np.log([get(preset, name) or START[name] for name in names])
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        hardware = with_values(preset, names, np.exp(x))
+        tried = np.exp(np.clip(x, start - FARTHEST, start + FARTHEST))
+        hardware = with_values(preset, names, tried)
         predicted = [
             simulate(
                 cell.profile,
