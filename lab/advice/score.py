@@ -74,7 +74,7 @@ def scenarios(group: Group) -> list[list[Observation]]:
     """Divide a group's held-out cells by profile, ranks and batch; at least two in each."""
     found: dict[str, list[Observation]] = {}
     for cell in group.observations:
-        if cell.name != NONE and group.evidence(cell.world_size) == "held out":
+        if cell.name != NONE and group.evidence(cell) == "held out":
             key = repr((cell.profile, cell.world_size, cell.per_rank_batch_size))
             found.setdefault(key, []).append(cell)
     return [cells for cells in found.values() if len(cells) > 1]

@@ -14,7 +14,7 @@ from lab.simulate.hardware import Hardware, Range
 from lab.simulate.network import Network
 from lab.simulate.presets import draws as draws_of
 from lab.simulate.step import simulate, stages_of_step
-from lab.simulate.strategy import Strategy
+from lab.simulate.strategy import NONE, Strategy
 
 LARGEST_FITTED = 2  # ranks; more are held out, to score predictions
 DRAWS = 39  # the lowest and the highest of so many enclose 95 %
@@ -76,9 +76,9 @@ class Group:
     draws: tuple[Hardware, ...] = ()
     fitted: bool = True
 
-    def evidence(self, world_size: int) -> str:
-        """Return the kind of evidence that a cell of so many ranks gives."""
-        return "fitted" if self.fitted and world_size <= LARGEST_FITTED else "held out"
+    def evidence(self, cell: Observation) -> str:
+        """Return the kind of evidence that a cell gives."""
+        return "fitted" if self.fitted and cell in used_by_fit(self.observations) else "held out"
 
     def observed(
         self, profile: Profile, strategy: Strategy | str, world_size: int, per_rank_batch_size: int
@@ -102,6 +102,17 @@ class Fitted:
     draws: tuple[Hardware, ...]
 
 
+def used_by_fit(cells: Sequence[Observation]) -> list[Observation]:
+    """Return the cells of at most two ranks, without FSDP2's if there are others of two.
+
+    FSDP2's schedule is torch's, and its model is the coarsest: it would bend what all cells share.
+    """
+    few = [cell for cell in cells if cell.world_size <= LARGEST_FITTED]
+    own = [cell for cell in few if not cell.strategy.pattern.gathers_units]
+    telling = any(cell.world_size == LARGEST_FITTED and cell.strategy.exchange != NONE for cell in own)
+    return own if telling else few
+
+
 def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     """Fit the hardware to cells of at most two ranks.
 
@@ -111,7 +122,7 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     Raises:
         ValueError: there is no cell of two ranks.
     """
-    used = [cell for cell in cells if cell.world_size <= LARGEST_FITTED]
+    used = used_by_fit(cells)
     if not any(cell.world_size == LARGEST_FITTED for cell in used):
         raise ValueError("no finished throughput run of two ranks that this model could predict")
     measured = np.array([cell.step_s for cell in used])

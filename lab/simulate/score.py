@@ -99,7 +99,7 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
         measured_s=cell.steps_s,
         predicted_s=_step_s(group, cell, cell.strategy),
         alone_s=(alone.step_s if alone else math.nan, _step_s(group, cell, CEILING)),
-        evidence=group.evidence(cell.world_size),
+        evidence=group.evidence(cell),
         overlaps=cell.strategy.pattern.overlaps,
         conditions=group.conditions,
     )

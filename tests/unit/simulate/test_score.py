@@ -93,7 +93,7 @@ def test_a_study_is_fitted_on_one_link_and_scored_on_others(
 
 
 def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) -> None:
-    """Links between hosts are those of the fit of one rank on each."""
+    """Links between hosts are those of the fit of one rank on each, and no cell of FSDP2 is used."""
     profile = replace(profile_of("alexnet_titanx"), bytes_scale=0.02)
     study, rate = tmp_path / "study", ("cluster=emulated", "cluster.rate=1gbit")
     leave_study(study, profile, ("none", "allreduce", "overlap", "onebit", "fsdp"), TRUE, *rate)
@@ -105,9 +105,13 @@ def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) 
     leave_study(study, profile, names, slow, rate[0], "cluster.rate=300mbit", *two, sizes=(4,))
     hardware = yaml.safe_load(GUESS)
     hardware["intra"] = {"latency_s": 1e-4, "bandwidth_bytes_per_s": 1e9}
+    hardware["codec_bytes_per_s"] = TRUE.codec_bytes_per_s  # FSDP2's copies have this rate, too
     card = of_study(study, yaml.safe_load(profile.to_yaml()), hardware)
     held = {(cell.conditions, cell.strategy): cell for cell in held_out(card.cells)}
     assert len(held) == 4 + 3 + 3
+    evidence = {(cell.strategy, cell.world_size): cell.evidence for cell in card.cells}
+    assert evidence["overlap", 2] == "fitted"
+    assert evidence["fsdp", 1] == evidence["fsdp", 2] == evidence["hsdp", 2] == "held out"
     # Two ranks of a host tell links inside from contention less well: onebit is off by 4.5 %.
     assert all(abs(cell.error) < 0.06 for cell in held.values()), held
     assert all(abs(c.error) < 0.01 for (_, name), c in held.items() if "onebit" not in name)
