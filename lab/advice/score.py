@@ -71,13 +71,17 @@ def report(found: Sequence[Choice]) -> list[str]:
 
 
 def scenarios(group: Group) -> list[list[Observation]]:
-    """Divide a group's held-out cells by profile, ranks and batch; at least two in each."""
+    """Divide a group's cells by profile, ranks and batch; at least two in each, all held out."""
     found: dict[str, list[Observation]] = {}
     for cell in group.observations:
-        if cell.name != NONE and group.evidence(cell) == "held out":
+        if cell.name != NONE:
             key = repr((cell.profile, cell.world_size, cell.per_rank_batch_size))
             found.setdefault(key, []).append(cell)
-    return [cells for cells in found.values() if len(cells) > 1]
+    return [
+        cells
+        for cells in found.values()
+        if len(cells) > 1 and all(group.evidence(cell) == "held out" for cell in cells)
+    ]
 
 
 def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:
