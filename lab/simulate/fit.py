@@ -109,8 +109,8 @@ def used_by_fit(cells: Sequence[Observation]) -> list[Observation]:
     """
     few = [cell for cell in cells if cell.world_size <= LARGEST_FITTED]
     own = [cell for cell in few if not cell.strategy.pattern.gathers_units]
-    telling = any(cell.world_size == LARGEST_FITTED and cell.strategy.exchange != NONE for cell in own)
-    return own if telling else few
+    sending = [cell for cell in own if cell.strategy.exchange != NONE]
+    return own if any(cell.world_size == LARGEST_FITTED for cell in sending) else few
 
 
 def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:

@@ -93,7 +93,7 @@ def test_a_study_is_fitted_on_one_link_and_scored_on_others(
 
 
 def test_hosts_of_two_ranks_are_fitted_inside_and_scored_on_two(tmp_path: Path) -> None:
-    """Links between hosts are those of the fit of one rank on each, and no cell of FSDP2 is used."""
+    """Links between hosts are those of the fit of one rank on each; FSDP2's cells are not used."""
     profile = replace(profile_of("alexnet_titanx"), bytes_scale=0.02)
     study, rate = tmp_path / "study", ("cluster=emulated", "cluster.rate=1gbit")
     leave_study(study, profile, ("none", "allreduce", "overlap", "onebit", "fsdp"), TRUE, *rate)
