@@ -29,7 +29,7 @@ from lab.measure.intervals import ENOUGH_REPEATS, Interval
 
 TOLD_APART, PALE = 0.5, 0.12  # share of a look's colour in a cell; the rest is white
 CELL_IN, ROW_IN = (1.15, 0.62)  # inches of a cell on a screen
-MOST_NAMED = 2  # others named in a cell; of more, the number
+MOST_NAMED, FITTING = 2, 24  # others named in a cell, and its characters; of more, the number
 NOTE = (
     f"×: step of {REFERENCE} over the fastest one's, and its 95 % interval; ≈: not shown to be "
     "slower than the fastest; +3: three more"
@@ -95,10 +95,10 @@ def handles_of(looks: Mapping[str, Look], frame: str = "") -> list[Artist]:
 
 
 def sample_of(counts: list[int]) -> str:
-    """Describe how many repeats are behind the cells of a map."""
+    """Describe how many repeats, or turns, are behind the cells of a map."""
     text = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
     few = f"; fewer than {ENOUGH_REPEATS} tell nothing apart" if counts[0] < ENOUGH_REPEATS else ""
-    return f"{text} repeats{few}"
+    return f"{text} repeats or turns{few}"
 
 
 def _cell(panel: Axes, x: int, y: int, lead: Lead, look: Look, marked: bool) -> None:
@@ -131,10 +131,14 @@ def interval_text(value: Interval) -> str:
 
 def _others_text(others: tuple[str, ...]) -> str:
     names = [name.split(" ")[0] for name in others]
+
+    def text(most: int) -> str:
+        more = f" +{len(names) - most}" if len(names) > most else ""
+        return f"≈ {', '.join(names[:most])}{more}"
+
     if not names:
         return ""
-    more = f" +{len(names) - MOST_NAMED}" if len(names) > MOST_NAMED else ""
-    return f"≈ {', '.join(names[:MOST_NAMED])}{more}"
+    return text(MOST_NAMED) if len(text(MOST_NAMED)) <= FITTING else text(1)
 
 
 def _shade(look: Look, share: float) -> str:
