@@ -97,12 +97,19 @@ def gather(study: Study, cell: Cell) -> Evidence:
     Raises:
         ValueError: the cell's run failed, or has one rank.
     """
+    points = points_of(study.cells)
+    point = next(point for point in points if cell in point.cells)
+    return evidence_of(study, cell, point, points, noise_floor(points))
+
+
+def evidence_of(
+    study: Study, cell: Cell, point: Point, points: list[Point], floor: float
+) -> Evidence:
+    """Do the same where the study's points and noise floor are known. Raises the same."""
     if cell.status != "done":
         raise ValueError(f"{cell.folder}: status={cell.status}: {cell.error}; only done runs count")
     if cell.world_size < 2:
         raise ValueError(f"{cell.folder}: world_size=1: a single rank exchanges nothing")
-    points = points_of(study.cells)
-    point = next(point for point in points if cell in point.cells)
     settings = _settings(cell)
     breakdowns = list(point.done("breakdown").values())
     step_s = _step_s(point) if point.step_s() else _median(run.step_s for run in breakdowns)
@@ -136,7 +143,7 @@ def gather(study: Study, cell: Cell) -> Evidence:
         slow=tuple(slow or ()),
         backward_s=scale * _phase_s(telling, "backward"),
         codec_s=scale * _codec_s(breakdowns),
-        floor=noise_floor(points),
+        floor=floor,
         payload_bytes=max(cell.payload_bytes_per_step, default=math.nan),
         messages=max(cell.messages_per_step, default=math.nan),
         settings=settings,
@@ -150,11 +157,13 @@ def gather_all(study: Study) -> list[Evidence]:
     Raises:
         ValueError: there is no such point.
     """
-    points = (point.one for point in points_of(study.cells) if point.one.world_size > 1)
-    timed = [cell for cell in points if cell.status == "done" and not math.isnan(cell.step_s)]
+    points = points_of(study.cells)
+    several = [point for point in points if point.one.world_size > 1]
+    timed = [p for p in several if p.one.status == "done" and not math.isnan(p.one.step_s)]
     if not timed:
         raise ValueError(f"{study.folder}: world_size: no finished, timed run of several ranks")
-    return [gather(study, cell) for cell in timed]
+    floor = noise_floor(points)
+    return [evidence_of(study, point.one, point, points, floor) for point in timed]
 
 
 def _median(values: Any) -> float:

@@ -15,7 +15,7 @@ from lab.analysis.records import Study, load_study
 from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import Row, shared_runs, table
 from lab.analysis.summary import leader_lines
-from lab.diagnosis.evidence import Evidence, gather, sweep_command
+from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
 from lab.diagnosis.remedies import remedies
 from lab.diagnosis.rules import Verdict, judge
 from lab.diagnosis.view import full, headline, reason
@@ -81,7 +81,7 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     study = load_study(folder)
     points = points_of(study.cells)
     rows, floor = table(study), noise_floor(points)
-    explained = [(each, judge(each)) for each in _evidence(study, points)]
+    explained = [(each, judge(each)) for each in _evidence(study, points, floor)]
     notes = (*leader_lines(rows, floor), floor_text(floor), shared_runs(rows))
     made = Contents(
         study=study,
@@ -107,11 +107,11 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     return made
 
 
-def _evidence(study: Study, points: Iterable[Point]) -> list[Evidence]:
+def _evidence(study: Study, points: list[Point], floor: float) -> list[Evidence]:
     found = list[Evidence]()
     for point in points:
         try:
-            found.append(gather(study, point.one))
+            found.append(evidence_of(study, point.one, point, points, floor))
         except ValueError:  # a failed run, one rank, or no timed step: nothing to explain
             continue
     return found
