@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +18,19 @@ if TYPE_CHECKING:
 def parts_of(paths: Sequence[Path], command: str) -> Parts:
     """Read studies, folders of runs, and results of lab.bench, JSON files.
 
+    Results that lie in a study's folder belong to it, and are read too.
+
     Raises:
         ValueError: one cannot be read.
         OSError: likewise.
     """
     results = [path for path in paths if path.suffix == ".json"]
     folders = [path for path in paths if path not in results]
+    inside = [path for folder in folders for path in _results_in(folder) if path not in results]
     studies = [contents_of(path, f"s{at}-") for at, path in enumerate(folders, start=1)]
     names = [each.study.folder.name for each in studies] or [path.stem for path in paths]
     compared = compare(*studies[:2]) if len(studies) > 1 else None
-    return Parts(" and ".join(names), command, studies, _benched(results), compared)
+    return Parts(" and ".join(names), command, studies, _benched([*results, *inside]), compared)
 
 
 def _benched(results: Sequence[Path]) -> list[Benched]:
@@ -35,3 +39,13 @@ def _benched(results: Sequence[Path]) -> list[Benched]:
     from lab.web.benched import read_benched  # imports matplotlib
 
     return [read_benched(path) for path in results]
+
+
+def _results_in(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # another program's file: a study may hold anything
+            continue
+        if isinstance(result, dict) and "bench" in result:
+            yield path

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, Request, sync_playwright
 
 from lab.web.command import parts_of
 from lab.web.page import render, write
@@ -69,6 +69,12 @@ def open_page(browser: Browser, url: str, **context: object) -> Opened:
 
     page.on("request", asked)
     page.on("console", said)
+
+    def asks(dialog: Dialog) -> None:
+        opened.messages.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    page.on("dialog", asks)
     page.on("pageerror", lambda error: opened.messages.append(str(error)))
     page.goto(url)
     return opened

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from lab.measure.spans import Span
+from lab.record.schema import read_record
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from tests.support.records import leave, make_record
@@ -15,6 +18,19 @@ from tests.support.records import leave, make_record
 STRATEGIES = {"none": 0.0, "allreduce": 0.5, "tree": 0.8, "overlap": 0.2, "onebit": 0.1}
 SIZES, BATCHES, REPEATS = (1, 2, 4), (64, 128), 5
 NOISE = 0.02
+# Names that attack a page, a terminal or a spreadsheet.
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"' onmouseover='alert(1)",
+    "{{ 7 * 7 }}",
+    "${alert(1)}",
+    "]]><!--",
+    "\u202egnp.exe",
+    "\x00\x1b[31m",
+    "=HYPERLINK(1)",
+    "x" * 10_000,
+)
 
 
 def make_study(
@@ -60,6 +76,22 @@ def make_study(
     write_timeline(folder / f"overlap-n{SIZES[-1]}-b64-r0", SIZES[-1])
     write_curve(folder / f"overlap-n{SIZES[-1]}-b128-r0", SIZES[-1])
     return folder
+
+
+def name_by(folder: Path, names: Sequence[str]) -> None:
+    """Put names wherever a study holds words of others, errors and strategies among them."""
+    for at, name in enumerate(names):
+        path = folder / f"tree-n4-b64-r{at % 5}" / "record.json"
+        record = read_record(path)
+        record.environment = {**record.environment, "cpu": name, name: name}
+        record.final[name] = 0.5
+        record.idle = [*record.idle, name]
+        if at >= 5:
+            record.end("failed", name, name)
+        record.write(path)
+        strategy = ("onebit", "overlap")[at // 5]
+        path = folder / f"{strategy}-n4-b128-r{at % 5}" / "record.json"
+        replace(read_record(path), strategy=name).write(path)
 
 
 def write_timeline(cell: Path, num_ranks: int, num_steps: int = 5, num_buckets: int = 8) -> None:

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from lab.record.schema import read_record
 from lab.web.command import parts_of
 from lab.web.page import render
 from lab.web.vega import bundle
-from tests.support.studies import make_study
+from tests.support.studies import HOSTILE, make_study, name_by
 
-HOSTILE = (
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "\"' onmouseover='alert(1)",
-    "{{ 7 * 7 }}",
-    "${alert(1)}",
-    "]]><!--",
-    "\u202egnp.exe",
-    "\x00\x1b[31m",
-    "=HYPERLINK(1)",
-    "x" * 10_000,
-)
+RESULTS = Path(__file__).parents[3] / "docs/results/layers"
 
 
 class Reader(HTMLParser):
@@ -96,6 +85,17 @@ def test_every_point_has_a_line_and_every_record_is_inside(page: str) -> None:
     assert read.tags["svg"] >= len(data["charts"])  # drawn without JavaScript
 
 
+def test_results_in_a_study_are_shown_with_it(tmp_path: Path) -> None:
+    folder = make_study(tmp_path / "made")
+    shutil.copy(RESULTS / "layers_alexnet.json", folder)
+    (folder / "settings.json").write_text('{"other": "program"}')
+    (folder / "broken.json").write_text("{")
+    page = page_of(folder).partition("<script")[0]
+    headings = re.findall(r"<h2[^>]*>([^<]*)", page)
+    assert headings == ["Study made", "layers: layers alexnet"]
+    assert "data:image/svg+xml" in page
+
+
 def test_it_asks_for_nothing(page: str) -> None:
     read = Reader(page)
     links = [value for _, name, value in read.attributes if name in ("src", "href", "action")]
@@ -105,22 +105,10 @@ def test_it_asks_for_nothing(page: str) -> None:
     assert "unsafe" not in policy
 
 
-def test_names_of_others_stay_text(study: Path, page: str, tmp_path: Path) -> None:
-    plain = make_study(tmp_path / "plain")
-    hostile = make_study(tmp_path / "hostile")
-    for folder, names in (
-        (plain, [f"name {at}" for at in range(len(HOSTILE))]),
-        (hostile, HOSTILE),
-    ):
-        for at, name in enumerate(names):
-            path = folder / f"tree-n4-b64-r{at % 5}" / "record.json"
-            record = read_record(path)
-            record.environment = {**record.environment, "cpu": name, name: name}
-            record.final[name] = 0.5
-            record.idle = [*record.idle, name]
-            if at >= 5:
-                record.end("failed", name, name)
-            record.write(path)
+def test_names_of_others_stay_text(tmp_path: Path) -> None:
+    plain, hostile = (make_study(tmp_path / name) for name in ("plain", "hostile"))
+    name_by(plain, [f"name {at}" for at in range(len(HOSTILE))])
+    name_by(hostile, HOSTILE)
     expected, found = Reader(page_of(plain)), Reader(page_of(hostile))
     assert found.tags == expected.tags
     names = {name for _, name, _ in found.attributes}

@@ -1,0 +1,60 @@
+"""A page whose names attack it, in a real browser: all stay text, and nothing runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from lab.web.command import parts_of
+from lab.web.page import render, write
+from tests.browser.conftest import open_page
+from tests.support.studies import HOSTILE, make_study, name_by
+
+# A handler, a frame and a script, as a hole in the escaping would let them in.
+INJECTED = """
+  const image = "<img src=x onerror='window.ran = 1'>";
+  const frame = "<iframe srcdoc='<script>parent.ran = 1</script>'></iframe>";
+  for (const html of [image, frame]) document.body.insertAdjacentHTML("beforeend", html);
+  const script = document.createElement("script");
+  script.textContent = "window.ran = 1";
+  document.body.append(script);
+"""
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_study(tmp_path_factory.mktemp("attacked") / "</title><script>alert(1)<")
+    name_by(folder, HOSTILE)
+    path = folder.parent / "report.html"
+    write(render(parts_of([folder], f"python -m lab.report {folder.name}")), path)
+    return path
+
+
+def test_names_of_others_run_nothing(browser: Browser, attacked: Path, report: Path) -> None:
+    opened = open_page(browser, attacked.as_uri())
+    assert opened.charts() == open_page(browser, report.as_uri()).charts()
+    assert opened.requests == []
+    assert opened.messages == []
+    assert opened.page.locator("script").count() == 2  # data and the page's own
+    _rest_on_marks(opened.page)
+    assert opened.messages == []
+
+
+def _rest_on_marks(page: Page) -> None:
+    """Show what a mark tells where the pointer rests, for a mark of each name."""
+    marks = page.locator("figure[id$=speedup] .mark-symbol.role-mark path")
+    for at in range(marks.count()):
+        marks.nth(at).hover(force=True)
+    assert page.locator(".tip").is_visible()
+
+
+def test_the_policy_admits_no_other_script(browser: Browser, attacked: Path) -> None:
+    opened = open_page(browser, attacked.as_uri())
+    opened.page.evaluate(INJECTED)
+    opened.page.wait_for_timeout(200)
+    assert opened.page.evaluate("window.ran") is None
+    assert any("Content Security Policy" in message for message in opened.messages)
+    answered = "fetch('http://127.0.0.1:9/').then(() => 'answered', () => 'refused')"
+    assert opened.page.evaluate(answered) == "refused"
