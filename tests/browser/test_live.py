@@ -1,0 +1,32 @@
+"""A sweep's page while it runs, in a real browser: it follows, and its button stops the sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from playwright.sync_api import Browser, expect
+
+from tests.browser.conftest import open_page
+from tests.e2e.test_live import address_of, sweep
+from tests.support import HANG_S
+
+
+def test_a_sweep_is_followed_and_stopped(
+    browser: Browser, environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = sweep(environment, tmp_path, "report=live")
+    address = address_of(process)
+    opened = open_page(browser, address)
+    status, bar = opened.page.get_by_role("status"), opened.page.locator("progress")
+    expect(bar).not_to_have_attribute("value", "0", timeout=1e3 * HANG_S)  # loaded anew by itself
+    expect(opened.page.locator("#s1-points tbody tr")).not_to_have_count(0)
+    stranger = browser.new_context().new_page()
+    answer = stranger.goto(address.rstrip("/").rpartition("/")[0] + "/guess/")
+    assert answer
+    assert answer.status == 404
+    opened.page.get_by_role("button", name="Stop the sweep").click()
+    expect(status).to_have_text("The sweep has ended, or was stopped.", timeout=1e3 * HANG_S)
+    # Once the server has gone, the browser itself says that nothing answers.
+    assert all("net::ERR_" in message for message in opened.messages)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 130, output
