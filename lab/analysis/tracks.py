@@ -9,13 +9,14 @@ from lab.draw.looks import ORANGE
 from lab.measure.spans import Span
 from lab.record.trace import lanes
 
-COMPUTE, TRANSFER, CODEC = "compute", "exchange", "codec"
+COMPUTE, LAYER, TRANSFER, CODEC = "compute", "layer", "exchange", "codec"
 
 
 NAMES = {
     "data": "Data",
     "forward": "Forward",
     "backward": "Backward",
+    LAYER: "Layer",
     "wait": "Waits",
     "optimizer": "Update",
     TRANSFER: "Transfer",
@@ -27,6 +28,7 @@ COLOURS = {
     "data": PHASE_LOOKS["data"],
     "forward": PHASE_LOOKS["forward"],
     "backward": PHASE_LOOKS["backward"],
+    LAYER: "#F0E442",  # the yellow of Okabe and Ito, which stands out on blue
     "wait": "white",
     "optimizer": PHASE_LOOKS["update"],
     TRANSFER: PHASE_LOOKS["exchange"],
@@ -41,7 +43,7 @@ Track = tuple[int, str, int]  # rank, compute or exchange, lane
 
 
 def tracks_of(spans: list[Span]) -> list[tuple[Span, Track]]:
-    """Assign spans to tracks; computation never overlaps itself. Codec spans have none."""
+    """Assign spans to tracks; computation never overlaps itself. Pieces have none."""
     transfers = lanes(span for span in spans if span.row == TRANSFER)
     return [
         *((span, (span.rank, COMPUTE, 0)) for span in spans if span.row in ON_ONE_LINE),
@@ -50,12 +52,13 @@ def tracks_of(spans: list[Span]) -> list[tuple[Span, Track]]:
 
 
 def pieces_of(spans: list[Span], placed: list[tuple[Span, Track]]) -> list[tuple[Span, Track]]:
-    """Assign codec spans to the tracks of the transfers that they are pieces of."""
+    """Assign layers to the computation, and codec spans to the transfers they are pieces of."""
     transfers = defaultdict[tuple[int, str], list[tuple[Span, Track]]](list)
     for span, track in placed:
         if span.row == TRANSFER:
             transfers[span.rank, span.name].append((span, track))
-    return [
+    layers = [(span, (span.rank, COMPUTE, 0)) for span in spans if span.row == LAYER]
+    return layers + [
         (piece, track)
         for piece in spans
         if piece.row == CODEC

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from lab.measure.layer_marks import LayerMarks
 from lab.measure.marks import Mark, mark, seconds
 from lab.measure.own_time import OwnTimes
 from lab.measure.spans import PHASES, Span
@@ -38,6 +39,9 @@ class Clock:
         waits_in: phases in which the rank may wait for others: no time of theirs is known to be
             its own, but of "backward" that until the last gradient is ready.
         own: mark what own times need; False, to measure what that costs.
+
+    Attributes:
+        layers: marks layers in each step while they are on.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Clock:
         own: bool = True,
     ) -> None:
         self._device = device
+        self.layers = LayerMarks(device)
         self._breakdown, self._own = breakdown, own
         self._current = StepMarks(None, 0.0)
         self._part: tuple[str, str, Mark] | None = None  # under way: phase, label, begin
@@ -68,7 +73,9 @@ class Clock:
     def step(self) -> Iterator[None]:
         """Time one optimizer step."""
         self._current = step = StepMarks(self._last_end, mark(self._device))
+        self.layers.passes = step.passes
         yield
+        self.layers.passes = []
         step.end = self._last_end = mark(self._device)
         self._end_part(step.end)
         self._recent.append(step)

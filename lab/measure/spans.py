@@ -14,7 +14,8 @@ class Span:
     """One bar of a timeline, measured or simulated.
 
     Attributes:
-        row: track of the timeline: "forward", "backward", "exchange", "codec", "optimizer", "data".
+        row: track of the timeline: "forward", "backward", "layer", "exchange", "codec",
+            "optimizer", "data".
         name: piece of work, such as the bucket that is exchanged.
         start_s, end_s: seconds on a clock that all spans of a timeline share.
     """

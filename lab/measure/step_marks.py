@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lab.measure.layer_marks import Pass
 from lab.measure.marks import Mark, passed, seconds
 from lab.measure.own_time import OwnMarks, Part
 from lab.measure.spans import PHASES
@@ -25,6 +26,7 @@ class StepMarks:
         exchanges: track, name, begin and end of each span.
         overtime: begin and end of what the step left to do after its end.
         own: see OwnMarks.
+        passes: of the model, with their layers, if these are marked.
     """
 
     after: Mark | None
@@ -34,6 +36,7 @@ class StepMarks:
     exchanges: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
     overtime: list[tuple[Mark, Mark]] = field(default_factory=list)
     own: OwnMarks = field(default_factory=OwnMarks)
+    passes: list[Pass] = field(default_factory=list[Pass])
 
     def passed(self) -> bool:
         """Return whether the device has reached all marks; some may lie after the step's end."""
@@ -59,4 +62,6 @@ class StepMarks:
         yield "step", name, self.begin, self.end
         for phase, parts in self.phases.items():
             yield from ((ROWS.get(phase, phase), *part) for part in parts)
+        for one in self.passes:
+            yield from (("layer", layer, *marks) for _, layer, *marks in one.spans())
         yield from self.exchanges

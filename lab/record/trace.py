@@ -16,7 +16,7 @@ from lab.measure.spans import Span
 from lab.record.files import write_json
 
 TIMELINE = "timeline.json"  # in a run's directory
-ROWS = ("step", "data", "forward", "backward", "wait", "exchange", "codec", "optimizer")
+ROWS = ("step", "data", "forward", "backward", "layer", "wait", "exchange", "codec", "optimizer")
 Event = dict[str, Any]
 
 

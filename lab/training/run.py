@@ -191,7 +191,8 @@ class Run:
             shown: whether this rank shows the progress.
         """
         config, trainer = self.config, parts.trainer
-        with Bar(self.record, trainer.total_steps, trainer.progress.step, shown) as bar:
+        bar = Bar(self.record, trainer.total_steps, trainer.progress.step, shown)
+        with self._layers(trainer), bar:
             for step in trainer.steps():
                 bar.update()
                 self.curves.after_step()
@@ -211,6 +212,12 @@ class Run:
             outcome.write_timeline(trainer, self.record, self.directory)
             if trainer.progress.step == trainer.total_steps and not trainer.evaluated():
                 self._note(bar, trainer.evaluate())
+
+    def _layers(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+        """Mark layers for the timeline of a breakdown; a compiled model has none any more."""
+        if self.config.measure != "breakdown" or self.config.compile:
+            return contextlib.nullcontext()
+        return trainer.clock.layers.on(trainer.model)
 
     def _note(self, bar: Bar, result: dict[str, float]) -> None:
         bar.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})

@@ -11,6 +11,7 @@ from lab.analysis.tracks import (
     CODEC,
     COLOURS,
     COMPUTE,
+    LAYER,
     NAMES,
     TRANSFER,
     Track,
@@ -25,15 +26,15 @@ from lab.record.trace import Timeline
 MAX_RANKS = 8  # more would not be legible
 LETTER_INCHES = 0.075  # per letter of a name inside a bar
 LABEL_INCHES = 0.65  # width of "Backward"
-ABOVE_CODEC = 0.12  # share of a row's height by which a name moves to make room
+ABOVE_PIECES = 0.12  # share of a row's height by which a name moves to make room
 WIDTH = 10.0
 
 
 def timeline_of_step(timeline: Timeline, page: Page = SCREEN) -> Figure:
     """Draw bars along time: per rank, a track of computation and one or more of transfers.
 
-    Transfers that overlap lie below each other. A transfer's own work, encoding and decoding, is a
-    narrower bar within it. Bars of an emulated run are hatched.
+    Transfers that overlap lie below each other. Pieces are narrower bars: layers within forward and
+    backward, and encoding and decoding within a transfer. Bars of an emulated run are hatched.
 
     Args:
         timeline: of one step, so that bars are wide enough for their names.
@@ -47,7 +48,7 @@ def timeline_of_step(timeline: Timeline, page: Page = SCREEN) -> Figure:
     panel = axes[0][0]
     width = WIDTH - style.LEGEND_ROOM if page.width_in is None else page.width_in
     hatch = style.HATCH if _emulated(timeline) else None
-    coded = any(span.row == CODEC for span in spans)
+    pieced = _rows_with_pieces(spans)
     for span, height, thick in _bars(spans, heights):
         left, length = 1e3 * (span.start_s - origin), 1e3 * (span.end_s - span.start_s)
         low = height + 0.4 - 0.8 * thick
@@ -55,7 +56,7 @@ def timeline_of_step(timeline: Timeline, page: Page = SCREEN) -> Figure:
         shape = [(left, length)], (low, 0.8 * thick)
         panel.broken_barh(*shape, facecolor=colour, edgecolor="black", linewidth=0.4, hatch=hatch)
         if thick == 1 and (name := _fitting_name(span, (width - 1) / (end - origin))):
-            up = ABOVE_CODEC if coded and span.row == TRANSFER else 0.0
+            up = ABOVE_PIECES if span.row in pieced else 0.0
             _label(panel, name, left + length / 2, height - up, span.row)
     panel.set_xlim(0, 1e3 * (end - origin))
     panel.set_yticks([height for height, _ in ticks], [name for _, name in ticks])
@@ -89,6 +90,12 @@ def _bars(spans: list[Span], heights: dict[Track, float]) -> list[tuple[Span, fl
     whole = [(span, heights[place], 1.0) for span, place in placed]
     pieces = [(piece, heights[place], 0.35) for piece, place in pieces_of(spans, placed)]
     return [*whole, *pieces]
+
+
+def _rows_with_pieces(spans: list[Span]) -> set[str]:
+    rows = {span.row for span in spans}
+    within = {LAYER: {"forward", "backward"}, CODEC: {TRANSFER}}
+    return {row for piece, wholes in within.items() if piece in rows for row in wholes}
 
 
 def _fitting_name(span: Span, inches_per_s: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.distributed.collective import Done
@@ -154,6 +155,31 @@ def test_only_the_last_timed_steps_are_kept() -> None:
     assert names == [f"step {3 + i}" for i in range(KEPT_STEPS)]
     assert len(clock.spans(0, 0, num_warmup=KEPT_STEPS + 2)) == 2
     assert {span.row for span in clock.spans(0, 0, 0)} == {"step", "optimizer"}
+
+
+def test_layers_lie_within_the_passes_of_their_step() -> None:
+    clock = Clock(CPU, breakdown=True)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with clock.layers.on(model):
+        for _ in range(2):
+            with clock.step():
+                with clock.phase("forward"):
+                    loss = model(torch.ones(2, 3)).sum()
+                with clock.phase("backward"):
+                    loss.backward()
+            model(torch.ones(2, 3))  # an evaluation is no part of a step
+    spans = [span for span in clock.spans(0, 0, num_warmup=1) if span.row != "step"]
+    passes, layers = spans[:2], spans[2:]
+    assert [layer.name for layer in layers[:2]] == ["0", "2"]
+    assert list(dict.fromkeys(layer.name for layer in layers[2:])) == ["2", "0"]
+    assert {layer.row for layer in layers} == {"layer"}
+    assert all(before.end_s == after.start_s for before, after in pairwise(layers))
+    assert passes[0].start_s <= layers[0].start_s
+    assert layers[1].end_s <= passes[0].end_s
+    assert layers[-1].end_s <= passes[1].end_s
+    left = len(clock.layers.passes)
+    model(torch.ones(2, 3)).sum().backward()
+    assert len(clock.layers.passes) == left  # no hook is
 
 
 def test_a_throughput_run_notes_nothing() -> None:
