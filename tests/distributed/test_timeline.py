@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import time
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
+from lab.measure import clock as clocks
 from lab.measure.clock import KEPT_STEPS
+from lab.measure.marks import Mark
 from lab.measure.spans import Span
+from lab.measure.step_marks import StepMarks
 from lab.record.trace import read_trace
 from tests.support import ranks
 
@@ -45,6 +51,7 @@ def test_exchanges_begin_before_backward_ends_if_they_overlap(
     assert first[0].start_s < second[-1].end_s and second[0].start_s < first[-1].end_s
 
 
+NUM_STEPS = 9
 AHEAD_S = 1000.0  # far more than any message takes
 
 
@@ -63,3 +70,39 @@ def test_ranks_compare_clocks_and_texts() -> None:
     assert own == (0.0, 0.0)
     assert abs(ahead_s - AHEAD_S) <= error_s < 1.0
     assert first == second == ["", "é"]
+
+
+def train_beside_another_clock(arguments: list[str], config: DictConfig) -> list[float]:
+    """Train as on hosts whose clocks differ; return when steps began, on the true clock."""
+    clock, join = time.perf_counter, ranks.assemble.join
+    ahead_s = int(os.environ["RANK"]) * AHEAD_S
+    begun: list[float] = []
+
+    def noted(after: Mark | None, begin: float) -> StepMarks:
+        begun.append(begin - ahead_s)
+        return StepMarks(after, begin)
+
+    time.perf_counter = lambda: clock() + ahead_s
+    clocks.StepMarks = noted
+    ranks.assemble.join = lambda config: dataclasses.replace(join(config), num_hosts=2)
+    ranks.execute(arguments, config)
+    return begun[-NUM_STEPS:]
+
+
+def test_on_one_axis_steps_of_hosts_differ_as_they_did_within_the_stated_error(
+    tmp_path: Path,
+) -> None:
+    settings = (*QUICK, f"steps={NUM_STEPS}", f"runs_dir={tmp_path}", "cell=c")
+    run = ranks.composed("strategy=allreduce", "measure=breakdown", *settings)
+    begun = ranks.spawn(2, train_beside_another_clock, *run)
+    timeline = read_trace(tmp_path / "default/c/timeline.json")
+    found = re.search(r"rank 1 \+(\S+) ms, within (\S+) ms", timeline.about["clocks"])
+    assert found
+    ahead_s, error_s = (1e-3 * float(text) for text in found.groups())
+    assert abs(ahead_s - AHEAD_S) <= error_s < 1.0
+    first, second = ({s.name: s.start_s for s in of(timeline.spans, r, "step")} for r in (0, 1))
+    assert len(first) == 4
+    for name in first:
+        step = int(name.removeprefix("step "))
+        shown, true = (second[name] - first[name], begun[1][step] - begun[0][step])
+        assert abs(shown - true) <= error_s + 1e-6  # traces have microseconds
