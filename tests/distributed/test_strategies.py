@@ -1,6 +1,6 @@
-"""Every strategy on 1 to 3 ranks, through the whole trainer, on real data.
+"""Every strategy on one and three ranks, through the whole trainer, on real data.
 
-On four, test_wire.py and test_resume.py; on up to 17, as threads,
+On two and four, test_wire.py and test_resume.py; on up to 17, as threads,
 tests/unit/exchange/test_exchanges.py.
 """
 
@@ -24,7 +24,7 @@ from tests.support.cases import (
 from tests.support.ranks import Outcome, train, train_once
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
-SIZES = (1, 2, 3)
+SIZES = (1, 3)
 
 
 def distance(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:

@@ -18,7 +18,7 @@ from tests.conftest import wait_for
 from tests.support import HANG_S
 
 CELLS = ("study=watched", "strategy=none,allreduce,onebit", "world_size=1", "baselines=all")
-RUN = ("device=cpu", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=500")
+RUN = ("device=cpu", "batch_size=24", "data.size=16", "optim.lr=0.01", "steps=200")
 
 
 def sweep(environment: dict[str, str], folder: Path, *more: str) -> subprocess.Popen[str]:

@@ -95,7 +95,7 @@ def name_by(folder: Path, names: Sequence[str]) -> None:
 
 
 def write_timeline(cell: Path, num_ranks: int, num_steps: int = 5, num_buckets: int = 8) -> None:
-    """Write a timeline of some steps, each with an exchange for each bucket."""
+    """Write a timeline of some steps, each with an exchange for each bucket, a layer's."""
     spans = list[Span]()
     for rank in range(num_ranks):
         for step in range(num_steps):
@@ -112,6 +112,12 @@ def write_timeline(cell: Path, num_ranks: int, num_steps: int = 5, num_buckets: 
             for row, end in ends.items():
                 spans.append(Span(rank, row, row, begin + last, begin + end))
                 last = end
+            for layer in range(num_buckets):
+                forward = begin + 0.005 + 0.025 / num_buckets * layer
+                backward = begin + 0.08 - 0.05 / num_buckets * (layer + 1)
+                ends_s = forward + 0.025 / num_buckets, backward + 0.05 / num_buckets
+                spans.append(Span(rank, "layer", f"layer{layer}", forward, ends_s[0]))
+                spans.append(Span(rank, "layer", f"layer{layer}", backward, ends_s[1]))
             for bucket in range(num_buckets):
                 start = begin + 0.03 + 0.006 * bucket
                 name = f"layer{bucket}.weight layer{bucket}.bias"
