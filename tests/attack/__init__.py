@@ -1,0 +1,1 @@
+"""Attacks on the whole lab, by machine: `make attack`."""

@@ -1,0 +1,170 @@
+"""Damage every kind of file that the lab reads, and read it as a user's command does.
+
+    python -m tests.attack.readers NAME SEED COUNT
+
+attacks one reader in this process, and prints its attempts as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.attack.mutations import BYTES, JSON, YAML, Mutation, bomb
+from tests.attack.outcome import REFUSED, SURVIVED, Attempt
+from tests.attack.victims import CELL, STUDY, make_victims
+
+LIMIT_S, MEMORY_BYTES = 10, 2**30
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A command that reads a file.
+
+    Attributes:
+        file: below the folder in which the command runs.
+        command: a module with `main`, and its arguments.
+        mentions: what the output names if it leaves the damaged file out.
+    """
+
+    file: str
+    mutations: tuple[Mutation, ...]
+    command: tuple[str, ...]
+    mentions: str = ""
+
+
+def _plot(*words: str) -> tuple[str, ...]:
+    return ("plot", *words, "format=svg")
+
+
+TRAIN = ("train", "device=cpu", "--cfg", "job")
+PREDICT = ("predict", "strategy=tree", "world_size=2")
+ARRAYS = ("train", "device=cpu", "steps=1", "task=regression", "model=mlp", "batch_size=4")
+TRACE = ("bench", "counters")
+RUN = f"{STUDY}/{CELL}"
+READERS: dict[str, Reader] = {
+    "record": Reader(f"{RUN}/record.json", JSON, _plot(STUDY, "only=speedup"), CELL),
+    "timeline": Reader(f"{RUN}/timeline.json", JSON, _plot(RUN)),
+    "steps": Reader(f"{RUN}/steps.parquet", BYTES, _plot(STUDY, "only=convergence"), CELL),
+    "settings of a run": Reader(f"{RUN}/config.yaml", YAML, ("explain", RUN)),
+    "grids": Reader(f"{STUDY}/study.json", JSON, ("sweep", "study=made", "dry_run=true")),
+    "profile": Reader("profile.yaml", YAML, (*PREDICT, "profile=profile.yaml")),
+    "hardware": Reader("hardware.yaml", YAML, (*PREDICT, "hardware=hardware.yaml")),
+    "strategy": Reader(
+        "mine/strategy/my.yaml", YAML, (*TRAIN, "--config-dir", "mine", "strategy=my")
+    ),
+    "benchmark": Reader("layers.json", JSON, ("report", "layers.json", "out=page.html")),
+    "trace": Reader("trace.json", JSON, (*TRACE, "trace=trace.json")),
+    "gzipped trace": Reader("trace.json.gz", (*BYTES, bomb), (*TRACE, "trace=trace.json.gz")),
+    "arrays": Reader("arrays.npz", BYTES, (*ARRAYS, "data=arrays", "data.path=arrays.npz")),
+    "table": Reader("table.parquet", BYTES, (*ARRAYS, "data=arrays", "data.path=table.parquet")),
+}
+
+
+class TooLongError(BaseException):
+    """The attempt has used up its time."""
+
+
+def attack(name: str, seed: int, count: int) -> Iterator[Attempt]:
+    """Damage one reader's file in `count` ways, and yield what came of each.
+
+    Memory is limited in this process for good.
+    """
+    reader = READERS[name]
+    with tempfile.TemporaryDirectory() as place:
+        os.chdir(place)
+        make_victims(Path())
+        whole = Path(reader.file).read_bytes()
+        _, code = run(reader)  # imports are no attack's memory
+        assert code == 0, f"{name}: refused unharmed"
+        _limit_memory()
+        for number in range(count):
+            chance = random.Random(f"{name} {seed} {number}")
+            mutation = chance.choice(reader.mutations)
+            damaged = mutation(whole, chance)
+            with contextlib.suppress(OSError):
+                Path(reader.file).write_bytes(damaged)
+            yield judged(f"read: {name}", f"{mutation.__name__} {seed}.{number}", reader, damaged)
+            Path(reader.file).write_bytes(whole)
+
+
+def judged(attack: str, what: str, reader: Reader, damaged: bytes) -> Attempt:
+    """Run a command on a damaged file, and say what came of it."""
+    try:
+        said, code = run(reader)
+    except TooLongError:
+        return Attempt(attack, what, "hung")
+    except MemoryError:
+        return Attempt(attack, what, "memory")
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        return Attempt(
+            attack, what, "traceback", f"{type(error).__name__}: {error} ({place})"[:300]
+        )
+    if Path("ran").exists():
+        Path("ran").rmdir()
+        return Attempt(attack, what, "code run")
+    errors = [line for line in said.splitlines() if "error:" in line]
+    if code == 2:
+        tidy = len(errors) == 1 and len(errors[0]) < 1000
+        return Attempt(attack, what, REFUSED if tidy else "traceback", said[-300:])
+    if reader.mentions and not readable(reader.file, damaged) and reader.mentions not in said:
+        return Attempt(attack, what, "silent", said[-300:])
+    return Attempt(attack, what, SURVIVED)
+
+
+def readable(name: str, content: bytes) -> bool:
+    """Return whether a file's format can be read at all."""
+    if not name.endswith(".json"):
+        return content[:4] == content[-4:] == b"PAR1"
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def run(reader: Reader) -> tuple[str, int]:
+    """Run a command in this process, for at most LIMIT_S; return what it printed, and its code."""
+    module, *arguments = reader.command
+    main: Callable[[list[str]], int] = __import__(f"lab.{module}", fromlist=["main"]).main
+    said = io.StringIO()
+    previous = signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LIMIT_S)
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                code = main(arguments)
+            except SystemExit as end:
+                code = int(end.code or 0)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return said.getvalue(), code
+
+
+def _too_long(_number: int, _frame: object) -> None:
+    raise TooLongError
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    for attempt in attack(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])):
+        print(json.dumps(asdict(attempt)), flush=True)
