@@ -11,6 +11,7 @@ import pandas as pd
 from lab.analysis.records import Cell
 from lab.analysis.sheet import NothingToDraw, Sheet
 from lab.analysis.speedup import CEILING
+from lab.settings.reading import DamagedFile
 from lab.task.metrics import LOGARITHMIC, axis, main_metric, metrics_of
 
 NUM_DRAWN, NUM_SMOOTHED = 400, 50
@@ -34,7 +35,10 @@ def curves_of(sheet: Sheet) -> tuple[list[Curves], dict[str, bool]]:
     metric = _metric(runs)
     label, factor = axis(metric)
     sources = {"training loss": _losses, label: lambda run: _evaluated(run, metric, factor)}
-    curves = [Curves(run, {kind: read(run) for kind, read in sources.items()}) for run in runs]
+    try:
+        curves = [Curves(run, {kind: read(run) for kind, read in sources.items()}) for run in runs]
+    except DamagedFile as error:
+        raise NothingToDraw(str(error)) from None
     kinds = [kind for kind in sources if any(not one.tables[kind].empty for one in curves)]
     if not kinds:
         raise NothingToDraw("no losses and no evaluations")

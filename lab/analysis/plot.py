@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from lab.analysis import summary
@@ -21,7 +20,7 @@ from lab.analysis.figures.step import step_time
 from lab.analysis.figures.timeline import timeline_of_step
 from lab.analysis.noise import noise_floor
 from lab.analysis.points import points_of
-from lab.analysis.records import Study, load_study
+from lab.analysis.records import Study, load_study, read_steps
 from lab.analysis.sheet import NothingToDraw, Sheet
 from lab.analysis.speedup import table
 from lab.analysis.target import times_to_target
@@ -31,6 +30,7 @@ from lab.draw.save import save
 from lab.record.schema import SCALINGS, read_record
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, read_trace
+from lab.settings.reading import DamagedFile
 
 FIGURES: tuple[Callable[[Sheet], Figure], ...] = (
     *(speedup_bars, scaling, throughput),
@@ -113,15 +113,18 @@ def _report_study(study: Study, sink: Sink, baseline: str | None, target: float 
         _draw_all(Sheet(study, name, selected, looks, floor, sink.page), out, suffix, sink)
     for cell in study.cells:
         if sink.wants(TIMELINES) and cell.repeat == 0 and (cell.folder / TIMELINE).is_file():
-            name = study.name_of(cell.folder).replace("/", "_")
-            _draw_timeline(cell.folder, out / f"{TIMELINES}_{name}", sink)
+            stem = out / f"{TIMELINES}_{study.name_of(cell.folder).replace('/', '_')}"
+            try:
+                _draw_timeline(cell.folder, stem, sink)
+            except DamagedFile as reason:
+                print(f"skipped {stem.name}: {reason}")
 
 
 def _report_cell(folder: Path, sink: Sink) -> None:
     """Draw a cell's own work of ranks, and its timeline, as far as it has them."""
     has_timeline = (folder / TIMELINE).is_file()
     try:
-        steps = pd.read_parquet(folder / STEPS)
+        steps = read_steps(folder / STEPS)
         own_work(steps)
     except (ValueError, OSError) as error:
         if not has_timeline:

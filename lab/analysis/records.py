@@ -13,7 +13,9 @@ import pandas as pd
 from lab.analysis.machines import labels_of, named_by_study
 from lab.analysis.series import NEEDS, OF_WORK, Identity, differences, identity
 from lab.record.schema import Emulation, Record, Scaling, Status, read_record
+from lab.settings.errors import one_line
 from lab.settings.names import is_of_strategy, root_of
+from lab.settings.reading import DamagedFile
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,21 @@ class Cell:
         return " ".join(f"{key}={value}" for key, value in given.items() if key not in idle)
 
     def steps(self) -> pd.DataFrame | None:
-        """Read steps.parquet, one row per rank and step; None if there is no such file."""
+        """Read steps.parquet, one row per rank and step; None if there is no such file.
+
+        Raises: DamagedFile: it cannot be read.
+        """
         path = self.folder / "steps.parquet"
-        return pd.read_parquet(path) if path.is_file() else None
+        return read_steps(path) if path.is_file() else None
 
 
 @dataclass(frozen=True)
 class Study:
-    """All cells of a study folder, or of several, and the names of cells that left no record.
+    """All cells of a study folder, or of several, and those whose record cannot be read.
 
     Attributes:
         folder: the first one.
+        missing: why a cell is not among them, by its name.
         labels: a name for each of several folders; empty for one.
         machines: descriptions of the machines that `on=...` names; empty if there is one.
     """
@@ -124,7 +130,7 @@ class Study:
     folder: Path
     name: str
     cells: tuple[Cell, ...]
-    missing: tuple[str, ...]
+    missing: Mapping[str, str]
     labels: Mapping[Path, str] = field(default_factory=dict)
     machines: Mapping[str, str] = field(default_factory=dict)
 
@@ -132,6 +138,16 @@ class Study:
         """Name a cell's folder, with its study if there are several."""
         label = self.labels.get(folder.parent)
         return f"{label}/{folder.name}" if label else folder.name
+
+
+def read_steps(path: Path) -> pd.DataFrame:
+    """Read the steps of a run. DamagedFile: the file holds something else."""
+    try:
+        steps = pd.read_parquet(path)
+        steps[["rank", "step", "timed", "step_s", "loss", "end_s"]].astype(float)
+    except Exception as error:  # damaged bytes fail in many ways
+        raise DamagedFile(f"{path}: no table of steps: {one_line(error)}") from None
+    return steps
 
 
 def commits_of(cells: Iterable[Cell]) -> tuple[str, ...]:
@@ -144,22 +160,20 @@ def load_study(folder: Path, *more: Path) -> Study:
     """Read every `record.json` one level below each folder, as one study.
 
     A sub-folder that holds neither a record nor the tables this package writes is a cell that
-    was killed, and is named in `missing`. Studies of several machines are told apart by `on=...`
-    (lab.analysis.machines).
+    was killed: it is named in `missing`, as one whose record is damaged. Studies of several
+    machines are told apart by `on=...` (lab.analysis.machines).
 
     Raises:
-        ValueError: no such folder, no record in it, a record that breaks the contract, the same
-            folder twice, or two finished runs of the same cell and repeat.
+        ValueError: no such folder, no record in it that can be read, the same folder twice, or two
+            finished runs of the same cell and repeat.
     """
     folders = (folder, *more)
     if len({each.resolve() for each in folders}) < len(folders):
         raise ValueError(f"{' '.join(map(str, folders))}: the same folder twice")
     labels = dict(zip(folders, labels_of(folders), strict=True)) if more else {}
-    records, missing = dict[Path, Record](), list[Path]()
-    for each in folders:
-        found = _records_below(each)
-        records |= {path: record for path, record in found.items() if record}
-        missing += [path for path, record in found.items() if record is None]
+    found = {path: record for each in folders for path, record in _records_below(each).items()}
+    records = {path: record for path, record in found.items() if isinstance(record, Record)}
+    missing = {path: why for path, why in found.items() if isinstance(why, str)}
     identities = [identity(record) for record in records.values()]
     differing, machines = differences(identities), dict[str, str]()
     if more:
@@ -167,25 +181,35 @@ def load_study(folder: Path, *more: Path) -> Study:
     each_cell = zip(records.items(), identities, differing, strict=True)
     cells = tuple(_cell(path, record, who, values) for (path, record), who, values in each_cell)
     names = sorted({record.study or path.parent.name for path, record in records.items()})
-    study = Study(folder, ", ".join(names), cells, (), labels, machines)
+    study = Study(folder, ", ".join(names), cells, {}, labels, machines)
     _refuse_copies(study)
-    return replace(study, missing=tuple(map(study.name_of, missing)))
+    return replace(study, missing={study.name_of(path): why for path, why in missing.items()})
 
 
-def _records_below(folder: Path) -> dict[Path, Record | None]:
-    """Read the records of a study's cells by their folders; None for a cell without one."""
+def _records_below(folder: Path) -> dict[Path, Record | str]:
+    """Read the records of a study's cells by their folders; of a cell without one, say why."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a study folder such as runs/demo")
     below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    found: dict[Path, Record | None] = {}
+    found: dict[Path, Record | str] = {}
     for path in below:
         if (path / "record.json").is_file():
-            found[path] = read_record(path / "record.json")
+            found[path] = _record_or_why(path / "record.json")
         elif not (path / "summary.csv").is_file():
-            found[path] = None
-    if not any(found.values()):
-        raise ValueError(f"{folder}: holds no <cell>/record.json; give a study folder of runs")
+            found[path] = "left no record.json"
+    if not any(isinstance(record, Record) for record in found.values()):
+        unread = next((why for why in found.values() if why != "left no record.json"), "")
+        raise ValueError(
+            unread or f"{folder}: holds no <cell>/record.json; give a study folder of runs"
+        )
     return found
+
+
+def _record_or_why(path: Path) -> Record | str:
+    try:
+        return read_record(path)
+    except (ValueError, OSError) as error:
+        return str(error)
 
 
 def _refuse_copies(study: Study) -> None:

@@ -205,4 +205,4 @@ def _trouble(study: Study) -> list[str]:
         f"{c.status}: {study.name_of(c.folder)}: {c.error or 'no error was recorded'}"
         for c in failed
     ]
-    return [*lines, *(f"missing: {name}: left no record.json" for name in study.missing)]
+    return [*lines, *(f"missing: {name}: {why}" for name, why in study.missing.items())]

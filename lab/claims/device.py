@@ -7,7 +7,6 @@ lab/claims/benched.py. A quantity counts (no clock: it holds on any machine) or 
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lab.claims.metrics import Missing
 from lab.measure.intervals import Interval
 from lab.settings.config import load
+from lab.settings.reading import read_json
 
 if TYPE_CHECKING:  # pandas and torch take seconds, and not every paper needs them
     from lab.analysis.records import Cell
@@ -83,8 +83,8 @@ class Device:
 @functools.cache
 def _read(path: Path, bench: str) -> dict[str, Any]:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        result = read_json(path)
+    except OSError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(result, dict) or result.get("bench") != bench:
         raise ValueError(f"{path}: must be a result of lab.bench {bench}")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from lab.analysis.noise import noise_floor
 from lab.analysis.points import Point, points_of, same_work, shared_baseline
@@ -18,6 +17,7 @@ from lab.analysis.speedup import CEILING
 from lab.diagnosis.slow_ranks import slow_ranks
 from lab.measure.intervals import geometric_mean
 from lab.measure.stragglers import Slow
+from lab.record.run_settings import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace
 from lab.sync.pattern import Pattern, pattern_of
 
@@ -243,9 +243,7 @@ def _codec_s(breakdowns: Sequence[Cell]) -> float:
 
 
 def _settings(cell: Cell) -> dict[str, Any]:
-    path = cell.folder / "config.yaml"
-    content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
-    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+    return read_settings(cell.folder) if (cell.folder / SETTINGS).is_file() else {}
 
 
 def _to_run(

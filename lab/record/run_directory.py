@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 from lab.record.files import write_atomically, write_json
 from lab.record.schema import Record
+from lab.settings.reading import read_json
 
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # time for a killed run to disappear
@@ -138,6 +138,8 @@ class RunDirectory:
     def begin_attempt(self, attempt: dict[str, Any]) -> None:
         """Record that the run begins, or continues after an early end."""
         attempts = self.attempts()
+        if not attempts:
+            self._set_aside_damaged()
         if attempts:
             attempts[-1]["ended"] = self._how_it_ended(attempts[-1])
         write_json(self.path / "attempts.json", [*attempts, attempt])
@@ -145,16 +147,27 @@ class RunDirectory:
     def attempts(self) -> list[dict[str, Any]]:
         """Return every start of this run in order; all but the last have `ended`."""
         try:
-            return json.loads((self.path / "attempts.json").read_text())
-        except (OSError, ValueError):
+            attempts = read_json(self.path / "attempts.json")
+            for attempt in attempts:
+                datetime.fromisoformat(attempt["started_at"])
+        except (OSError, ValueError, TypeError, KeyError):
             return []
+        return attempts
+
+    def _set_aside_damaged(self) -> None:
+        """Keep a file of attempts that cannot be read: the next one would replace it."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / "attempts.json").rename(self.path / "attempts.damaged.json")
 
     def _how_it_ended(self, attempt: dict[str, Any]) -> str:
         began = datetime.fromisoformat(attempt["started_at"]).timestamp()
         if not self.recorded_since(began):
             return "killed: it left no record"
-        record = json.loads(self.record_path.read_text())
-        return f"{record['status']}: {record['error']}"
+        try:
+            record = read_json(self.record_path)
+            return f"{record['status']}: {record['error']}"
+        except (ValueError, TypeError, KeyError):
+            return "its record cannot be read"
 
     def status(self) -> str | None:
         """Return the status in this directory's record; None without a record.
@@ -162,8 +175,8 @@ class RunDirectory:
         Nothing else is read, so that a record of any schema is protected from overwriting.
         """
         try:
-            return json.loads(self.record_path.read_text())["status"]
-        except (OSError, ValueError, KeyError):
+            return read_json(self.record_path)["status"]
+        except (OSError, ValueError, TypeError, KeyError):
             return None
 
     @property

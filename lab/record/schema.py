@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from lab.record import schema_1
 from lab.record.certificate import Certificate
 from lab.record.decode import decode
 from lab.record.files import write_json
+from lab.settings.reading import DamagedFile, read_json
 
 SCHEMA = 2  # the number of this schema; 1 is still read
 
@@ -279,17 +279,14 @@ class Record:
 def read_record(path: Path) -> Record:
     """Read the record in a file.
 
-    Raises: ValueError: the file does not hold a record; one line that names file and key.
+    Raises: DamagedFile: the file does not hold a record; one line that names file and key.
         OSError: the file cannot be read.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    value = read_json(path)
     try:
         return Record.from_json(value)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise DamagedFile(f"{path}: {error}") from None
 
 
 def worded(emulation: Iterable[Emulation]) -> str:

@@ -6,7 +6,7 @@ The format is "Trace Event Format" (Google, 2016): complete events, `"ph": "X"`,
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from lab.measure.spans import Span
 from lab.record.files import write_json
+from lab.settings.reading import DamagedFile, read_json
 
 TIMELINE = "timeline.json"  # in a run's directory
 ROWS = ("step", "data", "forward", "backward", "layer", "wait", "exchange", "codec", "optimizer")
@@ -86,11 +87,16 @@ def read_trace(path: Path) -> Timeline:
         OSError: it cannot be read.
     """
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = read_json(path)
         events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-        return Timeline(tuple(map(_span, events)), trace.get("otherData", {}))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is not a timeline: {type(error).__name__}: {error}") from None
+        timeline = Timeline(tuple(map(_span, events)), {**trace.get("otherData", {})})
+        if not timeline.spans:
+            raise ValueError("it has no spans")
+        return timeline
+    except DamagedFile:
+        raise
+    except (ValueError, OverflowError, KeyError, TypeError) as error:
+        raise DamagedFile(f"{path}: is not a timeline: {type(error).__name__}: {error}") from None
 
 
 def lanes(spans: Iterable[Span]) -> list[tuple[Span, int]]:
@@ -131,4 +137,6 @@ def _names(rank: int, row: str, lane: int, thread: int) -> list[Event]:
 
 def _span(event: Event) -> Span:
     start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    if not math.isfinite(start + end) or end < start:
+        raise ValueError(f"ts={event['ts']} dur={event['dur']}: no span of time")
     return Span(int(event["pid"]), str(event["cat"]), str(event["name"]), start, end)

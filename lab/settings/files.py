@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
-
 from lab.settings.errors import ConfigError, one_line
+from lab.settings.reading import read_yaml
 
 TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
 
@@ -53,8 +51,8 @@ def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str,
         known = ", ".join(sorted(files))
         raise ConfigError(f"{group}={name}: allowed are {known}, or a path such as ./{group}.yaml")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(files[name]))
-    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        content = read_yaml(files[name])
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{group}={name}: not a YAML file: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{group}={name}: must hold keys and values, not a list")

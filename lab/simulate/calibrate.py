@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from lab.model.profile import VALUE_BYTES
 from lab.settings.config import choices_of, load
+from lab.settings.reading import read_json
 from lab.simulate.costs import stages_of
 from lab.simulate.fit import LINK, get, least_squares, with_values
 from lab.simulate.hardware import Hardware
@@ -29,7 +29,7 @@ def calibrate(path: Path, preset: Hardware) -> Hardware:
         OSError: the file cannot be read.
     """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
         if "hardware" in result:
             raise ValueError(
                 f"fit={path}: its hardware was fitted under the cost cards of its time; give the "
@@ -37,7 +37,7 @@ def calibrate(path: Path, preset: Hardware) -> Hardware:
             )
         fit = {"collective": _links, "codec": _codec}[result["bench"]]
         return fit(result, preset)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"fit={path}: must be a study, or a result of lab.bench collective or codec: "
             f"{type(error).__name__}: {error}"

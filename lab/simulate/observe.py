@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from lab.analysis.records import Cell, load_study
-from lab.cluster.settings import Cluster
+from lab.cluster.settings import Cluster, emulated
 from lab.model.profile import VALUE_BYTES, Profile, replayed
-from lab.settings.config import build
+from lab.record.run_settings import SETTINGS, read_settings
 from lab.simulate.fit import LARGEST_FITTED, Group, Observation, fit
 from lab.simulate.hardware import Hardware
 from lab.simulate.links import over_links
@@ -131,14 +130,23 @@ def _moved(hardware: Hardware, fitted: list[Cell], other: list[Cell]) -> Hardwar
 
 def _ranks_per_host(cells: list[Cell]) -> int:
     """Return the ranks on each host of an emulated cluster; 1 without one."""
-    cluster = OmegaConf.load(cells[0].folder / "config.yaml").cluster
-    return cluster.get("ranks_per_host", 1)
+    return _cluster_settings(cells[0]).get("ranks_per_host", 1)
 
 
 def _cluster(cell: Cell) -> Cluster | None:
     """Return the emulated cluster on which a cell ran."""
-    settings = OmegaConf.load(cell.folder / "config.yaml").cluster
-    return build(settings, world_size=cell.world_size) if "_target_" in settings else None
+    settings = _cluster_settings(cell)
+    if not settings:
+        return None
+    try:  # not `build`, which would call whatever a stranger's file names
+        return emulated(**settings, world_size=cell.world_size)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{cell.folder / SETTINGS}: cluster: {error}") from None
+
+
+def _cluster_settings(cell: Cell) -> dict[str, Any]:
+    found = read_settings(cell.folder).get("cluster")
+    return {k: v for k, v in found.items() if k != "_target_"} if isinstance(found, dict) else {}
 
 
 def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:
@@ -168,13 +176,14 @@ def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:
 
 
 def _observation(cell: Cell, profile: Profile) -> Observation | None:
-    composed = OmegaConf.to_container(OmegaConf.load(cell.folder / "config.yaml"), resolve=True)
-    assert isinstance(composed, dict)
-    settings = {str(key): value for key, value in composed.items()}
+    settings = read_settings(cell.folder)
     try:
         strategy = Strategy.of(settings)
     except ValueError:
         return None
+    except (KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{cell.folder / SETTINGS}: holds no run's settings: {why}") from None
     replay = replayed(settings)
     if not replay:
         _check_model(cell, profile)

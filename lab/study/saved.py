@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from lab.record.files import write_json
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, is_file
 from lab.settings.overrides import config_dir_of, split
+from lab.settings.reading import read_json
 from lab.study.grid import DEFAULTS, NOT_OF_GRID, Study
 from lab.study.grid import read as read_grid
 from lab.study.lists import one_value
@@ -69,7 +69,7 @@ def save(root: Path, study: Study) -> None:
 def _grids(root: Path) -> list[dict[str, Any]]:
     path = root / FILE
     try:
-        grids = json.loads(path.read_text(encoding="utf-8"))["grids"]
+        grids = read_json(path)["grids"]
         if all(isinstance(each["arguments"], list) for each in grids):
             return grids
     except FileNotFoundError:

@@ -12,7 +12,6 @@ cut short is never found.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -23,6 +22,7 @@ import torch
 
 from lab.distributed.world import World
 from lab.record.files import write_atomically, write_json
+from lab.settings.reading import read_json
 
 KEEP = 2  # newest checkpoints of a run that stay on disk
 
@@ -74,7 +74,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             "checkpoints/step_… that holds DONE"
         )
     try:
-        done = json.loads((path / "DONE").read_text())
+        done = read_json(path / "DONE")
         damaged = [name for name, digest in done["files"].items() if _digest(path / name) != digest]
         names = [f"rank_{rank:03d}.pt" for rank in range(done["world_size"])]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.views.show import draw, table
+from lab.benchmarks.views.show import draw, is_result, table
+from lab.settings.errors import one_line
+from lab.settings.reading import DamagedFile, read_json
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,18 @@ def read_benched(path: Path) -> Benched:
     """Read a result of lab.bench.
 
     Raises:
-        ValueError: the file holds no such result.
+        DamagedFile: it holds no such result.
         OSError: it cannot be read.
     """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        text = table(result)
-    except (ValueError, KeyError, TypeError, ImportError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}: is no result of lab.bench: {why}") from None
+    result = read_json(path)
+    if not is_result(result):
+        raise DamagedFile(f"{path}: is no result of lab.bench")
     title = f"{result['bench']}: {path.stem.replace('_', ' ')}"
-    return Benched(title, result.get("command", ""), text, _picture(result))
+    try:
+        return Benched(title, str(result["command"]), table(result), _picture(result))
+    except Exception as error:  # a damaged result fails in many ways
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise DamagedFile(f"{path}: is no result of lab.bench: {why}") from None
 
 
 def _picture(result: dict[str, Any]) -> str:

@@ -21,18 +21,20 @@ PANEL, MOST_COLUMNS = 230, 4  # pixels of a panel, and panels side by side
 Commands = Mapping[Place, str]
 
 
-def charts_of(sheet: Sheet, commands: Commands, prefix: str) -> list[Chart]:
+def charts_of(sheet: Sheet, commands: Commands, prefix: str, left_out: list[str]) -> list[Chart]:
     """Make all charts for which the study has data.
 
     Args:
         commands: how to measure a point again, shown where the pointer rests.
         prefix: begins their names, which are unique on a page.
+        left_out: is added to: the other charts, and why.
     """
     made: list[Chart] = []
     for make in (speedup, efficiency, throughput, step_time, payload, convergence):
         try:
             chart = make(sheet, commands)
-        except NothingToDraw:
+        except NothingToDraw as why:
+            left_out.append(f"{make.__name__.replace('_', ' ')}, {sheet.scaling} scaling: {why}")
             continue
         made.append(replace(chart, name=f"{prefix}{sheet.scaling}-{chart.name}"))
     return made

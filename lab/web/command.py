@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lab.settings.reading import read_json
 from lab.web.compared import compare
 from lab.web.contents import contents_of
 from lab.web.page import Parts
@@ -44,8 +44,8 @@ def _benched(results: Sequence[Path]) -> list[Benched]:
 def _results_in(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.glob("*.json")):
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
+            result = read_json(path)
         except (OSError, ValueError):  # another program's file: a study may hold anything
             continue
-        if isinstance(result, dict) and "bench" in result:
+        if isinstance(result, dict) and "bench" in result and "rows" in result:
             yield path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from lab.diagnosis.view import full, headline, reason
 from lab.draw.looks import looks_of
 from lab.record.schema import SCALINGS
 from lab.record.trace import TIMELINE, read_trace
+from lab.settings.reading import DamagedFile, read_json
 from lab.web.charts import charts_of
 from lab.web.judged import claims_tables, predictions_table
 from lab.web.map import map_chart
@@ -80,8 +80,8 @@ def contents_of(folder: Path, prefix: str) -> Contents:
     """
     study = load_study(folder)
     points = points_of(study.cells)
-    rows, floor = table(study), noise_floor(points)
-    explained = [(each, judge(each)) for each in _evidence(study, points, floor)]
+    rows, floor, left_out = table(study), noise_floor(points), list[str]()
+    explained = [(each, judge(each)) for each in _evidence(study, points, floor, left_out)]
     notes = (*leader_lines(rows, floor), floor_text(floor), shared_runs(rows))
     made = Contents(
         study=study,
@@ -91,27 +91,32 @@ def contents_of(folder: Path, prefix: str) -> Contents:
         facts=_facts(study),
         notes=[note for note in notes if note],
         tables=[points_table(rows, f"{prefix}points")],
-        charts=_charts(study, rows, points, floor, prefix),
-        timelines=_timelines(study, prefix),
+        charts=_charts(study, rows, points, floor, prefix, left_out),
+        timelines=_timelines(study, prefix, left_out),
         explanations=[_explanation(e, v) for e, v in explained],
-        records=[json.loads((c.folder / "record.json").read_text()) for c in study.cells],
+        records=[read_json(c.folder / "record.json") for c in study.cells],
+        left_out=left_out,
     )
     for find in (predictions_table, claims_tables):
         try:
             made.tables += find(folder, study, prefix)
         except ValueError as why:
-            made.left_out.append(str(why))
+            left_out.append(str(why))
     made.tables += _troubles(study, prefix)
     if (number := len(_series(rows))) > MOST_SERIES:
-        made.left_out.append(f"charts by series: {number} series could not be told apart")
+        left_out.append(f"charts by series: {number} series could not be told apart")
     return made
 
 
-def _evidence(study: Study, points: list[Point], floor: float) -> list[Evidence]:
+def _evidence(
+    study: Study, points: list[Point], floor: float, left_out: list[str]
+) -> list[Evidence]:
     found = list[Evidence]()
     for point in points:
         try:
             found.append(evidence_of(study, point.one, point, points, floor))
+        except DamagedFile as why:
+            left_out.append(f"an explanation: {why}")
         except ValueError:  # a failed run, one rank, or no timed step: nothing to explain
             continue
     return found
@@ -123,7 +128,12 @@ def _explanation(evidence: Evidence, found: Verdict) -> Explanation:
 
 
 def _charts(
-    study: Study, rows: Sequence[Row], points: Sequence[Point], floor: float, prefix: str
+    study: Study,
+    rows: Sequence[Row],
+    points: Sequence[Point],
+    floor: float,
+    prefix: str,
+    left_out: list[str],
 ) -> list[Chart]:
     mapped = map_chart(study, floor, f"{prefix}map")
     looks = looks_of(_series(rows))
@@ -140,7 +150,9 @@ def _charts(
         for scaling in SCALINGS
         for of_scaling in [tuple(row for row in rows if row.scaling == scaling)]
         if of_scaling
-        for chart in charts_of(Sheet(study, scaling, of_scaling, looks, floor), commands, prefix)
+        for chart in charts_of(
+            Sheet(study, scaling, of_scaling, looks, floor), commands, prefix, left_out
+        )
     ]
     return [mapped, *by_scaling] if mapped else by_scaling
 
@@ -149,16 +161,19 @@ def _series(rows: Sequence[Row]) -> set[str]:
     return {row.series for row in rows}
 
 
-def _timelines(study: Study, prefix: str) -> list[Chart]:
+def _timelines(study: Study, prefix: str, left_out: list[str]) -> list[Chart]:
     cells = [c for c in study.cells if c.repeat == 0 and (c.folder / TIMELINE).is_file()]
-    return [
-        timeline_chart(
-            f"{prefix}timeline-{number}",
-            f"{cell.series} on {cell.world_size} ranks, batch {cell.batch_size}",
-            read_trace(cell.folder / TIMELINE),
-        )
-        for number, cell in enumerate(cells[:MOST_TIMELINES])
-    ]
+    charts = list[Chart]()
+    for number, cell in enumerate(cells[:MOST_TIMELINES]):
+        title = f"{cell.series} on {cell.world_size} ranks, batch {cell.batch_size}"
+        try:
+            timeline = read_trace(cell.folder / TIMELINE)
+            charts.append(timeline_chart(f"{prefix}timeline-{number}", title, timeline))
+        except ValueError as why:
+            left_out.append(f"a timeline: {why}")
+    if len(cells) > MOST_TIMELINES:
+        left_out.append(f"{len(cells) - MOST_TIMELINES} timelines after the first {MOST_TIMELINES}")
+    return charts
 
 
 def _facts(study: Study) -> dict[str, str]:
@@ -185,7 +200,7 @@ def _troubles(study: Study, prefix: str) -> list[Table]:
         for c in study.cells
         if c.status != "done"
     ]
-    failed += [(name, "missing", "left no record.json") for name in study.missing]
+    failed += [(name, "missing", why) for name, why in study.missing.items()]
     idle = dict.fromkeys((c.series, line) for c in study.cells for line in c.idle)
     title = "Runs that did not finish, and why"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import shlex
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,8 @@ from lab.draw.save import save
 from lab.draw.text import aligned
 from lab.record.files import write_json
 
+VIEWS = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
+
 
 def present(request: Request, measured: dict[str, Any]) -> bool:
     """Print a result, write it and its figure to `out=`, and tell whether the values are right."""
@@ -23,6 +26,11 @@ def present(request: Request, measured: dict[str, Any]) -> bool:
     if out := request.own["out"]:
         print(f"wrote {' and '.join(map(str, write(out, result)))}")
     return not any(row.get("wrong") for row in result["rows"])
+
+
+def is_result(value: object) -> bool:
+    """Return whether a value, read from a file, is a result that one of the views shows."""
+    return isinstance(value, dict) and value.get("bench") in VIEWS
 
 
 def table(result: dict[str, Any]) -> str:
