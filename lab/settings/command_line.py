@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +16,7 @@ from lab.settings.command import Command, CommandLine
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.hints import hint
 from lab.settings.overrides import quoted
+from lab.settings.visible import visible, visible_output
 
 EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
@@ -43,7 +45,9 @@ def answer(
             from lab.settings.help import help_text
 
             print(help_text(command, line.settings))
-        code = 0 if line.asks_help else act(line)
+        # A command with a word reads what others may have written; the others run the user's own.
+        with visible_output() if command.word else nullcontext():
+            code = 0 if line.asks_help else act(line)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read the output has enough of it, as `head` has
@@ -103,7 +107,7 @@ def report_error(command: str, error: Exception) -> None:
         print(found.traceback, file=sys.stderr)
         if found.error is error:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
-    print(f"{command}: error: {line}", file=sys.stderr)
+    print(visible(f"{command}: error: {line}"), file=sys.stderr)
 
 
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:

@@ -46,15 +46,16 @@ def read_yaml(path: Path) -> Any:
     Raises:
         DamagedFile, OSError: as read_json.
     """
+    content = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode()
         if "&" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST_YAML:
             raise ValueError(f"anchors make more than {LARGEST_YAML} values")
         return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except RecursionError:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
-    # OmegaConf refuses texts and numbers alone with an OSError.
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+    # OSError: OmegaConf's word on numbers that stand alone.
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError) as error:
         raise DamagedFile(f"{path}: not YAML: {one_line(error)}") from None
 
 

@@ -26,26 +26,27 @@ def parts_of(paths: Sequence[Path], command: str) -> Parts:
     """
     results = [path for path in paths if path.suffix == ".json"]
     folders = [path for path in paths if path not in results]
-    inside = [path for folder in folders for path in _results_in(folder) if path not in results]
     studies = [contents_of(path, f"s{at}-") for at, path in enumerate(folders, start=1)]
     names = [each.study.folder.name for each in studies] or [path.stem for path in paths]
     compared = compare(*studies[:2]) if len(studies) > 1 else None
-    return Parts(" and ".join(names), command, studies, _benched([*results, *inside]), compared)
+    benched = [_benched(path) for path in results]
+    for study, folder in zip(studies, folders, strict=True):
+        benched += _benched_in(folder, study.left_out)
+    return Parts(" and ".join(names), command, studies, benched, compared)
 
 
-def _benched(results: Sequence[Path]) -> list[Benched]:
-    if not results:
-        return []
-    from lab.web.benched import read_benched  # imports matplotlib
-
-    return [read_benched(path) for path in results]
-
-
-def _results_in(folder: Path) -> Iterator[Path]:
+def _benched_in(folder: Path, left_out: list[str]) -> Iterator[Benched]:
+    """Read the results of lab.bench among a study's files; say which of them are damaged."""
     for path in sorted(folder.glob("*.json")):
         try:
             result = read_json(path)
-        except (OSError, ValueError):  # another program's file: a study may hold anything
-            continue
-        if isinstance(result, dict) and "bench" in result and "rows" in result:
-            yield path
+            if isinstance(result, dict) and "bench" in result:
+                yield _benched(path)
+        except (ValueError, OSError) as why:
+            left_out.append(str(why))
+
+
+def _benched(path: Path) -> Benched:
+    from lab.web.benched import read_benched  # imports matplotlib
+
+    return read_benched(path)

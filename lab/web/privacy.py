@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from lab.settings.visible import CONTROL
+
 PATH = re.compile(r"(?<![\w./:<])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+,=-]+){2,}[/\\]?")
 SECRET = re.compile(
     r"(?i)\b([\w.-]*(?:api_?key|token|secret|passw(?:or)?d|credential)[\w.-]*\s*[=:]\s*)[^\s,;'\"]+"
 )
 OF_URL = re.compile(r"(\w+://)[^/\s@]+@")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 HIDDEN = "…"
 COMMON = ("root", "user", "admin", "ubuntu")  # no one's name, and words of the lab's own
 

@@ -89,11 +89,27 @@ def test_results_in_a_study_are_shown_with_it(tmp_path: Path) -> None:
     folder = make_study(tmp_path / "made")
     shutil.copy(RESULTS / "layers_alexnet.json", folder)
     (folder / "settings.json").write_text('{"other": "program"}')
-    (folder / "broken.json").write_text("{")
     page = page_of(folder).partition("<script")[0]
     headings = re.findall(r"<h2[^>]*>([^<]*)", page)
     assert headings == ["Study made", "layers: layers alexnet"]
     assert "data:image/svg+xml" in page
+
+
+def test_what_is_damaged_is_named_and_all_else_is_shown(tmp_path: Path) -> None:
+    folder = make_study(tmp_path / "made")
+    (folder / "none-n1-b64-r0/record.json").write_text("{")
+    (folder / "overlap-n4-b128-r0/steps.parquet").write_bytes(b"PAR1 PAR1")
+    (folder / "overlap-n4-b64-r0/timeline.json").write_text("[" * 100_000)
+    (folder / "layers.json").write_text('{"bench": "layers"}')
+    page = page_of(folder).partition("<script")[0]
+    assert page.partition('<table id="s1-points">')[2].partition("</table>")[0].count("<tr>") == 31
+    for damaged in (
+        "none-n1-b64-r0/record.json: not JSON",
+        "overlap-n4-b128-r0/steps.parquet: no table of steps",
+        "overlap-n4-b64-r0/timeline.json: not JSON: nested too deeply",
+        "layers.json: is no result of lab.bench",
+    ):
+        assert damaged in page
 
 
 def test_it_asks_for_nothing(page: str) -> None:

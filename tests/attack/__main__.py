@@ -1,0 +1,63 @@
+"""Attack the whole lab: `python -m tests.attack [kills=100] [reads=200] [seed=0] [out=FILE]`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from tests.attack import kills
+from tests.attack.outcome import BAD, Attempt, table
+from tests.attack.readers import READERS
+
+DEFAULTS = {"kills": "100", "reads": "200", "seed": "0", "out": "attack.jsonl"}
+
+
+def main(words: list[str]) -> int:
+    """Attack, print the table of what came of it, and return 1 if something was lost."""
+    settings = DEFAULTS | dict(word.split("=", 1) for word in words)
+    seed, attempts = int(settings["seed"]), list[Attempt]()
+    with Path(settings["out"]).open("w") as out:
+        for attempt in _all(int(settings["kills"]), int(settings["reads"]), seed):
+            attempts.append(attempt)
+            out.write(json.dumps(asdict(attempt)) + "\n")
+            out.flush()
+            if attempt.outcome in BAD:
+                print(f"{attempt.attack}: {attempt.what}: {attempt.outcome}: {attempt.said}")
+    print(table(attempts))
+    lost_s = [float(a.said) for a in attempts if a.attack.startswith("kill") and _is_time(a.said)]
+    if lost_s:
+        print(f"a kill costs {median(lost_s):.1f} s until the next start, in the median")
+    return int(any(attempt.outcome in BAD for attempt in attempts))
+
+
+def _all(num_kills: int, num_reads: int, seed: int) -> Iterator[Attempt]:
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda name: _of_reader(name, seed, num_reads), READERS):
+            yield from found
+    with tempfile.TemporaryDirectory() as folder:
+        yield from kills.attack(seed, num_kills, Path(folder))
+
+
+def _of_reader(name: str, seed: int, count: int) -> list[Attempt]:
+    """Attack a reader in a process of its own, whose memory is limited."""
+    line = [sys.executable, "-m", "tests.attack.readers", name, str(seed), str(count)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    attempts = [Attempt(**json.loads(text)) for text in done.stdout.splitlines()]
+    if len(attempts) < count:
+        attempts.append(Attempt(f"read: {name}", "its process", "lost", done.stderr[-300:]))
+    return attempts
+
+
+def _is_time(text: str) -> bool:
+    return text.replace(".", "").isdigit()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,189 @@
+"""Signals to any process of a run at a random moment; then the same command until it is done.
+
+What a run leaves in the end must be what an undisturbed one leaves: weights, residuals, optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.attack.outcome import SURVIVED, Attempt
+from tests.conftest import ROOT
+from tests.support.cases import BY_THE_CLOCK, RESUMED, STRATEGIES
+
+MARK = "LAB_ATTACK"  # in the environment of every process of an attempt
+STEPS, EVERY = 16, 4
+RUN = (
+    *("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2"),
+    *(f"steps={STEPS}", f"checkpoint_every={EVERY}", "eval_every=5", "exchange_timeout_s=10"),
+)
+SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "SIGUSR1")
+LIMIT_S, STARTS = 120.0, 4
+# auto decides by the clock; DDP has other buckets after a resume, so it is equal up to rounding.
+UNEQUAL = (*BY_THE_CLOCK, "ddp", "priority", "fsdp", "hsdp", "zeropp")
+ALL = [strategy for strategy in STRATEGIES if strategy not in UNEQUAL]
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A run that is disturbed.
+
+    Attributes:
+        folder: in which it runs.
+    """
+
+    strategy: str
+    size: int
+    folder: Path
+
+    @property
+    def command(self) -> list[str]:
+        """The command line of every start."""
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.size}"]
+        more = RESUMED.get(self.strategy, ())
+        run = ("lab.train", f"strategy={self.strategy}", *more, *RUN, "cell=a", "resume=auto")
+        return [sys.executable, "-m", *launcher, "-m", *run]
+
+    @property
+    def run(self) -> Path:
+        """The run's directory."""
+        return self.folder / "runs/default/a"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start it, or start it again."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with (self.folder / "output").open("ab") as output:
+            return subprocess.Popen(
+                self.command,
+                cwd=self.folder,
+                env={**environment, MARK: str(self.folder)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[int]:
+        """List all its processes: the launcher and, of those that have one, by rank."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:  # it has ended, or is another user's
+                continue
+            if f"{MARK}={self.folder}".encode() in words:
+                found.append(int(path.parent.name))
+        return sorted(found)
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        for pid in self.processes():
+            with suppress_lookup():
+                os.kill(pid, signal.SIGKILL)
+
+
+class suppress_lookup:
+    """Ignore that a process has gone."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: type | None, *_: object) -> bool:
+        return kind is ProcessLookupError
+
+
+def attack(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
+    """Disturb `count` runs, and yield what came of each."""
+    whole: dict[tuple[str, int], tuple[Any, float]] = {}
+    for number in range(count):
+        chance = random.Random(f"kills {seed} {number}")
+        strategy = ALL[(seed + number) % len(ALL)]
+        size = chance.choice((1, 2, 3, 4))
+        key = strategy, size
+        if key not in whole:
+            whole[key] = undisturbed(Victim(strategy, size, folder / f"{strategy}-{size}"))
+        victim = Victim(strategy, size, folder / f"{number}")
+        yield disturbed(victim, chance, *whole[key])
+
+
+def undisturbed(victim: Victim) -> tuple[Any, float]:
+    """Run to the end; return what it leaves, and the seconds that it took."""
+    began = time.monotonic()
+    code = victim.start().wait(LIMIT_S)
+    assert code == 0, (victim.folder / "output").read_text()[-3000:]
+    return left_by(victim.run), time.monotonic() - began
+
+
+def disturbed(victim: Victim, chance: random.Random, expected: Any, took_s: float) -> Attempt:
+    """Send a signal, start again until the run is done, and compare what it leaves."""
+    name, after_s = chance.choice(SIGNALS), chance.uniform(0.0, 1.05 * took_s)
+    what = f"{victim.strategy} n={victim.size} {name} after {after_s:.2f} s"
+    attempt = Attempt(f"kill: {name}", what, SURVIVED)
+    process = victim.start()
+    time.sleep(after_s)
+    began, lost_s = time.monotonic(), 0.0
+    targets = victim.processes()
+    if targets:
+        target = chance.choice(targets)
+        attempt = replace(attempt, what=f"{what} to process {targets.index(target)}")
+        with suppress_lookup():
+            os.kill(target, getattr(signal, name))
+    try:
+        codes = [process.wait(LIMIT_S)]
+        while codes[-1] != 0 and len(codes) < STARTS:
+            lost_s = time.monotonic() - began
+            codes.append(victim.start().wait(LIMIT_S))
+    except subprocess.TimeoutExpired:
+        victim.end()
+        return replace(attempt, outcome="hung", said=tail(victim))
+    alive = victim.processes()
+    victim.end()
+    if codes[-1] != 0:
+        return replace(attempt, outcome="lost", said=f"codes {codes}: {tail(victim)}")
+    if alive:
+        return replace(attempt, outcome="lost", said=f"{len(alive)} processes are left")
+    if differs := difference(left_by(victim.run), expected):
+        return replace(attempt, outcome="lost", said=differs)
+    if litter := sorted(str(p) for p in victim.run.rglob(".*") if p.name != ".lock"):
+        return replace(attempt, outcome="lost", said=f"left behind: {litter}")
+    return replace(attempt, said=f"{lost_s:.1f}")
+
+
+def tail(victim: Victim) -> str:
+    """Return the end of what a run printed."""
+    return (victim.folder / "output").read_text(errors="replace")[-600:]
+
+
+def left_by(run: Path) -> dict[str, Any]:
+    """Read a run's last checkpoint, and its record's status."""
+    last = run / f"checkpoints/step_{STEPS:06d}"
+    files = {path.name: torch.load(path, weights_only=True) for path in sorted(last.glob("*.pt"))}
+    record = json.loads((run / "record.json").read_text())
+    return {"files": files, "status": record["status"], "num_steps": record["num_steps"]}
+
+
+def difference(one: Any, other: Any, where: str = "") -> str:
+    """Say where two states differ, but for times; empty if nowhere."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            return f"{where}: {sorted(map(str, one.keys() ^ other.keys()))}"
+        parts = ((key, one[key], other[key]) for key in one if key not in ("seconds", "wall_s"))
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return f"{where}: {len(one)} and {len(other)} values"
+        parts = ((at, a, b) for at, (a, b) in enumerate(zip(one, other, strict=True)))
+    elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return "" if torch.equal(one, other) else f"{where}: tensors differ"
+    else:
+        return "" if one == other else f"{where}: {one!r} and {other!r}"[:300]
+    return next((found for k, a, b in parts if (found := difference(a, b, f"{where}/{k}"))), "")

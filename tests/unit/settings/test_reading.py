@@ -1,0 +1,60 @@
+"""Files of strangers: one line says what is wrong, nothing runs, and memory stays bounded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lab.settings.reading import DamagedFile, read_json, read_yaml
+from lab.settings.visible import visible
+
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "nested too deeply"),
+        ("\ud800", "codec can't decode"),
+    ],
+)
+def test_json_that_cannot_be_read_is_named(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(DamagedFile, match=f"^{re.escape(str(path))}: not JSON: .*{why}"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [1", "while parsing a flow sequence"),
+        ("[" * 100_000, "nested too deeply"),
+        (BOMB, "anchors make more than 100000 values"),
+        ("a: &a [*a]", "anchors make more than"),
+        ("!!python/object/apply:os.mkdir [ran]", "could not determine a constructor"),
+        ("a: !!python/object/apply:os.mkdir [ran]", "could not determine a constructor"),
+        ("3", "Invalid loaded object type"),
+    ],
+)
+def test_yaml_that_cannot_be_read_is_named(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(DamagedFile, match=f"^{re.escape(str(path))}: not YAML: .*{why}"):
+        read_yaml(path)
+
+
+def test_anchors_and_interpolations_stay_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("a: &a {b: 1e-3}\nc: *a\nd: ${oc.env:HOME}\n")
+    assert read_yaml(path) == {"a": {"b": 0.001}, "c": {"b": 0.001}, "d": "${oc.env:HOME}"}
+
+
+def test_controls_are_shown_instead_of_obeyed() -> None:
+    assert visible("a\x1b[31mb\u202ec\x07\td\n") == "a\\x1b[31mb\\u202ec\\x07\td\n"
