@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,8 @@ class Victim:
     def end(self) -> None:
         """Kill whatever is left."""
         for pid in self.processes():
-            with suppress_lookup():
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-class suppress_lookup:
-    """Ignore that a process has gone."""
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, kind: type | None, *_: object) -> bool:
-        return kind is ProcessLookupError
 
 
 def attack(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
@@ -136,8 +129,13 @@ def disturbed(victim: Victim, chance: random.Random, expected: Any, took_s: floa
     if targets:
         target = chance.choice(targets)
         attempt = replace(attempt, what=f"{what} to process {targets.index(target)}")
-        with suppress_lookup():
+        with suppress(ProcessLookupError):
             os.kill(target, getattr(signal, name))
+            if (
+                name == "SIGSTOP"
+            ):  # as a machine that is suspended, shorter or longer than a timeout
+                time.sleep(chance.uniform(0.5, 15.0))
+                os.kill(target, signal.SIGCONT)
     try:
         codes = [process.wait(LIMIT_S)]
         while codes[-1] != 0 and len(codes) < STARTS:
