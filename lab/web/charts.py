@@ -36,7 +36,8 @@ def charts_of(sheet: Sheet, commands: Commands, prefix: str, left_out: list[str]
         except NothingToDraw as why:
             left_out.append(f"{make.__name__.replace('_', ' ')}, {sheet.scaling} scaling: {why}")
             continue
-        made.append(replace(chart, name=f"{prefix}{sheet.scaling}-{chart.name}"))
+        wide = chart.wide or chart.spec.get("columns", 1) > 2
+        made.append(replace(chart, name=f"{prefix}{sheet.scaling}-{chart.name}", wide=wide))
     return made
 
 
@@ -115,7 +116,7 @@ def step_time(sheet: Sheet, commands: Commands) -> Chart:
     }
     mark = {"type": "bar", "stroke": "black", "strokeWidth": 0.4}
     spec = _panels(sheet, data, {"mark": mark, "encoding": encoding}, height={"step": 16})
-    return Chart("step_time", stacked.title, stacked.sample, spec)
+    return Chart("step_time", stacked.title, stacked.sample, spec, wide=spec["columns"] > 1)
 
 
 def payload(sheet: Sheet, commands: Commands) -> Chart:

@@ -62,12 +62,14 @@ class Chart:
         title: what it shows.
         note: how to read it: number of runs, kind of intervals.
         spec: Vega-Lite, with its data inside.
+        wide: it takes a row of the page for itself.
     """
 
     name: str
     title: str
     note: str
     spec: Spec
+    wide: bool = False
 
     def svg(self) -> str:
         """Draw the chart, as it is without JavaScript."""

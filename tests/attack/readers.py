@@ -76,27 +76,28 @@ class TooLongError(BaseException):
     """The attempt has used up its time."""
 
 
-def attack(name: str, seed: int, count: int) -> Iterator[Attempt]:
+def attack(name: str, seed: int, count: int, limit: bool) -> Iterator[Attempt]:
     """Damage one reader's file in `count` ways, and yield what came of each.
 
-    Memory is limited in this process for good.
+    The current folder must be empty.
+
+    Args:
+        limit: the memory of this process, for good.
     """
     reader = READERS[name]
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
-        make_victims(Path())
-        whole = Path(reader.file).read_bytes()
-        _, code = run(reader)  # imports are no attack's memory
-        assert code == 0, f"{name}: refused unharmed"
+    make_victims(Path())
+    whole = Path(reader.file).read_bytes()
+    said, code = run(reader)  # imports are no attack's memory
+    assert code == 0, f"{name}: refused unharmed: {said}"
+    if limit:
         _limit_memory()
-        for number in range(count):
-            chance = random.Random(f"{name} {seed} {number}")
-            mutation = chance.choice(reader.mutations)
-            damaged = mutation(whole, chance)
-            with contextlib.suppress(OSError):
-                Path(reader.file).write_bytes(damaged)
-            yield judged(f"read: {name}", f"{mutation.__name__} {seed}.{number}", reader, damaged)
-            Path(reader.file).write_bytes(whole)
+    for number in range(count):
+        chance = random.Random(f"{name} {seed} {number}")
+        mutation = chance.choice(reader.mutations)
+        damaged = mutation(whole, chance)
+        Path(reader.file).write_bytes(damaged)
+        yield judged(f"read: {name}", f"{mutation.__name__} {seed}.{number}", reader, damaged)
+        Path(reader.file).write_bytes(whole)
 
 
 def judged(attack: str, what: str, reader: Reader, damaged: bytes) -> Attempt:
@@ -166,5 +167,7 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    for attempt in attack(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])):
-        print(json.dumps(asdict(attempt)), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        os.chdir(place)
+        for attempt in attack(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), limit=True):
+            print(json.dumps(asdict(attempt)), flush=True)

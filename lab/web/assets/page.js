@@ -74,7 +74,10 @@
     const drawing = figure.querySelector(".drawing");
     const isTimeline = figure.classList.contains("timeline");
     const place = document.createElement("div");
-    const spec = { ...charts[figure.dataset.chart], config };
+    const isNarrow = drawing.clientWidth < 500;  // a phone: panels lie below each other
+    const legend = { ...config.legend, columns: isNarrow ? 2 : config.legend.columns };
+    const spec = { ...charts[figure.dataset.chart], config: { ...config, legend } };
+    if (isNarrow && spec.columns) spec.columns = 1;
     const options = {
       mode: "vega-lite", actions: false, ast: true, defaultStyle: false, tooltip: showTip,
       renderer: isTimeline ? "canvas" : "svg",

@@ -1,0 +1,34 @@
+"""A short part of the attacks: `make attack` has all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.attack import kills
+from tests.attack.outcome import BAD, Attempt, table
+from tests.attack.readers import READERS, attack
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_refused_in_a_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attempts = list(attack(name, seed=1, count=8, limit=False))
+    assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
+    assert len({attempt.what for attempt in attempts}) == 8
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    attempts = list(kills.attack(seed=3, count=2, folder=tmp_path))
+    assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
+
+
+def test_the_table_counts_by_attack() -> None:
+    attempts = [Attempt("a", "1", "survived"), Attempt("a", "2", "lost"), Attempt("b", "3", "hung")]
+    assert table(attempts).splitlines()[2:] == [
+        "| a | 2 | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 |",
+        "| b | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 |",
+    ]
