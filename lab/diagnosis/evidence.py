@@ -250,7 +250,7 @@ def _to_run(
     study: Study, point: Point, base: Point | None, ceiling: Point | None
 ) -> dict[str, str]:
     cell, size = point.one, str(point.one.world_size)
-    own = "name" in _settings(cell).get("model", {})  # of a loop that lab.Run recorded
+    own = "name" in (_settings(cell).get("model") or {})  # of a loop that lab.Run recorded
     command = _own_loop if own else sweep_command
     lacking = [ranks for ranks, at in (("1", base), (size, ceiling)) if at is None]
     commands = {}

@@ -238,6 +238,9 @@ def _share(where: str, ends: Any) -> tuple[float, float] | None:
 def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> None:
     if not layers:
         raise ValueError(f"{where}: layers=[]: must have at least one")
+    for key in ("name", "source"):
+        if not isinstance(text := getattr(profile, key), str):
+            raise ValueError(f"{where}: {key}={text}: must be text")
     require_positive(f"{where}: bytes_scale", profile.bytes_scale)
     batch = profile.reference_batch
     if not is_whole(batch) or batch < 1:

@@ -20,6 +20,7 @@ from lab.settings.visible import visible, visible_output
 
 EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, resume=auto continues
+LONGEST_ERROR = 2000
 SETTING = re.compile(r"~|\+*[\w.@]+=")  # and not runs/a=b, a folder
 
 
@@ -107,6 +108,8 @@ def report_error(command: str, error: Exception) -> None:
         print(found.traceback, file=sys.stderr)
         if found.error is error:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
+    if len(line) > LONGEST_ERROR:  # a file's value is in it
+        line = f"{line[:LONGEST_ERROR]}…"
     print(visible(f"{command}: error: {line}"), file=sys.stderr)
 
 

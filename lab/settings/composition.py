@@ -14,10 +14,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
+from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, conf_dir, file_at, is_file
 from lab.settings.overrides import quoted
 from lab.settings.own_code import names_code
+from lab.settings.reading import DamagedFile, read_yaml
 
 Files = tuple[tuple[str, str], ...]  # a group and the file that is its choice
 
@@ -43,6 +46,7 @@ def composed(
     """
     code = {o.key_or_group: str(o.value()) for o in overrides if _names_code(o, of_code)}
     files = tuple((o.key_or_group, str(o.value())) for o in overrides if _names_file(o, groups))
+    _check(files)
     # Additions and removals depend on the order of overrides, so all of these stay together.
     rest = [o for o in overrides if not _names_code(o, of_code) and _root(o) not in code]
     ordered = any(str(o.input_line)[0] in "+~" for o in rest)
@@ -56,6 +60,15 @@ def composed(
         if override in plain or (_root(override) in code and not _names_code(override, of_code)):
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
     return config
+
+
+def _check(files: Files) -> None:
+    """Refuse a file that is no YAML before Hydra reads it, which would not say so in a line."""
+    for group, file in files:
+        try:
+            read_yaml(file_at(group, file))
+        except DamagedFile as error:
+            raise ConfigError(f"{group}={error}") from None
 
 
 def _root(override: Override) -> str:
@@ -104,7 +117,14 @@ def _composed(
         paths = ",".join(quoted(each) for each in folders)
         search = [f"hydra.searchpath=[{paths}]"] if folders else []
         with _apart(), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return compose("train", overrides=[*lines, *search])
+            try:
+                return compose("train", overrides=[*lines, *search])
+            except (YAMLError, RecursionError) as error:  # of a file in the user's folder
+                mark = getattr(error, "problem_mark", None)
+                where = f"{mark.name}:{mark.line + 1}" if mark else f"config_dir={config_dir}"
+                raise ConfigError(f"{where}: not YAML: {one_line(error)}") from None
+            except OSError as error:  # a choice whose name no file can have
+                raise ConfigError(one_line(error)) from None
 
 
 @contextmanager

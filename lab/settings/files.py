@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lab.settings.errors import ConfigError, one_line
+from lab.settings.errors import ConfigError
 from lab.settings.reading import read_yaml
 
 TOP_LEVEL_KEY = re.compile(r"^(\w+):", re.MULTILINE)
@@ -53,7 +53,8 @@ def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str,
     try:
         content = read_yaml(files[name])
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{group}={name}: not a YAML file: {one_line(error)}") from None
+        why = str(error).removeprefix(f"{files[name]}: ")
+        raise ConfigError(f"{group}={name}: {why}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{group}={name}: must hold keys and values, not a list")
     return {str(key): value for key, value in content.items()}

@@ -77,7 +77,9 @@ def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         done = read_json(path / "DONE")
         damaged = [name for name, digest in done["files"].items() if _digest(path / name) != digest]
         names = [f"rank_{rank:03d}.pt" for rank in range(done["world_size"])]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if {"shared.pt", *names} != {*done["files"]}:
+            raise ValueError("DONE names other files than its number of ranks has")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"resume={path}: corrupt checkpoint: {error}") from None
     if damaged:
         raise ValueError(f"resume={path}: corrupt checkpoint: {', '.join(damaged)} was changed")

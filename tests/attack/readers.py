@@ -8,6 +8,7 @@ attacks one reader in this process, and prints its attempts as lines of JSON.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -21,10 +22,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lab.settings import composition
+from tests.attack import acts
 from tests.attack.mutations import BYTES, JSON, YAML, Mutation, bomb
 from tests.attack.outcome import REFUSED, SURVIVED, Attempt
 from tests.attack.victims import CELL, STUDY, make_victims
 
+Main = Callable[[list[str]], int]
 LIMIT_S, MEMORY_BYTES = 10, 2**30
 
 
@@ -34,7 +38,7 @@ class Reader:
 
     Attributes:
         file: below the folder in which the command runs.
-        command: a module with `main`, and its arguments.
+        command: one of the lab's, or a function of acts, and its arguments.
         mentions: what the output names if it leaves the damaged file out.
     """
 
@@ -50,14 +54,18 @@ def _plot(*words: str) -> tuple[str, ...]:
 
 TRAIN = ("train", "device=cpu", "--cfg", "job")
 PREDICT = ("predict", "strategy=tree", "world_size=2")
-ARRAYS = ("train", "device=cpu", "steps=1", "task=regression", "model=mlp", "batch_size=4")
 TRACE = ("bench", "counters")
 RUN = f"{STUDY}/{CELL}"
+SAVED = f"{RUN}/checkpoints/step_000003"
 READERS: dict[str, Reader] = {
     "record": Reader(f"{RUN}/record.json", JSON, _plot(STUDY, "only=speedup"), CELL),
     "timeline": Reader(f"{RUN}/timeline.json", JSON, _plot(RUN)),
     "steps": Reader(f"{RUN}/steps.parquet", BYTES, _plot(STUDY, "only=convergence"), CELL),
     "settings of a run": Reader(f"{RUN}/config.yaml", YAML, ("explain", RUN)),
+    "starts of a run": Reader(f"{RUN}/attempts.json", JSON, ("begin_attempt", RUN)),
+    "checkpoint": Reader(f"{SAVED}/shared.pt", BYTES, ("read_checkpoint", SAVED)),
+    "digests of a checkpoint": Reader(f"{SAVED}/DONE", JSON, ("read_checkpoint", SAVED)),
+    "claims": Reader("claims.yaml", YAML, ("verify", "claims.yaml")),
     "grids": Reader(f"{STUDY}/study.json", JSON, ("sweep", "study=made", "dry_run=true")),
     "profile": Reader("profile.yaml", YAML, (*PREDICT, "profile=profile.yaml")),
     "hardware": Reader("hardware.yaml", YAML, (*PREDICT, "hardware=hardware.yaml")),
@@ -67,8 +75,8 @@ READERS: dict[str, Reader] = {
     "benchmark": Reader("layers.json", JSON, ("report", "layers.json", "out=page.html")),
     "trace": Reader("trace.json", JSON, (*TRACE, "trace=trace.json")),
     "gzipped trace": Reader("trace.json.gz", (*BYTES, bomb), (*TRACE, "trace=trace.json.gz")),
-    "arrays": Reader("arrays.npz", BYTES, (*ARRAYS, "data=arrays", "data.path=arrays.npz")),
-    "table": Reader("table.parquet", BYTES, (*ARRAYS, "data=arrays", "data.path=table.parquet")),
+    "arrays": Reader("arrays.npz", BYTES, ("read_arrays", "arrays.npz")),
+    "table": Reader("table.parquet", BYTES, ("read_arrays", "table.parquet")),
 }
 
 
@@ -119,10 +127,10 @@ def judged(attack: str, what: str, reader: Reader, damaged: bytes) -> Attempt:
         return Attempt(attack, what, "code run")
     errors = [line for line in said.splitlines() if "error:" in line]
     if code == 2:
-        tidy = len(errors) == 1 and len(errors[0]) < 1000
-        return Attempt(attack, what, REFUSED if tidy else "traceback", said[-300:])
+        tidy = len(errors) == 1 and len(errors[0]) < 2100
+        return Attempt(attack, what, REFUSED if tidy else "traceback", said[:200] + said[-200:])
     if reader.mentions and not readable(reader.file, damaged) and reader.mentions not in said:
-        return Attempt(attack, what, "silent", said[-300:])
+        return Attempt(attack, what, "silent", said[:200] + said[-200:])
     return Attempt(attack, what, SURVIVED)
 
 
@@ -140,10 +148,11 @@ def readable(name: str, content: bytes) -> bool:
 def run(reader: Reader) -> tuple[str, int]:
     """Run a command in this process, for at most LIMIT_S; return what it printed, and its code."""
     module, *arguments = reader.command
-    main: Callable[[list[str]], int] = __import__(f"lab.{module}", fromlist=["main"]).main
+    main: Main = getattr(acts, module, None) or importlib.import_module(f"lab.{module}").main
     said = io.StringIO()
     previous = signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LIMIT_S)
+    composition._composed.cache_clear()  # a command reads its files once
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:

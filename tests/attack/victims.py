@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from lab.settings.files import conf_dir
+from tests.attack.acts import save_checkpoint
 from tests.conftest import ROOT
 from tests.support.records import leave, make_record
 from tests.support.studies import write_curve, write_timeline
@@ -35,6 +36,9 @@ def make_victims(folder: Path) -> None:
     (cell / "config.yaml").write_text(
         "strategy: overlap\nmodel:\n  hidden: [8]\noptim:\n  lr: 0.1\n"
     )
+    starts = [{"started_at": f"2026-11-01T1{n}:00:00+00:00", "world_size": 2} for n in range(3)]
+    (cell / "attempts.json").write_text(json.dumps(starts))
+    save_checkpoint(cell / "checkpoints")
     grid = {"when": "2026-11-01T10:00:00+00:00", "arguments": ["study=made", "strategy=none,tree"]}
     (folder / STUDY / "study.json").write_text(json.dumps({"grids": [grid]}))
     for group, name in (("profile", "lenet_p100"), ("hardware", "eth10g")):
@@ -45,6 +49,7 @@ def make_victims(folder: Path) -> None:
     (folder / "mine/strategy").mkdir(parents=True)
     shutil.copy(conf_dir() / "strategy/onebit.yaml", folder / "mine/strategy/my.yaml")
     shutil.copy(ROOT / "docs/results/layers/layers_alexnet.json", folder / "layers.json")
+    shutil.copy(conf_dir() / "claims/onebit_adam.yaml", folder / "claims.yaml")
     _write_traces(folder)
     values = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     np.savez(folder / "arrays.npz", inputs=values, targets=values[:, :1])
