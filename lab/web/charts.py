@@ -102,8 +102,9 @@ def step_time(sheet: Sheet, commands: Commands) -> Chart:
     ordered = sorted((bar.row.world_size, looks.index(bar.row.series)) for bar in bars)
     names = [f"{sheet.label(looks[at])}  N={size}" for size, at in dict.fromkeys(ordered)]
     used = [part for part in order if any(part in bar.parts for bar in bars)]
+    wide = {"labelLimit": 320}
     encoding: Spec = {
-        "y": {"field": "bar", "type": "nominal", "sort": names, "title": None},
+        "y": {"field": "bar", "type": "nominal", "sort": names, "title": None, "axis": wide},
         "x": {"field": "value", "type": "quantitative", "title": "step time (ms)"},
         "color": {
             "field": "part",

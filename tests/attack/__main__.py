@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     print(table(attempts))
     lost_s = [float(a.said) for a in attempts if a.attack.startswith("kill") and _is_time(a.said)]
     if lost_s:
-        print(f"a kill costs {median(lost_s):.1f} s until the next start, in the median")
+        print(f"a signal costs {median(lost_s):.1f} s in the median, starts included")
     return int(any(attempt.outcome in BAD for attempt in attempts))
 
 

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import torch
 
 from tests.attack.outcome import SURVIVED, Attempt
 from tests.conftest import ROOT
+from tests.support import rank_server
 from tests.support.cases import BY_THE_CLOCK, RESUMED, STRATEGIES
 
-MARK = "LAB_ATTACK"  # in the environment of every process of an attempt
 STEPS, EVERY = 16, 4
 RUN = (
     *("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2"),
@@ -42,12 +42,14 @@ class Victim:
     """A run that is disturbed.
 
     Attributes:
-        folder: in which it runs.
+        folder: in which all its processes run.
+        forks: what makes ranks forks of a process that has imported torch; empty: they import it.
     """
 
     strategy: str
     size: int
     folder: Path
+    forks: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def command(self) -> list[str]:
@@ -70,23 +72,27 @@ class Victim:
             return subprocess.Popen(
                 self.command,
                 cwd=self.folder,
-                env={**environment, MARK: str(self.folder)},
+                env=environment | self.forks,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
     def processes(self) -> list[int]:
-        """List all its processes: the launcher and, of those that have one, by rank."""
+        """List all its processes, the launcher first: those that work in its folder."""
         found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                words = path.read_bytes().split(b"\0")
-            except OSError:  # it has ended, or is another user's
-                continue
-            if f"{MARK}={self.folder}".encode() in words:
-                found.append(int(path.parent.name))
+        for path in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):  # it has ended
+                if path.readlink() == self.folder:
+                    found.append(int(path.parent.name))
         return sorted(found)
+
+    def is_done(self) -> bool:
+        """Return whether its record says so: a signal may come after that, and before its end."""
+        try:
+            return bool(json.loads((self.run / "record.json").read_text())["status"] == "done")
+        except FileNotFoundError:
+            return False
 
     def end(self) -> None:
         """Kill whatever is left."""
@@ -97,15 +103,20 @@ class Victim:
 
 def attack(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
     """Disturb `count` runs, and yield what came of each."""
-    whole: dict[tuple[str, int], tuple[Any, float]] = {}
+    folder = folder.resolve()
+    (folder / "server").mkdir(parents=True)
+    forks = rank_server.start(folder / "server")
+    whole: dict[tuple[Any, ...], tuple[Any, float]] = {}
     for number in range(count):
         chance = random.Random(f"kills {seed} {number}")
         strategy = ALL[(seed + number) % len(ALL)]
         size = chance.choice((1, 2, 3, 4))
-        key = strategy, size
+        environment = forks if number % 4 else {}  # each fourth run may be killed as it imports
+        key = strategy, size, bool(environment)
         if key not in whole:
-            whole[key] = undisturbed(Victim(strategy, size, folder / f"{strategy}-{size}"))
-        victim = Victim(strategy, size, folder / f"{number}")
+            alone = folder / "-".join(map(str, key))
+            whole[key] = undisturbed(Victim(strategy, size, alone, environment))
+        victim = Victim(strategy, size, folder / f"{number}", environment)
         yield disturbed(victim, chance, *whole[key])
 
 
@@ -122,9 +133,8 @@ def disturbed(victim: Victim, chance: random.Random, expected: Any, took_s: floa
     name, after_s = chance.choice(SIGNALS), chance.uniform(0.0, 1.05 * took_s)
     what = f"{victim.strategy} n={victim.size} {name} after {after_s:.2f} s"
     attempt = Attempt(f"kill: {name}", what, SURVIVED)
-    process = victim.start()
+    process, began = victim.start(), time.monotonic()
     time.sleep(after_s)
-    began, lost_s = time.monotonic(), 0.0
     targets = victim.processes()
     if targets:
         target = chance.choice(targets)
@@ -138,15 +148,16 @@ def disturbed(victim: Victim, chance: random.Random, expected: Any, took_s: floa
                 os.kill(target, signal.SIGCONT)
     try:
         codes = [process.wait(LIMIT_S)]
-        while codes[-1] != 0 and len(codes) < STARTS:
-            lost_s = time.monotonic() - began
+        while codes[-1] != 0 and not victim.is_done() and len(codes) < STARTS:
             codes.append(victim.start().wait(LIMIT_S))
     except subprocess.TimeoutExpired:
         victim.end()
         return replace(attempt, outcome="hung", said=tail(victim))
+    lost_s = max(0.0, time.monotonic() - began - took_s)
+    time.sleep(1.0)  # ranks that have written all may outlive a killed launcher
     alive = victim.processes()
     victim.end()
-    if codes[-1] != 0:
+    if not victim.is_done():
         return replace(attempt, outcome="lost", said=f"codes {codes}: {tail(victim)}")
     if alive:
         return replace(attempt, outcome="lost", said=f"{len(alive)} processes are left")
