@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import signal
 import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 
 
 def world_size() -> int:
@@ -28,7 +33,10 @@ def is_first_rank() -> bool:
 
 
 def end_on_signals(command: str) -> None:
-    """End at SIGTERM or SIGUSR1 with a line, until a run's watchdog takes these signals."""
+    """End at SIGTERM or SIGUSR1 with a line, until a run's watchdog takes these signals.
+
+    A torchrun that dies sends SIGTERM too.
+    """
 
     def end(number: int, _frame: object) -> None:
         name = signal.Signals(number).name
@@ -39,6 +47,16 @@ def end_on_signals(command: str) -> None:
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, end)
+    _end_with_torchrun()
+
+
+def _end_with_torchrun() -> None:
+    """Ask Linux for SIGTERM when torchrun dies: killed, it cannot end its ranks itself."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1 and not re.search(b"python|torch", Path("/proc/1/cmdline").read_bytes()):
+        os.kill(os.getpid(), signal.SIGTERM)  # it died before: its ranks are init's now
 
 
 def launch_id(arguments: list[str]) -> str | None:

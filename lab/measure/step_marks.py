@@ -63,5 +63,5 @@ class StepMarks:
         for phase, parts in self.phases.items():
             yield from ((ROWS.get(phase, phase), *part) for part in parts)
         for one in self.passes:
-            yield from (("layer", layer, *marks) for _, layer, *marks in one.spans())
+            yield from (("layer", name, begin, end) for _, name, begin, end in one.spans())
         yield from self.exchanges

@@ -20,7 +20,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     path = folder / SETTINGS
-    content = read_yaml(path)
-    if not isinstance(content, dict):
+    content: dict[object, Any] = read_yaml(path)
+    if not isinstance(content, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DamagedFile(f"{path}: must hold keys and values")
     return {str(key): value for key, value in content.items()}

@@ -72,7 +72,7 @@ class Victim:
             return subprocess.Popen(
                 self.command,
                 cwd=self.folder,
-                env=environment | self.forks,
+                env={**environment, **self.forks},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -131,41 +131,50 @@ def undisturbed(victim: Victim) -> tuple[Any, float]:
 def disturbed(victim: Victim, chance: random.Random, expected: Any, took_s: float) -> Attempt:
     """Send a signal, start again until the run is done, and compare what it leaves."""
     name, after_s = chance.choice(SIGNALS), chance.uniform(0.0, 1.05 * took_s)
-    what = f"{victim.strategy} n={victim.size} {name} after {after_s:.2f} s"
-    attempt = Attempt(f"kill: {name}", what, SURVIVED)
     process, began = victim.start(), time.monotonic()
     time.sleep(after_s)
-    targets = victim.processes()
-    if targets:
-        target = chance.choice(targets)
-        attempt = replace(attempt, what=f"{what} to process {targets.index(target)}")
-        with suppress(ProcessLookupError):
-            os.kill(target, getattr(signal, name))
-            if (
-                name == "SIGSTOP"
-            ):  # as a machine that is suspended, shorter or longer than a timeout
-                time.sleep(chance.uniform(0.5, 15.0))
-                os.kill(target, signal.SIGCONT)
+    target = send(name, victim, chance)
+    what = f"{victim.strategy} n={victim.size} {name} after {after_s:.2f} s to process {target}"
+    attempt = Attempt(f"kill: {name}", what, SURVIVED)
     try:
         codes = [process.wait(LIMIT_S)]
         while codes[-1] != 0 and not victim.is_done() and len(codes) < STARTS:
             codes.append(victim.start().wait(LIMIT_S))
     except subprocess.TimeoutExpired:
-        victim.end()
         return replace(attempt, outcome="hung", said=tail(victim))
-    lost_s = max(0.0, time.monotonic() - began - took_s)
-    time.sleep(1.0)  # ranks that have written all may outlive a killed launcher
-    alive = victim.processes()
-    victim.end()
+    else:
+        lost_s = max(0.0, time.monotonic() - began - took_s)
+        time.sleep(1.0)  # ranks that have written all may outlive a killed launcher
+        if wrong := what_is_wrong(victim, expected):
+            return replace(attempt, outcome="lost", said=f"codes {codes}: {wrong}")
+        return replace(attempt, said=f"{lost_s:.1f}")
+    finally:
+        victim.end()
+
+
+def send(name: str, victim: Victim, chance: random.Random) -> int | None:
+    """Send a signal to one of a run's processes; return which, or None if all have ended."""
+    pids = victim.processes()
+    if not pids:
+        return None
+    target = chance.randrange(len(pids))
+    with suppress(ProcessLookupError):
+        os.kill(pids[target], getattr(signal, name))
+        if name == "SIGSTOP":  # as a machine that is suspended: shorter or longer than a timeout
+            time.sleep(chance.uniform(0.5, 15.0))
+            os.kill(pids[target], signal.SIGCONT)
+    return target
+
+
+def what_is_wrong(victim: Victim, expected: Any) -> str:
+    """Say what a run lost or left behind; empty if nothing."""
     if not victim.is_done():
-        return replace(attempt, outcome="lost", said=f"codes {codes}: {tail(victim)}")
-    if alive:
-        return replace(attempt, outcome="lost", said=f"{len(alive)} processes are left")
-    if differs := difference(left_by(victim.run), expected):
-        return replace(attempt, outcome="lost", said=differs)
+        return tail(victim)
+    if alive := victim.processes():
+        return f"{len(alive)} processes are left"
     if litter := sorted(str(p) for p in victim.run.rglob(".*") if p.name != ".lock"):
-        return replace(attempt, outcome="lost", said=f"left behind: {litter}")
-    return replace(attempt, said=f"{lost_s:.1f}")
+        return f"left behind: {litter}"
+    return difference(left_by(victim.run), expected)
 
 
 def tail(victim: Victim) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -251,6 +252,20 @@ def test_a_signal_checkpoints_and_resume_auto_ends_as_if_undisturbed(
     resumed = ranks.train(2, *LONG, "cell=a", "resume=auto")[0].record
     assert resumed["num_steps"] == 200
     assert resumed["replica_hash"] == undisturbed
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed(
+    real_environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = start(real_environment, tmp_path, *LONG)
+    launcher = psutil.Process(process.pid)
+    wait_for(lambda: len(launcher.children()) == 2)
+    rank_processes = launcher.children()
+    process.kill()  # before they have joined, when no watchdog sees that
+    process.wait()
+    gone, alive = psutil.wait_procs(rank_processes, timeout=30)
+    assert len(gone) == 2
+    assert alive == []
 
 
 def test_kill_during_a_checkpoint_leaves_the_previous_one_usable(

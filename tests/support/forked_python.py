@@ -5,6 +5,7 @@ forks the rank, within the network of this process. Signals to this process go o
 rank does not outlive it.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ directory = os.getcwd()  # noqa: PTH109 - pathlib takes longer to import than al
 job = {"line": line, "directory": directory, "environment": dict(os.environ), "pid": os.getpid()}
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, _frame: server.send(bytes([number])))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # when its parent dies, as lab.train asks for
 socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2])
 code = int(server.recv(16))
 if code < 0:
