@@ -215,9 +215,14 @@ def _group(
     if dist.is_initialized():
         group = dist.new_group(backend=backend, **common)
     else:
-        dist.init_process_group(
-            backend, store=place.store, rank=place.rank, world_size=place.size, **common
-        )
+        try:
+            dist.init_process_group(
+                backend, store=place.store, rank=place.rank, world_size=place.size, **common
+            )
+        except dist.DistError:  # about other ranks
+            raise
+        except RuntimeError as error:  # as of Gloo where there is no network, not even loopback
+            raise ValueError(f"backend={backend}: cannot be used here: {error}") from None
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -98,8 +98,9 @@ def _text(error: BaseException) -> str:
 
 def is_users(filename: str) -> bool:
     """Return whether a file is neither the lab's, nor Python's, nor an installed package's."""
-    if filename.startswith("<"):  # code that was made while running, and Python's importer
-        return False
     path = Path(filename)
+    # Code that was made while running, Python's importer, and Cython of a package.
+    if filename.startswith("<") or path.suffix in (".pyx", ".pxi"):
+        return False
     others = any(path.resolve().is_relative_to(folder) for folder in (LAB, *STANDARD_LIBRARY))
     return not others and not PACKAGES & {*path.parts}

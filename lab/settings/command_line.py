@@ -49,7 +49,8 @@ def answer(
         # A command with a word reads what others may have written; the others run the user's own.
         with visible_output() if command.word else nullcontext():
             code = 0 if line.asks_help else act(line)
-        sys.stdout.flush()
+        if sys.stdout:  # Python has none if it was closed
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read the output has enough of it, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -31,6 +31,9 @@ class VisibleOutput:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Show controls on standard output while the context lasts."""
+    """Show controls on standard output, if there is one, while the context lasts."""
+    if not sys.stdout:
+        yield
+        return
     with redirect_stdout(VisibleOutput(sys.stdout)):  # pyright: ignore[reportArgumentType]
         yield

@@ -92,7 +92,11 @@ def _complete(root: Path) -> list[Path]:
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    write_atomically(path, lambda temporary: torch.save(state, temporary))
+    try:
+        write_atomically(path, lambda temporary: torch.save(state, temporary))
+    except RuntimeError as error:  # torch's word on a disk that is full, and does not say so
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"{path}: cannot be written, {free:,} bytes are free: {error}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

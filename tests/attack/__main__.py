@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from tests.attack import kills
+from tests.attack import kills, surroundings
 from tests.attack.outcome import BAD, Attempt, table
 from tests.attack.readers import READERS
 
@@ -42,7 +42,8 @@ def _all(num_kills: int, num_reads: int, seed: int) -> Iterator[Attempt]:
         for found in pool.map(lambda name: _of_reader(name, seed, num_reads), READERS):
             yield from found
     with tempfile.TemporaryDirectory() as folder:
-        yield from kills.attack(seed, num_kills, Path(folder))
+        yield from kills.attack(seed, num_kills, Path(folder, "kills"))
+        yield from surroundings.attack(Path(folder, "surroundings"))
 
 
 def _of_reader(name: str, seed: int, count: int) -> list[Attempt]:

@@ -1,0 +1,113 @@
+"""Runs where something is missing, full or small: they train, or say in a line what is wrong."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.attack.outcome import REFUSED, SURVIVED, Attempt
+from tests.conftest import ROOT
+
+LIMIT_S = 120.0
+RUN = (
+    *(
+        "device=cpu",
+        "strategy=onebit",
+        "data.size=16",
+        "batch_size=24",
+        "optim.lr=0.01",
+        "steps=12",
+    ),
+    *("checkpoint_every=3", "cell=a"),
+)
+ALONE, PAIR = (
+    "-m lab.train",
+    "-m torch.distributed.run --standalone --nproc-per-node=2 -m lab.train",
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a run is tried.
+
+    Attributes:
+        shell: commands of bash; {python} starts Python, {run} are the settings.
+        environment: changes; empty text: the variable is removed.
+    """
+
+    shell: str = f"{{python}} {ALONE} {{run}}"
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    folder: str = "here"
+
+
+def _mounted(options: str, at: str, then: str) -> str:
+    inside = f"mount -t tmpfs -o {options} none {at} && {then}"
+    return f"mkdir -p {at} && unshare --mount bash -c {shlex.quote(inside)}"
+
+
+TRAIN, TRAIN_TWO = f"{{python}} {ALONE} {{run}}", f"{{python}} {PAIR} {{run}}"
+PLACES: dict[str, Surroundings] = {
+    "no HOME": Surroundings(environment={"HOME": "", "XDG_CACHE_HOME": ""}),
+    "a HOME that is not there": Surroundings(
+        environment={"HOME": "/nowhere", "XDG_CACHE_HOME": ""}
+    ),
+    "a TMPDIR that is not there": Surroundings(environment={"TMPDIR": "/nowhere"}),
+    "no compiler and no git": Surroundings(
+        environment={"PATH": "/nowhere", "XDG_CACHE_HOME": "cache"}
+    ),
+    "no locale": Surroundings(environment={"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}),
+    "a path with spaces, 200 characters": Surroundings(folder="a b'\"$é" + "x" * 190),
+    "python -O": Surroundings(shell=f"{{python}} -O {ALONE} {{run}}"),
+    "ulimit -n 64": Surroundings(shell=f"ulimit -n 64; {TRAIN_TWO}"),
+    "/dev/shm of 64 kB": Surroundings(_mounted("size=64k", "/dev/shm", TRAIN_TWO)),
+    "a network without loopback": Surroundings(f"unshare --net {TRAIN}"),
+    "a full disk": Surroundings(_mounted("size=1m", "runs", TRAIN)),
+    "no inodes": Surroundings(_mounted("nr_inodes=12", "runs", TRAIN)),
+    "a read-only folder": Surroundings(_mounted("ro", "runs", TRAIN)),
+    "runs is a file": Surroundings(f"touch runs; {TRAIN}"),
+    "runs leads to nowhere": Surroundings(f"ln -s /nowhere/else runs; {TRAIN}"),
+    "the folder goes away": Surroundings(
+        f"(while [ ! -d runs/default/a/checkpoints ]; do sleep 0.05; done; rm -rf runs) & {TRAIN}"
+    ),
+    "output that nobody reads": Surroundings(f"{TRAIN} | head -c 1"),
+    "a closed standard output": Surroundings(f"{TRAIN} >&-"),
+}
+
+
+def attack(folder: Path) -> Iterator[Attempt]:
+    """Run in every place; yield what came of each."""
+    for name, place in PLACES.items():
+        where = folder.resolve() / name.replace("/", "_") / place.folder
+        where.mkdir(parents=True)
+        yield tried(name, place, where)
+
+
+def tried(name: str, place: Surroundings, folder: Path) -> Attempt:
+    """Run in one place."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in (environment | place.environment).items() if v}
+    line = place.shell.format(python=shlex.quote(sys.executable), run=shlex.join(RUN))
+    attempt = Attempt("surroundings", name, SURVIVED)
+    try:
+        done = subprocess.run(
+            ["/bin/bash", "-o", "pipefail", "-c", line],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Attempt("surroundings", name, "hung")
+    if done.returncode in (0, 141):  # 141: nobody reads the output any more
+        return attempt
+    errors = [line for line in done.stderr.splitlines() if line.startswith("lab.train: error:")]
+    if len(errors) == 1 and "Traceback" not in done.stderr:
+        return Attempt("surroundings", name, REFUSED, errors[0])
+    return Attempt("surroundings", name, "traceback", done.stderr[-1500:])
