@@ -144,7 +144,7 @@ def read_steps(path: Path) -> pd.DataFrame:
     """Read the steps of a run. DamagedFile: the file holds something else."""
     try:
         steps = pd.read_parquet(path)
-        steps[["rank", "step", "timed", "step_s", "loss", "end_s"]].astype(float)
+        steps[["rank", "step"]].astype(float)
     except Exception as error:  # damaged bytes fail in many ways
         raise DamagedFile(f"{path}: no table of steps: {one_line(error)}") from None
     return steps

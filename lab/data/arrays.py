@@ -86,7 +86,12 @@ def _parts(
 def _read(root: Path) -> dict[str, np.ndarray]:
     """Read all arrays of an .npz file, or of a folder of .npy files, by name."""
     if root.suffix == ".npz":
-        with reading(root), np.load(root, allow_pickle=False) as file:
+        # Of a damaged file, numpy would leave its own handle open.
+        with (
+            reading(root),
+            root.open("rb") as content,
+            np.load(content, allow_pickle=False) as file,
+        ):
             return dict(file)
     if not root.is_dir():
         raise ValueError(f"data.path={root}: is neither; {LAYOUT}")

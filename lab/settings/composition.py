@@ -13,6 +13,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
@@ -123,6 +124,8 @@ def _composed(
                 mark = getattr(error, "problem_mark", None)
                 where = f"{mark.name}:{mark.line + 1}" if mark else f"config_dir={config_dir}"
                 raise ConfigError(f"{where}: not YAML: {one_line(error)}") from None
+            except HydraException:  # some are OSErrors too
+                raise
             except OSError as error:  # a choice whose name no file can have
                 raise ConfigError(one_line(error)) from None
 

@@ -76,8 +76,8 @@ def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         done = read_json(path / "DONE")
         damaged = [name for name, digest in done["files"].items() if _digest(path / name) != digest]
-        names = [f"rank_{rank:03d}.pt" for rank in range(done["world_size"])]
-        if {"shared.pt", *names} != {*done["files"]}:
+        names = [f"rank_{rank:03d}.pt" for rank in range(len(done["files"]) - 1)]
+        if {"shared.pt", *names} != {*done["files"]} or len(names) != done["world_size"]:
             raise ValueError("DONE names other files than its number of ranks has")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"resume={path}: corrupt checkpoint: {error}") from None

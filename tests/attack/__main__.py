@@ -21,7 +21,11 @@ DEFAULTS = {"kills": "100", "reads": "200", "seed": "0", "out": "attack.jsonl"}
 
 def main(words: list[str]) -> int:
     """Attack, print the table of what came of it, and return 1 if something was lost."""
-    settings = DEFAULTS | dict(word.split("=", 1) for word in words)
+    given = dict(word.partition("=")[::2] for word in words)
+    if unknown := sorted(given.keys() - DEFAULTS.keys()):
+        print(f"{unknown[0]}: no such setting; allowed are {', '.join(DEFAULTS)}", file=sys.stderr)
+        return 2
+    settings = DEFAULTS | given
     seed, attempts = int(settings["seed"]), list[Attempt]()
     with Path(settings["out"]).open("w") as out:
         for attempt in _all(int(settings["kills"]), int(settings["reads"]), seed):

@@ -79,6 +79,8 @@ def test_anyone_can_read_it(browser: Browser, report: Path, width: int, scheme: 
         browser, report.as_uri(), viewport=size, color_scheme=scheme, bypass_csp=True
     )
     opened.charts()
+    wider = "drawn => drawn.filter(each => each.scrollWidth > each.clientWidth + 1).length"
+    assert opened.page.locator("figure[id$=speedup] .drawing").evaluate_all(wider) == 0
     found = Axe().run(opened.page)
     assert found.violations_count == 0, found.generate_report()
     wide = opened.page.evaluate("document.documentElement.scrollWidth")
