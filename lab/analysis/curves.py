@@ -39,9 +39,9 @@ def curves_of(sheet: Sheet) -> tuple[list[Curves], dict[str, bool]]:
         curves = [Curves(run, {kind: read(run) for kind, read in sources.items()}) for run in runs]
     except DamagedFile as error:
         raise NothingToDraw(str(error)) from None
-    kinds = [kind for kind in sources if any(not one.tables[kind].empty for one in curves)]
+    kinds = [kind for kind in sources if any(_changes(one.tables[kind]) for one in curves)]
     if not kinds:
-        raise NothingToDraw("no losses and no evaluations")
+        raise NothingToDraw("no losses and no evaluations that change")
     return curves, {kind: kind == label and metric in LOGARITHMIC for kind in kinds}
 
 
@@ -71,6 +71,11 @@ def _losses(cell: Cell) -> pd.DataFrame:
     by_step["loss"] = by_step["loss"].rolling(window, min_periods=1).mean()
     thin = by_step.iloc[:: math.ceil(len(by_step) / NUM_DRAWN)]
     return thin.rename(columns={"end_s": "seconds", "loss": "value"})
+
+
+def _changes(table: pd.DataFrame) -> bool:
+    """Return whether a curve is more than a level line, as of runs that do not learn."""
+    return not table.empty and bool(np.ptp(table["value"]) > 1e-6 * table["value"].abs().max())
 
 
 def _metric(runs: list[Cell]) -> str:

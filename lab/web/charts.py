@@ -15,9 +15,10 @@ from lab.analysis.step_parts import stacked_bars
 from lab.draw.looks import GREY
 from lab.measure.intervals import Interval
 from lab.web.texts import interval_text
-from lab.web.vega import Chart, Spec, series_scales
+from lab.web.vega import Chart, Spec, legend_columns, series_scales
 
 PANEL, MOST_COLUMNS = 230, 4  # pixels of a panel, and panels side by side
+LONG_LABEL = 40  # letters; with longer ones bars need all of a row
 Commands = Mapping[Place, str]
 
 
@@ -37,7 +38,10 @@ def charts_of(sheet: Sheet, commands: Commands, prefix: str, left_out: list[str]
             left_out.append(f"{make.__name__.replace('_', ' ')}, {sheet.scaling} scaling: {why}")
             continue
         wide = chart.wide or chart.spec.get("columns", 1) > 2
-        made.append(replace(chart, name=f"{prefix}{sheet.scaling}-{chart.name}", wide=wide))
+        labels = map(sheet.label, series_of(sheet.rows))
+        spec = chart.spec | {"usermeta": {"legend_columns": legend_columns(labels, wide)}}
+        name = f"{prefix}{sheet.scaling}-{chart.name}"
+        made.append(replace(chart, name=name, wide=wide, spec=spec))
     return made
 
 
@@ -102,9 +106,8 @@ def step_time(sheet: Sheet, commands: Commands) -> Chart:
     ordered = sorted((bar.row.world_size, looks.index(bar.row.series)) for bar in bars)
     names = [f"{sheet.label(looks[at])}  N={size}" for size, at in dict.fromkeys(ordered)]
     used = [part for part in order if any(part in bar.parts for bar in bars)]
-    wide = {"labelLimit": 320}
     encoding: Spec = {
-        "y": {"field": "bar", "type": "nominal", "sort": names, "title": None, "axis": wide},
+        "y": {"field": "bar", "type": "nominal", "sort": names, "title": None},
         "x": {"field": "value", "type": "quantitative", "title": "step time (ms)"},
         "color": {
             "field": "part",
@@ -117,7 +120,8 @@ def step_time(sheet: Sheet, commands: Commands) -> Chart:
     }
     mark = {"type": "bar", "stroke": "black", "strokeWidth": 0.4}
     spec = _panels(sheet, data, {"mark": mark, "encoding": encoding}, height={"step": 16})
-    return Chart("step_time", stacked.title, stacked.sample, spec, wide=spec["columns"] > 1)
+    is_wide = spec["columns"] > 1 or max(map(len, names)) > LONG_LABEL
+    return Chart("step_time", stacked.title, stacked.sample, spec, wide=is_wide)
 
 
 def payload(sheet: Sheet, commands: Commands) -> Chart:

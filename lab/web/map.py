@@ -9,7 +9,8 @@ from lab.web.texts import interval_text
 from lab.web.vega import Chart, Spec
 
 CELL, ROW = 130, 52  # pixels
-FLAT = {"labelAngle": 0}
+WORDS = "split(replace(datum.label, regexp('cluster[.]', 'g'), ''), ' ')"  # one below the other
+FLAT = {"labelAngle": 0, "labelExpr": WORDS, "labelLimit": CELL, "labelOverlap": False}
 PALE = {"test": "datum.alike", "value": 0.12}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -22,6 +22,7 @@ VL_VERSION = "6.4"  # of Vega-Lite, one of those that vl-convert has
 LICENSE = Path(__file__).parent / "assets" / "vega_license.txt"
 CLIP = re.compile(r"(?<=\bid=\")clip\d+(?=\")|(?<=url\(#)clip\d+(?=\))")
 ROLE = re.compile(r' (?:role|aria-roledescription|aria-label)="[^"]*"')
+COLUMN = 560  # pixels of half a page
 INK, GRID = "#1a1a1a", "#d9d9d9"
 DASHES: dict[str, list[int]] = {"-": [1, 0], "--": [5, 3], ":": [1.5, 2.5], "-.": [6, 2, 1.5, 2]}  # pyright: ignore[reportAssignmentType]
 CONFIG: Spec = {
@@ -39,11 +40,13 @@ CONFIG: Spec = {
         },
         "labelOverlap": True,
     },
+    "axisY": {"labelLimit": 480},
     "legend": {
-        **{"labelColor": INK, "titleColor": INK, "labelFontSize": 11, "labelLimit": 320},
+        **{"labelColor": INK, "titleColor": INK, "labelFontSize": 11, "labelLimit": 560},
         **{
             "orient": "bottom",
             "columns": 4,
+            "symbolLimit": 0,  # none is left out
             "symbolSize": 70,
             "title": None,
             "symbolStrokeWidth": 1.5,
@@ -73,7 +76,9 @@ class Chart:
 
     def svg(self) -> str:
         """Draw the chart, as it is without JavaScript."""
-        drawn = vegalite_to_svg(self.spec | {"config": CONFIG}, vl_version=VL_VERSION)
+        columns = self.spec.get("usermeta", {}).get("legend_columns", CONFIG["legend"]["columns"])
+        config = CONFIG | {"legend": CONFIG["legend"] | {"columns": columns}}
+        drawn = vegalite_to_svg(self.spec | {"config": config}, vl_version=VL_VERSION)
         # vl-convert counts these up from one chart to the next, and a page has one name space.
         numbers = {each: str(at) for at, each in enumerate(dict.fromkeys(CLIP.findall(drawn)))}
         drawn = ROLE.sub("", drawn)  # nameless ones: the figure around the chart has a name
@@ -109,6 +114,12 @@ def series_scales(labels: Mapping[str, str], looks: Mapping[str, Look]) -> Spec:
             "scale": _scale(names, [DASHES[look.line] for look in of_series]),
         },
     }
+
+
+def legend_columns(labels: Iterable[str], wide: bool) -> int:
+    """Return how many of a legend's entries fit beside each other."""
+    longest = max(map(len, labels), default=0)
+    return max(1, min(4, (2 if wide else 1) * COLUMN // (6 * longest + 40)))
 
 
 def _scale(domain: Sequence[str], values: Sequence[Any]) -> Spec:
