@@ -29,10 +29,11 @@ class Point:
         return {c.repeat: c for c in self.cells if c.status == "done" and c.measure == measure}
 
     def context(self) -> tuple[object, ...]:
-        """Return what runs must share to be compared: scaling, batch, model and machine."""
+        """Return what runs must share to be compared: scaling, batch, model, machine, threads."""
         one = self.one
-        kept = [one.settings.get(key) for key in CONTEXT]
-        return one.scaling, one.fixed_batch_size, one.transform, *kept, *one.hosts.items()
+        kept = [one.settings.get(key) for key in (*CONTEXT, "threads")]
+        work = one.scaling, one.fixed_batch_size, one.transform, one.profile
+        return *work, *kept, *one.hosts.items()
 
     def step_s(self) -> dict[int, float]:
         """Map repeats to step times in seconds, from throughput runs."""

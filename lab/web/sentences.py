@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lab.analysis.differences import Place, place_of
@@ -17,7 +18,8 @@ Reasons = Mapping[Place, str]
 def verdict(rows: Sequence[Row], floor: float, reasons: Reasons) -> list[str]:
     """Say what is fastest, how sure that is, and why it is not faster.
 
-    The place is that with the most ranks, and of those the largest batch.
+    The place is that with the most ranks, of those the largest batch, and of several models or
+    links there that with the most series.
 
     Args:
         floor: the study's noise floor.
@@ -25,10 +27,13 @@ def verdict(rows: Sequence[Row], floor: float, reasons: Reasons) -> list[str]:
     """
     running = [row for row in rows if row.num_repeats and row.strategy != CEILING]
     if not running:
-        return ["No run has finished."]
+        of_none = sum(row.num_repeats > 0 for row in rows)
+        if not of_none:
+            return ["No run has finished."]
+        return [f"Only {CEILING} was measured, at {of_none} points: there is no exchange to judge."]
     size = max((row.world_size, row.fixed_batch_size) for row in running)
     here = [row for row in running if (row.world_size, row.fixed_batch_size) == size]
-    context = here[0].context
+    context = Counter(row.context for row in here).most_common(1)[0][0]
     here = [row for row in here if row.context == context]
     return [_fastest(here, floor), *_why(here, reasons)]
 
