@@ -41,6 +41,7 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
         "loss_scale": trainer.loss_scale and trainer.loss_scale.state_dict(),
         "channels_last": trainer.config.channels_last,
         "exchange": OmegaConf.to_container(trainer.config.exchange),
+        "optim": trainer.config.optim["_target_"],
     }
     by_rank = {"exchange": sync.exchange.state_dict(), "rng": torch.get_rng_state()}
     if device.type == "cuda":
@@ -91,15 +92,23 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
         shared, ranks: see `restore`.
 
     Raises:
-        ValueError: its memory layout or its exchange differs.
+        ValueError: its memory layout, its optimizer or its exchange differs.
     """
     if shared["channels_last"] != config.channels_last:
         raise ValueError(
             f"channels_last={config.channels_last}: the checkpoint was written with "
             f"channels_last={shared['channels_last']}; set the same"
         )
-    then, now = shared["exchange"], OmegaConf.to_container(config.exchange)
+    optim = config.optim["_target_"]
+    if shared.get("optim", optim) != optim:  # earlier checkpoints do not say
+        raise ValueError(
+            f"optim={optim}: the checkpoint holds the state of {shared['optim']}; set the same"
+        )
+    now: Any = OmegaConf.to_container(config.exchange)
+    then = shared["exchange"]
     if ranks[0]["exchange"] and then != now:
+        if then["_target_"] != now["_target_"]:
+            then, now = then["_target_"], now["_target_"]
         raise ValueError(f"exchange={now}: the checkpoint holds residuals of exchange={then}")
 
 

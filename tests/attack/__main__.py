@@ -21,7 +21,7 @@ DEFAULTS = {"kills": "100", "reads": "200", "seed": "0", "out": "attack.jsonl"}
 
 def main(words: list[str]) -> int:
     """Attack, print the table of what came of it, and return 1 if something was lost."""
-    given = dict(word.partition("=")[::2] for word in words)
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
     if unknown := sorted(given.keys() - DEFAULTS.keys()):
         print(f"{unknown[0]}: no such setting; allowed are {', '.join(DEFAULTS)}", file=sys.stderr)
         return 2
