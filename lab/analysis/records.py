@@ -17,6 +17,8 @@ from lab.settings.errors import one_line
 from lab.settings.names import is_of_strategy, root_of
 from lab.settings.reading import DamagedFile
 
+NO_RECORD = "left no record.json"
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -196,9 +198,9 @@ def _records_below(folder: Path) -> dict[Path, Record | str]:
         if (path / "record.json").is_file():
             found[path] = _record_or_why(path / "record.json")
         elif not (path / "summary.csv").is_file():
-            found[path] = "left no record.json"
+            found[path] = NO_RECORD
     if not any(isinstance(record, Record) for record in found.values()):
-        unread = next((why for why in found.values() if why != "left no record.json"), "")
+        unread = next((why for why in found.values() if why != NO_RECORD), "")
         raise ValueError(
             unread or f"{folder}: holds no <cell>/record.json; give a study folder of runs"
         )

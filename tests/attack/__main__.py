@@ -1,4 +1,4 @@
-"""Attack the whole lab: `python -m tests.attack [kills=100] [reads=200] [seed=0] [out=FILE]`."""
+"""Attack the lab: `python -m tests.attack [kills=N] [reads=N] [changes=N] [seed=N] [out=FILE]`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from tests.attack import kills, surroundings
+from tests.attack import changes, kills, surroundings
 from tests.attack.outcome import BAD, Attempt, table
 from tests.attack.readers import READERS
 
-DEFAULTS = {"kills": "100", "reads": "200", "seed": "0", "out": "attack.jsonl"}
+DEFAULTS = {"kills": "100", "reads": "200", "changes": "100", "seed": "0", "out": "attack.jsonl"}
 
 
 def main(words: list[str]) -> int:
@@ -28,7 +28,8 @@ def main(words: list[str]) -> int:
     settings = DEFAULTS | given
     seed, attempts = int(settings["seed"]), list[Attempt]()
     with Path(settings["out"]).open("w") as out:
-        for attempt in _all(int(settings["kills"]), int(settings["reads"]), seed):
+        numbers = (int(settings[name]) for name in ("kills", "reads", "changes"))
+        for attempt in _all(*numbers, seed):
             attempts.append(attempt)
             out.write(json.dumps(asdict(attempt)) + "\n")
             out.flush()
@@ -41,12 +42,13 @@ def main(words: list[str]) -> int:
     return int(any(attempt.outcome in BAD for attempt in attempts))
 
 
-def _all(num_kills: int, num_reads: int, seed: int) -> Iterator[Attempt]:
+def _all(num_kills: int, num_reads: int, num_changes: int, seed: int) -> Iterator[Attempt]:
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(lambda name: _of_reader(name, seed, num_reads), READERS):
             yield from found
     with tempfile.TemporaryDirectory() as folder:
         yield from kills.attack(seed, num_kills, Path(folder, "kills"))
+        yield from changes.attack(seed, num_changes, Path(folder, "changes"))
         yield from surroundings.attack(Path(folder, "surroundings"))
 
 

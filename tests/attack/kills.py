@@ -32,7 +32,8 @@ RUN = (
 )
 SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "SIGUSR1")
 LIMIT_S, STARTS = 120.0, 4
-# auto decides by the clock; DDP has other buckets after a resume, so it is equal up to rounding.
+# Not equal in bits after a resume: what decides by the clock, and what has other buckets or
+# reductions then (docs/reliability.md).
 UNEQUAL = (*BY_THE_CLOCK, "ddp", "priority", "fsdp", "hsdp", "zeropp")
 ALL = [strategy for strategy in STRATEGIES if strategy not in UNEQUAL]
 
