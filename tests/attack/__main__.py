@@ -28,8 +28,10 @@ def main(words: list[str]) -> int:
     settings = DEFAULTS | given
     seed, attempts = int(settings["seed"]), list[Attempt]()
     with Path(settings["out"]).open("w") as out:
-        numbers = (int(settings[name]) for name in ("kills", "reads", "changes"))
-        for attempt in _all(*numbers, seed):
+        num_kills, num_reads, num_changes = (
+            int(settings[name]) for name in ("kills", "reads", "changes")
+        )
+        for attempt in _all(num_kills, num_reads, num_changes, seed):
             attempts.append(attempt)
             out.write(json.dumps(asdict(attempt)) + "\n")
             out.flush()
