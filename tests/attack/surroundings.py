@@ -54,11 +54,11 @@ TRAIN, TRAIN_TWO = f"{{python}} {ALONE} {{run}}", f"{{python}} {PAIR} {{run}}"
 PLACES: dict[str, Surroundings] = {
     "no HOME": Surroundings(environment={"HOME": "", "XDG_CACHE_HOME": ""}),
     "a HOME that is not there": Surroundings(
-        environment={"HOME": "/nowhere", "XDG_CACHE_HOME": ""}
+        environment={"HOME": "/proc/nowhere", "XDG_CACHE_HOME": ""}
     ),
-    "a TMPDIR that is not there": Surroundings(environment={"TMPDIR": "/nowhere"}),
+    "a TMPDIR that is not there": Surroundings(environment={"TMPDIR": "/proc/nowhere"}),
     "no compiler and no git": Surroundings(
-        environment={"PATH": "/nowhere", "XDG_CACHE_HOME": "cache"}
+        environment={"PATH": "/proc/nowhere", "XDG_CACHE_HOME": "cache"}
     ),
     "no locale": Surroundings(environment={"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}),
     "a path with spaces, 200 characters": Surroundings(folder="a b'\"$é" + "x" * 190),
@@ -70,7 +70,7 @@ PLACES: dict[str, Surroundings] = {
     "no inodes": Surroundings(_mounted("nr_inodes=12", "runs", TRAIN)),
     "a read-only folder": Surroundings(_mounted("ro", "runs", TRAIN)),
     "runs is a file": Surroundings(f"touch runs; {TRAIN}"),
-    "runs leads to nowhere": Surroundings(f"ln -s /nowhere/else runs; {TRAIN}"),
+    "runs leads to nowhere": Surroundings(f"ln -s /proc/nowhere/else runs; {TRAIN}"),
     "the folder goes away": Surroundings(
         f"(while [ ! -d runs/default/a/checkpoints ]; do sleep 0.05; done; rm -rf runs) & {TRAIN}"
     ),

@@ -279,6 +279,7 @@ def test_a_restart_resumes_the_run_of_the_first_start(tmp_path: Path) -> None:
         (("--cells", "cells"), JOB, "--cells: takes an array"),
         (("--cells",), ARRAY, "--cells : must name one file"),
         (("--cells", "/nowhere"), ARRAY, "--cells /nowhere: must name one file"),
+        (("--cells", "/tmp"), ARRAY, "--cells /tmp: must name one file"),
         (("--cells", "/dev/null"), ARRAY, "there is no cell in line 2"),
     ],
 )
