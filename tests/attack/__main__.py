@@ -1,4 +1,7 @@
-"""Attack the lab: `python -m tests.attack [kills=N] [reads=N] [changes=N] [seed=N] [out=FILE]`."""
+"""Attack the lab: `python -m tests.attack [kills=N] [reads=N] … [seed=N] [out=FILE]`.
+
+`kills=0` and the like leave a part out; the parts are in PARTS.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +9,70 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from tests.attack import changes, kills, surroundings
+from tests.attack import changes, commands, kills, launchers, numbers, surroundings, twice
 from tests.attack.outcome import BAD, Attempt, table
 from tests.attack.readers import READERS
 
-DEFAULTS = {"kills": "100", "reads": "200", "changes": "100", "seed": "0", "out": "attack.jsonl"}
+Part = Callable[[int, int, Path], Iterator[Attempt]]  # called with seed, how many, and a folder
+
+
+def reads(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
+    """Damage every reader's file in `count` ways, two readers at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda name: _of_reader(name, seed, count), READERS):
+            yield from found
+
+
+PARTS: dict[str, tuple[int, Part]] = {
+    "reads": (200, reads),
+    "kills": (100, lambda seed, count, at: kills.attack(seed, count, at, kills.here())),
+    "commands": (30, commands.attack),
+    "changes": (100, changes.attack),
+    "numbers": (100, numbers.attack),
+    "twice": (1, lambda seed, count, at: twice.attack(at)),
+    "surroundings": (1, lambda seed, count, at: surroundings.attack(at)),
+}
 
 
 def main(words: list[str]) -> int:
     """Attack, print the table of what came of it, and return 1 if something was lost."""
     given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    if unknown := sorted(given.keys() - DEFAULTS.keys()):
-        print(f"{unknown[0]}: no such setting; allowed are {', '.join(DEFAULTS)}", file=sys.stderr)
-        return 2
-    settings = DEFAULTS | given
-    seed, attempts = int(settings["seed"]), list[Attempt]()
-    with Path(settings["out"]).open("w") as out:
-        num_kills, num_reads, num_changes = (
-            int(settings[name]) for name in ("kills", "reads", "changes")
-        )
-        for attempt in _all(num_kills, num_reads, num_changes, seed):
-            attempts.append(attempt)
-            out.write(json.dumps(asdict(attempt)) + "\n")
-            out.flush()
-            if attempt.outcome in BAD:
-                print(f"{attempt.attack}: {attempt.what}: {attempt.outcome}: {attempt.said}")
+    out, allowed = given.pop("out", "attack.jsonl"), ("seed", *PARTS)
+    for key, value in given.items():
+        if key not in allowed or not value.isdecimal():
+            print(f"{key}={value}: allowed are {'=N, '.join(allowed)}=N, out=FILE", file=sys.stderr)
+            return 2
+    for launcher, reason in launchers.missing().items():
+        print(f"no attack by {launcher}: {reason}")
+    counts = {name: int(given.get(name, count)) for name, (count, _) in PARTS.items()}
+    attempts = list(_all(counts, int(given.get("seed", 0)), Path(out)))
     print(table(attempts))
-    lost_s = [float(a.said) for a in attempts if a.attack.startswith("kill") and _is_time(a.said)]
+    lost_s = [float(a.said) for a in attempts if a.attack.startswith("kill: ") and _is_time(a.said)]
     if lost_s:
         print(f"a signal costs {median(lost_s):.1f} s in the median, starts included")
     return int(any(attempt.outcome in BAD for attempt in attempts))
 
 
-def _all(num_kills: int, num_reads: int, num_changes: int, seed: int) -> Iterator[Attempt]:
-    with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(lambda name: _of_reader(name, seed, num_reads), READERS):
-            yield from found
-    with tempfile.TemporaryDirectory() as folder:
-        yield from kills.attack(seed, num_kills, Path(folder, "kills"))
-        yield from changes.attack(seed, num_changes, Path(folder, "changes"))
-        yield from surroundings.attack(Path(folder, "surroundings"))
+def _all(counts: dict[str, int], seed: int, out: Path) -> Iterator[Attempt]:
+    """Attack by all parts; write each attempt to `out`, and print what was lost."""
+    with out.open("w") as file, tempfile.TemporaryDirectory() as folder:
+        for name, (_, part) in PARTS.items():
+            if not counts[name]:
+                continue
+            print(f"attacking: {name}", flush=True)
+            for attempt in part(seed, counts[name], Path(folder, name)):
+                file.write(json.dumps(asdict(attempt)) + "\n")
+                file.flush()
+                if attempt.outcome in BAD:
+                    what = f"{attempt.attack}: {attempt.what}: {attempt.outcome}"
+                    print(f"{what}: {attempt.said}", flush=True)
+                yield attempt
 
 
 def _of_reader(name: str, seed: int, count: int) -> list[Attempt]:

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from lab.settings import composition
 from tests.attack import acts
+from tests.attack.files import CELL, STUDY, make_files
 from tests.attack.mutations import BYTES, JSON, YAML, Mutation, bomb
 from tests.attack.outcome import REFUSED, SURVIVED, Attempt
-from tests.attack.victims import CELL, STUDY, make_victims
 
 Main = Callable[[list[str]], int]
 LIMIT_S, MEMORY_BYTES = 10, 2**30
@@ -93,7 +93,7 @@ def attack(name: str, seed: int, count: int, limit: bool) -> Iterator[Attempt]:
         limit: the memory of this process, for good.
     """
     reader = READERS[name]
-    make_victims(Path())
+    make_files(Path())
     whole = Path(reader.file).read_bytes()
     said, code = run(reader)  # imports are no attack's memory
     assert code == 0, f"{name}: refused unharmed: {said}"

@@ -50,6 +50,25 @@ def _mounted(options: str, at: str, then: str) -> str:
     return f"mkdir -p {at} && unshare --mount bash -c {shlex.quote(inside)}"
 
 
+# Jumps back by an hour in every other second, and from there.
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t which, struct timespec *now) {
+  int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(which, now);
+  if (which == CLOCK_REALTIME && now->tv_sec % 2) now->tv_sec -= 3600;
+  return code;
+}
+"""
+# Stops all processes of a run nine tenths of the time.
+SLOWED = """setsid {train} & pid=$!
+while grep -qs ') [^Z]' /proc/$pid/stat; do
+  kill -STOP -- -$pid; sleep 0.09; kill -CONT -- -$pid; sleep 0.01
+done 2>/dev/null
+wait $pid"""
+NO_IPV4 = "ip link set lo up && ip address delete 127.0.0.1/8 dev lo"
 TRAIN, TRAIN_TWO = f"{{python}} {ALONE} {{run}}", f"{{python}} {PAIR} {{run}}"
 PLACES: dict[str, Surroundings] = {
     "no HOME": Surroundings(environment={"HOME": "", "XDG_CACHE_HOME": ""}),
@@ -66,6 +85,15 @@ PLACES: dict[str, Surroundings] = {
     "ulimit -n 64": Surroundings(shell=f"ulimit -n 64; {TRAIN_TWO}"),
     "/dev/shm of 64 kB": Surroundings(_mounted("size=64k", "/dev/shm", TRAIN_TWO)),
     "a network without loopback": Surroundings(f"unshare --net {TRAIN}"),
+    "a network of IPv6 alone": Surroundings(
+        f"unshare --net bash -c {shlex.quote(f'{NO_IPV4} && {TRAIN_TWO}')}"
+    ),
+    "not root": Surroundings(f"unshare --user --map-user=65534 --map-group=65534 {TRAIN_TWO}"),
+    "a clock that jumps by an hour": Surroundings(
+        f"printf %s {shlex.quote(CLOCK)} | cc -shared -fPIC -x c - -o clock.so -ldl"
+        f" && LD_PRELOAD=$PWD/clock.so {TRAIN_TWO}"
+    ),
+    "a machine that is ten times slower": Surroundings(SLOWED.replace("{train}", TRAIN_TWO)),
     "a full disk": Surroundings(_mounted("size=1m", "runs", TRAIN)),
     "no inodes": Surroundings(_mounted("nr_inodes=12", "runs", TRAIN)),
     "a read-only folder": Surroundings(_mounted("ro", "runs", TRAIN)),
@@ -91,7 +119,8 @@ def tried(name: str, place: Surroundings, folder: Path) -> Attempt:
     """Run in one place."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment = {k: v for k, v in (environment | place.environment).items() if v}
-    line = place.shell.format(python=shlex.quote(sys.executable), run=shlex.join(RUN))
+    line = place.shell.replace("{python}", shlex.quote(sys.executable))
+    line = line.replace("{run}", shlex.join(RUN))
     attempt = Attempt("surroundings", name, SURVIVED)
     try:
         done = subprocess.run(

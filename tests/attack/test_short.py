@@ -22,7 +22,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_line(
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    attempts = list(kills.attack(seed=3, count=2, folder=tmp_path))
+    attempts = list(kills.attack(3, 2, tmp_path, ("torchrun",)))
     assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
 
 

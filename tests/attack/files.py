@@ -19,7 +19,7 @@ from tests.support.studies import write_curve, write_timeline
 STUDY, CELL = "runs/made", "overlap-n2-0"
 
 
-def make_victims(folder: Path) -> None:
+def make_files(folder: Path) -> None:
     """Leave a small study and files of all other kinds in a folder."""
     for strategy in ("none", "allreduce", "overlap"):
         for size in (1, 2):
