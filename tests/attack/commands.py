@@ -100,7 +100,8 @@ def disturbed(
         return Attempt("kill a command", what, "hung", tail(folder))
     finally:
         end(folder)
-    if results(command, folder) != expected or (left := litter(folder)):
+    left = litter(folder)
+    if left or results(command, folder) != expected:
         why = f"code {code}, left {left}: {tail(folder)}"
         return Attempt("kill a command", what, "lost", why)
     return Attempt("kill a command", what, SURVIVED)
