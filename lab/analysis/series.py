@@ -21,6 +21,10 @@ OF_WORK = (
     *("profile", "model", "data", "task", "optim", "steps", "epochs", "seed"),
     *("warmup_steps", "eval_every", "checkpoint_every", "clip_grad_norm"),
 )
+# Those that change no step, of which a strategy may need more: they tell its own runs apart alone.
+LENGTHS = ("steps", "epochs", "warmup_steps", "eval_every", "checkpoint_every")
+# What people look for first in a long name.
+SUBJECT = ("model", "profile", "cluster.rate")
 # Settings that change nothing unless another one is given.
 NEEDS = {"cluster.slow_factor": "cluster.slow_host"}
 
@@ -75,7 +79,7 @@ def differences(identities: Sequence[Identity]) -> list[dict[str, str]]:
     Settings that someone typed come first. Of the others, those by which runs still differ that
     are alike in the former; what a strategy brings with it differs between strategies anyway.
     """
-    typed = sorted({key for each in identities for key in each.typed})
+    typed = sorted({key for each in identities for key in each.typed}, key=_place)
     first = [key for key in typed if _differs(key, identities)]
     then = _hidden(first, typed, identities)
     return [
@@ -110,7 +114,15 @@ def _known(values: Mapping[str, str | None]) -> dict[str, str]:
     return {key: value for key, value in values.items() if value is not None}
 
 
+def _place(key: str) -> tuple[int, str]:
+    subject = SUBJECT.index(key) if key in SUBJECT else len(SUBJECT)
+    return subject + (key in LENGTHS), key
+
+
 def _differs(key: str, identities: Sequence[Identity]) -> bool:
+    if key in LENGTHS:
+        of_strategy = {(each.strategy, each.value(key)) for each in identities}
+        return len(of_strategy) > len({each.strategy for each in identities})
     values = {each.value(key) for each in identities}
     return len(values - ({None} if key in CONTEXT else set())) > 1
 

@@ -28,17 +28,18 @@ def predictions_table(folder: Path, study: Study, prefix: str) -> list[Table]:
         for group, name in (("profile", DEFAULT_PROFILE), ("hardware", HARDWARE))
     )
     card = of_study(folder, profile, hardware)
-    header = ["strategy", "profile", "ranks", "batch", "measured ms", "predicted ms", "error"]
+    header = ["strategy", "profile", "links", "ranks", "batch", "measured ms", "predicted ms"]
     rows = [
         [
-            *(cell.strategy, cell.profile, str(cell.world_size), str(cell.batch_size)),
+            *(cell.strategy, cell.profile, cell.conditions),
+            *(str(cell.world_size), str(cell.batch_size)),
             *(f"{1e3 * median(cell.measured_s):.4g}", f"{1e3 * cell.predicted_s:.4g}"),
             *(f"{100 * cell.error:+.1f} %", cell.evidence),
         ]
         for cell in card.cells
     ]
     title = "Predicted beside measured steps; of fitted cells the error says little"
-    return [of_texts(f"{prefix}predicted", title, [*header, "cell"], rows)]
+    return [of_texts(f"{prefix}predicted", title, [*header, "error", "cell"], rows)]
 
 
 def claims_tables(folder: Path, study: Study, prefix: str) -> list[Table]:

@@ -8,7 +8,7 @@ from lab.draw.looks import looks_of
 from lab.web.texts import interval_text
 from lab.web.vega import Chart, Spec
 
-CELL, ROW = 130, 52  # pixels
+CELL, ROW, LETTER = 130, 52, 7  # pixels
 WORDS = "split(replace(datum.label, regexp('cluster[.]', 'g'), ''), ' ')"  # one below the other
 FLAT = {"labelAngle": 0, "labelExpr": WORDS, "labelLimit": CELL, "labelOverlap": False}
 PALE = {"test": "datum.alike", "value": 0.12}
@@ -27,9 +27,10 @@ def map_chart(study: Study, floor: float, name: str) -> Chart | None:
     fastest = list(dict.fromkeys(str(one["fastest"]) for one in data))
     looks = looks_of(fastest)
     links = columns_of(place.where for place in places)
+    room = LETTER * max(len(str(one["model"])) for one in data)
     cell = {
         "x": {"field": "links", "type": "nominal", "sort": links, "title": "links", "axis": FLAT},
-        "y": {"field": "model", "type": "nominal", "title": None},
+        "y": {"field": "model", "type": "nominal", "title": None, "axis": {"minExtent": room}},
     }
     colour = {
         "field": "fastest",

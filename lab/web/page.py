@@ -76,7 +76,7 @@ def render(parts: Parts, progress: Progress | None = None) -> str:
         data=_in_script(_data(charts, parts.studies)),
         script=Markup(script),
         style=Markup(style),
-        policy=_policy(script, style, "'self'" if progress else "'none'"),
+        policy=Markup(_policy(script, style, "'self'" if progress else "'none'")),
     )
 
 

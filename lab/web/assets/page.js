@@ -74,11 +74,11 @@
     const drawing = figure.querySelector(".drawing");
     const isTimeline = figure.classList.contains("timeline");
     const place = document.createElement("div");
-    const isNarrow = drawing.clientWidth < 500;  // a phone: panels lie below each other
+    const isNarrow = document.documentElement.clientWidth < 600;  // a phone: panels lie below each other
     const chart = charts[figure.dataset.chart];
     const fitting = chart.usermeta ? chart.usermeta.legend_columns : config.legend.columns;
     const legend = { ...config.legend, columns: isNarrow ? Math.min(2, fitting) : fitting };
-    const axisY = isNarrow ? { labelLimit: 150 } : config.axisY;
+    const axisY = isNarrow ? { labelLimit: 180 } : config.axisY;
     const spec = { ...chart, config: { ...config, legend, axisY } };
     if (isNarrow && spec.columns) spec.columns = 1;
     const options = {

@@ -121,6 +121,14 @@ def test_it_asks_for_nothing(page: str) -> None:
     assert "unsafe" not in policy
 
 
+def test_its_policy_holds_hashes_that_look_like_paths(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no paths to be hidden: the page would lose its style and its script."""
+    monkeypatch.setattr("lab.web.page._hash", lambda _: "'sha256-/z6v/6wj/9JqS='")
+    assert "style-src 'sha256-/z6v/6wj/9JqS='; " in page_of(study)
+
+
 def test_names_of_others_stay_text(tmp_path: Path) -> None:
     plain, hostile = (make_study(tmp_path / name) for name in ("plain", "hostile"))
     name_by(plain, [f"name {at}" for at in range(len(HOSTILE))])
