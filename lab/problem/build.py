@@ -98,8 +98,11 @@ def output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
     """Return the output shapes that a training and a test sample need.
 
     Raises:
-        ConfigError: the task cannot learn these targets.
+        ConfigError: the task cannot learn these targets, or there are none.
     """
+    for part, targets in zip(("training", "test"), data.targets(), strict=True):
+        if not len(targets):
+            raise ConfigError(f"data has no {part} samples")
     try:
         return [task.output_shape(targets, data.num_classes) for targets in data.targets()]
     except ValueError as error:

@@ -46,7 +46,7 @@ class Command:
 COMMANDS = {
     "sweep": Command(("lab.sweep", *SWEEP), RECORDS, reads=False),
     "turns": Command(("lab.sweep", *SWEEP, "turns=2", "steps=8"), RECORDS, reads=False),
-    "plot": Command(("lab.plot", STUDY, "format=svg"), f"{STUDY}/*.svg"),
+    "plot": Command(("lab.plot", STUDY, "format=svg"), f"{STUDY}/figures/*.svg"),
     "report": Command(("lab.report", STUDY, "out=page.html"), "page.html"),
     "verify": Command(("lab.verify", "onebit_adam", "out=claims.md"), "claims*"),
 }

@@ -23,8 +23,8 @@ from tests.support.cases import RESUMED, STRATEGIES
 
 SIZE, STEPS = 3, 8
 RUN = (
-    *("device=cpu", "batch_size=24", "optim.lr=0.01", f"steps={STEPS}", "warmup_steps=1"),
-    *("exchange_timeout_s=20", "cell=a"),
+    *("device=cpu", "batch_size=24", "optim.lr=0.01", "optim.weight_decay=0"),
+    *(f"steps={STEPS}", "warmup_steps=1", "exchange_timeout_s=20", "cell=a"),
 )
 PRECISIONS = ("fp32", "fp32", "fp16", "bf16")
 IMAGES = {
@@ -45,12 +45,16 @@ def attack(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
         more = (*model, *RESUMED.get(strategy, ()), f"precision={precision}")
         yield tried(f"{strategy} {precision}: {kind}", kind, strategy, more, folder)
     for strategy, kind in product(("allreduce", "onebit"), odd.DATA):
-        more = ("data._target_=tests.attack.odd.data", f"+data.kind={kind}", "~data.size")
-        yield tried(f"{strategy}: {kind}", kind, strategy, more, folder)
+        yield tried(f"{strategy}: {kind}", kind, strategy, of_data(kind), folder)
     for kind, (sizes, corrupt) in IMAGES.items():
         odd.write_images(folder / kind, sizes, corrupt)
-        more = ("data=imagefolder", f"data.path={folder / kind}", "data.size=16")
+        more = ("data=imagefolder", f"data.path={folder / kind}", "data.size=16", "data.workers=0")
         yield tried(kind, kind, "onebit", more, folder)
+
+
+def of_data(kind: str) -> tuple[str, ...]:
+    """Return the settings of odd data."""
+    return "data._target_=tests.attack.odd.data", f"+data.kind={kind}", "~data.size"
 
 
 def tried(what: str, kind: str, strategy: str, more: tuple[str, ...], folder: Path) -> Attempt:

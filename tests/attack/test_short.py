@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack import kills
-from tests.attack.outcome import BAD, Attempt, table
+from tests.attack import kills, numbers
+from tests.attack.outcome import BAD, REFUSED, Attempt, table
 from tests.attack.readers import READERS, attack
 
 
@@ -24,6 +24,16 @@ def test_a_damaged_file_is_read_or_refused_in_a_line(
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     attempts = list(kills.attack(3, 2, tmp_path, ("torchrun",)))
     assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("no test samples", "data has no test samples"), ("a label too high", "from 0 to 10")],
+)
+def test_data_that_no_one_can_learn_are_refused(kind: str, said: str, tmp_path: Path) -> None:
+    attempt = numbers.tried(kind, kind, "onebit", numbers.of_data(kind), tmp_path)
+    assert attempt.outcome == REFUSED
+    assert said in attempt.said
 
 
 def test_the_table_counts_by_attack() -> None:
