@@ -89,6 +89,6 @@ def _refused(message: str, folder: Path) -> tuple[str, str]:
 
 
 def _moved(weights: dict[str, Tensor]) -> float:
-    """Return by how much the largest change of a weight differs from none."""
+    """Return the largest change of a weight."""
     begun = odd.Odd(input_shape=(1, 16, 16), output_size=10, kind="zero").state_dict()
     return max(float((value - begun[name]).abs().max()) for name, value in weights.items())

@@ -50,7 +50,7 @@ def _mounted(options: str, at: str, then: str) -> str:
     return f"mkdir -p {at} && unshare --mount bash -c {shlex.quote(inside)}"
 
 
-# Jumps back by an hour in every other second, and from there.
+# The date jumps by an hour, back and forth, every second.
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
