@@ -1,11 +1,13 @@
 """Attack the lab: `python -m tests.attack [kills=N] [reads=N] … [seed=N] [out=FILE]`.
 
-`kills=0` and the like leave a part out; the parts are in PARTS.
+`kills=0` and the like leave a part out; the parts are in PARTS. Attempts go to OUT, one per line; what the
+attacked processes print goes to a file beside it that ends in `.log`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -48,6 +50,7 @@ def main(words: list[str]) -> int:
         if key not in allowed or not value.isdecimal():
             print(f"{key}={value}: allowed are {'=N, '.join(allowed)}=N, out=FILE", file=sys.stderr)
             return 2
+    _divert(Path(out).with_suffix(".log"))
     for launcher, reason in launchers.missing().items():
         print(f"no attack by {launcher}: {reason}")
     counts = {name: int(given.get(name, count)) for name, (count, _) in PARTS.items()}
@@ -65,14 +68,24 @@ def _all(counts: dict[str, int], seed: int, out: Path) -> Iterator[Attempt]:
         for name, (_, part) in PARTS.items():
             if not counts[name]:
                 continue
-            print(f"attacking: {name}", flush=True)
-            for attempt in part(seed, counts[name], Path(folder, name)):
+            print(f"attacking: {name}")
+            for number, attempt in enumerate(part(seed, counts[name], Path(folder, name)), 1):
+                if number % 20 == 0:
+                    print(f"{name}: {number} done")
                 file.write(json.dumps(asdict(attempt)) + "\n")
                 file.flush()
                 if attempt.outcome in BAD:
                     what = f"{attempt.attack}: {attempt.what}: {attempt.outcome}"
-                    print(f"{what}: {attempt.said}", flush=True)
+                    print(f"{what}: {attempt.said}")
                 yield attempt
+
+
+def _divert(log: Path) -> None:
+    """Send what attacked processes print to a file, so that the terminal shows what was lost."""
+    sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _of_reader(name: str, seed: int, count: int) -> list[Attempt]:

@@ -163,7 +163,7 @@ def traces() -> list[str]:
 
 
 def peak_bytes(command: Command, tmp_path: Path, cell: str, *settings: str) -> int:
-    """Return the most bytes that left a host within 10 ms, between the first and last exchange."""
+    """Return the most bytes that left a host within a few steps, between the first and last exchange."""
     run = ("steps=130", "model=mlp", f"model.hidden={[32] * 37}", "cluster.rate=null")
     recorder = (
         "recorder=tests.support.peak.PeakRecorder",
@@ -176,7 +176,7 @@ def peak_bytes(command: Command, tmp_path: Path, cell: str, *settings: str) -> i
 
 
 def test_fragments_divide_the_peak_of_the_interface(command: Command, tmp_path: Path) -> None:
-    every = ("sync.every=40",)  # fragments leave 10 steps apart: more than 10 ms
+    every = ("sync.every=40",)  # fragments leave 10 steps apart: more than a window
     whole = peak_bytes(command, tmp_path, "whole", "strategy=diloco", *every)
     fragments = ("strategy=streaming_diloco", "sync.fragments=4", *every)
     part = peak_bytes(command, tmp_path, "part", *fragments)
