@@ -1,7 +1,7 @@
 """Attack the lab: `python -m tests.attack [kills=N] [reads=N] … [seed=N] [out=FILE]`.
 
-`kills=0` and the like leave a part out; the parts are in PARTS. Attempts go to OUT, one per line; what the
-attacked processes print goes to a file beside it that ends in `.log`.
+`kills=0` and the like leave a part out; the parts are in PARTS. Attempts go to OUT, one per line;
+what the attacked processes print goes to a file beside it that ends in `.log`.
 """
 
 from __future__ import annotations

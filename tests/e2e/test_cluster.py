@@ -163,7 +163,7 @@ def traces() -> list[str]:
 
 
 def peak_bytes(command: Command, tmp_path: Path, cell: str, *settings: str) -> int:
-    """Return the most bytes that left a host within a few steps, between the first and last exchange."""
+    """Return the most bytes that left a host within a few steps, between two exchanges of all."""
     run = ("steps=130", "model=mlp", f"model.hidden={[32] * 37}", "cluster.rate=null")
     recorder = (
         "recorder=tests.support.peak.PeakRecorder",
