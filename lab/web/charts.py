@@ -165,7 +165,7 @@ def convergence(sheet: Sheet, commands: Commands) -> Chart:
                     "field": "value",
                     "type": "quantitative",
                     "title": kind,
-                    "scale": {"type": "log"} if logarithmic else {"zero": False},
+                    "scale": {"type": "log", "nice": False} if logarithmic else {"zero": False},
                 },
                 "color": scales["color"],
                 "strokeDash": scales["strokeDash"],
