@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.checklist.item import place
-from lab.record.files import write_atomically, write_json
+from lab.record.files import write_json
+from lab.settings.whole import write_atomically
 
 NAMED = ("torch", "cuda", "cudnn", "nccl", "triton")  # of an environment; old ones lack some
 

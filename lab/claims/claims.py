@@ -17,6 +17,7 @@ from lab.claims.series import expand
 from lab.claims.spans import difference, ratio
 from lab.claims.swept import SWEPT
 from lab.measure.intervals import Interval
+from lab.record.decode import check_types
 
 OUTCOMES = ("holds", "fails", "within noise", "unknown")
 # What a claim is worth as evidence, in the order of a page.
@@ -211,10 +212,14 @@ class Paper:
             study = node.get("reproduction")
             frozen = {key: _frozen(value) for key, value in study.items()} if study else None
             reproduction = Reproduction(**frozen) if frozen else None
+            if reproduction:
+                check_types(reproduction)
             fit = tuple(node.get("fit", ()))
             given = {key: value for key, value in node.items() if key != "series"}
             own = {"claims": tuple(claims), "reproduction": reproduction, "fit": fit}
-            return cls(**{**given, **own})
+            made = cls(**{**given, **own})
+            check_types(made)
+            return made
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{node.get('title')}: {error}") from None
 
@@ -231,6 +236,8 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         grid = {key: _frozen(value) for key, value in entry.get("grid", {}).items()}
         cells = {"grid": Grid(**grid)} if grid else {}
         claim = Claim(**{**entry, "check": check, **where, **cells})
+        for made in (check, claim.at, *cells.values(), claim):
+            check_types(made)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('says')!r}: {error}") from None
     if claim.kind not in KINDS:

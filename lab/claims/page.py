@@ -10,7 +10,7 @@ from pathlib import Path
 from lab.claims import mini_batches, tables, values
 from lab.claims.claims import EVIDENCE
 from lab.claims.findings import Conditions, Findings, Reproduced
-from lab.record.files import write_atomically
+from lab.settings.whole import write_atomically
 
 
 def summary(findings: Findings) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lab.claims.verdicts import Verdict
-from lab.record.files import write_atomically
+from lab.settings.whole import write_atomically
 from lab.simulate.score import ScoredCell
 
 CLAIM = ("claim", "kind", "where", "quantity", "published", "predicted", "predicted_lo")

@@ -23,11 +23,11 @@ from lab.cluster.straggler import slow_down
 from lab.model.profile import SLOW_FACTOR
 
 PORT = 29400  # of the rendezvous on h0; nothing else uses this network
-GRACE_S = 30.0  # seconds for the other hosts to end after h0, which has rank 0
+GRACE_S = 30.0  # seconds for other hosts to end after h0, which has rank 0, or one that failed
 
 
 def main(arguments: list[str]) -> int:
-    """Run one task; return the exit code of h0's torchrun, or the check's verdict."""
+    """Run one task; return the exit code of h0's torchrun (1: it did not end), or the verdict."""
     threading.Thread(target=end_with_owner, daemon=True).start()
     cluster = Cluster.from_json(arguments[0])
     execute(build(cluster))
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         straggler = hosts[cluster.slow_host], cluster.slow_factor
         threading.Thread(target=slow_down, args=straggler, daemon=True).start()
     wait(hosts, list(cluster.changes))
-    return exit_code(hosts[0].returncode)
+    return 1 if hosts[0].returncode is None else exit_code(hosts[0].returncode)
 
 
 def end_with_owner() -> None:
@@ -75,12 +75,15 @@ def start(cluster: Cluster, arguments: list[str]) -> list[subprocess.Popen[str]]
 
 
 def wait(hosts: list[subprocess.Popen[str]], changes: list[Change]) -> None:
-    """Wait for h0, then the others up to GRACE_S; change links and forward signals meanwhile."""
+    """Wait for h0, then the others up to GRACE_S; change links and forward signals meanwhile.
+
+    torchruns would wait up to ten minutes for one that was killed, so they get GRACE_S too.
+    """
     began = time.monotonic()
     deadline = float("inf")
     while any(host.poll() is None for host in hosts):
         now = time.monotonic() - began
-        if hosts[0].returncode is not None:
+        if hosts[0].returncode is not None or any(host.returncode for host in hosts):
             deadline = min(deadline, now + GRACE_S)
         if now >= deadline:
             return

@@ -7,9 +7,12 @@ import os
 import re
 import signal
 import sys
+import threading
+from functools import cache
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
+ENDING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def world_size() -> int:
@@ -35,19 +38,32 @@ def is_first_rank() -> bool:
 def end_on_signals(command: str) -> None:
     """End at SIGTERM or SIGUSR1 with a line, until a run's watchdog takes these signals.
 
-    A torchrun that dies sends SIGTERM too.
+    A torchrun that dies sends SIGTERM too. A handler would not run while the main thread waits in
+    a library for other ranks, so a thread of its own reads signals from the wake-up pipe.
     """
-
-    def end(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name
-        if is_first_rank():
-            line = f"{command}: error: stopped by {name} before the run had begun\n"
-            os.write(sys.stderr.fileno(), line.encode())
-        os._exit(1)  # not 75: a job whose time ends here would be requeued forever
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, end)
+    signal.set_wakeup_fd(_pipe_to_end(command), warn_on_full_buffer=False)
+    for number in ENDING:  # last: from now on a signal only fills the pipe
+        signal.signal(number, lambda *_: None)
     _end_with_torchrun()
+
+
+@cache
+def _pipe_to_end(command: str) -> int:
+    """Start a thread that ends the process; return the pipe's end that takes signals for it."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    threading.Thread(target=_end_at_signal, args=(command, read_end), daemon=True).start()
+    return write_end
+
+
+def _end_at_signal(command: str, read_end: int) -> None:
+    while (number := os.read(read_end, 1)[0]) not in ENDING:
+        pass  # such as SIGINT, which Python handles
+    if is_first_rank():
+        name = signal.Signals(number).name
+        line = f"{command}: error: stopped by {name} before the run had begun\n"
+        os.write(sys.stderr.fileno(), line.encode())
+    os._exit(1)  # not 75: a job whose time ends here would be requeued forever
 
 
 def _end_with_torchrun() -> None:

@@ -188,6 +188,12 @@ def _find_rank_info() -> RankInfo:
         return find_rank_info()
     if "RANK" not in os.environ:
         return RankInfo("python", 0, 1, 0, 1, dist.HashStore())
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "").isdecimal():
+            raise ValueError(
+                f"{name}={os.environ.get(name, '')}: must be a number where RANK is set; torchrun "
+                "sets both"
+            )
     store, rank, size = next(iter(dist.rendezvous("env://")))
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 
 from lab.draw.page import SCREEN, Page
 from lab.draw.style import RC
+from lab.settings.whole import write_atomically
 
 DPI, PAPER_DPI = 150, 300
 # Without a date in it, a file depends on its data alone.
@@ -35,5 +37,7 @@ def save(draw: Callable[[], Figure], *paths: Path, page: Page = SCREEN) -> Figur
     with matplotlib.rc_context(RC | page.style):
         figure = draw()
         for path in paths:
-            figure.savefig(path, dpi=dpi, bbox_inches=crop, metadata=METADATA.get(path.suffix))
+            kind = path.suffix.removeprefix(".")
+            rest = {"dpi": dpi, "bbox_inches": crop, "metadata": METADATA.get(path.suffix)}
+            write_atomically(path, partial(figure.savefig, format=kind, **rest))
     return figure

@@ -47,7 +47,7 @@ def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
     for event in events:
         if event.get("cat") == RANGE:
             try:
-                launches.setdefault(event["name"], []).append(_metrics(event["args"]))
+                launches.setdefault(_name(event), []).append(_metrics(event["args"]))
             except (KeyError, TypeError, AttributeError) as error:
                 text = f"event {str(event)[:80]}: {type(error).__name__} {error}"
                 raise ValueError(text) from None
@@ -61,6 +61,12 @@ def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
 def adds_up(metric: str) -> bool:
     """Tell whether launches' values of a metric are added."""
     return metric.endswith(".sum")
+
+
+def _name(event: dict[str, Any]) -> str:
+    if not isinstance(name := event["name"], str):
+        raise TypeError(f"name={name}: must be text")
+    return name
 
 
 def _metrics(args: dict[str, Any]) -> dict[str, float]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from lab.record.files import write_atomically
 from lab.record.schema import Record
+from lab.settings.whole import write_atomically
 
 CURVES = "curves.csv"  # in a run's directory
 Row = dict[str, Any]

@@ -1,9 +1,10 @@
-"""JSON values as the types that a dataclass declares."""
+"""JSON values as the types that a dataclass declares, and the types of a made one."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -11,9 +12,10 @@ def decode(kind: Any, value: Any, key: str) -> Any:
     """Convert a JSON `value` to a `kind`.
 
     Args:
-        kind: bool, int, float, str, None, Any, a Literal, list[...], dict[str, ...], a union of
-            these, or a dataclass of them. Unknown keys are ignored, and a field with a default may
-            be missing. key: path of the value for errors: a.b is b in a.
+        kind: bool, int, float, str, None, Any, a Literal, list[...], tuple[..., ...],
+            dict[str, ...], a union of these, or a dataclass of them: of one that is made already
+            nothing is checked. Unknown keys are ignored, and a field with a default may be missing.
+        key: path of the value for errors: a.b is b in a.
 
     Raises:
         ValueError: the value does not fit; one line that names the key.
@@ -21,7 +23,7 @@ def decode(kind: Any, value: Any, key: str) -> Any:
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind):
-        return _dataclass(kind, value, key)
+        return value if type(value) is kind else _dataclass(kind, value, key)
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _union(parts, value, key)
@@ -31,11 +33,25 @@ def decode(kind: Any, value: Any, key: str) -> Any:
         return [
             decode(parts[0], item, f"{key}[{i}]") for i, item in enumerate(_a(list, value, key))
         ]
-    if origin is dict:
+    if origin is tuple:
+        return tuple(decode(parts[0], item, key) for item in _a(tuple, value, key))
+    if origin in (dict, Mapping):
         return {k: decode(parts[1], item, f"{key}.{k}") for k, item in _a(dict, value, key).items()}
     if kind is float and type(value) is int:
         return float(value)
     return _a(kind, value, key)
+
+
+def check_types(made: Any) -> None:
+    """Check that the fields of a dataclass have the types that it declares, as `decode` has them.
+
+    Raises:
+        ValueError: one has not; one line that names the field.
+    """
+    kind: Any = type(made)
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        decode(hints[field.name], getattr(made, field.name), field.name)
 
 
 def _a(kind: type, value: Any, key: str) -> Any:

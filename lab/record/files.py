@@ -1,29 +1,13 @@
-"""Files that are either whole or absent."""
+"""JSON files."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, sync the result to disk, then rename it.
-
-    Raises:
-        OSError: the directory cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+from lab.settings.whole import write_atomically
 
 
 def write_json(path: Path, value: dict[str, Any] | list[Any]) -> None:

@@ -12,9 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from lab.record.files import write_atomically, write_json
+from lab.record.files import write_json
 from lab.record.schema import Record
 from lab.settings.reading import read_json
+from lab.settings.whole import write_atomically
 
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # time for a killed run to disappear

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lab.measure.spans import OWN, PHASES
-from lab.record.files import write_atomically
+from lab.settings.whole import write_atomically
 
 STEPS = "steps.parquet"  # in a run's directory
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -198,8 +198,7 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     """Construct the `_target_` of `node` with its own arguments, `parts` and `runtime`.
 
     Args:
-        parts: positional arguments. runtime: arguments that only a run knows; the target gets
-        those that its signature names.
+        parts: positional arguments. runtime: those that only a run knows, where it names them.
 
     Raises:
         ConfigError: the lab's constructor refused an argument (ValueError), the arguments are not
@@ -208,6 +207,8 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
     """
     from hydra.utils import instantiate  # imported here: help and wrong settings do not need it
 
+    if "_target_" not in node:
+        raise ConfigError(f"{node._get_full_key('_target_')}: is missing")
     later = node.get("_partial_", False)
     target = callable_at(node._target_, f"_target_={node._target_}")
     try:

@@ -24,7 +24,8 @@ from lab.draw.looks import Look, looks_of, order
 from lab.draw.save import save
 from lab.draw.text import markdown
 from lab.model.profile import Profile
-from lab.record.files import write_atomically, write_json
+from lab.record.files import write_json
+from lab.settings.whole import write_atomically
 from lab.simulate.fit import Group
 from lab.simulate.observe import fitted_groups
 from lab.simulate.presets import parse

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from lab.distributed.world import World
-from lab.record.files import write_atomically, write_json
+from lab.record.files import write_json
 from lab.settings.reading import read_json
+from lab.settings.whole import write_atomically
 
 KEEP = 2  # newest checkpoints of a run that stay on disk
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lab.record.files import write_atomically
+from lab.settings.whole import write_atomically
 from lab.web.compared import Compared
 from lab.web.contents import Contents
 from lab.web.privacy import clean

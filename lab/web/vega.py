@@ -15,7 +15,7 @@ from vl_convert import javascript_bundle, vegalite_to_svg
 
 from lab.codec.build import cache_folder
 from lab.draw.looks import Look
-from lab.record.files import write_atomically
+from lab.settings.whole import write_atomically
 
 Spec = dict[str, Any]
 VL_VERSION = "6.4"  # of Vega-Lite, one of those that vl-convert has

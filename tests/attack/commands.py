@@ -34,7 +34,7 @@ class Command:
     """A command, and what it leaves.
 
     Attributes:
-        results: pattern of the files that it writes.
+        results: pattern of the files and folders that it writes.
         reads: whether it needs files of the lab.
     """
 
@@ -110,7 +110,8 @@ def disturbed(
 def results(command: Command, folder: Path) -> dict[str, object]:
     """Return by name what a command left; of a record what two runs of one cell share."""
     found: dict[str, object] = {}
-    for path in sorted(folder.glob(command.results)):
+    written = [each for one in folder.glob(command.results) for each in (one, *one.rglob("*"))]
+    for path in sorted(each for each in written if each.is_file()):
         name = str(path.relative_to(folder))
         if command.reads:
             found[name] = path.read_bytes()

@@ -12,6 +12,9 @@ from tests.conftest import ROOT
 from tests.support import slurm
 from tests.support.ports import free_port
 
+SCHEDULER = """"$@" & "$@" &
+wait -n && wait -n && exit
+code=$?; sleep 20; kill -KILL $(jobs -p) 2>/dev/null; exit $code"""
 Launcher = Callable[[int, Sequence[str]], list[str]]
 
 
@@ -22,13 +25,16 @@ def torchrun(size: int, settings: Sequence[str]) -> list[str]:
 
 
 def nodes(size: int, settings: Sequence[str]) -> list[str]:
-    """Start launch/node.sh: two nodes on this machine if the ranks divide, else one."""
+    """Start launch/node.sh: two nodes on this machine if the ranks divide, else one.
+
+    Like a scheduler, the shell ends both some time after one has failed.
+    """
     number = 2 if size % 2 == 0 else 1
     options = ("--rendezvous", f"localhost:{free_port()}", "--job", "a", "--nodes", f"{number}")
     line = [str(ROOT / "launch/node.sh"), *options, "--ranks", f"{size // number}", *settings]
     if number == 1:
         return line
-    return ["bash", "-c", '"$@" & "$@"; code=$?; wait $! && exit $code', "nodes", *line]
+    return ["bash", "-c", SCHEDULER, "nodes", *line]
 
 
 def hosts(size: int, settings: Sequence[str]) -> list[str]:

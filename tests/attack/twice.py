@@ -45,7 +45,8 @@ def _of(line: tuple[str, ...], num_done: int) -> Pair:
 
 def pairs() -> dict[str, Pair]:
     """Return all pairs that this machine can run."""
-    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    one_rank = {**alone, "MASTER_ADDR": "localhost"}
     sweep = ("lab.sweep", "study=s", "strategy=allreduce,onebit", "world_size=1,2", *QUICK)
     hosts = ("lab.train", "cluster=emulated", "cluster.hosts=2", *QUICK)
     empty_cache = {"XDG_CACHE_HOME": "cache"}

@@ -9,7 +9,7 @@ from lab.benchmarks.views.text import ranged
 from lab.draw.text import aligned
 from lab.model.fits import ALL, BOTH, REST, STEP, Fit
 from lab.model.profile import Layer, Profile
-from lab.record.files import write_atomically
+from lab.settings.whole import write_atomically
 
 KERNELS = "kernels of a step but the optimizer's, by torch.profiler:"
 HEADER = [
