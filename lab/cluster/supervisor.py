@@ -81,9 +81,9 @@ def wait(hosts: list[subprocess.Popen[str]], changes: list[Change]) -> None:
     """
     began = time.monotonic()
     deadline = float("inf")
-    while any(host.poll() is None for host in hosts):
+    while None in (codes := [host.poll() for host in hosts]):
         now = time.monotonic() - began
-        if hosts[0].returncode is not None or any(host.returncode for host in hosts):
+        if codes[0] is not None or any(codes):
             deadline = min(deadline, now + GRACE_S)
         if now >= deadline:
             return

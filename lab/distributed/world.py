@@ -194,7 +194,11 @@ def _find_rank_info() -> RankInfo:
                 f"{name}={os.environ.get(name, '')}: must be a number where RANK is set; torchrun "
                 "sets both"
             )
-    store, rank, size = next(iter(dist.rendezvous("env://")))
+    try:
+        store, rank, size = next(iter(dist.rendezvous("env://")))
+    except dist.DistNetworkError as error:
+        where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
     store = _of_this_start(store, size, local_size)

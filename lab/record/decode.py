@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 
 def decode(kind: Any, value: Any, key: str) -> Any:
@@ -42,15 +42,14 @@ def decode(kind: Any, value: Any, key: str) -> Any:
     return _a(kind, value, key)
 
 
-def check_types(made: Any) -> None:
+def check_types(made: object) -> None:
     """Check that the fields of a dataclass have the types that it declares, as `decode` has them.
 
     Raises:
         ValueError: one has not; one line that names the field.
     """
-    kind: Any = type(made)
-    hints = get_type_hints(kind)
-    for field in dataclasses.fields(kind):
+    hints = get_type_hints(type(made))
+    for field in dataclasses.fields(cast(Any, made)):
         decode(hints[field.name], getattr(made, field.name), field.name)
 
 

@@ -22,7 +22,7 @@ def keep_saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     def savefig(figure: Figure, path: Path, **options: Any) -> None:
         save(figure, path, **options)
         assert path.is_file()
-        figures[path.name] = figure
+        figures[path.stem.removeprefix(".")] = figure  # the path is one beside it, for a moment
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     return figures

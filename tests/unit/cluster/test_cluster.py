@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lab.cluster import __main__ as command
-from lab.cluster import network
+from lab.cluster import network, sandbox, supervisor
 from lab.cluster.settings import EMULATION, Change, Cluster, bits_per_s, cluster_of
 from lab.cluster.straggler import Straggler, descendants, slow_down, straggler_of
 from lab.settings.config import ConfigError, load
@@ -26,6 +28,23 @@ def cluster(*settings: str, world_size: int | None = None) -> Cluster:
     made = cluster_of(load(["cluster=emulated", *own]), world_size)
     assert made
     return made
+
+
+def test_hosts_do_not_wait_long_for_one_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, sandbox.AWAITED)
+    lines = (["sleep", "60"], ["sh", "-c", "kill -KILL $$"], ["sleep", "60"])
+    hosts = [subprocess.Popen(line, text=True) for line in lines]
+    try:
+        began = time.monotonic()
+        supervisor.wait(hosts, [])
+        assert time.monotonic() - began < 30
+        assert [host.returncode for host in hosts] == [None, -signal.SIGKILL, None]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for host in hosts:
+            host.kill()
+            host.wait()
 
 
 def test_hosts_follow_from_the_number_of_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,23 @@ def test_a_store_that_an_earlier_start_has_used_is_refused(fresh_process: None) 
     store.add("started", 2)
     with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1"):
         world._of_this_start(store, size=2, local_size=1)
+
+
+def test_a_rank_without_its_place_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match="LOCAL_RANK=: must be a number where RANK is set"):
+        world._find_rank_info()
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ValueError, match=f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: .*in use"):
+            world._find_rank_info()
 
 
 @pytest.mark.parametrize(("device", "built"), [("cuda", False), ("cuda", True), ("cpu", False)])

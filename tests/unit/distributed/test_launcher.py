@@ -1,0 +1,35 @@
+"""Ranks that end before their run begins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+WAITS_IN_A_LIBRARY = """
+import ctypes
+from lab.distributed.launcher import end_on_signals
+end_on_signals("lab.train")
+print("waits", flush=True)
+ctypes.CDLL(None).system(b"sleep 60")  # waits on after a signal, and no handler of Python runs
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_rank_that_waits_in_a_library_ends_at_a_signal(number: signal.Signals) -> None:
+    line = [sys.executable, "-c", WAITS_IN_A_LIBRARY]
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as rank:
+        assert rank.stdout and rank.stderr
+        assert rank.stdout.readline() == "waits\n"
+        try:
+            rank.send_signal(number)
+            assert rank.wait(10) == 1
+        finally:
+            os.killpg(rank.pid, signal.SIGKILL)
+        said = f"lab.train: error: stopped by {number.name} before the run had begun\n"
+        assert rank.stderr.read() == said
