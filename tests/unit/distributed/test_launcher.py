@@ -13,8 +13,7 @@ WAITS_IN_A_LIBRARY = """
 import ctypes
 from lab.distributed.launcher import end_on_signals
 end_on_signals("lab.train")
-print("waits", flush=True)
-ctypes.CDLL(None).system(b"sleep 60")  # waits on after a signal, and no handler of Python runs
+ctypes.CDLL(None).system(b"echo waits; exec sleep 60")  # waits on after a signal
 """
 
 
