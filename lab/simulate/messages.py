@@ -11,6 +11,7 @@ from lab.simulate.costs import card_of
 from lab.simulate.load import Shape
 from lab.simulate.strategy import Strategy
 from lab.sync.fragments import fragments
+from lab.sync.send_order import overtaken
 
 Bucket = dict[str, Shape]  # shapes of parameters by name, or of parts: name[start:stop]
 
@@ -60,13 +61,19 @@ def parameter_of(message_part: str) -> str:
 
 
 def _chunks(profile: Profile, strategy: Strategy) -> list[Bucket]:
-    """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
+    """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it.
+
+    As in PrioritySync, those that nothing overtakes stay whole.
+    """
     planned = buckets(profile, strategy.chunk_mb)
     if not card_of(strategy.exchange).sums(strategy.exchange):
         return planned
+    place = {name: place for place, name in enumerate(parameters(profile))}
+    pays = overtaken([min(place[name] for name in bucket) for bucket in planned])
     chunks: list[Bucket] = []
-    for bucket in planned:
-        parts = _cut(bucket, strategy.chunk_mb, profile.bytes_scale) if len(bucket) == 1 else []
+    for bucket, gains in zip(planned, pays, strict=True):
+        alone = len(bucket) == 1 and gains
+        parts = _cut(bucket, strategy.chunk_mb, profile.bytes_scale) if alone else []
         chunks += parts if len(parts) > 1 else [bucket]
     return chunks
 
