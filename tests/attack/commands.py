@@ -1,7 +1,8 @@
 """Signals to commands other than a training run; then the same command again.
 
 Each file that a command writes is there as a whole, as before, or not at all; and the second start
-leaves what an undisturbed one does.
+leaves what an undisturbed one does. (A cell of a sweep of which one process was killed has failed,
+as one that ran out of memory: `retry=failed` runs it again.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LIMIT_S = 240.0
 SIGNALS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT")
 GRID = ("study=made", "strategy=allreduce,onebit", "world_size=1,2", "device=cpu", "data.size=16")
 SWEEP = (*GRID, "batch_size=24", "optim.lr=0.01", "steps=6")
+RETRY = ("retry=failed",)
 RECORDS = "runs/made/*/record.json"
 
 
@@ -36,16 +38,18 @@ class Command:
     Attributes:
         results: pattern of the files and folders that it writes.
         reads: whether it needs files of the lab.
+        again: what the second start says besides.
     """
 
     line: tuple[str, ...]
     results: str
     reads: bool = True
+    again: tuple[str, ...] = ()
 
 
 COMMANDS = {
-    "sweep": Command(("lab.sweep", *SWEEP), RECORDS, reads=False),
-    "turns": Command(("lab.sweep", *SWEEP, "turns=2", "steps=8"), RECORDS, reads=False),
+    "sweep": Command(("lab.sweep", *SWEEP), RECORDS, False, RETRY),
+    "turns": Command(("lab.sweep", *SWEEP, "turns=2", "steps=8"), RECORDS, False, RETRY),
     "plot": Command(("lab.plot", STUDY, "format=svg"), f"{STUDY}/figures/*.svg"),
     "report": Command(("lab.report", STUDY, "out=page.html"), "page.html"),
     "verify": Command(("lab.verify", "onebit_adam", "out=claims.md"), "claims*"),
@@ -95,7 +99,7 @@ def disturbed(
         for file, content in results(command, folder).items():
             if not any(content == each.get(file) for each in allowed):
                 return Attempt("kill a command", what, "lost", f"{file} is neither old nor new")
-        code = _start(command, folder).wait(LIMIT_S)
+        code = _start(command, folder, command.again).wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         return Attempt("kill a command", what, "hung", tail(folder))
     finally:
@@ -126,5 +130,7 @@ def _prepare(command: Command, folder: Path) -> None:
         make_files(folder)
 
 
-def _start(command: Command, folder: Path) -> subprocess.Popen[bytes]:
-    return start([sys.executable, "-m", *command.line], folder)
+def _start(
+    command: Command, folder: Path, besides: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    return start([sys.executable, "-m", *command.line, *besides], folder)
