@@ -1,0 +1,58 @@
+"""Files that are whole or absent, and what killed writers leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.settings.whole import write_atomically
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lab.settings.whole import write_atomically
+
+def write(path):
+    path.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write_atomically(Path(sys.argv[1]), write)
+"""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    path = tmp_path / "figure.svg"
+    subprocess.run([sys.executable, "-c", KILLED, path], check=False)
+    (left,) = names(tmp_path)
+    assert left != path.name
+    write_atomically(path, lambda temporary: temporary.write_text("whole"))
+    assert names(tmp_path) == [path.name]
+    assert path.read_text() == "whole"
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    host = socket.gethostname().replace(".", "-")
+    others = [
+        f".figure.svg.{host}-{os.getppid()}",  # still writing
+        f".figure.svg.{host}-notes",
+        f".figure.svg.{host}x-1",
+        f".another.svg.{host}-{2**40}",
+    ]
+    for name in others:
+        (tmp_path / name).touch()
+    write_atomically(tmp_path / "figure.svg", lambda temporary: temporary.write_text("whole"))
+    assert names(tmp_path) == sorted([*others, "figure.svg"])
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        write_atomically(tmp_path / "nowhere" / "a", lambda temporary: temporary.write_text(""))
