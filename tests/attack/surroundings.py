@@ -68,7 +68,11 @@ while grep -qs ') [^Z]' /proc/$pid/stat; do
   kill -STOP -- -$pid; sleep 0.09; kill -CONT -- -$pid; sleep 0.01
 done 2>/dev/null
 wait $pid"""
-NO_IPV4 = "ip link set lo up && ip address delete 127.0.0.1/8 dev lo"
+# torchrun resolves localhost, which not every machine's /etc/hosts names in IPv6.
+NO_IPV4 = (
+    "ip link set lo up && ip address delete 127.0.0.1/8 dev lo"
+    " && echo ::1 localhost $(hostname) > hosts && mount --bind hosts /etc/hosts"
+)
 TRAIN, TRAIN_TWO = f"{{python}} {ALONE} {{run}}", f"{{python}} {PAIR} {{run}}"
 PLACES: dict[str, Surroundings] = {
     "no HOME": Surroundings(environment={"HOME": "", "XDG_CACHE_HOME": ""}),
@@ -86,7 +90,7 @@ PLACES: dict[str, Surroundings] = {
     "/dev/shm of 64 kB": Surroundings(_mounted("size=64k", "/dev/shm", TRAIN_TWO)),
     "a network without loopback": Surroundings(f"unshare --net {TRAIN}"),
     "a network of IPv6 alone": Surroundings(
-        f"unshare --net bash -c {shlex.quote(f'{NO_IPV4} && {TRAIN_TWO}')}"
+        f"unshare --net --mount bash -c {shlex.quote(f'{NO_IPV4} && {TRAIN_TWO}')}"
     ),
     "not root": Surroundings(f"unshare --user --map-user=65534 --map-group=65534 {TRAIN_TWO}"),
     "a clock that jumps by an hour": Surroundings(
