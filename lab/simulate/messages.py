@@ -11,7 +11,6 @@ from lab.simulate.costs import card_of
 from lab.simulate.load import Shape
 from lab.simulate.strategy import Strategy
 from lab.sync.fragments import fragments
-from lab.sync.send_order import overtaken
 
 Bucket = dict[str, Shape]  # shapes of parameters by name, or of parts: name[start:stop]
 
@@ -61,19 +60,13 @@ def parameter_of(message_part: str) -> str:
 
 
 def _chunks(profile: Profile, strategy: Strategy) -> list[Bucket]:
-    """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it.
-
-    As in PrioritySync, those that nothing overtakes stay whole.
-    """
+    """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
     planned = buckets(profile, strategy.chunk_mb)
     if not card_of(strategy.exchange).sums(strategy.exchange):
         return planned
-    place = {name: place for place, name in enumerate(parameters(profile))}
-    pays = overtaken([min(place[name] for name in bucket) for bucket in planned])
     chunks: list[Bucket] = []
-    for bucket, gains in zip(planned, pays, strict=True):
-        alone = len(bucket) == 1 and gains
-        parts = _cut(bucket, strategy.chunk_mb, profile.bytes_scale) if alone else []
+    for bucket in planned:
+        parts = _cut(bucket, strategy.chunk_mb, profile.bytes_scale) if len(bucket) == 1 else []
         chunks += parts if len(parts) > 1 else [bucket]
     return chunks
 

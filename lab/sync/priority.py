@@ -25,7 +25,7 @@ from lab.sync.gradsync import GradSync, all_finite
 from lab.sync.pattern import priority
 from lab.sync.pending import Pending
 from lab.sync.reads import FirstReads, after, before
-from lab.sync.send_order import overtaken, send_order
+from lab.sync.send_order import send_order
 from lab.sync.trial import Trial
 
 
@@ -36,8 +36,7 @@ class PrioritySync(GradSync):
     cross barrier: backward hands gradients to the worker, `finish` does not wait, and each module
     of the next forward waits for its own parameters' gradients and updates these. Buckets are small
     and larger parameters are cut, so that gradients of early layers, which are there last and
-    needed first, overtake those of late ones. (Exchanges that do more than sum get whole ones, and
-    what nothing can overtake, such as an embedding, stays whole after the first step.)
+    needed first, overtake those of late ones. (Exchanges that do more than sum get whole ones.)
 
     All ranks begin all exchanges in one order, so it is planned: the first step of a run tells the
     order in which gradients arrive and forward reads parameters, the second how long all of them
@@ -63,11 +62,11 @@ class PrioritySync(GradSync):
         cuts = exchange.takes_divided and exchange.delivers == "mean"  # it only sums
         self._cut = partial(cut, bucket_mb=chunk_mb if cuts else None, bytes_scale=scale)
         self._plan_overlap = partial(plan, parts.model, parts.bucket_mb)
-        self.needed: list[str] = []  # parameters in the order in which forward reads them
         super().__init__(replace(parts, bucket_mb=chunk_mb), priority(parts.overlap))
         self.overlap, self.model = parts.overlap, parts.model
         self.trial = Trial(trials, self._device)
         self._settled_at = 0
+        self.needed: list[str] = []  # parameters in the order in which forward reads them
         self.sends: list[int] | None = None  # places among the parts, in the order of sending
         self._sending: list[BucketPlan] = []  # these parts
         self._measuring = False
@@ -92,13 +91,13 @@ class PrioritySync(GradSync):
     @contextmanager
     def micro_batch(self, last: bool) -> Generator[None]:
         """Enclose one micro-batch; the first of all is watched to see where parameters are read."""
-        if self._watched:
+        if self._watched or not self.overlap:
             with super().micro_batch(last):
                 yield
             return
         with FirstReads(self.model) as reads, super().micro_batch(last):
             yield
-        self._note_reads(reads.waits())
+        self._wait_in_forward(reads.waits())
 
     def finish(self) -> Tensor | None:
         """End the step's exchange, or leave it to the next forward.
@@ -114,7 +113,6 @@ class PrioritySync(GradSync):
             self._plan_sends(begin, mark(self._device))
         if self._reads and not self.needed:
             self.needed = self._as_on_rank_0(self._reads)
-            self._use(self._groups)
         return finite
 
     def update(self, optimizer: Optimizer) -> None:
@@ -168,9 +166,8 @@ class PrioritySync(GradSync):
 
     def load_state_dict(self, state: SyncState) -> None:
         """Continue; another number of ranks, or of parts, plans and tries anew."""
-        self.needed = list(state.get("needed", {}))
         super().load_state_dict(state)
-        self._use(self._groups)
+        self.needed = list(state.get("needed", {}))
         kept = state.get("plan", {})
         fits = "sends" in kept and len(kept["sends"]) == len(self._parts)
         if fits and int(kept["ranks"]) == self.comm.size:
@@ -181,18 +178,12 @@ class PrioritySync(GradSync):
     def _use(self, buckets: list[BucketPlan]) -> None:
         self._groups, self._parts = buckets, list[BucketPlan]()
         self._group_of = {n: i for i, bucket in enumerate(buckets) for n in bucket.parameters}
-        pays = overtaken(self._needs(buckets)) if self.needed else [True] * len(buckets)
-        for bucket, gains in zip(buckets, pays, strict=True):
+        for bucket in buckets:
             num_values = sum(p.numel() for p in bucket.parameters.values())
-            cuts = gains and len(bucket.parameters) == 1
-            parts = self._cut(num_values) if cuts else [range(num_values)]
+            alone = len(bucket.parameters) == 1
+            parts = self._cut(num_values) if alone else [range(num_values)]
             self._parts += in_parts(bucket, parts)
         super()._use(self._parts)
-
-    def _needs(self, buckets: list[BucketPlan]) -> list[int]:
-        """Return where forward first needs a parameter of each bucket."""
-        place = {name: place for place, name in enumerate(self.needed)}
-        return [min(place[name] for name in bucket.parameters) for bucket in buckets]
 
     def _schedule(self) -> None:
         """Set the next step's schedule."""
@@ -226,11 +217,12 @@ class PrioritySync(GradSync):
         first = next(iter(self._arrivals.values()))
         ready = {name: seconds(first, arrived) for name, arrived in self._arrivals.items()}
         last = max(ready.values())
+        need = {name: place for place, name in enumerate(self.needed)}
         byte_s = seconds(begin, end) / sum(part.nbytes for part in self._parts)
         order = send_order(
             [max(ready.get(name, last) for name in part.parameters) for part in self._parts],
             [byte_s * part.nbytes for part in self._parts],
-            self._needs(self._parts),
+            [min(need[name] for name in part.parameters) for part in self._parts],
         )
         self._send_in(self._from_rank_0(order))
         self._arrivals.clear()
@@ -253,15 +245,15 @@ class PrioritySync(GradSync):
         self.step += 1
         return finite
 
-    def _note_reads(self, waits: Mapping[str, list[str]]) -> None:
-        """Take the parameters that each module is to wait for (FirstReads), in forward's order."""
+    def _wait_in_forward(self, waits: Mapping[str, list[str]]) -> None:
+        """Wait as modules begin, for the parameters that `waits` has by module (FirstReads)."""
         trained = {m: [n for n in names if n in self._group_of] for m, names in waits.items()}
         self._watched, self._reads = True, [name for names in trained.values() for name in names]
-        for module, names in trained.items() if self.overlap else ():
+        for module, names in trained.items():
             begin = partial(self._begin_module, names)
             self._hooks.append(before(self.model.get_submodule(module), begin))
-        # For parameters that this forward did not read.
-        self._hooks.append(after(self.model, lambda: self._apply(None)))
+        end = after(self.model, lambda: self._apply(None))
+        self._hooks.append(end)  # for parameters that this forward did not read
 
     def _begin_module(self, names: list[str]) -> None:
         if self._pending:

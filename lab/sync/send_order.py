@@ -35,14 +35,3 @@ def send_order(
         order.append(part)
         now_s += send_s[part]
     return order
-
-
-def overtaken(needed: Sequence[int]) -> list[bool]:
-    """Say of each gradient whether one that is there later is needed sooner.
-
-    The others gain nothing if they travel in parts.
-
-    Args:
-        needed: see send_order; by gradient, in the order in which they are there.
-    """
-    return [any(other < own for other in needed[place:]) for place, own in enumerate(needed)]
