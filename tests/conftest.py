@@ -17,12 +17,15 @@ import torch
 from lab.distributed.gpus import is_available
 from tests.support import HANG_S, rank_server
 from tests.support.commands import Finished, run_module
+from tests.support.operations import lock_lookups
 
 __all__ = ["Finished"]
 
 # Kernels for GPUs run in Triton's interpreter where there is none; it asks when it is imported.
 if not is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+lock_lookups()
 
 # A shell's background job ignores Ctrl-C, and so would the commands that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

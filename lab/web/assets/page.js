@@ -127,12 +127,17 @@
   // While a sweep runs: ask how far it is, and load the page anew when cells have ended.
   const live = document.querySelector("form.live");
   if (live) {
+    // The page stays: the sweep may end before it could load another one.
+    live.addEventListener("submit", (event) => {
+      event.preventDefault();
+      fetch(live.action, { method: "POST" }).catch(() => {});
+    });
     setInterval(async () => {
       try {
         const progress = await (await fetch("progress")).json();
         live.querySelector("[role=status]").textContent = progress.text;
         live.querySelector("progress").value = progress.num_ended;
-        if (String(progress.num_drawn) !== live.dataset.drawn) location.reload();
+        if (String(progress.num_drawn) !== live.dataset.drawn && !progress.stopping) location.reload();
       } catch {
         live.querySelector("[role=status]").textContent = "The sweep has ended, or was stopped.";
         live.querySelector("button").disabled = true;
