@@ -48,8 +48,10 @@ class Command:
 
 
 COMMANDS = {
-    "sweep": Command(("lab.sweep", *SWEEP), RECORDS, False, RETRY),
-    "turns": Command(("lab.sweep", *SWEEP, "turns=2", "steps=8"), RECORDS, False, RETRY),
+    "sweep": Command(("lab.sweep", *SWEEP), RECORDS, reads=False, again=RETRY),
+    "turns": Command(
+        ("lab.sweep", *SWEEP, "turns=2", "steps=8"), RECORDS, reads=False, again=RETRY
+    ),
     "plot": Command(("lab.plot", STUDY, "format=svg"), f"{STUDY}/figures/*.svg"),
     "report": Command(("lab.report", STUDY, "out=page.html"), "page.html"),
     "verify": Command(("lab.verify", "onebit_adam", "out=claims.md"), "claims*"),

@@ -130,6 +130,7 @@
     // The page stays: the sweep may end before it could load another one.
     live.addEventListener("submit", (event) => {
       event.preventDefault();
+      live.querySelector("button").disabled = true;
       fetch(live.action, { method: "POST" }).catch(() => {});
     });
     setInterval(async () => {
