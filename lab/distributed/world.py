@@ -23,6 +23,7 @@ from lab.distributed.torch_comm import all_gather_flat
 
 NUM_QUESTIONS = 20  # by each rank, to compare clocks; the quickest answer is used
 LIBRARY_MARGIN_S = 10.0  # the watchdog comes first: it can name the rank that hangs
+JOIN_LIMIT_S = 600.0  # a busy machine may start one rank minutes after another
 
 _counted = False  # whether this process has registered in the store
 
@@ -161,7 +162,7 @@ def start(
 
     Raises:
         ValueError: more ranks than GPUs on this host, GPUs that this torch cannot use, or a
-            backend that cannot use the device.
+            backend that cannot use the device; some ranks do not come within JOIN_LIMIT_S.
     """
     place = _find_rank_info()
     where = pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
@@ -169,6 +170,7 @@ def start(
     if place.local_size == place.size and sys.platform == "linux":
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")  # ranks of one host need no other interface
+    _wait_for_all(place)
     comm = connect(place, where, backend, limit)
     control = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(control, dist.ProcessGroup)
@@ -224,6 +226,21 @@ def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:
             "launch/node.sh; its store holds what an earlier start left"
         )
     return store
+
+
+def _wait_for_all(place: RankInfo) -> None:
+    """Wait until all ranks have come so far, as an exchange's limit is too short for a slow start.
+
+    Raises:
+        ValueError: some have not come in time; it names them.
+    """
+    keys = [f"came/{rank}" for rank in range(place.size)]
+    place.store.set(keys[place.rank], "")
+    try:
+        place.store.wait(keys, timedelta(seconds=JOIN_LIMIT_S))
+    except dist.DistStoreError:
+        absent = [rank for rank, key in enumerate(keys) if not place.store.check([key])]
+        raise ValueError(f"ranks {absent} did not join within {JOIN_LIMIT_S:g} s") from None
 
 
 def stop() -> None:

@@ -19,11 +19,11 @@ from typing import Any
 from tests.attack.launchers import FORKING, LAUNCHERS, missing
 from tests.attack.outcome import SURVIVED, Attempt
 from tests.attack.victim import Victim, difference, end, litter, outlive, processes, tail
-from tests.support import rank_server, slurm
+from tests.support import HANG_S, rank_server, slurm
 from tests.support.cases import BY_THE_CLOCK, STRATEGIES
 
 SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "SIGUSR1")
-LIMIT_S, STARTS = 120.0, 4
+STARTS = 4
 # Not equal in bits after a resume: what decides by the clock, and what has other buckets or
 # reductions then (docs/reliability.md).
 UNEQUAL = (*BY_THE_CLOCK, "ddp", "priority", "fsdp", "hsdp", "zeropp")
@@ -65,7 +65,7 @@ def here() -> tuple[str, ...]:
 def undisturbed(victim: Victim) -> tuple[Any, float]:
     """Run to the end; return what it leaves, and the seconds that it took."""
     began = time.monotonic()
-    code = victim.start().wait(LIMIT_S)
+    code = victim.start().wait(HANG_S)
     assert code == 0, (victim.folder / "output").read_text()[-3000:]
     return victim.left(), time.monotonic() - began
 
@@ -79,10 +79,10 @@ def disturbed(victim: Victim, chance: random.Random, expected: Any, took_s: floa
     how = f"{victim.strategy} n={victim.size} by {victim.launcher}"
     attempt = Attempt(f"kill: {name}", f"{how}, after {after_s:.2f} s, process {target}", SURVIVED)
     try:
-        codes = [process.wait(LIMIT_S)]
+        codes = [process.wait(HANG_S)]
         while not victim.is_done() and len(codes) < STARTS:
             outlive(victim.folder)
-            codes.append(victim.start().wait(LIMIT_S))
+            codes.append(victim.start().wait(HANG_S))
     except subprocess.TimeoutExpired:
         return replace(attempt, outcome="hung", said=tail(victim.folder))
     else:

@@ -8,12 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, Request, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Dialog,
+    Page,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 from lab.web.command import parts_of
 from lab.web.page import render, write
+from tests.support import HANG_S
 from tests.support.studies import make_study
 
+# A browser beside other tests is slow: 5 s, which `expect` waits by itself, are too few then.
+expect.set_options(timeout=1e3 * HANG_S)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
 
@@ -58,6 +69,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_page(browser: Browser, url: str, **context: object) -> Opened:
     """Open a page, and keep what it asks for and says."""
     page = browser.new_context(**context).new_page()  # pyright: ignore[reportArgumentType]
+    page.set_default_timeout(1e3 * HANG_S)
     opened = Opened(page)
 
     def asked(request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,23 @@ def test_a_rank_without_its_place_on_the_host_is_refused(monkeypatch: pytest.Mon
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ValueError, match="LOCAL_RANK=: must be a number where RANK is set"):
         world._find_rank_info()
+
+
+def test_ranks_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "JOIN_LIMIT_S", 0.1)
+    store = dist.HashStore()
+    store.set("came/2", "")
+    with pytest.raises(ValueError, match=r"ranks \[0, 3\] did not join within 0.1 s"):
+        world._wait_for_all(RankInfo("env", 1, 4, 0, 1, store))
+
+
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    store = dist.HashStore()
+    late = threading.Timer(0.2, store.set, ("came/1", ""))
+    late.start()
+    world._wait_for_all(RankInfo("env", 0, 2, 0, 1, store))
+    late.join()
+    assert store.check(["came/0", "came/1"])
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
