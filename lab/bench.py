@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 from lab.benchmarks.catalogue import BENCHES, OWN
 from lab.benchmarks.measure import measure
 from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, was_asked
 from lab.benchmarks.request import read
-from lab.distributed.launcher import is_first_rank
+from lab.distributed.launcher import is_first_rank, run_as_process
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
 from lab.settings.errors import ConfigError
@@ -76,4 +74,4 @@ def _refuse(error: ConfigError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_as_process(main)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from lab.cluster import sandbox
 from lab.cluster.settings import cluster_of
 from lab.cluster.straggler import straggler_of
-from lab.distributed.launcher import end_on_signals, is_first_rank, was_launched, world_size
+from lab.distributed import launcher
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
@@ -44,22 +43,22 @@ def main(arguments: list[str]) -> int:
 def _train(line: CommandLine) -> int:
     # torch is imported only where it is needed: wrong settings are answered without it.
     if line.is_multirun:
-        if was_launched():
+        if launcher.was_launched():
             raise ConfigError("--multirun: starts its own ranks; leave the launcher out")
         return sweep(line, served)
     refuse_bare_study(line.settings)
-    end_on_signals(COMMAND.name)
+    launcher.end_on_signals(COMMAND.name)
     config = load(line.settings)
-    cluster = cluster_of(config, world_size() if was_launched() else None)
-    check_batch(config, num_ranks := cluster.num_ranks if cluster else world_size())
+    cluster = cluster_of(config, launcher.world_size() if launcher.was_launched() else None)
+    check_batch(config, num_ranks := cluster.num_ranks if cluster else launcher.world_size())
     straggler_of(config, num_ranks)
     if line.shows_settings:
         from lab.training.dry import check
 
         check(config)
-        show([config] if is_first_rank() else [])
+        show([config] if launcher.is_first_rank() else [])
         return 0
-    if cluster and not was_launched():
+    if cluster and not launcher.was_launched():
         return sandbox.run(cluster, ["run", "-m", "lab.train", *line.settings])
     from lab.training.start import start
 
@@ -67,7 +66,7 @@ def _train(line: CommandLine) -> int:
 
 
 def _refuse(error: ConfigError) -> int:
-    if is_first_rank():
+    if launcher.is_first_rank():
         report_error(COMMAND.name, error)
     else:
         time.sleep(10)  # a launcher ends all ranks with the first; let rank 0 report the reason
@@ -75,4 +74,4 @@ def _refuse(error: ConfigError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    launcher.run_as_process(main)

@@ -1,15 +1,18 @@
-"""Variables that launchers put into the environment. Nothing here imports torch."""
+"""Variables that launchers put into the environment, and the end of ranks. It imports no torch."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
@@ -85,3 +88,27 @@ def launch_id(arguments: list[str]) -> str | None:
     if job is None or job == "none":  # torchrun's name for a job without an id
         return None
     return " ".join([job, *arguments])
+
+
+def run_as_process(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command that imports torch, and exit with its code, but without Python's teardown.
+
+    Torch's takes a second, which is many on a busy machine, and has aborted. What is registered
+    with atexit meanwhile still runs.
+    """
+    codes: list[int] = []
+
+    def end() -> None:
+        if codes and "NSYS_PROFILING_SESSION_ID" not in os.environ:  # nsys writes at a whole exit
+            end_process(codes[0])
+
+    atexit.register(end)  # the first registered runs last
+    codes.append(main(sys.argv[1:]))
+    sys.exit(codes[0])
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit at once, even if threads wait for ranks that will never answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

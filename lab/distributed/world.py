@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -247,10 +246,3 @@ def stop() -> None:
     """Leave all process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def end_process(code: int) -> NoReturn:
-    """Exit at once, even if threads wait for ranks that will never answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

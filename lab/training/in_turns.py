@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
@@ -18,8 +17,9 @@ import torch
 from omegaconf import DictConfig
 
 from lab.distributed import world as worlds
+from lab.distributed.launcher import end_process, run_as_process
 from lab.distributed.watchdog import Failure, Watchdog
-from lab.distributed.world import World, end_process
+from lab.distributed.world import World
 from lab.measure.steady import least_warmup
 from lab.measure.turns import Turns, order
 from lab.settings.config import ConfigError, load
@@ -190,4 +190,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_as_process(main)

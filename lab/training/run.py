@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
-from lab.distributed.world import World, end_process
+from lab.distributed.world import World
 from lab.measure.source import source_hash
 from lab.record.run_directory import RunDirectory
 from lab.settings.command_line import EXIT_INTERRUPTED
@@ -243,7 +243,7 @@ class Run:
         """
         if not self.recorded and self.record_failure(failure):
             tell(failure)
-        end_process(self.exit_code())
+        launcher.end_process(self.exit_code())
 
     def record_failure(self, failure: Failure) -> bool:
         """Record a failure, unless rank 0 does; return whether this rank did."""

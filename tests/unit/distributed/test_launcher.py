@@ -1,4 +1,4 @@
-"""Ranks that end before their run begins."""
+"""How ranks end."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def test_a_rank_that_waits_in_a_library_ends_at_a_signal(number: signal.Signals)
             os.killpg(rank.pid, signal.SIGKILL)
         said = f"lab.train: error: stopped by {number.name} before the run had begun\n"
         assert rank.stderr.read() == said
+
+
+HAS_A_LONG_END = """
+import atexit
+from lab.distributed.launcher import run_as_process
+class Part:
+    def __del__(self):
+        print("torn down")
+part = Part()
+def main(arguments):
+    atexit.register(print, "a handler of", *arguments)
+    return 75
+run_as_process(main)
+"""
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_command_ends_without_pythons_teardown(profiled: bool) -> None:
+    session = {"NSYS_PROFILING_SESSION_ID": "1"} if profiled else {}
+    line = [sys.executable, "-c", HAS_A_LONG_END, "main"]
+    ended = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **session})
+    assert ended.returncode == 75, ended.stderr
+    assert ended.stdout.splitlines() == ["a handler of main"] + ["torn down"] * profiled
