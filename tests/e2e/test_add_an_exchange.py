@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.distributed.test_wire import OWN_NETWORK
 
 # Without a network of their own, some generic tests count all bytes on the loopback interface.
-pytestmark = [pytest.mark.timeout(400), *([] if OWN_NETWORK else [pytest.mark.alone])]
+pytestmark = [] if OWN_NETWORK else [pytest.mark.alone]
 
 COPIED = ("lab", "conf", "tests", "docs", "launch", "README.md", "pyproject.toml")
 FENCED = re.compile(r"^```\w+\n(?:# |<!-- )(\S+?)(?:, into (\w+))?\n(.*?)^```$", re.M | re.S)

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Finished
+from tests.support import HANG_S
 
 NODE = ("node.sh", "--rendezvous", "a:1", "--job", "a", "--nodes", "1", "--ranks", "1")
 
 
 def run(name: str, *arguments: str, path: str = os.environ["PATH"]) -> Finished:
     line = ["bash", str(ROOT / "launch" / name), *arguments]
-    done = subprocess.run(line, env={"PATH": path}, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(line, env={"PATH": path}, capture_output=True, text=True, timeout=HANG_S)
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

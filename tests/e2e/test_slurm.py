@@ -249,7 +249,7 @@ def run_script(folder: Path, *arguments: str, **variables: str) -> Finished:
         program.chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
     line = ["bash", str(SCRIPT), *arguments]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=HANG_S)
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

@@ -1,4 +1,4 @@
 """Helpers that several tests share."""
 
-# A longer run hangs: this is some ten times the slowest one on a busy machine.
-HANG_S = 300.0
+# A longer run hangs. Beside busy processes on a slow machine, two cells have taken five minutes.
+HANG_S = 600.0

@@ -14,6 +14,7 @@ import pytest
 
 from lab.plot import main
 from lab.record.schema import Emulation
+from tests.support import HANG_S
 from tests.support.records import leave, make_record
 
 FIGURES = ("speedup_bars", "scaling", "throughput", "step_time", "payload", "convergence")
@@ -177,7 +178,7 @@ def test_wrong_input_is_one_line_and_code_2(
 
 def test_analysis_imports_no_torch() -> None:
     code = "import sys, lab.plot, lab.analysis.plot; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=HANG_S)
 
 
 def test_help_loads_no_heavy_library() -> None:
@@ -187,7 +188,7 @@ def test_help_loads_no_heavy_library() -> None:
         "assert not {'pandas', 'matplotlib', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=50, capture_output=True, text=True
+        [sys.executable, "-c", code], check=True, timeout=HANG_S, capture_output=True, text=True
     )
     assert done.stdout.count("python -m lab.plot") == 8
 

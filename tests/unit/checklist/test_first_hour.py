@@ -140,6 +140,6 @@ def test_a_rank_is_stopped_as_a_lost_one_would_be(
 ) -> None:
     monkeypatch.setattr(process, "POLL_S", 0.1)
     monkeypatch.setattr(process, "STOP_S", 0.2)
-    command = Command("hang", ("-c", TICKS), stop_rank_after_s=2, environment={"RANK": "1"})
-    assert process.run(command, Results(tmp_path), 6)["code"] is None
-    assert 0 < len(Results(tmp_path).output("hang").splitlines()) < 60  # of 120 if it went on
+    command = Command("hang", ("-SEc", TICKS), stop_rank_after_s=4, environment={"RANK": "1"})
+    assert process.run(command, Results(tmp_path), 8)["code"] is None
+    assert 0 < len(Results(tmp_path).output("hang").splitlines()) < 120  # of 160 if it went on

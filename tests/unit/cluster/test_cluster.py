@@ -21,6 +21,7 @@ from lab.settings.config import ConfigError, load
 from lab.study.grid import read
 from lab.study.launch import starter
 from tests.conftest import wait_for
+from tests.support import HANG_S
 
 
 def cluster(*settings: str, world_size: int | None = None) -> Cluster:
@@ -215,7 +216,7 @@ def test_a_straggler_is_halted_again_and_again_and_then_runs_on() -> None:
     wait_for(lambda: list(descendants(process.pid)))
     (rank,) = map(psutil.Process, descendants(process.pid))
     wait_for(lambda: seen.add(rank.status()) or {"stopped", "sleeping"} <= seen)
-    process.communicate("\n", timeout=20)
+    process.communicate("\n", timeout=HANG_S)
     throttle.join(20)
     assert process.returncode == 0
 

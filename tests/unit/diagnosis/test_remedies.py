@@ -119,7 +119,6 @@ def train(configs: dict[str, DictConfig]) -> list[str]:
     return refused
 
 
-@pytest.mark.timeout(280)
 def test_every_remedy_is_accepted_and_trains(tmp_path: Path) -> None:
     results: dict[str, DictConfig] = {}
     for number, run in enumerate(RUNS):
@@ -133,10 +132,9 @@ def test_every_remedy_is_accepted_and_trains(tmp_path: Path) -> None:
     assert len(results) > 3 * len(choices_of("strategy"))
     # Horovod need not be installed: remedies that keep it change no setting that it checks.
     assert not any("strategy=horovod" in settings for settings in results)
-    assert spawn(2, train, different(results), timeout_s=250) == [[], []]
+    assert spawn(2, train, different(results)) == [[], []]
 
 
-@pytest.mark.timeout(180)
 def test_remedies_for_slow_input_train(command: Callable[..., Finished], tmp_path: Path) -> None:
     for name in ("train/a", "train/b", "test/a", "test/b"):
         (tmp_path / name).mkdir(parents=True)

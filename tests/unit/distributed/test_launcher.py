@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.support import HANG_S
+
 WAITS_IN_A_LIBRARY = """
 import ctypes
 from lab.distributed.launcher import end_on_signals
@@ -27,7 +29,7 @@ def test_a_rank_that_waits_in_a_library_ends_at_a_signal(number: signal.Signals)
         assert rank.stdout.readline() == "waits\n"
         try:
             rank.send_signal(number)
-            assert rank.wait(10) == 1
+            assert rank.wait(HANG_S) == 1
         finally:
             os.killpg(rank.pid, signal.SIGKILL)
         said = f"lab.train: error: stopped by {number.name} before the run had begun\n"
