@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from lab.benchmarks.catalogue import BENCHES
-from lab.benchmarks.ranks import ask_ranks, is_rank, with_world_size
+from lab.benchmarks.ranks import RanksFailed, ask_ranks, is_rank, with_world_size
 from lab.benchmarks.request import Request
 
 
@@ -17,8 +18,20 @@ def measure(request: Request) -> dict[str, Any] | None:
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
-        RanksFailed: a rank failed.
+        RanksFailed: a rank failed, or this one ran out of memory.
     """
+    try:
+        return _measured(request)
+    except Exception as error:
+        from lab.training.failure import failure_of  # imports torch
+
+        failure = failure_of(error, int(os.environ.get("RANK", "0")))
+        if failure.status != "oom":
+            raise
+        raise RanksFailed(failure.error) from None
+
+
+def _measured(request: Request) -> dict[str, Any] | None:
     # torch is imported only here: help and wrong settings are answered without it.
     benchmark = importlib.import_module(f"lab.benchmarks.{request.bench}")
     if is_rank():

@@ -23,6 +23,7 @@ from lab.cluster.straggler import slow_down
 from lab.model.profile import SLOW_FACTOR
 
 PORT = 29400  # of the rendezvous on h0; nothing else uses this network
+START_S = 600  # seconds for h0's torchrun to start; torch would try for 60 s, then rest as long
 GRACE_S = 30.0  # seconds for other hosts to end after h0, which has rank 0, or one that failed
 
 
@@ -103,7 +104,8 @@ def _torchrun(cluster: Cluster, host: int, job: str) -> list[str]:
         f"--nnodes={cluster.num_hosts}",
         f"--nproc-per-node={cluster.ranks_per_host}",
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{PORT}", f"--rdzv-id={job}"),
-        *(f"--rdzv-conf=is_host={host == 0}", f"--local-addr={address(host)}"),
+        f"--rdzv-conf=is_host={host == 0},read_timeout={START_S}",
+        f"--local-addr={address(host)}",
     ]
 
 

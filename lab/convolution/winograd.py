@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from lab.convolution.algorithm import Algorithm, Cost
 from lab.convolution.problem import VALUE_BYTES, Pass, Problem
 
+CPU = torch.device("cpu")
 POINTS = (0.0, 1.0, -1.0, 2.0, -2.0)  # and infinity: polynomials are evaluated there
 
 
@@ -23,13 +24,15 @@ class Matrices:
     With input d, filter g and output y: y = output · ((kernel · g) * (input · d)).
     """
 
-    output: np.ndarray  # [m, n]
-    kernel: np.ndarray  # [n, r]
-    input: np.ndarray  # [n, n]
+    output: Tensor  # [m, n]
+    kernel: Tensor  # [n, r]
+    input: Tensor  # [n, n]
 
 
-@lru_cache
-def matrices(m: int, r: int) -> Matrices:
+@lru_cache  # on a GPU, a copy for each call would make the host wait
+def matrices(
+    m: int, r: int, dtype: torch.dtype = torch.float64, device: torch.device = CPU
+) -> Matrices:
     """Return the matrices of F(m, r), by Cook and Toom's evaluation at POINTS.
 
     (A. Lavin and S. Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.)
@@ -46,7 +49,8 @@ def matrices(m: int, r: int) -> Matrices:
     products = np.einsum("ij,jk->ikj", output, kernel).reshape(m * r, n)
     shifts = [np.eye(n)[i + k] for i in range(m) for k in range(r)]
     solved = np.linalg.lstsq(products, np.array(shifts), rcond=None)[0]
-    return Matrices(output, kernel, np.round(solved, 9))
+    found = (output, kernel, np.round(solved, 9))
+    return Matrices(*(torch.from_numpy(each).to(device, dtype) for each in found))
 
 
 class Winograd(Algorithm):
@@ -107,7 +111,7 @@ class Winograd(Algorithm):
         self, x: Tensor, w: Tensor, padding: tuple[int, int], size: tuple[int, int]
     ) -> Tensor:
         """Return [N, K, *size]: the filters w [K, C, r, r] over x [N, C, H, W]."""
-        use = matrices(self.m, self.r)
+        use = matrices(self.m, self.r, x.dtype, x.device)
         tiles = _cut(_covering(x, padding, size, self.m, self.n), self.n, self.m)
         inputs = _both_sides(use.input, tiles)  # [N, C, tall, wide, n, n]
         kernels = _both_sides(use.kernel, w)  # [K, C, n, n]
@@ -117,7 +121,7 @@ class Winograd(Algorithm):
         return y[..., : size[0], : size[1]]
 
     def _backward_weights(self, dy: Tensor, x: Tensor, problem: Problem) -> Tensor:
-        use = matrices(self.r, self.m)
+        use = matrices(self.r, self.m, x.dtype, x.device)
         size = problem.out_size
         inputs = _cut(_covering(x, problem.padding, size, self.m, self.n), self.n, self.m)
         filters = _cut(_covering(dy, (0, 0), size, self.m, self.m), self.m, self.m)
@@ -143,7 +147,6 @@ def _cut(x: Tensor, n: int, m: int) -> Tensor:
     return x.unfold(2, n, m).unfold(3, n, m)
 
 
-def _both_sides(matrix: np.ndarray, tiles: Tensor) -> Tensor:
+def _both_sides(matrix: Tensor, tiles: Tensor) -> Tensor:
     """Return M · tile · Mᵀ for the last two dimensions."""
-    by = torch.from_numpy(matrix).to(tiles.dtype)
-    return by @ tiles @ by.T
+    return matrix @ tiles @ matrix.T

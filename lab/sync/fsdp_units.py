@@ -50,8 +50,14 @@ def _within(
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
-    """List FSDP's own objects for the parameters that a unit gathers (FSDPParamGroup)."""
-    return unit._get_fsdp_state()._fsdp_param_groups  # pyright: ignore[reportPrivateUsage]
+    """List FSDP's own objects for the parameters that a unit gathers (FSDPParamGroup).
+
+    A unit has at most one until torch 2.11, and a list of them in later versions.
+    """
+    state: Any = unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:

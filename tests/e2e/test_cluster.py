@@ -94,7 +94,8 @@ def test_ranks_that_are_asked_to_stop_leave_a_record(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     process = start(environment, tmp_path)
-    wait_for(lambda: list(tmp_path.rglob("step_*/DONE")))
+    wait_for(lambda: list(tmp_path.rglob("step_*/DONE")) or process.poll() is not None)
+    assert process.poll() is None, (tmp_path / "errors").read_text()
     process.terminate()
     assert process.wait(HANG_S) != 0
     assert record(tmp_path / "runs" / "default" / "a")["status"] == "interrupted"
@@ -143,7 +144,8 @@ def start(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     """Start a training that would take long."""
     settings = (*TWO_HOSTS, *QUICK, "steps=100000", "checkpoint_every=5")
     line = [sys.executable, "-m", "lab.train", *settings]
-    return subprocess.Popen(line, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+    with (folder / "errors").open("wb") as errors:
+        return subprocess.Popen(line, cwd=folder, env=environment, stderr=errors)
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -114,6 +114,18 @@ def test_wrong_input_is_one_line_and_code_2(
     assert error.count("\n") == 1
 
 
+def test_what_does_not_fit_is_one_line_and_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.58 GiB.\nSee docs")
+
+    monkeypatch.setattr(codec, "measure", full)
+    assert bench.main(["codec", "device=cpu"]) == 1
+    line = "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.58 GiB.\n"
+    assert capsys.readouterr().err == f"lab.bench: error: {line}"
+
+
 def test_a_launcher_has_the_last_word_on_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

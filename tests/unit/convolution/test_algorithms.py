@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lab.convolution.algorithm import Unsupported
 from lab.convolution.algorithms import ALGORITHMS
@@ -28,6 +30,15 @@ PROBLEMS = [
 ]
 # Relative to the largest value.
 TOLERANCE = {"fft": 1e-5, "winograd4x3": 1e-4, "winograd2x5": 1e-4}
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where an operation has operands on two devices."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        assert len({each.device for each in operands}) < 2, func
+        return func(*args, **(kwargs or {}))
 
 
 def tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,17 +107,30 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         Problem.of(x[..., :2, :2], w)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_computes_on_the_device_of_its_inputs(name: str) -> None:
+    """Operands on two devices fail on a GPU; meta tensors stand for its tensors."""
+    problem = PROBLEMS[0] if ALGORITHMS[name].refusal(PROBLEMS[2], Pass.FORWARD) else PROBLEMS[2]
+    x, w, dy = (each.to("meta") for each in tensors(problem))
+    with OneDevice():
+        ALGORITHMS[name].forward(x, w, problem)
+        ALGORITHMS[name].backward_data(dy, w, problem)
+        ALGORITHMS[name].backward_weights(dy, x, problem)
+
+
 @pytest.mark.parametrize(("m", "r"), [(2, 3), (4, 3), (2, 5), (3, 4), (3, 2)])
 def test_winograds_matrices_are_those_of_the_definition(m: int, r: int) -> None:
     use = matrices(m, r)
     d, g = np.arange(1.0, m + r), np.arange(2.0, r + 2)
-    y = use.output @ ((use.kernel @ g) * (use.input @ d))
-    assert y == pytest.approx(np.correlate(d, g, "valid"), rel=1e-7)
+    kernel, inputs = use.kernel @ torch.from_numpy(g), use.input @ torch.from_numpy(d)
+    assert (use.output @ (kernel * inputs)).numpy() == pytest.approx(
+        np.correlate(d, g, "valid"), rel=1e-7
+    )
 
 
 def test_winograds_input_matrix_of_f_2_3_is_lavins() -> None:
     lavin = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]])
-    assert np.abs(matrices(2, 3).input) == pytest.approx(np.abs(lavin), abs=1e-9)
+    assert matrices(2, 3).input.abs().numpy() == pytest.approx(np.abs(lavin), abs=1e-9)
 
 
 # Kim et al. 2017, slide 8: conv2 of AlexNet at 256 images.
