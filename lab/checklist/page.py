@@ -76,7 +76,7 @@ def text(result: dict[str, Any]) -> str:
     parts = [
         f"# First hour on {gpus}",
         f"{about['cpu']}, {about['num_cores']} cores; driver {found['driver']}, "
-        f"{', '.join(versions)}; commit {result['commit']}. Made by:",
+        f"{', '.join(versions)}; at commit {result['commit']}. Made by:",
         "```text\n" + "\n".join(result["commands"]) + "\n```",
         "Of its items "
         + ", ".join(f"{counts.count(each)} {each}" for each in sorted(set(counts)))

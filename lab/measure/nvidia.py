@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ NUMBERS = {
     "sm_clock_mhz": "clocks.current.sm",
     "max_sm_clock_mhz": "clocks.max.sm",
 }
+STYLES = re.compile(r"\x1b\[[0-9;]*m")  # it underlines the head of its table, in pipes too
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of the driver's API
 
@@ -84,4 +86,4 @@ def _smi(*arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return STYLES.sub("", done.stdout).strip() if done.returncode == 0 else None

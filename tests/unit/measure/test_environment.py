@@ -75,6 +75,12 @@ def test_without_an_answer_of_nvidia_smi_nothing_is_made_up(
     assert nvidia.gpus() is None and nvidia.links() is None
 
 
+def test_the_table_of_links_has_no_terminal_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = SimpleNamespace(returncode=0, stdout="\x1b[4mGPU0\tCPU\x1b[0m\nGPU0\t X \n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    assert nvidia.links() == "GPU0\tCPU\nGPU0\t X"
+
+
 def test_one_process_of_a_host_asks_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
