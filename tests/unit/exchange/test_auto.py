@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -103,7 +104,9 @@ def test_the_fastest_wins_and_no_gradient_is_lost(size: int) -> None:
     for other in results:
         assert torch.equal(other[0], delivered) and other[2:] == results[0][2:]
     assert set(names) == {"v", "w"} and "slow" not in names.values()
-    assert last["step_s"]["slow"] > 0.05 and settled_at == last["chosen_at"] <= LATE
+    # On a busy machine it may be predicted to be hopeless, so that no step is timed with it.
+    assert last["step_s"].get("slow", math.inf) > 0.05
+    assert settled_at == last["chosen_at"] <= LATE
 
 
 def test_the_slowest_rank_decides_for_all() -> None:
