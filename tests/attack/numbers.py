@@ -24,7 +24,7 @@ from tests.support.cases import RESUMED, STRATEGIES
 SIZE, STEPS = 3, 8
 RUN = (
     *("device=cpu", "batch_size=24", "optim.lr=0.01", "optim.weight_decay=0"),
-    *(f"steps={STEPS}", "warmup_steps=1", "exchange_timeout_s=20", "cell=a"),
+    *(f"steps={STEPS}", "warmup_steps=1", "exchange_timeout_s=60", "cell=a"),
 )
 PRECISIONS = ("fp32", "fp32", "fp16", "bf16")
 IMAGES = {

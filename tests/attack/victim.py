@@ -23,7 +23,7 @@ from tests.support.cases import RESUMED
 STEPS, EVERY = 16, 4
 RUN = (
     *("device=cpu", "data.size=16", "batch_size=24", "optim.lr=0.01", "warmup_steps=2"),
-    *(f"steps={STEPS}", f"checkpoint_every={EVERY}", "eval_every=5", "exchange_timeout_s=10"),
+    *(f"steps={STEPS}", f"checkpoint_every={EVERY}", "eval_every=5"),
 )
 END_S = 15.0  # by then all processes of a run whose launcher was killed have ended
 
@@ -35,6 +35,7 @@ class Victim:
     Attributes:
         folder: in which all its processes run.
         variables: more of the environment.
+        limit_s: exchange_timeout_s.
     """
 
     strategy: str
@@ -42,6 +43,7 @@ class Victim:
     folder: Path
     launcher: str = "torchrun"
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    limit_s: float = 10.0
 
     @property
     def run(self) -> Path:
@@ -52,7 +54,8 @@ class Victim:
         """Start it, or start it again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         own = (f"strategy={self.strategy}", *RESUMED.get(self.strategy, ()))
-        settings = (*own, *RUN, "cell=a", "resume=auto")
+        limit = f"exchange_timeout_s={self.limit_s:g}"
+        settings = (*own, *RUN, limit, "cell=a", "resume=auto")
         return start(LAUNCHERS[self.launcher](self.size, settings), self.folder, self.variables)
 
     def is_done(self) -> bool:
