@@ -161,7 +161,8 @@ def start(
 
     Raises:
         ValueError: more ranks than GPUs on this host, GPUs that this torch cannot use, or a
-            backend that cannot use the device; some ranks do not come within JOIN_LIMIT_S.
+            backend that cannot use the device; some ranks do not come within JOIN_LIMIT_S, or
+            do not connect in time.
     """
     place = _find_rank_info()
     where = pick_device(device, place.local_rank, 1 if share_gpus else place.local_size)
@@ -169,9 +170,18 @@ def start(
     if place.local_size == place.size and sys.platform == "linux":
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")  # ranks of one host need no other interface
-    _wait_for_all(place)
-    comm = connect(place, where, backend, limit)
-    control = dist.new_group(backend="gloo", timeout=limit)
+    if absent := _absent(place, "came", JOIN_LIMIT_S):  # an exchange's limit may be too short
+        raise ValueError(f"ranks {absent} did not join within {JOIN_LIMIT_S:g} s")
+    try:
+        comm = connect(place, where, backend, limit)
+        control = dist.new_group(backend="gloo", timeout=limit)
+    except dist.DistStoreError:  # a rank that hangs has all others fail
+        absent = _absent(place, "failed", LIBRARY_MARGIN_S)
+        if not absent:
+            raise
+        raise ValueError(
+            f"ranks {absent} did not connect to the others within {limit.total_seconds():g} s"
+        ) from None
     assert isinstance(control, dist.ProcessGroup)
     store = dist.PrefixStore("lab", place.store)
     places = torch.empty(place.size, 2, dtype=torch.int64)
@@ -227,19 +237,15 @@ def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:
     return store
 
 
-def _wait_for_all(place: RankInfo) -> None:
-    """Wait until all ranks have come so far, as an exchange's limit is too short for a slow start.
-
-    Raises:
-        ValueError: some have not come in time; it names them.
-    """
-    keys = [f"came/{rank}" for rank in range(place.size)]
+def _absent(place: RankInfo, event: str, limit_s: float) -> list[int]:
+    """Say that this rank has come to `event`; return the ranks that have not within `limit_s`."""
+    keys = [f"{event}/{rank}" for rank in range(place.size)]
     place.store.set(keys[place.rank], "")
     try:
-        place.store.wait(keys, timedelta(seconds=JOIN_LIMIT_S))
+        place.store.wait(keys, timedelta(seconds=limit_s))
     except dist.DistStoreError:
-        absent = [rank for rank, key in enumerate(keys) if not place.store.check([key])]
-        raise ValueError(f"ranks {absent} did not join within {JOIN_LIMIT_S:g} s") from None
+        return [rank for rank, key in enumerate(keys) if not place.store.check([key])]
+    return []
 
 
 def stop() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -34,6 +37,7 @@ from tests.support import HANG_S
 # Ranks fork from a process that has done their imports, and has started no threads.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.preload"])
+STACKS_S = 10.0  # to print its stacks a process may take
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Crew:
                 pipe.send(job)
             return self._results(size, time.monotonic() + timeout_s)
         except BaseException:
+            self._print_stacks()
             self.dismiss()
             raise
 
@@ -97,6 +102,13 @@ class Crew:
         for pipe in self._pipes:
             pipe.close()
         self._pipes, self._processes = [], []
+
+    def _print_stacks(self) -> None:
+        """Let each process say where it is: a rank that hangs has others fail before it."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(process.pid, signal.SIGABRT)
+            process.join(STACKS_S)
 
     def _hire(self) -> None:
         ours, theirs = FORKS.Pipe()
@@ -178,6 +190,7 @@ def join(*settings: str) -> World:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
+    faulthandler.enable()  # prints the stack of all threads at SIGABRT
     torch.set_num_threads(1)
     while True:
         try:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lab.distributed import horovod_comm, world
+from lab.distributed.comm import Comm
 from lab.distributed.rank_info import RankInfo
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, build, load
@@ -46,21 +47,50 @@ def test_a_rank_without_its_place_on_the_host_is_refused(monkeypatch: pytest.Mon
         world._find_rank_info()
 
 
-def test_ranks_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "JOIN_LIMIT_S", 0.1)
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """The store of rank 0 of three, of which none but this one is real."""
     store = dist.HashStore()
+    monkeypatch.setattr(world, "_find_rank_info", lambda: RankInfo("env", 0, 3, 0, 1, store))
+    return store
+
+
+def connect_in_vain(*_: Any) -> Comm:
+    raise dist.DistStoreError("wait timeout after 5100ms, keys: /0/0//1//cpu//0/1")
+
+
+def start() -> None:
+    world.start(connect_in_vain, "cpu", "gloo", timeout_s=5)
+
+
+def test_ranks_that_do_not_join_are_named(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "JOIN_LIMIT_S", 0.1)
     store.set("came/2", "")
-    with pytest.raises(ValueError, match=r"ranks \[0, 3\] did not join within 0.1 s"):
-        world._wait_for_all(RankInfo("env", 1, 4, 0, 1, store))
+    with pytest.raises(ValueError, match=r"ranks \[1\] did not join within 0.1 s"):
+        start()
+
+
+def test_a_rank_that_hangs_while_others_connect_is_named(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "LIBRARY_MARGIN_S", 0.1)
+    for key in ("came/1", "came/2", "failed/2"):
+        store.set(key, "")
+    with pytest.raises(ValueError, match=r"ranks \[1\] did not connect to the others within 5.1 s"):
+        start()
+    store.set("failed/1", "")
+    with pytest.raises(dist.DistStoreError):  # none hangs: torch's own error says more
+        start()
 
 
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     store = dist.HashStore()
     late = threading.Timer(0.2, store.set, ("came/1", ""))
     late.start()
-    world._wait_for_all(RankInfo("env", 0, 2, 0, 1, store))
+    assert world._absent(RankInfo("env", 0, 2, 0, 1, store), "came", 60) == []
     late.join()
-    assert store.check(["came/0", "came/1"])
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
