@@ -6,7 +6,7 @@ from lab.benchmarks.catalogue import BENCHES, OWN
 from lab.benchmarks.measure import measure
 from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, was_asked
 from lab.benchmarks.request import read
-from lab.distributed.launcher import is_first_rank, run_as_process
+from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
 from lab.settings.errors import ConfigError
@@ -68,8 +68,8 @@ def _bench(line: CommandLine) -> int:
 def _refuse(error: ConfigError) -> int:
     if was_asked():
         return hand_over({REFUSED: str(error)})
-    if is_first_rank():
-        report_error(COMMAND.name, error)
+    let_first_rank_report()
+    report_error(COMMAND.name, error)
     return 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from lab.cluster import sandbox
 from lab.cluster.settings import cluster_of
 from lab.cluster.straggler import straggler_of
@@ -66,10 +64,8 @@ def _train(line: CommandLine) -> int:
 
 
 def _refuse(error: ConfigError) -> int:
-    if launcher.is_first_rank():
-        report_error(COMMAND.name, error)
-    else:
-        time.sleep(10)  # a launcher ends all ranks with the first; let rank 0 report the reason
+    launcher.let_first_rank_report()
+    report_error(COMMAND.name, error)
     return 2
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
+REPORT_S = 10.0  # for rank 0 to report an error
 
 
 def world_size() -> int:
@@ -36,6 +38,15 @@ def was_launched() -> bool:
 def is_first_rank() -> bool:
     """Return whether this process is rank 0; the ranks need not have joined yet."""
     return (os.environ.get("HOROVOD_RANK") or os.environ.get("RANK") or "0") == "0"
+
+
+def let_first_rank_report() -> None:
+    """Wait so long that a launcher ends this rank, unless rank 0 hangs or is on another host.
+
+    An error that all ranks have is reported by rank 0, with which a launcher ends the others.
+    """
+    if not is_first_rank():
+        time.sleep(REPORT_S)
 
 
 def end_on_signals(command: str) -> None:

@@ -172,17 +172,7 @@ def start(
             os.environ.setdefault(variable, "lo")  # ranks of one host need no other interface
     if absent := _absent(place, "came", JOIN_LIMIT_S):  # an exchange's limit may be too short
         raise ValueError(f"ranks {absent} did not join within {JOIN_LIMIT_S:g} s")
-    try:
-        comm = connect(place, where, backend, limit)
-        control = dist.new_group(backend="gloo", timeout=limit)
-    except dist.DistStoreError:  # a rank that hangs has all others fail
-        absent = _absent(place, "failed", LIBRARY_MARGIN_S)
-        if not absent:
-            raise
-        raise ValueError(
-            f"ranks {absent} did not connect to the others within {limit.total_seconds():g} s"
-        ) from None
-    assert isinstance(control, dist.ProcessGroup)
+    comm, control = _connect(connect, place, where, backend, limit)
     store = dist.PrefixStore("lab", place.store)
     places = torch.empty(place.size, 2, dtype=torch.int64)
     own = torch.tensor([place.local_rank, place.local_size])
@@ -246,6 +236,33 @@ def _absent(place: RankInfo, event: str, limit_s: float) -> list[int]:
     except dist.DistStoreError:
         return [rank for rank, key in enumerate(keys) if not place.store.check([key])]
     return []
+
+
+def _connect(
+    connect: Callable[..., Comm],
+    place: RankInfo,
+    device: torch.device,
+    backend: str,
+    limit: timedelta,
+) -> tuple[Comm, dist.ProcessGroup]:
+    """Make the Comm and the control plane.
+
+    Raises:
+        ValueError: a rank hangs, so that the others wait for it in vain; it is named.
+    """
+    try:
+        comm = connect(place, device, backend, limit)
+        control = dist.new_group(backend="gloo", timeout=limit)
+    except dist.DistStoreError:
+        # Rank 0 waits longer than the others: the store may be in it, and end with it.
+        absent = _absent(place, "gave_up", LIBRARY_MARGIN_S / (1 if place.rank == 0 else 2))
+        if not absent:
+            raise
+        raise ValueError(
+            f"ranks {absent} did not connect to the others within {limit.total_seconds():g} s"
+        ) from None
+    assert isinstance(control, dist.ProcessGroup)
+    return comm, control
 
 
 def stop() -> None:

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
+from lab import bench, train
+from lab.distributed import launcher
 from tests.support import HANG_S
 
 WAITS_IN_A_LIBRARY = """
@@ -57,3 +60,16 @@ def test_a_command_ends_without_pythons_teardown(profiled: bool) -> None:
     ended = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **session})
     assert ended.returncode == 75, ended.stderr
     assert ended.stdout.splitlines() == ["a handler of main"] + ["torn down"] * profiled
+
+
+@pytest.mark.parametrize("command", [train, bench])
+def test_where_the_first_rank_is_silent_another_reports(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = list[float]()
+    monkeypatch.setattr(launcher.time, "sleep", waits.append)
+    monkeypatch.setenv("RANK", "1")
+    assert command.main(["no=setting"]) == 2
+    assert waits == [launcher.REPORT_S]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{command.__name__}: error: ")

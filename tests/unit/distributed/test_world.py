@@ -76,11 +76,11 @@ def test_a_rank_that_hangs_while_others_connect_is_named(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "LIBRARY_MARGIN_S", 0.1)
-    for key in ("came/1", "came/2", "failed/2"):
+    for key in ("came/1", "came/2", "gave_up/2"):
         store.set(key, "")
     with pytest.raises(ValueError, match=r"ranks \[1\] did not connect to the others within 5.1 s"):
         start()
-    store.set("failed/1", "")
+    store.set("gave_up/1", "")
     with pytest.raises(dist.DistStoreError):  # none hangs: torch's own error says more
         start()
 
