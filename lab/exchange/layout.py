@@ -1,0 +1,60 @@
+"""The order in which a parameter's values travel, whatever its layout in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether `tensor` fills its memory without gaps or overlaps, in any dimension order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def is_rows_first(parameter: Tensor) -> bool:
+    """Return whether the values travel in the order in which they lie in memory.
+
+    They do if the tensor is dense and its rows (the first dimension) follow each other, as in
+    row-major and channels-last tensors: columns may then stand in another order, the same in every
+    row, which no matrix algorithm notices. Others (column-major, slices) travel in logical order.
+    """
+    if not is_dense(parameter):
+        return False
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return rows < 2 or not parameter.numel() or parameter.stride(0) == parameter.numel() // rows
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as a view with real and imaginary parts in a last dimension."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def travel_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of the real values that travel for `parameter`."""
+    return torch.Size((*parameter.shape, 2)) if parameter.is_complex() else parameter.shape
+
+
+def travelling(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the values of `tensor`, real [n], in the order in which those of `parameter` travel.
+
+    It is a view of `tensor` where the layouts allow it, otherwise a copy.
+
+    Args:
+        tensor: of the parameter's shape, such as its gradient; may be sparse.
+    """
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if not is_rows_first(parameter):
+        return as_real(tensor.contiguous()).reshape(-1)
+    if tensor.stride() != parameter.stride():
+        like = torch.empty_like(parameter, dtype=tensor.dtype)  # keeps the dense layout
+        tensor = like.copy_(tensor)
+    real = as_real(tensor)
+    return real.as_strided((real.numel(),), (1,))
