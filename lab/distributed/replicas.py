@@ -39,9 +39,9 @@ def require_like_gpus(who: str, world: World) -> None:
 
 
 def broadcast_state(model: nn.Module, world: World) -> None:
-    """Broadcast rank 0's weights and buffers."""
+    """Broadcast rank 0's weights and buffers, in whatever layout and dtype they are."""
     for tensor in (*model.parameters(), *model.buffers()):
-        world.comm.broadcast(tensor.detach(), 0)
+        _broadcast(tensor.detach(), world)
 
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
@@ -52,7 +52,25 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
     """
     with world.comm.traffic.uncounted():
         for buffer in model.buffers():
-            world.comm.broadcast(buffer, 0)
+            _broadcast(buffer.detach(), world)
+
+
+def _broadcast(tensor: torch.Tensor, world: World) -> None:
+    """Replace a tensor's values by rank 0's. They travel as bytes, in logical order."""
+    if tensor.layout != torch.strided:
+        received = tensor.to_dense()
+        _broadcast(received, world)
+        if not torch.equal(received, tensor.to_dense()):  # ranks may store other zeros
+            tensor.copy_(received.to_sparse(layout=tensor.layout))
+        return
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[dim]:  # expanded: one of equal values can be written to
+            tensor = tensor.narrow(dim, 0, 1)
+    sent = tensor.resolve_conj().resolve_neg().contiguous()
+    if sent.numel():
+        world.comm.broadcast(sent.view(-1).view(torch.uint8), 0)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def replica_hash(model: nn.Module, world: World) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange.base import Staged
+from lab.exchange.base import ADDED, COMPRESSED, Staged
 from lab.exchange.bucket import GradBucket
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -18,9 +18,10 @@ class AllReduce(Staged):
     """The library's all-reduce: sums gradients as `dtype`, divided by the number of ranks.
 
     Args:
-        dtype: "float32"; "bfloat16" and "float16" halve the bytes. Gradients are divided before
-            they are summed, so that the sum stays in range. float16 has three more bits of
-            precision, but its range is 6e-8 to 65504: larger values become infinite, smaller zero.
+        dtype: "float32": gradients travel in the dtype that they have. "bfloat16" and "float16"
+            halve the bytes. Gradients are divided before they are summed, so that the sum stays in
+            range. float16 has three more bits of precision, but its range is 6e-8 to 65504: larger
+            values become infinite, smaller zero.
 
     Raises:
         ValueError: `dtype` is not one of these.
@@ -33,6 +34,7 @@ class AllReduce(Staged):
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
         self.dtype = DTYPES[dtype]
         self.exact = self.dtype == torch.float32
+        self.dtypes = ADDED if self.exact else COMPRESSED
 
     def error_bound(self, largest: float, size: int) -> float:
         return 0.0 if self.exact else rounding_bound(self.dtype, largest, size)
@@ -42,9 +44,7 @@ class AllReduce(Staged):
             return
         bucket.divide(bucket.flat, comm.size)
         wire = bucket.flat
-        if (
-            self.dtype != wire.dtype
-        ):  # into memory that is kept: fresh pages cost more than the copy
+        if not self.exact:  # into memory that is kept: fresh pages cost more than the copy
             wire = bucket.buffers["wire"].take(wire.new_empty(0, dtype=self.dtype), len(wire))
             wire.copy_(bucket.flat)
         yield comm.iall_reduce(wire)

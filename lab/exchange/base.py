@@ -16,6 +16,8 @@ from lab.exchange.bucket import GradBucket
 
 Shapes = Mapping[str, torch.Size]
 Kept = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
+COMPRESSED = frozenset({torch.float32})  # dtypes that codecs read
+ADDED = COMPRESSED | {torch.float64, torch.bfloat16, torch.float16}  # those that libraries add
 
 
 class Ranks(Protocol):
@@ -35,9 +37,12 @@ class Exchange(ABC):
     gradient must become non-finite on every rank; the trainer then restores this object's state.
 
     Attributes:
+        dtypes: that a bucket may have. Gradients of bfloat16 and float16 come as float32 where they
+            are not among these (see lab.exchange.gate.carrier).
         total_steps: of the run; the trainer sets it. None: unknown, in a loop of the user's own.
     """
 
+    dtypes = COMPRESSED
     exact = True  # delivers the mean up to rounding; tests check it
     delivers = "mean"  # or "direction": see lab.exchange.direction
     keeps_replicas_equal = True
@@ -228,6 +233,7 @@ class Rooted(Exchange):
         in_halves: `to_root` and `from_root` may be called separately.
     """
 
+    dtypes = ADDED
     needs_send_recv = True
     takes_divided = True
     in_halves = True

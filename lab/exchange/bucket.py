@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from lab.codec.scratch import ScratchBuffer
 from lab.exchange.grouping import group
+from lab.exchange.layout import as_real, dense, is_rows_first, travel_shape
 
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
@@ -28,14 +30,18 @@ class GradBucket:
     """The input of an exchange: one flat tensor, and where each parameter lies in it.
 
     Attributes:
-        shapes: shape of each parameter, by name, in the order in which they lie in `flat`.
-        flat: float32 [num_values], this rank's gradient before `average`, the mean after it; each
-            parameter's values in the order in which they lie in memory. Zeros follow if its length
-            must be a multiple of some number.
+        shapes: shape of each parameter's travelling values, by name, in the order in which they lie
+            in `flat`. None is empty.
+        flat: [num_values], this rank's gradient before `average`, the mean after it; each
+            parameter's values as lab.exchange.layout.travelling has them, so a matrix's rows follow
+            each other. Its dtype is one of Exchange.dtypes. Zeros follow if its length must be a
+            multiple of some number.
         step: the optimizer step this exchange belongs to, counted from 0.
         divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
         finite: 0-dim bool tensor, set by an exchange that checks; None: not checked.
         buffers: see ScratchBuffers.
+        copied: gradients that are no views of `flat`, each with its values in `flat`, to which
+            `unpack` copies the mean.
     """
 
     shapes: dict[str, torch.Size]
@@ -44,6 +50,7 @@ class GradBucket:
     divided: bool = False
     finite: Tensor | None = None
     buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
+    copied: Sequence[tuple[Tensor, Tensor]] = ()
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield each parameter's name and its range in `flat`."""
@@ -56,6 +63,11 @@ class GradBucket:
         """Turn `total`, the sum of this bucket's values over `size` ranks, into the mean."""
         if not self.divided:
             total.div_(size)
+
+    def unpack(self) -> None:
+        """Copy the mean to the gradients that are no views of `flat`."""
+        for gradient, values in self.copied:
+            gradient.copy_(values)
 
     def __str__(self) -> str:
         return label(self.shapes)
@@ -71,61 +83,113 @@ class BucketPlan:
     """The parameters of one bucket, whose gradients it packs into a GradBucket.
 
     Gradients are gathered into a buffer, and each `.grad` becomes a view of it, so that nothing is
-    copied back.
+    copied back. Gradients that cannot be views, because their values travel in another order or
+    dtype, are copied there and back.
 
     Args:
         in_place: the single parameter's gradient is exchanged where autograd left it. No other
             gradient may share its memory, as those of parameters that are only viewed and added do.
         multiple: divides the length of `flat`.
+        dtype: of the buffer; None: that of the parameters, which are all of one.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], in_place: bool = False, multiple: int = 1
+        self,
+        parameters: dict[str, nn.Parameter],
+        in_place: bool = False,
+        multiple: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = parameters
-        num_values = sum(parameter.numel() for parameter in parameters.values())
-        self._missing = -num_values % multiple
+        self._in_flat = _aligned_first(parameters)
+        self.shapes = {name: travel_shape(p) for name, p in self._in_flat.items()}
+        self.num_values = sum(map(math.prod, self.shapes.values()))
+        self._missing = -self.num_values % multiple
+        self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
-        self._in_memory = _aligned_first(parameters)
-        self.shapes = {name: parameter.shape for name, parameter in self._in_memory.items()}
         self._buffers = ScratchBuffers()
         self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
+        self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients."""
         return sum(parameter.nbytes for parameter in self.parameters.values())
 
+    @property
+    def has_views(self) -> bool:
+        """True if all gradients can be views of the buffer."""
+        return all(self._are_views)
+
+    def lacking(self) -> list[str]:
+        """Return the names of the parameters that have no gradient."""
+        return [name for name, parameter in self.parameters.items() if parameter.grad is None]
+
     def pack(self, step: int, divided: bool = False) -> GradBucket:
-        """Return this step's bucket. A parameter that backward did not reach counts as zeros."""
-        parameters = list(self._in_memory.values())
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        if self.in_place and gradients[0].stride() == parameters[0].stride():
-            flat = gradients[0].as_strided((gradients[0].numel(),), (1,))
-        else:
-            flat, gradients = self._gather(parameters, gradients)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return GradBucket(self.shapes, flat, step, divided, buffers=self._buffers)
+        """Return this step's bucket. A parameter without a gradient counts as zeros, and gets one.
+
+        `.grad` of each parameter is the mean once the exchange has ended and `unpack` was called.
+        """
+        flat, copied = self._in_place() or self._gather()
+        return GradBucket(self.shapes, flat, step, divided, buffers=self._buffers, copied=copied)
 
     def __str__(self) -> str:
         return label(self.shapes)
 
-    def _gather(
-        self, parameters: list[nn.Parameter], gradients: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+    @cached_property
+    def _are_views(self) -> list[bool]:
+        """Which gradients can be views of the buffer; a sync may move weights until it is asked."""
+        return [p.dtype == self.dtype and is_rows_first(p) for p in self._in_flat.values()]
+
+    def _in_place(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
+        """Return the single gradient's own memory, if it can be exchanged there."""
+        if not self.in_place or not self.has_views:
+            return None
+        (parameter,) = self.parameters.values()
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            return None
+        if gradient.stride() != parameter.stride():
+            return None
+        return gradient.as_strided((gradient.numel(),), (1,)), []
+
+    def _gather(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         if self._buffer is None:
-            sizes = [parameter.numel() for parameter in parameters]
-            self._buffer = gradients[0].new_zeros(sum(sizes) + self._missing)
-            parts = self._buffer[: sum(sizes)].split(sizes)
-            # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
-            self._views = [
-                part.as_strided(parameter.shape, parameter.stride())
-                for part, parameter in zip(parts, parameters, strict=True)
-            ]
-        torch._foreach_copy_(self._views, gradients)
-        return self._buffer, self._views
+            self._allocate()
+        assert self._buffer is not None
+        to: list[Tensor] = []
+        gradients: list[Tensor] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        rows = zip(self._in_flat.values(), self._values, self._are_views, strict=True)
+        for parameter, values, is_view in rows:
+            gradient = parameter.grad
+            if gradient is None:
+                values.zero_()
+            else:
+                gradient = dense(gradient)
+                to.append(values)
+                gradients.append(as_real(gradient))
+            if is_view:
+                parameter.grad = values
+            else:
+                parameter.grad = torch.empty_like(parameter) if gradient is None else gradient
+                copied.append((as_real(parameter.grad), values))
+        if to:
+            torch._foreach_copy_(to, gradients)
+        return self._buffer, copied
+
+    def _allocate(self) -> None:
+        first = next(iter(self._in_flat.values()))
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        self._buffer = first.new_zeros(self.num_values + self._missing, dtype=self.dtype)
+        parts = self._buffer[: self.num_values].split(sizes)
+        # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
+        self._values = [
+            part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)
+            for part, p, shape, is_view in zip(
+                parts, self._in_flat.values(), self.shapes.values(), self._are_views, strict=True
+            )
+        ]
 
 
 def plan(
@@ -134,8 +198,11 @@ def plan(
     order: list[str] | None = None,
     only: Container[str] | None = None,
     multiple: int = 1,
+    carrier: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> list[BucketPlan]:
     """Divide the trainable parameters into buckets, in the order in which backward fills them.
+
+    Parameters of several dtypes have buckets of their own; those without values have none.
 
     Args:
         model: parameters shared between modules are taken once. A model with the attribute
@@ -147,21 +214,32 @@ def plan(
             registration, in which gradients usually arrive.
         only: names of the parameters to divide. None: all.
         multiple: divides the length of each bucket's flat tensor.
+        carrier: returns the real dtype in which gradients of a dtype travel.
     """
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
-    named = [(name, p) for name, p in trainable if only is None or name in only]
+    named = [
+        (name, p)
+        for name, p in reversed(list(model.named_parameters()))
+        if p.requires_grad and p.numel() and (only is None or name in only)
+    ]
     if order is not None:
         position = {name: index for index, name in enumerate(order)}
         named.sort(key=lambda pair: position[pair[0]])
     fresh = _with_fresh_gradients(model)
-    sizes = [(name, p.nbytes) for name, p in named]
-    groups = group(sizes, bucket_mb, getattr(model, "bytes_scale", 1.0))
-    by_name = dict(named)
+    scale = getattr(model, "bytes_scale", 1.0)
+    by_name, ready_at = dict(named), {name: place for place, (name, _) in enumerate(named)}
+    groups = [
+        names
+        for dtype in dict.fromkeys(p.dtype for _, p in named)
+        for names in group([(n, p.nbytes) for n, p in named if p.dtype == dtype], bucket_mb, scale)
+    ]
+    if len({p.dtype for _, p in named}) > 1:
+        groups.sort(key=lambda names: max(map(ready_at.__getitem__, names)))
     return [
         BucketPlan(
             {name: by_name[name] for name in names},
             in_place=len(names) == 1 and names[0] in fresh,
             multiple=multiple,
+            dtype=carrier(by_name[names[0]].dtype),
         )
         for names in groups
     ]
@@ -174,6 +252,6 @@ def _aligned_first(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Paramete
 
 def _with_fresh_gradients(model: nn.Module) -> set[str]:
     """Return the names of parameters whose gradients share no memory with another gradient."""
-    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    weights = {id(m.weight) for m in model.modules() if isinstance(m, layers)}
+    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # not subclasses: theirs may do more
+    weights = {id(m.weight) for m in model.modules() if type(m) in layers}
     return {name for name, parameter in model.named_parameters() if id(parameter) in weights}

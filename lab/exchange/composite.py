@@ -33,6 +33,7 @@ class Composite(Exchange):
             require_mean(f"{key}{name}", exchange)
         self.parts = dict(parts)
         everyone = self.parts.values()
+        self.dtypes = frozenset.intersection(*(exchange.dtypes for exchange in everyone))
         self.exact = all(exchange.exact for exchange in everyone)
         self.needs_send_recv = any(exchange.needs_send_recv for exchange in everyone)
         self.needs_like_gpus = any(exchange.needs_like_gpus for exchange in everyone)

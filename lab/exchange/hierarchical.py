@@ -61,6 +61,7 @@ class Hierarchical(Staged):
             raise ValueError(f"exchange.inter={name}: has two levels itself; allowed is one")
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided
+        self.dtypes = inter.dtypes
         self.needs_send_recv = inter.needs_send_recv
         self.needs_like_gpus = inter.needs_like_gpus
         # Residuals of other nodes, [values of this rank's part] by parameter, for the next step.

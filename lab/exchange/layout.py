@@ -22,9 +22,9 @@ def is_rows_first(parameter: Tensor) -> bool:
 
     They do if the tensor is dense and its rows (the first dimension) follow each other, as in
     row-major and channels-last tensors: columns may then stand in another order, the same in every
-    row, which no matrix algorithm notices. Others (column-major, slices) travel in logical order.
+    row, which no matrix algorithm notices. Others (column-major, complex) travel in logical order.
     """
-    if not is_dense(parameter):
+    if parameter.is_complex() or not is_dense(parameter):
         return False
     rows = parameter.shape[0] if parameter.dim() else 1
     return rows < 2 or not parameter.numel() or parameter.stride(0) == parameter.numel() // rows
@@ -33,6 +33,11 @@ def is_rows_first(parameter: Tensor) -> bool:
 def as_real(tensor: Tensor) -> Tensor:
     """Return a complex tensor as a view with real and imaginary parts in a last dimension."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient as a dense tensor, and a dense one as it is."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def travel_shape(parameter: Tensor) -> torch.Size:
@@ -48,13 +53,10 @@ def travelling(tensor: Tensor, parameter: Tensor) -> Tensor:
     Args:
         tensor: of the parameter's shape, such as its gradient; may be sparse.
     """
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
+    tensor = dense(tensor.detach())
     if not is_rows_first(parameter):
         return as_real(tensor.contiguous()).reshape(-1)
     if tensor.stride() != parameter.stride():
         like = torch.empty_like(parameter, dtype=tensor.dtype)  # keeps the dense layout
         tensor = like.copy_(tensor)
-    real = as_real(tensor)
-    return real.as_strided((real.numel(),), (1,))
+    return tensor.as_strided((tensor.numel(),), (1,))

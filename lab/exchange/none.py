@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import ADDED, Exchange
 from lab.exchange.bucket import GradBucket
 
 
@@ -13,6 +13,7 @@ class NoExchange(Exchange):
     It follows `--variable_update=independent` of tf_cnn_benchmarks.
     """
 
+    dtypes = ADDED
     exact = False
     keeps_replicas_equal = False
 

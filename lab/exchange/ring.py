@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lab.codec.scratch import ScratchBuffer
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
-from lab.exchange.base import Exchange
+from lab.exchange.base import ADDED, Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import LAG, ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.pipeline import Tick
@@ -28,6 +28,7 @@ class Ring(Exchange):
         ValueError: a chunk_mb that is not above 0.
     """
 
+    dtypes = ADDED
     needs_send_recv = True
     takes_divided = True
 

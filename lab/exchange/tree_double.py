@@ -7,7 +7,7 @@ from functools import partial
 from lab.codec.scratch import ScratchBuffer
 from lab.distributed.comm import Comm
 from lab.exchange import pipeline
-from lab.exchange.base import Exchange
+from lab.exchange.base import ADDED, Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
 from lab.exchange.topology import in_order_node
@@ -30,6 +30,7 @@ class DoubleTree(Exchange):
         ValueError: a chunk_mb that is not above 0.
     """
 
+    dtypes = ADDED
     needs_send_recv = True
     takes_divided = True
 

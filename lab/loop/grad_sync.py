@@ -17,6 +17,7 @@ from lab.distributed import replicas
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
+from lab.exchange.gate import admit
 from lab.loop.check import LoopCheck, check_choice, forgot_finish
 from lab.loop.settings import compose
 from lab.loop.world import world_of
@@ -37,8 +38,9 @@ class LoopSync(GradSync):
                 optimizer.step()
 
     On entry all ranks get rank 0's weights and buffers. Micro-batches before a step's last one go
-    into `with sync.accumulate():`. A parameter that backward does not reach counts as zeros: after
-    `finish` it has the mean of the other ranks' gradients.
+    into `with sync.accumulate():`. A parameter that backward does not reach on this rank has the mean
+    of the other ranks' gradients after `finish`; one that no rank has reached has none, as with
+    DistributedDataParallel(find_unused_parameters=True).
 
     Attributes:
         settings: the composed settings that made the sync.
@@ -126,15 +128,6 @@ class LoopSync(GradSync):
             self.loss_scale = self._guard.begin_step()
         super()._submit_next()
 
-    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
-        full = not self._missing[self._buckets_of[name][0]]
-        if self._armed and self._during_backward and full:
-            raise RuntimeError(
-                "backward ran twice before finish(): all micro-batches of a step but the last "
-                "belong into `with sync.accumulate():`"
-            )
-        super()._gradient_ready(name, _parameter)
-
 
 def grad_sync(
     model: nn.Module,
@@ -149,7 +142,8 @@ def grad_sync(
     """Average the gradients of `model` over the ranks, in a loop of one's own without DDP.
 
     Args:
-        model: on its device; its parameters are float32.
+        model: on its device. Gradients of any real or complex dtype are exchanged by methods that
+            only add; those that compress take float32, bfloat16, float16 and complex64.
         strategy: a choice of strategy= or exchange= that averages gradients in every step.
         group: the ranks; None: all that a launcher started. The default process group is made if
             the program has not done so. All its ranks call this together.
@@ -161,9 +155,14 @@ def grad_sync(
     """
     check_choice(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
-    _check(model)
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
     exchange: Exchange = build(config.exchange)
-    device = next(model.parameters()).device
+    try:
+        parameters = admit(model, exchange)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    device = next(iter(parameters.values())).device
     world = world_of(group, device, config.exchange_timeout_s)
     comm = world.comm
     worker = make_worker(config.overlap, device, comm.backend, exchange.asynchronous(comm))
@@ -178,12 +177,3 @@ def grad_sync(
     if check:
         sync.check = LoopCheck(model, sync, world, settings, certificate, forgot_finish)
     return sync
-
-
-def _check(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise ConfigError(f"{name}: is {kind}; lab.grad_sync exchanges float32 gradients")

@@ -17,12 +17,12 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket, ScratchBuffers
+from lab.exchange.bucket import GradBucket, ScratchBuffers, label
+from lab.exchange.gate import COMPILED, admit, carrier
+from lab.exchange.layout import as_real, is_dense, is_rows_first, travel_shape
 from lab.measure.clock import Clock
 from lab.sync.observed import observed
 from lab.sync.spoiled import SpoiledState
-
-COMPILED = "_orig_mod."  # torch.compile puts it into names
 
 
 class HookState:
@@ -49,7 +49,7 @@ class HookState:
         settings: the composed settings that made the exchange; {}: it was not made from any.
 
     Raises:
-        ValueError: the exchange cannot run over this comm, or a parameter is float64.
+        ValueError: the exchange cannot run over this comm, or does not take a parameter.
     """
 
     every = 1  # steps from one exchange to the next
@@ -63,6 +63,8 @@ class HookState:
         guard: SpoiledState | None = None,
     ) -> None:
         exchange.check_reach(comm)
+        trainable = admit(model, exchange)
+        _refuse_sparse(model)
         exchange.look_at(getattr(model, COMPILED.rstrip("."), model))
         self.exchange, self.comm, self.worker = exchange, comm, worker
         self.step = 0
@@ -71,12 +73,8 @@ class HookState:
         self.clock: Clock | None = None
         self.settings: Mapping[str, Any] = {}
         self._guard = guard
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for name, parameter in trainable.items():
-            if parameter.dtype == torch.float64:
-                raise ValueError(f"{name}: is float64; gradients are exchanged as float32")
         self._device = next(iter(trainable.values())).device
-        self._names = {id(p): name.replace(COMPILED, "") for name, p in trainable.items()}
+        self._names = {id(p): name for name, p in trainable.items()}
         self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
@@ -151,20 +149,39 @@ class HookState:
         self.worker.advance()
 
     def _pack(self, parameters: list[nn.Parameter], buffer: Tensor) -> GradBucket:
-        shapes = {self._names[id(parameter)]: parameter.shape for parameter in parameters}
-        memory = self._buffers[next(iter(shapes))]
-        return GradBucket(shapes, buffer.float(), self.step, buffers=memory)
+        """Return DDP's buffer as a bucket; a copy, if values travel in another order or dtype."""
+        present = {self._names[id(p)]: p for p in parameters if p.numel()}
+        shapes = {name: travel_shape(p) for name, p in present.items()}
+        memory = self._buffers[label(present) if present else ""]
+        dtype = carrier(buffer.dtype, self.exchange)
+        assert dtype is not None  # `admit` has refused others
+        # DDP lays dense gradients out like their parameters, and others row-major.
+        as_it_lies = all(is_rows_first(p) or not is_dense(p) for p in present.values())
+        if as_it_lies and dtype == buffer.dtype:
+            return GradBucket(shapes, buffer, self.step, buffers=memory)
+        views = [
+            as_real(part.as_strided(p.shape, p.stride()) if is_dense(p) else part.view(p.shape))
+            for part, p in zip(
+                buffer.split([p.numel() for p in present.values()]), present.values(), strict=True
+            )
+        ]
+        sizes = [shape.numel() for shape in shapes.values()]
+        flat = memory["flat"].take(buffer.new_empty(0, dtype=dtype), sum(sizes))
+        values = [part.view(s) for part, s in zip(flat.split(sizes), shapes.values(), strict=True)]
+        torch._foreach_copy_(values, views)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        copied = [*zip(views, values, strict=True)]
+        return GradBucket(shapes, flat, self.step, buffers=memory, copied=copied)
 
     def _stages(
         self, packed: GradBucket, buffer: Tensor, future: Future[Tensor]
     ) -> Iterator[Collective]:
         if self.loss_scale != 1.0:
             packed.flat.div_(self.loss_scale)
-        yield from self.exchange.stages(packed, self.comm)
+        if packed.shapes:
+            yield from self.exchange.stages(packed, self.comm)
         if self.loss_scale != 1.0:
             packed.flat.mul_(self.loss_scale)
-        if packed.flat is not buffer:  # its gradients are bfloat16 or float16
-            buffer.copy_(packed.flat)
+        packed.unpack()
         future.set_result(buffer)
 
     def _end_step(self) -> None:
@@ -176,9 +193,23 @@ class HookState:
         self.finite = torch.stack(looked).all() if looked else None
         if self._guard:
             self._guard.end_step([buffer for _, buffer in self._exchanged], self.finite)
-        for planned_before in set(self._buffers) - {next(iter(b.shapes)) for b in buckets}:
+        for planned_before in set(self._buffers) - {label(b.shapes) for b in buckets if b.shapes}:
             del self._buffers[planned_before]
         self.step += 1
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Refuse embeddings with sparse gradients, which DDP gives to no hook.
+
+    Raises:
+        ValueError: names one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name or 'model'}.weight: has sparse gradients (sparse=True), which DDP gives to "
+                "no hook; use sparse=False, or lab.grad_sync without DDP"
+            )
 
 
 def exchange_hook(state: HookState, bucket: DDPBucket) -> Future[Tensor]:

@@ -60,12 +60,11 @@ class DoubleBuffer(GradSync):
         finite = all_finite(self._exchanged)
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()
-        while len(self._exchanged) < len(self.buckets):
-            self._submit_next()
+        self._submit_rest()
         arrived, self.arriving = self.arriving, {}
         for name, parameter in self.parameters.items():
-            assert parameter.grad is not None  # a bucket gave it one
-            self.arriving[name] = parameter.grad
+            if parameter.grad is not None:  # None: it has no values
+                self.arriving[name] = parameter.grad
             parameter.grad = arrived.get(name)
         self.step += 1
         return finite
@@ -75,6 +74,8 @@ class DoubleBuffer(GradSync):
 
     def settle(self) -> None:
         self.worker.wait()
+        for name in self._reached.nowhere() if self._reached else ():
+            del self.arriving[name]
         self._sent = super().sent()  # later, an exchange under way may have sent a part
 
     def state_dict(self) -> SyncState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,11 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.collective import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
+from lab.exchange.gate import admit, carrier
 from lab.sync.base import Sync, SyncParts, SyncState
 from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.observed import observed
 from lab.sync.pattern import Begin, Pattern, gradsync
+from lab.sync.reached import Reached
 
 
 class GradSync(Sync):
@@ -26,19 +29,28 @@ class GradSync(Sync):
     With `overlap`, gradient hooks count down each bucket during the last backward and hand full
     buckets to the worker, always in bucket order: all ranks must start the same exchanges in the
     same order, while their gradients may arrive in different ones. `finish` submits the buckets
-    that backward did not complete (unused parameters count as zeros). Without `overlap`, it submits
-    all of them.
+    that backward did not complete. Without `overlap`, it submits all of them.
+
+    A gradient may grow several times in a step, as in reentrant recomputation, where a module is
+    used twice, or in two backwards. The first step submits nothing during backward and counts how
+    often each gradient grows; later ones are complete when they have grown as often.
 
     Buckets are first planned in the reverse order of registration. After the first step they are
-    planned anew in the order in which rank 0's gradients arrived, on all ranks.
+    planned anew in the order in which rank 0's gradients were complete, on all ranks.
 
     Args:
         pattern: a subclass's; None: GradSync's own.
         multiple: divides the length of each bucket's flat tensor; zeros fill it up.
 
+    Attributes:
+        nowhere: after `finish`, the parameters that backward reached on no rank: they have no
+            gradient.
+
     Raises:
-        ValueError: the exchange cannot run over this comm.
+        ValueError: the exchange cannot run over this comm, or does not take a parameter.
     """
+
+    asks_who_reached = True  # of the ranks; not if all have something to send for each parameter
 
     def __init__(self, parts: SyncParts, pattern: Pattern | None = None, multiple: int = 1) -> None:
         super().__init__(parts, pattern or gradsync(parts.overlap))
@@ -50,12 +62,22 @@ class GradSync(Sync):
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same
-        self._plan = partial(plan, parts.model, parts.bucket_mb, multiple=multiple)
-        self._device = next(parts.model.parameters()).device
-        self._arrived: list[str] = []
+        parameters = admit(parts.model, self.exchange)
+        self._frozen = {n: p for n, p in parts.model.named_parameters() if not p.requires_grad}
+        self._device = next(iter(parameters.values())).device
+        self._plan = partial(
+            plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=self._carrier
+        )
+        self._arrived: dict[str, None] = {}  # in the first step, in the order of the last growth
+        self._grown = Counter[str]()  # how often gradients have grown in this step
+        self._complete_at: Counter[str] | None = None  # and do in each; None: not known yet
         self._armed = False
         self._hooks: list[RemovableHandle] = []
         self._use(self._plan())
+        self.nowhere: list[str] = []
+        self._reached: Reached | None = None
+        if self.asks_who_reached and self.exchange.keeps_replicas_equal:
+            self._reached = Reached(self._buckets_of, self.exchange, self._device)
 
     @property
     def loss_factor(self) -> float:
@@ -96,9 +118,9 @@ class GradSync(Sync):
         The mean is in `grad` afterwards, even if it is not finite; see Sync.
         """
         self._all_ready()
-        while len(self._exchanged) < len(self.buckets):
-            self._submit_next()
+        self._submit_rest()
         self.worker.wait()
+        self._leave_none()
         if self.noise:
             self.noise.end_step()
         if self.drift:
@@ -109,6 +131,35 @@ class GradSync(Sync):
         self._begin_step()
         self.step += 1
         return finite
+
+    def _submit_rest(self) -> None:
+        """Begin the exchanges that backward did not, and ask which parameters nobody reached.
+
+        Raises:
+            RuntimeError: a parameter trains that no exchange knows.
+        """
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{name}: has a gradient, but was frozen when the exchange was set up, so no "
+                    "other rank gets it; unfreeze it before, and set requires_grad=False later"
+                )
+        while len(self._exchanged) < len(self.buckets):
+            self._submit_next()
+        if self._reached:
+            self._reached.begin(self.comm, self.worker)
+
+    def _leave_none(self) -> None:
+        """Take the zeros away that stand for no gradient on any rank."""
+        self.nowhere = self._reached.nowhere() if self._reached else []
+        for name in self.nowhere:
+            for place in self._buckets_of[name]:
+                self.buckets[place].parameters[name].grad = None
+
+    def _carrier(self, dtype: torch.dtype) -> torch.dtype:
+        found = carrier(dtype, self.exchange)
+        assert found is not None  # `admit` has refused others
+        return found
 
     def observe_drift(self, every: int) -> None:
         if self.pattern.waits_in_forward:
@@ -151,16 +202,32 @@ class GradSync(Sync):
                 self.clock.ready(bucket)
 
     def _begin_step(self) -> None:
+        if self._complete_at is None and self._grown:
+            self._complete_at = self._grown
+        self._grown = Counter()
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._exchanged: list[GradBucket] = []
 
     def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
         if not self._armed:
             return
-        if self.order is None:
-            self._arrived.append(name)
+        self._grown[name] += 1
+        if self._complete_at is None:
+            self._arrived.pop(name, None)
+            self._arrived[name] = None
+            return
         self.worker.advance()
-        for place in self._buckets_of[name]:
+        places = self._buckets_of[name]
+        if min(places) < len(self._exchanged):
+            raise RuntimeError(
+                f"{name}: its gradient grew again after it had left, {self._grown[name]} times in "
+                f"this step and {self._complete_at[name]} in the first; all backwards of a step "
+                "but the last belong into sync.accumulate(), and recomputation should be "
+                "checkpoint(use_reentrant=False); overlap=false takes gradients that grow anyhow"
+            )
+        if self._grown[name] != (self._complete_at[name] or 1):
+            return
+        for place in places:
             self._missing[place] -= 1
             if self.clock and self._during_backward and self._missing[place] == 0:
                 self.clock.ready(place)
@@ -192,7 +259,10 @@ class GradSync(Sync):
 
     def _submit_next(self) -> None:
         with self.clock.exchange_work() if self.clock else nullcontext():
-            bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
+            plan = self.buckets[len(self._exchanged)]
+            if self._reached:
+                self._reached.lacks(plan.lacking())
+            bucket = plan.pack(self.step, self.divides_loss)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
         job = partial(self._stages, bucket)
@@ -207,6 +277,7 @@ class GradSync(Sync):
         if self.drift:
             self.drift.before(bucket)
         yield from self.exchange.stages(bucket, self.comm)
+        bucket.unpack()
         if self.noise:
             self.noise.after(bucket)
         if self.drift:

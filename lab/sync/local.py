@@ -28,6 +28,8 @@ class LocalSteps(GradSync):
         ValueError: an exchange that does not average.
     """
 
+    asks_who_reached = False  # what is sent is a change of weights, which every rank has
+
     def __init__(self, parts: SyncParts, pattern: Pattern) -> None:
         require_mean("exchange", parts.exchange)
         super().__init__(parts, pattern)

@@ -19,7 +19,7 @@ from lab.sync.update_some import update_some
 class _Update:
     """The update of some parameters, once all jobs of the worker but the last `left` have ended."""
 
-    gradients: Mapping[nn.Parameter, Tensor]
+    gradients: dict[nn.Parameter, Tensor]
     left: int
     label: str
 
@@ -56,13 +56,19 @@ class Pending:
         """Apply by `optimizer`, whose hyperparameters are those of the step until none is left."""
         self._optimizer = optimizer
 
-    def apply(self, buckets: Iterable[int] | None, clock: Clock | None) -> None:
-        """Wait for the gradients of some buckets, and update their parameters; None: of all.
+    def drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave some parameters as they are."""
+        for parameter in parameters:
+            for update in self._updates.values():
+                update.gradients.pop(parameter, None)
+
+    def apply(self, buckets: Iterable[int], clock: Clock | None) -> None:
+        """Wait for the gradients of some buckets, and update their parameters.
 
         Buckets whose updates are not pending are skipped.
         """
         begin_s = time.perf_counter()
-        for bucket in tuple(self._updates) if buckets is None else buckets:
+        for bucket in buckets:
             if update := self._updates.pop(bucket, None):
                 self._apply(update, clock)
         self._delay(time.perf_counter() - begin_s)

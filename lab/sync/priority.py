@@ -142,6 +142,7 @@ class PrioritySync(GradSync):
     @contextmanager
     def arrived(self) -> Generator[None]:
         """Wait for the step's exchange, and lend each parameter its `grad` for a look at it."""
+        self._drop_nowhere(self._group_of)
         with self._pending.lent():
             self._sent = super().sent()
             yield
@@ -179,9 +180,10 @@ class PrioritySync(GradSync):
         self._groups, self._parts = buckets, list[BucketPlan]()
         self._group_of = {n: i for i, bucket in enumerate(buckets) for n in bucket.parameters}
         for bucket in buckets:
-            num_values = sum(p.numel() for p in bucket.parameters.values())
+            num_values = bucket.num_values
             alone = len(bucket.parameters) == 1
-            parts = self._cut(num_values) if alone else [range(num_values)]
+            cuts = alone and bucket.has_views
+            parts = self._cut(num_values) if cuts else [range(num_values)]
             self._parts += in_parts(bucket, parts)
         super()._use(self._parts)
 
@@ -234,11 +236,11 @@ class PrioritySync(GradSync):
     def _leave(self) -> Tensor | None:
         """Submit what backward did not, and go on while it travels."""
         self._all_ready()
-        while len(self._exchanged) < len(self.buckets):
-            self._submit_next()
+        self._submit_rest()
         for index, bucket in enumerate(self._groups):
             last = max(place for name in bucket.parameters for place in self._buckets_of[name])
-            self._pending.add(index, bucket.parameters, len(self.buckets) - 1 - last)
+            jobs = len(self.buckets) + (self._reached is not None)  # which sends flags at last
+            self._pending.add(index, bucket.parameters, jobs - 1 - last)
         finite, self._finite = self._finite, None
         self._leaving = self._exchanged
         self._begin_step()
@@ -263,11 +265,23 @@ class PrioritySync(GradSync):
     def _apply(self, groups: Iterable[int] | None) -> None:
         if not self._pending:
             return
+        groups = range(len(self._groups)) if groups is None else [*groups]
+        self._drop_nowhere(name for group in groups for name in self._groups[group].parameters)
         self._pending.apply(groups, self.clock)
         if not self._pending:
             self._sent = super().sent()
             self._finite = all_finite(self._leaving)
             self._leaving = []
+
+    def _drop_nowhere(self, names: Iterable[str]) -> None:
+        """Drop updates of parameters that no rank reached, if this one lacks any of `names`."""
+        if self._reached and self._reached.is_lacking(names):
+            with self.clock.phase("exchange") if self.clock else nullcontext():
+                self.worker.wait()
+            nowhere = self._reached.nowhere()
+            self._pending.drop(
+                self._groups[self._group_of[name]].parameters[name] for name in nowhere
+            )
 
     def _slowest(self, costs: list[float]) -> list[float]:
         """Return each entry of `costs` on the rank where it is largest."""

@@ -11,7 +11,7 @@ from lab.distributed.collective import Collective
 from lab.exchange.base import Rooted
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.sync.base import SyncParts
-from lab.sync.flatten import flatten
+from lab.sync.flatten import flatten, refuse_complex
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import root_update
 
@@ -60,10 +60,13 @@ class RootUpdate(GradSync):
 
     def _use(self, buckets: list[BucketPlan]) -> None:
         super()._use(buckets)
+        for bucket in buckets:
+            refuse_complex("root_update", bucket.parameters)
         self._weights = [flatten(list(bucket.parameters.values())) for bucket in buckets]
 
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
         self.path.to_root(bucket, self.comm)
+        bucket.unpack()
         yield from ()
 
     def _from_root(self, weights: Tensor) -> Iterator[Collective]:

@@ -15,7 +15,7 @@ from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.exchange.scatter import Exact
 from lab.sync.base import Shard, SyncParts, SyncState
-from lab.sync.flatten import flatten
+from lab.sync.flatten import flatten, refuse_complex
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import zero1
 
@@ -70,7 +70,8 @@ class Zero1(GradSync):
                 parameter.grad = None
             for name, place in self._places[str(bucket)].items():
                 values = self.shards[name].values
-                values.grad = mean[place : place + values.numel()].view_as(values)
+                own = mean[place : place + values.numel()].view_as(values)
+                values.grad = None if name in self.nowhere else own.to(values.dtype)
         finite = self._finite_everywhere() if self._checks_finite else None
         self._means.clear()
         return finite
@@ -106,6 +107,7 @@ class Zero1(GradSync):
         self._places: dict[str, dict[str, int]] = {}  # where slices begin in a part, by bucket
         self.shards = {}
         for bucket in buckets:
+            refuse_complex("zero1", bucket.parameters)
             in_memory = [bucket.parameters[name] for name in bucket.shapes]
             self._weights.append(flatten(in_memory, self.comm.size).view(self.comm.size, -1))
             self._places[str(bucket)] = self._divide(bucket, self._weights[-1])

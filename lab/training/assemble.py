@@ -20,6 +20,7 @@ from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
+from lab.exchange.gate import admit
 from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import one_line
@@ -87,12 +88,15 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     task = build_task(config.task)
     shapes = output_shapes(task, data)
     model, sizes = _build_model(config, data, shapes[0][-1], world)
-    _check_outputs(task, model, data, shapes, world.device)
+    _check_outputs(task, model, data, shapes, world.device)  # lazy modules get their weights here
+    sizes |= count(model)
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
     progress = Progress(total_steps(settings, data.num_train, batch_size))
     optim = make_optim(config.optim, batch_size)
     exchange: Exchange = build(config.exchange)
+    _admit(model, exchange)
+    replicas.broadcast_state(model, world)
     asynchronous = exchange.asynchronous(world.comm)
     worker = make_worker(config.overlap, world.device, world.comm.backend, asynchronous)
     watch.worker = worker
@@ -240,8 +244,14 @@ def _build_model(
     model = model.to(world.device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    replicas.broadcast_state(model, world)
-    return model, {**sizes, **count(model)}
+    return model, sizes
+
+
+def _admit(model: nn.Module, exchange: Exchange) -> None:
+    try:
+        admit(model, exchange)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _require_like_gpus(world: World, *parts: Exchange | Sync) -> None:

@@ -1,0 +1,140 @@
+"""The gate: which parameters an exchange takes, decided once, before the first step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lab.exchange.base import ADDED, Exchange
+from lab.exchange.layout import is_dense
+
+COMPILED = "_orig_mod."  # torch.compile puts it into names
+
+
+def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of `model` by name, ready for `exchange`.
+
+    Every entrance calls this, so they all take the same models. A parameter that is a slice of a
+    larger tensor (columns, every other row) gets memory of its own, with the same values: kernels
+    that read or write consecutive values, such as those of torch's fused optimizers on CPUs, would
+    otherwise reach into its neighbours.
+
+    Raises:
+        ValueError: a parameter that cannot be exchanged rightly; names it and says what to do.
+    """
+    parameters = trainable(model)
+    if not any(p.numel() for p in parameters.values() if not is_lazy(p)) and not any(
+        map(is_lazy, parameters.values())
+    ):
+        raise ValueError("model: has no trainable parameters, so there is nothing to exchange")
+    for name, parameter in parameters.items():
+        if problem := _problem(parameter, exchange):
+            raise ValueError(f"{name}: {problem}")
+    devices = {p.device: name for name, p in reversed(parameters.items())}
+    if len(devices) > 1:
+        (device, name), (other, first), *_ = devices.items()
+        raise ValueError(
+            f"{name}: lies on {device}, and {first} on {other}; a rank needs its model on one "
+            "device: model.to(device)"
+        )
+    _refuse_shared_memory(parameters)
+    for parameter in parameters.values():
+        if not is_dense(parameter):
+            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return parameters
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by their names without torch.compile's part."""
+    named = model.named_parameters()
+    return {name.replace(COMPILED, ""): p for name, p in named if p.requires_grad}
+
+
+def carrier(dtype: torch.dtype, exchange: Exchange) -> torch.dtype | None:
+    """Return the real dtype in which `exchange` takes gradients of `dtype`; None: it does not."""
+    real = dtype.to_real()
+    if dtype.is_complex and exchange.delivers == "direction":
+        return None
+    if real in exchange.dtypes:
+        return real
+    return torch.float32 if real in (torch.bfloat16, torch.float16) else None
+
+
+def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
+    """Return why a parameter cannot be exchanged, and the cure; empty if it can."""
+    kind = str(parameter.dtype).removeprefix("torch.")
+    if is_lazy(parameter):
+        return "has no values yet (a lazy module); run one batch through the model first"
+    if parameter.is_meta:
+        return "has no values (device meta); build the model on its device, or use to_empty"
+    if "DTensor" in {each.__name__ for each in type(parameter).__mro__}:
+        return "is a DTensor, which another library shards; give the lab the plain module"
+    if parameter.layout != torch.strided:
+        layout = str(parameter.layout).removeprefix("torch.")
+        return f"has the layout {layout}; only dense parameters are exchanged: use to_dense()"
+    if _overlaps_itself(parameter):
+        return "several of its values share memory (expanded); give it memory of its own: clone()"
+    if carrier(parameter.dtype, exchange) is None:
+        taken = "float32, bfloat16 and float16" + (
+            ", and complex64 as pairs" if exchange.delivers == "mean" else ""
+        )
+        name = type(exchange).__name__
+        if exchange.dtypes >= ADDED:
+            return f"is {kind}, which exchange={name} does not add; allowed are float64, {taken}"
+        return (
+            f"is {kind}; exchange={name} takes {taken}; convert it, or use one that only adds, "
+            "such as allreduce"
+        )
+    return ""
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether two values of a tensor may lie in one place, as in an expanded one."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse two parameters that have values in common, of which one would be sent twice.
+
+    Raises:
+        ValueError: names both.
+    """
+    by_storage: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, p in parameters.items():
+        if p.numel():
+            size, start = p.element_size(), p.element_size() * p.storage_offset()
+            reach = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+            key = p.untyped_storage().data_ptr()
+            by_storage[key].append((start, start + (reach + 1) * size, name))
+    for extents in by_storage.values():
+        extents.sort()
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
+        if not apart:  # columns of one matrix, or the same values
+            _refuse_common_bytes({name: parameters[name] for *_, name in extents})
+
+
+def _refuse_common_bytes(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse two parameters of one storage that share a byte."""
+    names = list(parameters)
+    storage = parameters[names[0]].untyped_storage()
+    owner = torch.full((storage.nbytes(),), -1, dtype=torch.int32)
+    for number, (name, p) in enumerate(parameters.items()):
+        size = p.element_size()
+        strides = (*(size * stride for stride in p.stride()), 1)
+        own = owner.as_strided((*p.shape, size), strides, size * p.storage_offset())
+        if (other := int(own.max())) >= 0:
+            raise ValueError(
+                f"{name}: shares memory with {names[other]}; make them one parameter (assign the "
+                "same nn.Parameter to both modules), or give each its own: clone()"
+            )
+        own.fill_(number)
