@@ -38,9 +38,9 @@ class LoopSync(GradSync):
                 optimizer.step()
 
     On entry all ranks get rank 0's weights and buffers. Micro-batches before a step's last one go
-    into `with sync.accumulate():`. A parameter that backward does not reach on this rank has the mean
-    of the other ranks' gradients after `finish`; one that no rank has reached has none, as with
-    DistributedDataParallel(find_unused_parameters=True).
+    into `with sync.accumulate():`. A parameter that backward does not reach on this rank has the
+    mean of the other ranks' gradients after `finish`; one that no rank has reached has none, as
+    with DistributedDataParallel(find_unused_parameters=True).
 
     Attributes:
         settings: the composed settings that made the sync.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 from torch import Tensor
@@ -24,6 +24,17 @@ from lab.sync.last_gradient import LastGradient, waits_of_ddp
 from lab.sync.library import LibrarySync, library_bound
 from lab.sync.pattern import ddp
 
+CURES = {  # by what DDP says, in many lines
+    "mark a variable ready only once": (
+        "a gradient was complete twice in one backward, as where a module is used twice under "
+        "reentrant checkpointing; use checkpoint(use_reentrant=False), sync.static_graph=true or "
+        "strategy=overlap"
+    ),
+    "finished reduction in the prior iteration": (
+        "some parameters had no gradient in the last step; use "
+        "sync.find_unused_parameters=true or strategy=overlap"
+    ),
+}
 HOOKS = ("none", "noop", "bf16", "fp16", "powersgd", "lab")
 
 
@@ -35,12 +46,20 @@ class DDPSync(LibrarySync):
             nothing, for timing alone: replicas drift apart. "powersgd" is its PowerSGD of rank 1
             after two exact steps; its errors are DDP's own, and not in checkpoints. "lab" is the
             lab's hook (lab.sync.ddp_hook), for any exchange.
+        find_unused_parameters, static_graph: DDP's own.
 
     Raises:
         ValueError: settings that DDP or its hook does not support.
     """
 
-    def __init__(self, parts: SyncParts, *, hook: str) -> None:
+    def __init__(
+        self,
+        parts: SyncParts,
+        *,
+        hook: str,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+    ) -> None:
         if hook not in HOOKS:
             raise ValueError(f"sync.hook={hook}: allowed are {', '.join(HOOKS)}")
         if not parts.overlap or not parts.bucket_mb:
@@ -53,8 +72,15 @@ class DDPSync(LibrarySync):
         if not isinstance(parts.comm, TorchComm):
             raise ValueError("strategy=ddp: runs over torch.distributed only")
         _check(hook, parts, parts.comm.backend, gradient_bytes)
+        for buffer in parts.model.buffers():
+            if 0 in buffer.stride():  # DDP writes to buffers, which it cannot to expanded ones
+                buffer.data = buffer.detach().contiguous()
         self.wrapped = DistributedDataParallel(
-            parts.module, bucket_cap_mb=parts.bucket_mb, process_group=parts.comm.group
+            parts.module,
+            bucket_cap_mb=parts.bucket_mb,
+            process_group=parts.comm.group,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
         )
         self.module = self.wrapped
         self._power: powerSGD_hook.PowerSGDState | None = None
@@ -116,13 +142,26 @@ class DDPSync(LibrarySync):
             return super().error_bound(largest, size)
         return library_bound(self._hook_name, largest, size)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, last: bool) -> Generator[None]:
+        """Enclose one micro-batch.
+
+        Raises:
+            RuntimeError: DDP does not support the model as it is; says which setting would.
+        """
         if self._last:
             self._last.clock = self.clock
         if self._lab is not None:
             self._lab.step, self._lab.loss_scale = self.step, self.loss_scale
             self._lab.clock = self.clock
-        return nullcontext() if last else self.wrapped.no_sync()
+        try:
+            with nullcontext() if last else self.wrapped.no_sync():
+                yield
+        except RuntimeError as error:
+            cures = [cure for words, cure in CURES.items() if words in str(error)]
+            if not cures:
+                raise
+            raise RuntimeError(f"strategy=ddp: {cures[0]}") from None
 
     def finish(self) -> Tensor | None:
         """Count what DDP sent; backward has exchanged the gradients."""
