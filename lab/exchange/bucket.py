@@ -42,6 +42,7 @@ class GradBucket:
         buffers: see ScratchBuffers.
         copied: gradients that are no views of `flat`, each with its values in `flat`, to which
             `unpack` copies the mean.
+        lacking: names of parameters without a gradient on this rank, which count as zeros.
     """
 
     shapes: dict[str, torch.Size]
@@ -51,6 +52,7 @@ class GradBucket:
     finite: Tensor | None = None
     buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
     copied: Sequence[tuple[Tensor, Tensor]] = ()
+    lacking: Sequence[str] = ()
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield each parameter's name and its range in `flat`."""
@@ -121,17 +123,27 @@ class BucketPlan:
         """True if all gradients can be views of the buffer."""
         return all(self._are_views)
 
-    def lacking(self) -> list[str]:
-        """Return the names of the parameters that have no gradient."""
-        return [name for name, parameter in self.parameters.items() if parameter.grad is None]
-
     def pack(self, step: int, divided: bool = False) -> GradBucket:
         """Return this step's bucket. A parameter without a gradient counts as zeros, and gets one.
 
         `.grad` of each parameter is the mean once the exchange has ended and `unpack` was called.
         """
-        flat, copied = self._in_place() or self._gather()
-        return GradBucket(self.shapes, flat, step, divided, buffers=self._buffers, copied=copied)
+        flat = self._in_place()
+        if flat is not None:
+            return GradBucket(self.shapes, flat, step, divided, buffers=self._buffers)
+        if self._buffer is None:
+            self._buffer = self._allocated()
+        bucket = GradBucket(self.shapes, self._buffer, step, divided, buffers=self._buffers)
+        parameters = list(self._in_flat.values())
+        gradients = [parameter.grad for parameter in parameters]
+        present = [g for g in gradients if g is not None and not g.is_sparse]
+        if not self.has_views or len(present) < len(gradients):
+            self._pack_each(bucket)
+            return bucket
+        torch._foreach_copy_(self._values, present)
+        for parameter, values in zip(parameters, self._values, strict=True):
+            parameter.grad = values
+        return bucket
 
     def __str__(self) -> str:
         return label(self.shapes)
@@ -141,48 +153,40 @@ class BucketPlan:
         """Which gradients can be views of the buffer; a sync may move weights until it is asked."""
         return [p.dtype == self.dtype and is_rows_first(p) for p in self._in_flat.values()]
 
-    def _in_place(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
-        """Return the single gradient's own memory, if it can be exchanged there."""
+    def _in_place(self) -> Tensor | None:
+        """Return the single gradient's own memory, [num_values], if it can be exchanged there."""
         if not self.in_place or not self.has_views:
             return None
         (parameter,) = self.parameters.values()
         gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
+        if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
             return None
-        if gradient.stride() != parameter.stride():
-            return None
-        return gradient.as_strided((gradient.numel(),), (1,)), []
+        return gradient.as_strided((gradient.numel(),), (1,))
 
-    def _gather(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        if self._buffer is None:
-            self._allocate()
-        assert self._buffer is not None
-        to: list[Tensor] = []
-        gradients: list[Tensor] = []
+    def _pack_each(self, bucket: GradBucket) -> None:
+        """Copy gradients of any kind into the buffer, and note what `unpack` is to copy back."""
         copied: list[tuple[Tensor, Tensor]] = []
-        rows = zip(self._in_flat.values(), self._values, self._are_views, strict=True)
-        for parameter, values, is_view in rows:
-            gradient = parameter.grad
-            if gradient is None:
+        lacking: list[str] = []
+        rows = zip(self._in_flat.items(), self._values, self._are_views, strict=True)
+        for (name, parameter), values, is_view in rows:
+            if parameter.grad is None:
+                lacking.append(name)
                 values.zero_()
+                gradient = torch.empty_like(parameter)
             else:
-                gradient = dense(gradient)
-                to.append(values)
-                gradients.append(as_real(gradient))
-            if is_view:
-                parameter.grad = values
-            else:
-                parameter.grad = torch.empty_like(parameter) if gradient is None else gradient
-                copied.append((as_real(parameter.grad), values))
-        if to:
-            torch._foreach_copy_(to, gradients)
-        return self._buffer, copied
+                gradient = dense(parameter.grad)
+                values.copy_(as_real(gradient))
+            parameter.grad = values if is_view else gradient
+            if not is_view:
+                copied.append((as_real(gradient), values))
+        bucket.copied, bucket.lacking = copied, lacking
 
-    def _allocate(self) -> None:
+    def _allocated(self) -> Tensor:
+        """Return the buffer, and make its views."""
         first = next(iter(self._in_flat.values()))
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        self._buffer = first.new_zeros(self.num_values + self._missing, dtype=self.dtype)
-        parts = self._buffer[: self.num_values].split(sizes)
+        buffer = first.new_zeros(self.num_values + self._missing, dtype=self.dtype)
+        parts = buffer[: self.num_values].split(sizes)
         # A view has its parameter's layout (e.g. channels-last), as fused optimizers expect.
         self._values = [
             part.as_strided(p.shape, p.stride()) if is_view else part.view(shape)
@@ -190,6 +194,7 @@ class BucketPlan:
                 parts, self._in_flat.values(), self.shapes.values(), self._are_views, strict=True
             )
         ]
+        return buffer
 
 
 def plan(

@@ -54,6 +54,25 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace(COMPILED, ""): p for name, p in named if p.requires_grad}
 
 
+def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that do not train, by name."""
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def refuse_thawed(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters, `frozen` when the exchange was set up, that train by now.
+
+    Raises:
+        RuntimeError: names one that has a gradient, which no other rank would get.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and parameter.grad is not None:
+            raise RuntimeError(
+                f"{name}: was frozen when the exchange was set up, so its gradient reaches no "
+                "other rank; set it up with requires_grad=True, and freeze the parameter later"
+            )
+
+
 def carrier(dtype: torch.dtype, exchange: Exchange) -> torch.dtype | None:
     """Return the real dtype in which `exchange` takes gradients of `dtype`; None: it does not."""
     real = dtype.to_real()
@@ -112,8 +131,10 @@ def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
     by_storage: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for name, p in parameters.items():
         if p.numel():
-            size, start = p.element_size(), p.element_size() * p.storage_offset()
-            reach = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+            size, start = p.element_size(), p.element_size() * int(p.storage_offset())
+            reach = sum(
+                (n - 1) * int(stride) for n, stride in zip(p.shape, p.stride(), strict=True)
+            )
             key = p.untyped_storage().data_ptr()
             by_storage[key].append((start, start + (reach + 1) * size, name))
     for extents in by_storage.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from lab.exchange.bucket import BucketPlan, GradBucket
 
@@ -13,18 +12,17 @@ class _Packed:
 
     def __init__(self, plan: BucketPlan, num_parts: int) -> None:
         self.plan, self._num_parts = plan, num_parts
-        self._flat: Tensor | None = None
+        self._whole: GradBucket | None = None
         self._left = 0  # parts that have not left in this step
 
-    def take(self, part: range, step: int, divided: bool) -> Tensor:
-        """Return the values of `part`, each of which is taken once a step."""
-        if self._flat is None:
-            self._flat, self._left = self.plan.pack(step, divided).flat, self._num_parts
-        values = self._flat[part.start : part.stop]
+    def take(self, step: int, divided: bool) -> GradBucket:
+        """Return the whole bucket; each part calls this once a step."""
+        whole = self._whole
+        if whole is None:
+            whole, self._left = self.plan.pack(step, divided), self._num_parts
         self._left -= 1
-        if not self._left:
-            self._flat = None  # so that the gradient's memory can be freed
-        return values
+        self._whole = whole if self._left else None  # so that its memory can be freed
+        return whole
 
 
 class PartPlan(BucketPlan):
@@ -46,8 +44,9 @@ class PartPlan(BucketPlan):
         return len(self._part) * parameter.element_size()
 
     def pack(self, step: int, divided: bool = False) -> GradBucket:
-        flat = self._packed.take(self._part, step, divided)
-        return GradBucket(self.shapes, flat, step, divided)
+        whole, part = self._packed.take(step, divided), self._part
+        values = whole.flat[part.start : part.stop]
+        return GradBucket(self.shapes, values, step, divided, lacking=whole.lacking)
 
 
 def in_parts(plan: BucketPlan, parts: list[range]) -> list[BucketPlan]:

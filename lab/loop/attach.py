@@ -89,7 +89,8 @@ def ddp_comm_hook(
     try:
         if exchange.needs_like_gpus:
             replicas.require_like_gpus(type(exchange).__name__, world)
-        state = LoopState(wrapped.module, exchange, world.comm, worker, guard)
+        finds_unused = wrapped.find_unused_parameters
+        state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     settings: Any = OmegaConf.to_container(config, resolve=True)

@@ -112,7 +112,13 @@ class DDPSync(LibrarySync):
             return self._power, powerSGD_hook.powerSGD_hook
         if hook == "lab":
             self._wire_bytes = 0  # the comm counts what its exchange sends
-            self._lab = HookState(parts.model, parts.exchange, parts.comm, parts.worker)
+            self._lab = HookState(
+                parts.model,
+                parts.exchange,
+                parts.comm,
+                parts.worker,
+                finds_unused=self.wrapped.find_unused_parameters,
+            )
             return self._lab, exchange_hook
         return None, None
 

@@ -18,10 +18,11 @@ from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, ScratchBuffers, label
-from lab.exchange.gate import COMPILED, admit, carrier
+from lab.exchange.gate import COMPILED, admit, carrier, frozen, refuse_thawed
 from lab.exchange.layout import as_real, is_dense, is_rows_first, travel_shape
 from lab.measure.clock import Clock
 from lab.sync.observed import observed
+from lab.sync.reached import Reached
 from lab.sync.spoiled import SpoiledState
 
 
@@ -39,6 +40,7 @@ class HookState:
         comm: connects the ranks, apart from DDP's own process group.
         worker: runs exchanges while backward computes.
         guard: protects the exchange's state; None: the caller does.
+        finds_unused: DDP leaves alone what no rank reached, as find_unused_parameters=True asks.
 
     Attributes:
         step: exchanges of all gradients so far.
@@ -61,6 +63,7 @@ class HookState:
         comm: Comm,
         worker: Worker,
         guard: SpoiledState | None = None,
+        finds_unused: bool = False,
     ) -> None:
         exchange.check_reach(comm)
         trainable = admit(model, exchange)
@@ -78,10 +81,14 @@ class HookState:
         self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
-        if exchange.asynchronous(comm):
-            for parameter in trainable.values():
+        self._frozen = frozen(model)
+        self._fired: set[str] = set()  # since the last exchange
+        self._reached = Reached(trainable, exchange, self._device) if finds_unused else None
+        if exchange.asynchronous(comm) or finds_unused:
+            for name, parameter in trainable.items():
                 register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-                self._hooks.append(cast(RemovableHandle, register(self._advance)))
+                call = partial(self._gradient_ready, name)
+                self._hooks.append(cast(RemovableHandle, register(call)))
 
     @property
     def keeps_replicas_equal(self) -> bool:
@@ -134,6 +141,8 @@ class HookState:
                 self.loss_scale = self._guard.begin_step()
         buffer = bucket.buffer()
         packed = self._pack(cast(list[nn.Parameter], bucket.parameters()), buffer)
+        if self._reached:
+            self._reached.lacks([name for name in packed.shapes if name not in self._fired])
         self._exchanged.append((packed, buffer))
         # With its device, the future holds an event of the exchange's stream to wait for.
         future = Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
@@ -144,8 +153,9 @@ class HookState:
             self._end_step()
         return future
 
-    def _advance(self, _parameter: Tensor) -> None:
+    def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
         """Let exchanges under way go on whenever a gradient arrives, as GradSync does."""
+        self._fired.add(name)
         self.worker.advance()
 
     def _pack(self, parameters: list[nn.Parameter], buffer: Tensor) -> GradBucket:
@@ -156,18 +166,25 @@ class HookState:
         dtype = carrier(buffer.dtype, self.exchange)
         assert dtype is not None  # `admit` has refused others
         # DDP lays dense gradients out like their parameters, and others row-major.
-        as_it_lies = all(is_rows_first(p) or not is_dense(p) for p in present.values())
+        as_it_lies = all(
+            p.is_contiguous() or is_rows_first(p) or not is_dense(p) for p in present.values()
+        )
         if as_it_lies and dtype == buffer.dtype:
             return GradBucket(shapes, buffer, self.step, buffers=memory)
+        pairs = any(p.is_complex() for p in present.values())  # or none: they are of one dtype
+        whole = torch.view_as_complex(buffer.view(-1, 2)) if pairs else buffer
         views = [
             as_real(part.as_strided(p.shape, p.stride()) if is_dense(p) else part.view(p.shape))
             for part, p in zip(
-                buffer.split([p.numel() for p in present.values()]), present.values(), strict=True
+                torch.split(whole, [p.numel() for p in present.values()]),
+                present.values(),
+                strict=True,
             )
         ]
         sizes = [shape.numel() for shape in shapes.values()]
         flat = memory["flat"].take(buffer.new_empty(0, dtype=dtype), sum(sizes))
-        values = [part.view(s) for part, s in zip(flat.split(sizes), shapes.values(), strict=True)]
+        parts = torch.split(flat, sizes)
+        values = [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
         torch._foreach_copy_(values, views)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         copied = [*zip(views, values, strict=True)]
         return GradBucket(shapes, flat, self.step, buffers=memory, copied=copied)
@@ -185,7 +202,13 @@ class HookState:
         future.set_result(buffer)
 
     def _end_step(self) -> None:
+        refuse_thawed(self._frozen)
+        if self._reached:
+            self._reached.begin(self.comm, self.worker)
         self.worker.wait()
+        if self._reached:
+            self._reached.nowhere()  # DDP leaves their gradients alone
+        self._fired.clear()
         if self.clock:
             self.clock.next_phase("update")
         buckets = [packed for packed, _ in self._exchanged]
@@ -204,7 +227,8 @@ def _refuse_sparse(model: nn.Module) -> None:
     Raises:
         ValueError: names one.
     """
-    for name, module in model.named_modules():
+    modules = cast(Iterator[tuple[str, nn.Module]], model.named_modules())
+    for name, module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
                 f"{name or 'model'}.weight: has sparse gradients (sparse=True), which DDP gives to "

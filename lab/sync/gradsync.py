@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.collective import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
-from lab.exchange.gate import admit, carrier
+from lab.exchange.gate import admit, carrier, frozen, refuse_thawed
 from lab.sync.base import Sync, SyncParts, SyncState
 from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
@@ -63,14 +62,14 @@ class GradSync(Sync):
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same
         parameters = admit(parts.model, self.exchange)
-        self._frozen = {n: p for n, p in parts.model.named_parameters() if not p.requires_grad}
+        self._frozen = frozen(parts.model)
         self._device = next(iter(parameters.values())).device
         self._plan = partial(
             plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=self._carrier
         )
         self._arrived: dict[str, None] = {}  # in the first step, in the order of the last growth
-        self._grown = Counter[str]()  # how often gradients have grown in this step
-        self._complete_at: Counter[str] | None = None  # and do in each; None: not known yet
+        self._grown: dict[str, int] = {}  # how often gradients have grown in this step
+        self._complete_at: dict[str, int] | None = None  # and do in each; None: not known yet
         self._armed = False
         self._hooks: list[RemovableHandle] = []
         self._use(self._plan())
@@ -138,12 +137,7 @@ class GradSync(Sync):
         Raises:
             RuntimeError: a parameter trains that no exchange knows.
         """
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise RuntimeError(
-                    f"{name}: has a gradient, but was frozen when the exchange was set up, so no "
-                    "other rank gets it; unfreeze it before, and set requires_grad=False later"
-                )
+        refuse_thawed(self._frozen)
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         if self._reached:
@@ -204,28 +198,28 @@ class GradSync(Sync):
     def _begin_step(self) -> None:
         if self._complete_at is None and self._grown:
             self._complete_at = self._grown
-        self._grown = Counter()
+        self._grown = {}
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._exchanged: list[GradBucket] = []
 
     def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
         if not self._armed:
             return
-        self._grown[name] += 1
+        self._grown[name] = grown = self._grown.get(name, 0) + 1
         if self._complete_at is None:
             self._arrived.pop(name, None)
             self._arrived[name] = None
             return
         self.worker.advance()
         places = self._buckets_of[name]
-        if min(places) < len(self._exchanged):
+        if places[0] < len(self._exchanged):
             raise RuntimeError(
-                f"{name}: its gradient grew again after it had left, {self._grown[name]} times in "
-                f"this step and {self._complete_at[name]} in the first; all backwards of a step "
+                f"{name}: its gradient grew again after it had left, {grown} times in this step "
+                f"and {self._complete_at.get(name, 0)} in the first; all backwards of a step "
                 "but the last belong into sync.accumulate(), and recomputation should be "
                 "checkpoint(use_reentrant=False); overlap=false takes gradients that grow anyhow"
             )
-        if self._grown[name] != (self._complete_at[name] or 1):
+        if grown != self._complete_at.get(name, 1):
             return
         for place in places:
             self._missing[place] -= 1
@@ -259,10 +253,9 @@ class GradSync(Sync):
 
     def _submit_next(self) -> None:
         with self.clock.exchange_work() if self.clock else nullcontext():
-            plan = self.buckets[len(self._exchanged)]
-            if self._reached:
-                self._reached.lacks(plan.lacking())
-            bucket = plan.pack(self.step, self.divides_loss)
+            bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
+            if bucket.lacking and self._reached:
+                self._reached.lacks(bucket.lacking)
         self._exchanged.append(bucket)
         label = f"{type(self.exchange).__name__} of bucket {bucket}"
         job = partial(self._stages, bucket)

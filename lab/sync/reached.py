@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,22 +36,20 @@ class Reached:
         self._index = {name: place for place, name in enumerate(names)}
         self._exchange = exchange
         self._all = torch.ones(len(self._index), device=device)
-        self._lacking: list[str] = []
+        self._lacking: dict[str, None] = {}
         self._kept: dict[str, dict[str, Tensor]] = {}  # by kind and lacking parameter
         self._counts: Tensor | None = None
 
     def lacks(self, names: Sequence[str]) -> None:
         """Note parameters without a gradient on this rank, before their exchange begins."""
-        if not names:
-            return
-        self._lacking += names
+        self._lacking.update(dict.fromkeys(names))
         for kind, tensors in self._exchange.state_dict().items():
             kept = self._kept.setdefault(kind, {})
             kept.update({name: tensors[name].clone() for name in names if name in tensors})
 
     def is_lacking(self, names: Iterable[str]) -> bool:
         """Return whether this rank lacks the gradient of one of `names` in this step."""
-        return bool(self._lacking) and not set(self._lacking).isdisjoint(names)
+        return bool(self._lacking) and not self._lacking.keys().isdisjoint(names)
 
     def begin(self, comm: Comm, worker: Worker) -> None:
         """Begin to add up the flags of this step, after its last exchange has begun."""
@@ -68,12 +66,12 @@ class Reached:
 
     def nowhere(self) -> list[str]:
         """Return the parameters that no rank has reached, once all exchanges have ended."""
-        lacking, self._lacking = self._lacking, []
+        lacking, self._lacking = self._lacking, {}
         kept, self._kept = self._kept, {}
         if not lacking:
             return []
         assert self._counts is not None  # `begin` came first
-        counts = self._counts.tolist()
+        counts = cast(list[float], self._counts.tolist())  # pyright: ignore[reportUnknownMemberType]
         nowhere = [name for name in lacking if not counts[self._index[name]]]
         if nowhere:
             self._put_back(
