@@ -491,7 +491,7 @@ def test_a_state_of_another_exchange_is_refused() -> None:
 
 def backward_several_times() -> tuple[float, str]:
     """Return how far two backwards in each step are off, and what a third one meets."""
-    with joined() as rank, lab.grad_sync(net := Net(), "allreduce", bucket_mb=0.02) as sync:
+    with joined() as rank, lab.grad_sync(net := Net(), "overlap", bucket_mb=0.02) as sync:
         for step in range(2):
             net.zero_grad()
             for part in range(2):
