@@ -41,7 +41,7 @@ def require_like_gpus(who: str, world: World) -> None:
 def broadcast_state(model: nn.Module, world: World) -> None:
     """Broadcast rank 0's weights and buffers, in whatever layout and dtype they are."""
     for tensor in (*model.parameters(), *model.buffers()):
-        _broadcast(tensor.detach(), world)
+        _broadcast(tensor, world)
 
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
@@ -52,9 +52,10 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
     """
     with world.comm.traffic.uncounted():
         for buffer in model.buffers():
-            _broadcast(buffer.detach(), world)
+            _broadcast(buffer, world)
 
 
+@torch.no_grad()
 def _broadcast(tensor: torch.Tensor, world: World) -> None:
     """Replace a tensor's values by rank 0's. They travel as bytes, in logical order."""
     if tensor.layout != torch.strided:

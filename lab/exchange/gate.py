@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,23 +55,39 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace(COMPILED, ""): p for name, p in named if p.requires_grad}
 
 
-def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that do not train, by name."""
-    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
+class Outside:
+    """The parameters of a model that no exchange was set up for: frozen ones, and any to come.
 
-
-def refuse_thawed(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters, `frozen` when the exchange was set up, that train by now.
-
-    Raises:
-        RuntimeError: names one that has a gradient, which no other rank would get.
+    Args:
+        admitted: the others, a result of `admit`.
     """
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and parameter.grad is not None:
-            raise RuntimeError(
-                f"{name}: was frozen when the exchange was set up, so its gradient reaches no "
-                "other rank; set it up with requires_grad=True, and freeze the parameter later"
-            )
+
+    def __init__(self, model: nn.Module, admitted: Mapping[str, nn.Parameter]) -> None:
+        self._model, self._admitted = model, {id(p) for p in admitted.values()}
+        self._parameters = self._found()
+        self._is_first_step = True
+
+    def refuse_trained(self) -> None:
+        """Refuse a model in which one of them trains; call this in each step, after backward.
+
+        Parameters that a model registered by itself are looked for once, after the first backward.
+
+        Raises:
+            RuntimeError: names one that has a gradient, which no other rank would get.
+        """
+        if self._is_first_step:
+            self._parameters, self._is_first_step = self._found(), False
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{name}: was frozen, or not there, when the exchange was set up, so its "
+                    "gradient reaches no other rank; set it up with requires_grad=True, and freeze "
+                    "the parameter later"
+                )
+
+    def _found(self) -> dict[str, nn.Parameter]:
+        named = self._model.named_parameters()
+        return {name: p for name, p in named if id(p) not in self._admitted}
 
 
 def carrier(dtype: torch.dtype, exchange: Exchange) -> torch.dtype | None:

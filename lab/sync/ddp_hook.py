@@ -18,7 +18,7 @@ from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, ScratchBuffers, label
-from lab.exchange.gate import COMPILED, admit, carrier, frozen, refuse_thawed
+from lab.exchange.gate import COMPILED, Outside, admit, carrier
 from lab.exchange.layout import as_real, is_dense, is_rows_first, travel_shape
 from lab.measure.clock import Clock
 from lab.sync.observed import observed
@@ -81,7 +81,7 @@ class HookState:
         self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
-        self._frozen = frozen(model)
+        self._outside = Outside(model, trainable)
         self._fired: set[str] = set()  # since the last exchange
         self._reached = Reached(trainable, exchange, self._device) if finds_unused else None
         if exchange.asynchronous(comm) or finds_unused:
@@ -202,7 +202,7 @@ class HookState:
         future.set_result(buffer)
 
     def _end_step(self) -> None:
-        refuse_thawed(self._frozen)
+        self._outside.refuse_trained()
         if self._reached:
             self._reached.begin(self.comm, self.worker)
         self.worker.wait()

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.collective import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
-from lab.exchange.gate import admit, carrier, frozen, refuse_thawed
+from lab.exchange.gate import Outside, admit, carrier
 from lab.sync.base import Sync, SyncParts, SyncState
 from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
@@ -62,7 +62,7 @@ class GradSync(Sync):
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same
         parameters = admit(parts.model, self.exchange)
-        self._frozen = frozen(parts.model)
+        self._outside = Outside(parts.model, parameters)
         self._device = next(iter(parameters.values())).device
         self._plan = partial(
             plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=self._carrier
@@ -137,7 +137,7 @@ class GradSync(Sync):
         Raises:
             RuntimeError: a parameter trains that no exchange knows.
         """
-        refuse_thawed(self._frozen)
+        self._outside.refuse_trained()
         while len(self._exchanged) < len(self.buckets):
             self._submit_next()
         if self._reached:
