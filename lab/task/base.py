@@ -13,7 +13,8 @@ class Task(ABC):
     """The loss and metrics of a model's outputs, given the targets of a batch.
 
     A sample has one prediction or several: the class of an image; a token at each position of a
-    sequence; a value of each pixel. Losses and metrics are means over predictions, never over samples or batches.
+    sequence; a value of each pixel. Losses and metrics are means over predictions, never over
+    samples or batches.
 
     Attributes:
         name: the task's choice in the group `task`.
