@@ -147,6 +147,7 @@ class _Counter(TorchDispatchMode):
         self._starts: list[int] = []
         self.called: list[str] = []
         self.counted: list[Counted] = []
+        self._tasks: list[int] = []  # which backward each is part of
 
     def __enter__(self) -> _Counter:
         for name, module in self._layers.items():
@@ -158,6 +159,14 @@ class _Counter(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._stack.close()
+        # Backward computes again with gradients on, in an activation checkpoint, and else without;
+        # a backward that is to be differentiated itself does all with them, and nothing again.
+        every = list(zip(self.counted, self._tasks, strict=True))
+        plain = {task for (place, *_), task in every if not place[3]}
+        self.counted = [
+            ((*place[:3], place[3] and task in plain), flops, num_bytes)
+            for (place, flops, num_bytes), task in every
+        ]
 
     def _begin(self, name: str) -> None:
         if torch._C._current_autograd_node() is not None:
@@ -176,7 +185,8 @@ class _Counter(TorchDispatchMode):
         flops = operations_of(func._overloadpacket, args, kwargs, out)
         tensors = (each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
         num_bytes = sum(math.prod(each.shape) * each.itemsize for each in tensors)
-        again = node is not None and torch.is_grad_enabled()  # an activation checkpoint
+        again = node is not None and torch.is_grad_enabled()
+        self._tasks.append(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
         place = self._layer(node), node is not None, func._overloadpacket.__name__, again
         self.counted.append((place, flops, num_bytes))
         return out
