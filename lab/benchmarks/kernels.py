@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.request import Request
 from lab.layers.kernels import kernels_of
-from lab.layers.trace import read_events
+from lab.layers.trace import left_out, read_events
 from lab.measure.environment import environment, git_commit
 from lab.settings.config import ConfigError
 
@@ -29,13 +30,15 @@ def measure(path: Path, request: Request) -> dict[str, Any]:
             raise ConfigError(f"{word}: is not used with trace=, whose counts others made")
     try:
         events = read_events(path)
-        found = kernels_of(events)
     except ValueError as error:
         raise ConfigError(f"trace={error}") from None
+    skipped: Counter[str] = Counter()
+    found = kernels_of(events, skipped)
     if not found or not found[0].metrics:
+        without = f"; left out: {left_out(skipped)}" if skipped else ""
         raise ConfigError(
-            f"trace={path}: holds no metrics of kernels (events of category cuda_profiler_range); "
-            f"to record them: {RECORDING}"
+            f"trace={path}: holds no metrics of kernels (events of category cuda_profiler_range)"
+            f"{without}; to record them: {RECORDING}"
         )
     total, *kernels = found
     return {
@@ -44,6 +47,7 @@ def measure(path: Path, request: Request) -> dict[str, Any]:
         "total": asdict(total),
         "trace": path.name,
         "num_events": len(events),
+        "skipped": dict(skipped),
         "emulation": "none",
         "environment": environment(1, asks_tools=False),
         "git_commit": git_commit(),

@@ -210,6 +210,7 @@ def check_of(
         error_bound=sync.error_bound,
         settings=exchange,
         counts_itself=not pattern.by_library,
+        exchange=None if pattern.by_library else sync.exchange,
     )
     if pattern.legs == (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT):
         return RootCheck(model, sync, replace(about, promise="gradients averaged once at the root"))

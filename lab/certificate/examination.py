@@ -26,6 +26,7 @@ from lab.certificate.traffic import (
 )
 from lab.certificate.verdict import Verdict, bounds, judge, unequal_at_start
 from lab.certificate.watch import Seen
+from lab.exchange.base import Exchange
 from lab.record.certificate import Certificate
 
 NO_GRADIENT = (
@@ -61,6 +62,7 @@ class About:
         settings: of the exchange, which its formula reads; None: unknown.
         counts_itself: the exchange's bytes are counted as they are sent, not as a library says.
         promise: what ranks are left with, in the certificate's words.
+        exchange: the lab's; None: a library's.
     """
 
     gather: Callable[[Tensor], Tensor]
@@ -72,6 +74,7 @@ class About:
     settings: Mapping[str, Any] | None = None
     counts_itself: bool = True
     promise: str = "gradients averaged once"
+    exchange: Exchange | None = None
 
 
 @dataclass

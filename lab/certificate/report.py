@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lab.certificate.traffic import TOLERANCE
+from lab.exchange.uncompressed import left_exact
 from lab.record.certificate import Certificate, Finding, Outcome
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def certificate(done: Examination) -> Certificate:
         said = f"{about.promise} over {about.size} of {about.num_launched}, {counted}"
     else:
         said = f"gradients not checked, because {_why_alike(done)} on all parameters"
-    line = f"certificate: {equal}, {said}, {bytes_.words}"
+    line = "; ".join([f"certificate: {equal}, {said}, {bytes_.words}", *_left_exact(done)])
     return Certificate(
         holds=True,
         line=line,
@@ -95,6 +96,12 @@ def _of_gradients(done: Examination, proven: int) -> list[Finding]:
             outcome, detail = "not checked", "one exchange was seen, so no buffer was used again"
         findings.append(Finding(name, outcome, detail))
     return findings
+
+
+def _left_exact(done: Examination) -> list[str]:
+    """Say what a codec leaves as it is, beside the bytes that it saves less by."""
+    shapes = {name: p.shape for name, p in zip(done.names, done.parameters, strict=True)}
+    return left_exact(done.about.exchange, shapes) if done.about.exchange else []
 
 
 def _why_alike(done: Examination) -> str:

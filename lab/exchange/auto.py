@@ -10,7 +10,7 @@ import torch
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite
 from lab.exchange.contest import Contest, preferred
@@ -148,6 +148,15 @@ class Auto(Composite):
         place = {name: at for at, name in enumerate(self.parts)}
         self.chosen = {key[0]: place[name] for key, name in winner.items()}
         self.tried, self._chosen_at, self._trial = trial.tried(), step, None
+
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        buckets = (bucket for bucket in self._costs if bucket[0] in self.chosen)
+        places = {name: self.chosen[bucket[0]] for bucket in buckets for name in bucket}
+        chosen, parts = {*self.chosen.values()}, [*self.parts.items()]
+        for place in sorted(chosen):  # buckets are unknown to a run that resumed with the choice
+            taken = {n: s for n, s in shapes.items() if len(chosen) == 1 or places.get(n) == place}
+            name, exchange = parts[place]
+            yield from exchange.left_exact(taken, f"{key}{self._keys[name]}")
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the chosen exchange of each bucket, and what was predicted and timed."""

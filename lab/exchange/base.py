@@ -106,6 +106,15 @@ class Exchange(ABC):
         """
         return 0.0 if self.exact else math.inf
 
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        """Yield how many values its codec sends as they are, and which; none if it has no codec.
+
+        Args:
+            shapes: of the parameters that are exchanged, by name.
+            key: of this exchange among the settings.
+        """
+        yield from ()
+
     def made_of(self) -> Iterable[Exchange]:
         """Return the exchanges that this one is made of."""
         return ()

@@ -32,11 +32,16 @@ class Composite(Exchange):
         for name, exchange in parts.items():
             require_mean(f"{key}{name}", exchange)
         self.parts = dict(parts)
+        self._keys = {name: f"{key}{name}".removeprefix("exchange") for name in parts}
         everyone = self.parts.values()
         self.dtypes = frozenset.intersection(*(exchange.dtypes for exchange in everyone))
         self.exact = all(exchange.exact for exchange in everyone)
         self.needs_send_recv = any(exchange.needs_send_recv for exchange in everyone)
         self.needs_like_gpus = any(exchange.needs_like_gpus for exchange in everyone)
+
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        for name, exchange in self.parts.items():
+            yield from exchange.left_exact(shapes, f"{key}{self._keys[name]}")
 
     def made_of(self) -> Iterable[Exchange]:
         return self.parts.values()

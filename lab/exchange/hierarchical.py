@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -145,6 +147,20 @@ class Hierarchical(Staged):
         for name, start, stop in part.spans():
             if name in self.carried:
                 part.flat[start:stop] += record_stream(self.carried.pop(name))
+
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        nodes = self._levels.nodes if self._levels else ()
+        inter = f"{key}.inter"
+        if len(nodes) == 1 and not self.exact:
+            which = f"there is one node, and {inter}={type(self.inter).__name__} is between nodes"
+            yield sum(map(math.prod, shapes.values())), which
+            return
+        rails = num_rails(nodes) if nodes else 1
+        found: Counter[str] = Counter()
+        for rail in range(rails):
+            for number, which in self.inter.left_exact(part_shapes(shapes, rail, rails), inter):
+                found[which] += number
+        yield from ((number, which) for which, number in found.items())
 
     def made_of(self) -> Iterable[Exchange]:
         return (self.inter,)

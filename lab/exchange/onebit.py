@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -129,6 +130,18 @@ class OneBit(Relayed, ErrorFeedback):
     def _matrix(self, name: str, start: int, shape: Sequence[int]) -> Matrix | None:
         rows = quantised(shape, self.granularity, self.block_size, self.min_columns)
         return Matrix(name, start, *rows) if rows else None
+
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            which = f"all of a run of {self.total_steps} steps, with {key}.warmup_steps="
+            yield sum(map(math.prod, shapes.values())), f"{which}{self.warmup_steps}"
+            return
+        which = f"vectors, and rows shorter than {key}.min_columns={self.min_columns}"
+        if self.granularity == "block":
+            which = f"what fills no block of {key}.block_size={self.block_size}"
+        taken = (self._matrix(name, 0, shape) for name, shape in shapes.items())
+        quantised = sum(matrix.rows * matrix.columns for matrix in taken if matrix)
+        yield sum(map(math.prod, shapes.values())) - quantised, which
 
     def _kept(self, residuals: dict[str, Tensor], like: dict[str, Tensor]) -> list[Tensor | None]:
         """Return residuals of the matrices in `like`, zeros at first; None without feedback."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from lab.codec.powersgd import codec as powersgd
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange.base import Staged
+from lab.exchange.base import Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import low_rank
 from lab.exchange.error_feedback import ErrorFeedback
@@ -73,6 +73,11 @@ class PowerSGD(Staged, ErrorFeedback):
         for p, q, kept, mean in zip(ps, new_qs, qs, means, strict=True):
             kept.copy_(q)
             powersgd.rebuild(p, q, mean)
+
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        which = f"vectors, and matrices no larger than factors of {key}.rank={self.rank}"
+        sizes = (shape.numel() for shape in shapes.values() if not low_rank(shape, self.rank))
+        yield sum(sizes), which
 
     def _project(
         self, gradients: dict[str, Tensor], qs: list[Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lab.codec.signs import codec as signs
 from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
-from lab.exchange.base import Staged
+from lab.exchange.base import Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import signed
 from lab.exchange.error_feedback import ErrorFeedback
@@ -66,6 +66,11 @@ class SignSGD(Staged, ErrorFeedback):
         scales = (magnitudes / comm.size).T.contiguous()
         for of_ranks, packed, out in zip(scales, bits, gradients.values(), strict=True):
             signs.decode(of_ranks, packed, out)
+
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        least = self.min_values
+        sizes = (shape.numel() for shape in shapes.values() if not signed(shape, least))
+        yield sum(sizes), f"tensors of fewer values than {key}.min_values={least}"
 
 
 def _message_bytes(tensors: dict[str, Tensor]) -> int:

@@ -7,10 +7,13 @@ each launch, whose args hold the metrics (Kineto, CuptiRangeProfiler.cpp).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+from lab.layers.trace import number
 
 RANGE = "cuda_profiler_range"  # a category of events
 UNIT = "__"  # a metric is named UNIT__COUNTER.ROLLUP, as in dram__bytes_read.sum
@@ -33,24 +36,28 @@ class Kernel:
     metrics: dict[str, float]
 
 
-def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+def kernels_of(
+    events: Iterable[dict[str, Any]], skipped: Counter[str] | None = None
+) -> list[Kernel]:
     """Combine the metrics of a trace by kernel.
+
+    Args:
+        skipped: counts what is left out, by reason: launches without a name or args, and metrics
+            that are not finite or negative.
 
     Returns:
         The sum of all kernels first, named "all"; then each, by its largest share of any metric
         that adds up. Nothing if the trace has no such events.
-
-    Raises:
-        ValueError: an event has no name or no args.
     """
     launches: dict[str, list[dict[str, float]]] = {}
+    skipped = Counter() if skipped is None else skipped
     for event in events:
         if event.get("cat") == RANGE:
-            try:
-                launches.setdefault(_name(event), []).append(_metrics(event["args"]))
-            except (KeyError, TypeError, AttributeError) as error:
-                text = f"event {str(event)[:80]}: {type(error).__name__} {error}"
-                raise ValueError(text) from None
+            name, args = event.get("name"), event.get("args")
+            if isinstance(name, str) and isinstance(args, dict):
+                launches.setdefault(name, []).append(_metrics(args, skipped))
+            else:
+                skipped["kernels without a name or args"] += 1
     if not launches:
         return []
     total = _kernel("all", [launch for each in launches.values() for launch in each])
@@ -63,18 +70,12 @@ def adds_up(metric: str) -> bool:
     return metric.endswith(".sum")
 
 
-def _name(event: dict[str, Any]) -> str:
-    if not isinstance(name := event["name"], str):
-        raise TypeError(f"name={name}: must be text")
-    return name
-
-
-def _metrics(args: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in args.items()
-        if UNIT in name and isinstance(value, int | float) and math.isfinite(value)
-    }
+def _metrics(args: dict[str, Any], skipped: Counter[str]) -> dict[str, float]:
+    numbers = {name: number(value) for name, value in args.items() if UNIT in name}
+    found = {name: value for name, value in numbers.items() if value is not None}
+    if len(found) < len(numbers):
+        skipped["metrics that are no numbers from 0 to 2^63"] += len(numbers) - len(found)
+    return found
 
 
 def _kernel(name: str, launches: Sequence[dict[str, float]]) -> Kernel:

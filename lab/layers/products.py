@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 
 # Names of torch's operations that multiply matrices; what is inside a fused one counts with it.
 PRODUCT = re.compile(
-    r"aten::_?(mm|addmm|bmm|baddbmm|.*convolution.*|.*rnn.*|.*lstm.*"
+    r"aten::_?((b?add|grouped_)?b?mm_?|(add)?mv_?|v?dot|.*convolution.*|.*rnn.*|.*lstm.*"
     r"|scaled_dot_product_.*_attention.*|flash_attention.*|efficient_attention.*)"
 )
 MARKS = ("ProfilerStep", "Optimizer.", "enumerate(", "autograd::")  # spans, not operations

@@ -6,11 +6,13 @@ import gzip
 import io
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 GZIP = b"\x1f\x8b"
 LARGEST_BYTES = 2**29
+LARGEST = 2.0**63  # times, sizes and counts beyond it are damage
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -32,6 +34,20 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
         raise ValueError(f"{path}: is no trace: has no list of traceEvents")
     return events
+
+
+def number(value: object) -> float | None:
+    """Return an event's time, size or count; None: it is not a number from 0 to 2^63."""
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if 0 <= found < LARGEST else None
+
+
+def left_out(skipped: Mapping[str, int]) -> str:
+    """Return how many events were left out, by reason: "copies without bytes: 2"."""
+    return "; ".join(f"{reason}: {number}" for reason, number in skipped.items())
 
 
 def _unzipped(content: bytes) -> bytes:

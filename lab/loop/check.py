@@ -69,6 +69,7 @@ class LoopCheck:
             name=f"exchange={type(sync.exchange).__name__}",
             error_bound=sync.exchange.error_bound,
             settings=settings["exchange"],
+            exchange=sync.exchange,
         )
         self._forgotten = forgotten
         self._observer: Observer | None = None

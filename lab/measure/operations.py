@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from lab.measure.formulas import Uncountable, operations_of
 from lab.measure.modules import in_order, layers_of, sizes_of
 from lab.measure.recurrent import count_at_once
 from lab.model.work import LayerWork, Line, Operation, Work
@@ -22,21 +22,11 @@ from lab.model.work import LayerWork, Line, Operation, Work
 # Two batches give each count's fixed part; one sample is too few for BatchNorm at 1x1 px.
 FEWER, MORE = 2, 4
 META = torch.device("meta")
-NAMESPACES = ("aten", "prim", "prims")
-# Fused kernels of products that torch has no formula for; on the meta device they are separate.
-WITHOUT_FORMULA = (
-    *("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"),
-    "_scaled_dot_product_flash_attention_for_cpu",
-)
 LAST = 2**63  # nodes that accumulate gradients have the largest number there is
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Place = tuple[str, bool, str, bool]  # layer, in backward, operation, computed again
 Counted = tuple[Place, float, float]  # and operations, and bytes
-
-
-class Uncountable(Exception):
-    """A model's operations cannot be counted; the message says why."""
 
 
 def count(
@@ -47,7 +37,7 @@ def count(
     loss: Loss,
     may_compute: bool = True,
 ) -> Work:
-    """Count one training step's forward and backward, as torch.utils.flop_counter counts.
+    """Count one training step's forward and backward; see lab.measure.formulas.
 
     The model is copied without its values and runs on torch's meta device, so that the count takes
     neither memory nor arithmetic. A model that cannot run there computes six samples on its own
@@ -157,6 +147,7 @@ class _Counter(TorchDispatchMode):
         self._starts: list[int] = []
         self.called: list[str] = []
         self.counted: list[Counted] = []
+        self._tasks: list[int] = []  # which backward each is part of
 
     def __enter__(self) -> _Counter:
         for name, module in self._layers.items():
@@ -168,6 +159,14 @@ class _Counter(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._stack.close()
+        # Backward computes again with gradients on, in an activation checkpoint, and else without;
+        # a backward that is to be differentiated itself does all with them, and nothing again.
+        every = list(zip(self.counted, self._tasks, strict=True))
+        plain = {task for (place, *_), task in every if not place[3]}
+        self.counted = [
+            ((*place[:3], place[3] and task in plain), flops, num_bytes)
+            for (place, flops, num_bytes), task in every
+        ]
 
     def _begin(self, name: str) -> None:
         if torch._C._current_autograd_node() is not None:
@@ -183,16 +182,12 @@ class _Counter(TorchDispatchMode):
         if func.is_view:
             return out
         node = torch._C._current_autograd_node()
-        packet = func._overloadpacket
-        flops = (
-            flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-        )
-        if not flops:
-            _require_formula(func)
+        flops = operations_of(func._overloadpacket, args, kwargs, out)
         tensors = (each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
         num_bytes = sum(math.prod(each.shape) * each.itemsize for each in tensors)
-        again = node is not None and torch.is_grad_enabled()  # an activation checkpoint
-        place = self._layer(node), node is not None, packet.__name__, again
+        again = node is not None and torch.is_grad_enabled()
+        self._tasks.append(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
+        place = self._layer(node), node is not None, func._overloadpacket.__name__, again
         self.counted.append((place, flops, num_bytes))
         return out
 
@@ -204,10 +199,3 @@ class _Counter(TorchDispatchMode):
         if node is not None and number >= LAST:
             return self.counted[-1][0][0]
         return self.called[max(0, bisect_right(self._starts, number) - 1)]
-
-
-def _require_formula(func: Any) -> None:
-    packet = func._overloadpacket
-    known = func.namespace in NAMESPACES
-    if not known or packet.__name__ in WITHOUT_FORMULA:
-        raise Uncountable(f"{packet} has no formula; torch.utils.flop_counter can register one")

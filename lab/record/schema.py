@@ -109,7 +109,8 @@ class Record:
         scaling: the batch size that a study fixes as it adds ranks: "strong" batch_size, "weak"
             per_rank_batch_size.
         unit: name of one sample, in the singular: "image".
-        predictions_per_sample: number of predictions of one sample; 1, or tokens of a sequence.
+        predictions_per_sample: number of predictions of one sample: of the values of its target,
+            such as 1 class, the tokens of a sequence or the pixels of a mask.
         prediction: name of one of them, in the singular: "token".
         data_source: what was read, as the data says it; null: it does not.
         model, data, task: names of their configurations' targets.

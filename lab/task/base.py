@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -12,7 +13,8 @@ class Task(ABC):
     """The loss and metrics of a model's outputs, given the targets of a batch.
 
     A sample has one prediction or several: the class of an image; a token at each position of a
-    sequence. Losses and metrics are means over predictions, never over samples or batches.
+    sequence; a value of each pixel. Losses and metrics are means over predictions, never over
+    samples or batches.
 
     Attributes:
         name: the task's choice in the group `task`.
@@ -56,6 +58,14 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, sums: Tensor) -> dict[str, float]:
         """Return metrics by name, "loss" first, from the total [num_sums] of all `sums`."""
+
+    def num_predictions(self, targets: Tensor) -> int:
+        """Return the predictions of one sample: one for each value of its target.
+
+        Args:
+            targets: [samples, ...].
+        """
+        return math.prod(targets.shape[1:])
 
     def check_outputs(self, outputs: object, shape: tuple[int, ...]) -> None:
         """Refuse a model whose outputs the loss cannot take.

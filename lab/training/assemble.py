@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -136,7 +135,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     if sync.pattern.takes_exchanges and exchange.delivers == "direction":
         _require_direction(config, trainer.optimizer)
     torch.manual_seed(seed + 1 + world.rank)  # dropout differs between the ranks
-    return Assembly(trainer, worker, math.prod(shapes[0][:-1]), sizes)
+    return Assembly(trainer, worker, task.num_predictions(data.targets()[0]), sizes)
 
 
 def _plant(config: DictConfig, trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lab.exchange.uncompressed import left_exact
 from lab.record.schema import Bucket, Record
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
@@ -11,12 +12,13 @@ from lab.training.loop import Loop
 
 def note_plan(trainer: Loop, record: Record) -> None:
     """Note buckets, the sync's choices and what did nothing, of a run whose steps are counted."""
+    record.idle = _left_exact(trainer)
     # A loop of the user's own has its own accumulation, and DDP its own buckets.
     if not isinstance(trainer.sync, Sync) or not hasattr(trainer.config, "accumulate"):
         return
     record.buckets = _buckets(trainer)
     record.choices = [*record.choices, *trainer.sync.choices()]
-    record.idle = trainer.sync.idle() + idle(
+    record.idle += trainer.sync.idle() + idle(
         trainer.sync.pattern,
         strategy=record.strategy,
         world_size=record.world_size,
@@ -25,6 +27,15 @@ def note_plan(trainer: Loop, record: Record) -> None:
         accumulate=trainer.config.accumulate,
         bucket_bytes=[bucket.bytes for bucket in record.buckets or ()],
     )
+
+
+def _left_exact(trainer: Loop) -> list[str]:
+    sync = trainer.sync
+    by_library = isinstance(sync, Sync) and not sync.pattern.takes_any_exchange
+    if trainer.world.size == 1 or by_library:
+        return []
+    shapes = {name: p.shape for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return left_exact(sync.exchange, shapes)
 
 
 def _buckets(trainer: Loop) -> list[Bucket] | None:

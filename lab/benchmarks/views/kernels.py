@@ -15,6 +15,7 @@ from lab.benchmarks.views.text import about
 from lab.draw import style
 from lab.draw.looks import BLUE, ORANGE
 from lab.layers.kernels import adds_up
+from lab.layers.trace import left_out
 
 WIDTH = 56  # letters of a kernel's name
 NUM_KERNELS, NUM_METRICS = 20, 6  # in the figure
@@ -39,9 +40,11 @@ def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns, and where cut names are whole."""
     start, end = _shared(list(result["total"]["metrics"]))
     shared = [f"metrics are named {start}…{end}"] if start or end else []
+    skipped = left_out(result.get("skipped", {}))
     unnamed = any(row["name"] == UNNAMED for row in result["rows"])
     return [
         f"{result['trace']}: {result['num_events']} events; names are cut, and whole in out=FILE",
+        *([f"left out: {skipped}"] if skipped else []),
         *shared,
         "metrics ending in .sum are added over launches, of .min and .max the extreme is shown, of "
         "all others the plain mean: such a trace has no times of kernels to weigh by",

@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 from lab.benchmarks.views.text import about
 from lab.draw import style
 from lab.draw.looks import COLOURS
+from lab.layers.trace import left_out
 from lab.layers.transfer import SIZES
 
 MB, GB = 1e-6, 1e-9
@@ -37,9 +38,11 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Explain the columns."""
+    skipped = left_out(result.get("skipped", {}))
     return [
         f"{result['trace']}: {result['num_events']} events; hidden: while a kernel ran on the same "
         "device",
+        *([f"left out: {skipped}"] if skipped else []),
         "published: NVIDIA's review of frameworks, slides 12 and 13, ten iterations on CIFAR-10, "
         "on another GPU; compare sizes and numbers of copies, not times",
     ]

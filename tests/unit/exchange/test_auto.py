@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lab.distributed.silent_comm import SilentComm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.auto import Auto
-from lab.exchange.base import Exchange
+from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
@@ -48,7 +49,12 @@ class SlowOnRank1(AllReduce):
         time.sleep(0.03 * comm.rank)
 
 
-class SlowForW(AllReduce):
+class LeavesAll(AllReduce):
+    def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
+        yield sum(shape.numel() for shape in shapes.values()), key
+
+
+class SlowForW(LeavesAll):
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         super().average(bucket, comm)
         time.sleep(0.03 * ("w" in bucket.shapes))
@@ -123,17 +129,19 @@ def test_the_slowest_rank_decides_for_all() -> None:
 def test_each_bucket_may_have_its_own() -> None:
     gradients = torch.randn(LATE, 2, NUM_VALUES)
 
-    def rank_main(comm: Comm) -> dict[str, str]:
-        class SlowForV(AllReduce):
+    def rank_main(comm: Comm) -> tuple[dict[str, str], list[tuple[int, str]]]:
+        class SlowForV(LeavesAll):
             def average(self, bucket: GradBucket, comm: Comm) -> None:
                 super().average(bucket, comm)
                 time.sleep(0.03 * ("v" in bucket.shapes))
 
         exchange = auto(one=SlowForW(), other=SlowForV())
         steps(exchange, gradients, comm)
-        return chosen(exchange)
+        left = [(n, key.rpartition(".")[2]) for n, key in exchange.left_exact(SHAPES)]
+        return chosen(exchange), left
 
-    assert run_ranks(2, rank_main) == [{"v": "one", "w": "other"}] * 2
+    choice, left = {"v": "one", "w": "other"}, [(568, "one"), (640, "other")]
+    assert run_ranks(2, rank_main) == [(choice, left)] * 2
 
 
 def test_trials_end_after_half_of_a_run() -> None:

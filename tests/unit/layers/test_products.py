@@ -39,6 +39,12 @@ def test_products_are_told_from_the_rest_on_the_host_and_on_the_device() -> None
     assert share_of_products([], on_gpu=False) is None
 
 
+@pytest.mark.parametrize("name", ["mv", "dot", "addbmm", "baddbmm_", "_grouped_mm", "cudnn_rnn"])
+def test_rarer_products_are_products_too(name: str) -> None:
+    events = [Event(f"aten::{name}", 1), Event("aten::cummax", 1), Event("aten::add", 2)]
+    assert share_of_products(events, on_gpu=False) == 0.25
+
+
 def test_torchs_own_names_are_known() -> None:
     a, image, filters = torch.randn(512, 512), torch.randn(4, 32, 32, 32), torch.randn(32, 32, 3, 3)
     with profile(activities=[ProfilerActivity.CPU]) as only_products:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from lab import bench
 from lab.layers.trace import read_events
 from lab.layers.transfer import copies_of
 from tests.support.figures import keep_saved, ticks
+
+KEYS = ("ts", "dur")
 
 
 def copy(
@@ -63,8 +66,105 @@ def test_copies_add_up_by_kind(tmp_path: Path, name: str, trace: object) -> None
 
 
 def test_a_copy_of_another_name_is_kept() -> None:
-    (found,) = copies_of([{**EVENTS[6], "name": "CopyDeviceToDevice"}])
-    assert (found.direction, found.kind) == ("other", "CopyDeviceToDevice")
+    (found,) = copies_of([{**EVENTS[6], "name": "Copying"}])
+    assert (found.direction, found.kind) == ("other", "Copying")
+
+
+@pytest.mark.parametrize("start_us", [0.0, 1.695835535e15])
+def test_a_copy_takes_its_duration_however_late_it_begins(start_us: float) -> None:
+    events = [copy(start_us + 17.5 * n, 1.3, 4, "DtoH (Device -> Pageable)") for n in range(1000)]
+    (found,) = copies_of([*events, kernel(start_us, 17.5 * 500)])
+    assert found.seconds == pytest.approx(1300e-6)
+    assert found.hidden_s == pytest.approx(650e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "kind"),
+    [
+        ("Memcpy HtoD (Host -> Device)", "HtoD", "Host -> Device"),
+        ("CopyHostToDevice", "HtoD", "Host -> Device"),
+        ("CopyDeviceToHost2D", "DtoH", "Device -> Host"),
+        ("MEMORY_COPY_DEVICE_TO_DEVICE", "DtoD", "Device -> Device"),
+        ("MemcpyP2P", "PtoP", "MemcpyP2P"),
+    ],
+)
+@pytest.mark.parametrize("category", ["gpu_memcpy", "kernel", None])
+def test_names_of_other_vendors_are_understood(
+    name: str, direction: str, kind: str, category: str | None
+) -> None:
+    """ROCm's older profilers call copies kernels; others write no categories at all."""
+    event = {**copy(0, 5, 8, ""), "name": name, "cat": category}
+    (found,) = copies_of([event, kernel(0, 5)])
+    assert (found.direction, found.kind) == (direction, kind)
+    assert (found.num_bytes, found.hidden_s) == (8, pytest.approx(5e-6))
+
+
+def test_xlas_streams_tell_its_copies_and_kernels_from_the_hosts() -> None:
+    def on(thread: int, name: str, begin_us: float, took_us: float, **args: Any) -> dict[str, Any]:
+        span = {"ts": begin_us, "dur": took_us, "pid": 1, "tid": thread}
+        return {"ph": "X", "name": name, "args": args, **span}
+
+    def thread(number: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}}
+
+    details = "kind_src:pageable kind_dst:device size:4096 dest:0 async:1"
+    events = [
+        thread(13, "Stream #13(Compute)"),
+        thread(14, "Stream #14(MemcpyH2D)"),
+        thread(20, "XLA Ops"),
+        on(13, "loop_fusion", 0, 10),
+        on(14, "MemcpyH2D", 5, 10, memcpy_details=details),
+        on(14, "Memset", 0, 100),
+        on(20, "fusion", 0, 100),
+        on(7, "MemcpyH2D", 5, 10, memcpy_details=details),  # the host's call
+    ]
+    (found,) = copies_of(events)
+    assert (found.direction, found.kind) == ("HtoD", "Pageable -> Device")
+    assert (found.invocations, found.num_bytes) == (1, 4096)
+    assert found.seconds == pytest.approx(10e-6) and found.hidden_s == pytest.approx(5e-6)
+
+
+DAMAGED = [float("nan"), float("inf"), -1, None, "soon", [1], 10**400]
+
+
+@pytest.mark.parametrize("value", DAMAGED, ids=lambda value: str(value)[:5])
+def test_an_event_without_a_number_is_left_out_and_counted(value: object) -> None:
+    good = copy(90, 20, 500, "HtoD (Pinned -> Device)")
+    events = [good, kernel(90, 10), {**good, "args": {"bytes": value}}]
+    events += [{**each, key: value} for each in (good, kernel(0, 200)) for key in ("ts", "dur")]
+    skipped: Counter[str] = Counter()
+    (found,) = copies_of(events, skipped)
+    assert found == copies_of([good, kernel(90, 10)])[0]
+    assert (found.invocations, found.hidden_s) == (1, pytest.approx(10e-6))
+    why = "without {}" if value is None else "whose {} is no number from 0 to 2^63"
+    reasons = [
+        ("copies", "bytes"),
+        *((what, key) for what in ("copies", "kernels") for key in KEYS),
+    ]
+    assert skipped == {f"{what} {why.format(key)}": 1 for what, key in reasons}
+
+
+def test_what_rocm_copies_by_a_kernel_is_neither_a_kernel_nor_lost() -> None:
+    names = (
+        "__amd_rocclr_copyBuffer",
+        "__amd_rocclr_copyBufferRect",
+        "__amd_rocclr_fillBufferAligned",
+    )
+    events = [{**kernel(90, 20), "name": name} for name in names]
+    skipped: Counter[str] = Counter()
+    (found,) = copies_of([*events, EVENTS[6]], skipped)
+    assert found.hidden_s == 0
+    assert skipped == {"copies that ROCm made by a kernel, without bytes": 2}
+
+
+def test_the_command_says_what_it_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = [{**EVENTS[6], "args": {}}] * 3 + [{**EVENTS[2], "dur": float("nan")}]
+    trace = write(tmp_path / "mine.json", [*EVENTS, *damaged])
+    assert bench.main(["transfer", f"trace={trace}", f"out={tmp_path / 'out.json'}"]) == 0
+    left_out = "copies without bytes: 3; kernels whose dur is no number from 0 to 2^63: 1"
+    assert f"left out: {left_out}\n" in capsys.readouterr().out
 
 
 def test_the_table_has_the_published_copies_beside(
@@ -94,8 +194,10 @@ def test_the_table_has_the_published_copies_beside(
         (b"[1, 2]", "is no trace: has no list of traceEvents"),
         (b"[]", "holds no copies between host and device"),
         (json.dumps(EVENTS[:6]).encode(), "a run on CPUs makes none"),
-        (b'[{"cat": "gpu_memcpy", "name": "x", "pid": 0}]', "KeyError 'ts'"),
-        (b'[{"cat": "kernel", "pid": 0, "ts": "soon", "dur": 1}]', "ValueError"),
+        (b'[{"cat": "gpu_memcpy", "name": "x", "ts": 0, "dur": 1}]', "copies without bytes: 1"),
+        (b'[{"cat": "kernel", "pid": 0, "ts": "soon", "dur": 1}]', "a run on CPUs makes none"),
+        (b'[{"cat": "cuda_runtime", "name": "hipMemcpyAsync"}]', "(1 of hipMemcpyAsync)"),
+        (b'[{"name": "MemcpyH2D", "ph": "X", "ts": 0, "dur": 1}]', "copies without bytes: 1"),
     ],
 )
 def test_what_is_no_trace_with_copies_is_one_line_and_code_2(

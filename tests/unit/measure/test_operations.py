@@ -245,6 +245,24 @@ def test_what_is_computed_again_takes_time_but_is_no_work(reentrant: bool) -> No
     assert sum(op.flops.per_sample for op in every) == 6 * product
 
 
+def test_a_backward_that_is_differentiated_again_is_work() -> None:
+    class Penalised(nn.Module):
+        """Its output is the gradient of a network by the inputs, as in a gradient penalty."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            inputs = inputs.requires_grad_()
+            return torch.autograd.grad(self.net(inputs).sum(), inputs, create_graph=True)[0]
+
+    work = count(Penalised(), (4,), torch.float32, torch.zeros(4), mse_loss)
+    # The first layer's product in forward, in its gradient by the inputs, and two of each in
+    # backward; the second's in forward and in that gradient, of which backward needs its weight's.
+    assert work.flops_per_sample == 2 * (4 * 6 * (1 + 1 + 2 + 2) + 6 * (1 + 1 + 1))
+
+
 def test_frozen_weights_have_no_gradient_to_exchange() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)

@@ -37,3 +37,19 @@ def test_the_size_of_outputs_follows_from_the_targets(
     targets: Tensor, num_classes: int | None, shape: tuple[int, ...]
 ) -> None:
     assert OwnLoss("mine", l1_loss).output_shape(targets, num_classes) == shape
+
+
+@pytest.mark.parametrize(
+    ("targets", "each"),
+    [
+        (torch.zeros(4, dtype=torch.int64), 1),
+        (torch.zeros(4, 6, dtype=torch.int64), 6),
+        (torch.zeros(4, 32, 32, dtype=torch.int64), 1024),  # a class for each pixel
+        (torch.zeros(4, 32, 32), 1024),  # a mask
+        (torch.zeros(4, 1, 32, 32), 1024),
+        (torch.zeros(4, 3), 3),
+        (torch.zeros(4), 1),
+    ],
+)
+def test_each_value_of_a_target_is_a_prediction(targets: Tensor, each: int) -> None:
+    assert OwnLoss("mine", l1_loss).num_predictions(targets) == each

@@ -54,6 +54,13 @@ def test_the_metric_loss_is_the_loss_that_is_trained_on(task: Task) -> None:
     assert loss == pytest.approx(float(task.loss(outputs, targets)), rel=1e-6)
 
 
+def test_predictions_of_a_sample_are_those_that_the_sums_count(task: Task) -> None:
+    outputs, targets = batch(task)
+    each = {"classification": 1, "language_modelling": 4, "regression": 2}[task.name]
+    assert task.num_predictions(targets) == each
+    assert task.sums(outputs, targets)[-1] == SAMPLES * each
+
+
 def test_accuracy_counts_largest_logits() -> None:
     logits = torch.eye(3)
     metrics = Classification().metrics(Classification().sums(logits, torch.tensor([0, 1, 0])))
