@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lab.exchange.parts import in_parts
 from lab.measure.marks import Mark, mark, seconds
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync, all_finite
+from lab.sync.local import is_number
 from lab.sync.pattern import priority
 from lab.sync.pending import Pending
 from lab.sync.reads import FirstReads, after, before
@@ -180,11 +181,9 @@ class PrioritySync(GradSync):
         self._groups, self._parts = buckets, list[BucketPlan]()
         self._group_of = {n: i for i, bucket in enumerate(buckets) for n in bucket.parameters}
         for bucket in buckets:
-            num_values = bucket.num_values
-            alone = len(bucket.parameters) == 1
-            cuts = alone and bucket.has_views
-            parts = self._cut(num_values) if cuts else [range(num_values)]
-            self._parts += in_parts(bucket, parts)
+            cuts = len(bucket.parameters) == 1 and bucket.has_views
+            n = bucket.num_values
+            self._parts += in_parts(bucket, self._cut(n) if cuts else [range(n)])
         super()._use(self._parts)
 
     def _schedule(self) -> None:
@@ -292,7 +291,7 @@ class PrioritySync(GradSync):
 
 
 def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
-    if not _is_number(chunk_mb) or not 0 < chunk_mb < math.inf:
+    if not is_number(chunk_mb) or not 0 < chunk_mb < math.inf:
         raise ValueError(f"sync.chunk_mb={chunk_mb}: must be a number above 0")
     if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
         raise ValueError(f"sync.trials={trials}: must be an integer of at least 0")
@@ -300,7 +299,3 @@ def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
         raise ValueError("compile=true: compiled layers cannot wait for theirs; allowed is false")
     if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
         raise ValueError("exchange=Auto: sync=priority chooses by measurement too; choose another")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
