@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lab.exchange.compressible import Matrix, as_matrix
+from lab.exchange.gate import COMPILED
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 CONVOLUTIONS = (
@@ -87,7 +88,7 @@ class HiddenMatrices:
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
-                names.setdefault(id(parameter), []).append(name)
+                names.setdefault(id(parameter), []).append(name.replace(COMPILED, ""))
         adam = _matched("adam", self.adam, names)
         matrices = _matched("matrices", self.matrices, names)
         embedded = _ids(m for m in model.modules() if isinstance(m, EMBEDDINGS))
@@ -149,7 +150,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]
             elif isinstance(module, LISTS):
                 parent, _, own = path.rpartition(".")
                 holder = model.get_submodule(parent)
-            yield name, holder, own, parameter
+            yield name.replace(COMPILED, ""), holder, own, parameter
 
 
 def _reason(holder: nn.Module, own: str, parameter: nn.Parameter) -> str:

@@ -15,6 +15,7 @@ from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
+from lab.exchange.gate import trainable
 from lab.exchange.newton_schulz import orthogonalised, rms_factor
 from lab.exchange.owners import Place, newton_schulz_operations
 
@@ -75,7 +76,7 @@ class Muon(Staged, MatrixDirection):
 
     def look_at(self, model: nn.Module) -> None:
         super().look_at(model)
-        self._follow({name: p.shape for name, p in model.named_parameters() if p.requires_grad})
+        self._follow({name: p.shape for name, p in trainable(model).items()})
 
     def _follow(self, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = {name: shape.numel() for name, shape in shapes.items()}
