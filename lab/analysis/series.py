@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.record.schema import Record
-from lab.settings.names import is_of_strategy
+from lab.settings.names import class_name, is_of_strategy
 
 # Keys of a record's environment: figures measured elsewhere are no repeats.
 MACHINE = ("num_cores", "memory_gib", "torch")
@@ -44,7 +44,7 @@ class Identity:
 
     def class_of(self, group: str) -> str:
         """Return the class that a group of settings names; empty if it is unknown."""
-        return self.resolved.get(f"{group}._target_", "").rpartition(".")[2]
+        return class_name(self.resolved.get(f"{group}._target_", ""))
 
     def value(self, key: str) -> str | None:
         """Return the value of a key that this or another run was given.

@@ -23,6 +23,7 @@ from lab.measure.onednn import implementations
 from lab.measure.turns import order
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
+from lab.settings.names import class_name
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
 
@@ -70,7 +71,7 @@ def measure(request: Request) -> dict[str, Any]:
         return {
             "rows": rows,
             "sums": sums(rows),
-            "model": config.model["_target_"].rpartition(".")[2],
+            "model": class_name(config.model["_target_"]),
             "batch_size": config.batch_size,
             "device": world.device.type,
             **surroundings(world, config),

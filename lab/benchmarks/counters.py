@@ -17,6 +17,7 @@ from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.layers import callgrind
 from lab.settings.config import ConfigError
+from lab.settings.names import class_name
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
 
@@ -49,7 +50,7 @@ def measure(request: Request) -> dict[str, Any]:
     rows, own = _counted(request), request.own
     return {
         "rows": rows,
-        "models": [config.model["_target_"].rpartition(".")[2] for config in configs],
+        "models": [class_name(config.model["_target_"]) for config in configs],
         "l1": own["l1"],
         "l2": own["l2"],
         "isa": own["isa"],

@@ -18,6 +18,7 @@ from lab.layers.footprint import Step, footprint, largest_batch
 from lab.measure.environment import environment, git_commit
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError, check_batch
+from lab.settings.names import class_name
 from lab.simulate.load import Sizes
 from lab.simulate.memory import sync_bytes
 from lab.training.optim import make_optim
@@ -66,7 +67,7 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
         raise ConfigError(f"model={config.model['_target_']}: {error}") from None
     return {
         "name": label if "=" in label else f"batch_size={label}",
-        "model": config.model["_target_"].rpartition(".")[2],
+        "model": class_name(config.model["_target_"]),
         "batch_size": config.batch_size,
         "per_rank_batch_size": per_rank,
         "num_parameters": sum(each.numel() for each in parts.model.parameters()),

@@ -25,6 +25,7 @@ from lab.layers.clock_cost import ClockCost, clock_cost
 from lab.layers.passes import Call, noting_calls, seconds_of_bias, share_of_data
 from lab.measure.spans import PHASES
 from lab.measure.turns import order
+from lab.settings.names import class_name
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
@@ -100,7 +101,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def _model_of(config: DictConfig) -> str:
-    return config.model["_target_"].rpartition(".")[2]
+    return class_name(config.model["_target_"])
 
 
 def _candidate(label: str, part: Assembly, input_grad: bool) -> Candidate:

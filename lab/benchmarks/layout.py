@@ -26,6 +26,7 @@ from lab.distributed.world import World
 from lab.layers.layouts import Layout, MixedLayouts, Moves, calls_in, layouts_for, moves
 from lab.measure.onednn import implementations
 from lab.measure.turns import order
+from lab.settings.names import class_name
 from lab.training.assemble import join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings
@@ -103,7 +104,7 @@ def measure(request: Request) -> dict[str, Any]:
             "rows": [row for layer in layers for row in _rows(layer)],
             "sums": [*(sums(each[0].layer, each) for each in layers), sums("all", sum(layers, []))],
             "steps": _compared(steps),
-            "model": config.model["_target_"].rpartition(".")[2],
+            "model": class_name(config.model["_target_"]),
             "batch_size": config.batch_size,
             "num_rounds": num_rounds,
             "device": world.device.type,

@@ -17,6 +17,7 @@ from lab.measure.peaks import arithmetic_of, gpu_peak
 from lab.measure.rates import copy_rate, measured_rates
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
+from lab.settings.names import class_name
 from lab.training.assemble import join
 from lab.training.surroundings import surroundings
 
@@ -53,7 +54,7 @@ def measure(request: Request) -> dict[str, Any]:
                 "bytes_per_s": [[size, rate] for size, rate in roofs.bytes_per_s.items()],
                 "source": roofs.source,
             },
-            "model": config.model["_target_"].rpartition(".")[2],
+            "model": class_name(config.model["_target_"]),
             "batch_size": config.batch_size,
             "unit": data.unit,
             **surroundings(world, config),

@@ -23,6 +23,7 @@ from lab.measure.rates import measured_rates
 from lab.measure.turns import order
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
+from lab.settings.names import class_name
 from lab.simulate.counting import work_of
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
@@ -162,7 +163,7 @@ def _row(one: Candidate, device: torch.device) -> dict[str, Any]:
     return {
         "name": one.label,
         "series": series_of(one.label),
-        "model": one.config.model["_target_"].rpartition(".")[2],
+        "model": class_name(one.config.model["_target_"]),
         "batch_size": batch,
         "step_s": interleave.middle(one.step_s),
         "training": training,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.simulate.costs import CARDS, class_of, payload_bytes
+from lab.simulate.costs import class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
 from lab.simulate.phases import BY_ITSELF
@@ -83,18 +83,20 @@ def moved(rows: Tensor, backend: str) -> Moved:
 def formula_bytes(
     exchange: Mapping[str, Any] | None, buckets: Sequence[Shapes], size: int
 ) -> float | None:
-    """Return the bytes of the busiest rank by the exchange's card; None: it has none.
+    """Return the bytes of the busiest rank by the exchange's card; None: it, or a part, has none.
 
     Args:
         exchange: its settings. buckets: shapes by bucket.
     """
     if not exchange or not is_labs(exchange) or not buckets:
         return None
-    name = class_of(exchange)
-    if name not in CARDS or name in BY_ITSELF:  # those decide by the clock or the step
+    if class_of(exchange) in BY_ITSELF:  # those decide by the clock or the step
         return None
     network = Network(ANY_LINKS, size)
-    return sum(payload_bytes(shapes, exchange, network) for shapes in buckets)
+    try:
+        return sum(payload_bytes(shapes, exchange, network) for shapes in buckets)
+    except ValueError:
+        return None
 
 
 def is_labs(exchange: Mapping[str, Any] | None) -> bool:

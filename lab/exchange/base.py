@@ -83,6 +83,10 @@ class Exchange(ABC):
     def look_at(self, model: nn.Module) -> None:
         """Find in `model` what gradients alone do not show, once, before the first step."""
 
+    def moves_as(self, shapes: Shapes) -> list[tuple[int, ...]]:
+        """Return for a bucket's parameters the shapes of which a cost card tells the bytes."""
+        return [tuple(shape) for shape in shapes.values()]
+
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lab.codec.powersgd import codec as powersgd
 from lab.distributed.comm import Comm
-from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
-from lab.exchange.compressible import Matrix, rank_of
-from lab.exchange.direction import Adam, Direction, is_finite, tables_of, zeros
+from lab.exchange.compressible import rank_of
+from lab.exchange.direction import Adam, MatrixDirection, is_finite, zeros
 from lab.exchange.error_feedback import shares
 from lab.exchange.low_rank import orthonormal, random_factor, together
 from lab.exchange.newton_schulz import rms_factor
@@ -21,7 +20,7 @@ from lab.exchange.newton_schulz import rms_factor
 ROUNDING = 1e-6  # a column of R is nothing else, if its norm is this share of the largest one's
 
 
-class Dion(Direction):
+class Dion(MatrixDirection):
     """Dion (Ahn et al. 2025) for hidden matrices, Adam for all else; only factors are sent.
 
     Each rank keeps a share of the momentum of a matrix, [outputs, the rest]; the shares add up to
@@ -34,15 +33,16 @@ class Dion(Direction):
     3. Q, for the next step, is R with columns of length 1; the direction is P Q^T.
 
     Both sums are all-reduces, one for all matrices of a bucket; the first carries the gradients of
-    vectors, embeddings and layers of an embedding's shape as well. A rank sends 8r(outputs +
-    rest)(N-1)/N bytes for a matrix, r = rank_fraction of its shorter side. Ranks have the same
-    bits, if their devices are alike: each orthonormalises P, and multiplies it by Q, by itself.
+    vectors, embeddings and the output layer as well. A rank sends 8r(outputs + rest)(N-1)/N bytes
+    for a matrix, r = rank_fraction of its shorter side. Ranks have the same bits, if their devices
+    are alike: each orthonormalises P, and multiplies it by Q, by itself.
 
     Args:
         rank_fraction: r over the shorter side, rounded up. From 1/2 on, the factors of a square
             matrix are no smaller than its gradient.
         momentum: decay rate of the part of the momentum that factors hold.
         betas, eps: of Adam.
+        adam, matrices: names or patterns of parameters for either; see HiddenMatrices.
 
     Raises:
         ValueError: an argument out of range.
@@ -57,8 +57,10 @@ class Dion(Direction):
         momentum: float = 0.95,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
+        adam: Sequence[str] = (),
+        matrices: Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(adam, matrices)
         if not 0 < rank_fraction <= 1:
             raise ValueError(
                 f"exchange.rank_fraction={rank_fraction}: must be above 0 and at most 1"
@@ -67,15 +69,10 @@ class Dion(Direction):
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         self.rank_fraction, self.momentum = rank_fraction, momentum
         self.adam = Adam(tuple(betas), eps)
-        self._hidden: dict[str, Matrix] | None = None
-
-    def look_at(self, model: nn.Module) -> None:
-        shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-        self._hidden = owners.hidden_matrices(shapes, tables_of(model))
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         self.begin(bucket, comm)
-        hidden = owners.hidden_matrices(bucket.shapes, ()) if self._hidden is None else self._hidden
+        hidden = self.plan(bucket.shapes).matrices
         values = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
         matrices = {name: v.view(hidden[name]) for name, v in values.items() if name in hidden}
         others = {name: v for name, v in values.items() if name not in hidden}

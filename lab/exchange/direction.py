@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
-from lab.exchange.base import Exchange
+from lab.exchange import owners
+from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
+from lab.exchange.hidden import Hidden, HiddenMatrices
 
 Moments = dict[str, Tensor]  # by parameter
 
@@ -61,6 +64,34 @@ class Direction(Exchange):
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         return {"counts": dict(states[0]["counts"])}
+
+
+class MatrixDirection(Direction):
+    """A direction that treats matrices between hidden layers apart, and gives the rest to Adam.
+
+    Args:
+        adam, matrices: see HiddenMatrices.
+    """
+
+    def __init__(self, adam: Sequence[str], matrices: Sequence[str]) -> None:
+        super().__init__()
+        self._rule = HiddenMatrices(adam, matrices)
+        self._hidden: Hidden | None = None
+
+    def look_at(self, model: nn.Module) -> None:
+        self._hidden = self._rule.of(model)
+
+    def plan(self, shapes: Shapes) -> Hidden:
+        """Return the plan of the model, or of a bucket if there is no model."""
+        return self._hidden or Hidden(owners.hidden_matrices(shapes))
+
+    def moves_as(self, shapes: Shapes) -> list[tuple[int, ...]]:
+        plan = self.plan(shapes)
+        return [plan.matrices.get(name) or (shape.numel(),) for name, shape in shapes.items()]
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Return how many parameters are matrices, and which others go by Adam and why."""
+        return [self._hidden.summary()] if self._hidden else []
 
 
 @dataclass(frozen=True)
@@ -117,13 +148,6 @@ def zeros(kept: Moments, name: str, like: Tensor) -> Tensor:
 def copies(kept: Moments) -> Moments:
     """Return a copy of each tensor that is kept."""
     return {name: value.clone() for name, value in kept.items()}
-
-
-def tables_of(model: nn.Module) -> list[str]:
-    """Return the names of a model's embeddings."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    found = {id(m.weight) for m in model.modules() if isinstance(m, kinds)}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in found]
 
 
 def require_integer(key: str, value: object, least: int) -> None:

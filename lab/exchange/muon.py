@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,26 +14,20 @@ from lab.exchange import owner_message, owners
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
-from lab.exchange.direction import (
-    Adam,
-    Direction,
-    is_finite,
-    require_integer,
-    tables_of,
-    zeros,
-)
+from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
+from lab.exchange.gate import trainable
 from lab.exchange.newton_schulz import orthogonalised, rms_factor
 from lab.exchange.owners import Place, newton_schulz_operations
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Muon(Staged, Direction):
+class Muon(Staged, MatrixDirection):
     """Muon (Jordan et al. 2024) for hidden matrices, Adam for all else, with the work shared.
 
     1. The parts of all gradients go to their owners, all to all, which sum them in rank order. A
-       matrix has one owner; vectors, embeddings and layers of an embedding's shape are owned in
-       equal parts.
+       matrix has one owner; vectors, embeddings and the output layer are owned in equal parts.
+       lab.exchange.hidden tells which is which.
     2. An owner updates its moments. Of a matrix's momentum, with Nesterov's look ahead, it takes
        the nearest orthogonal matrix; elsewhere Adam's direction. All ranks gather the directions.
 
@@ -44,8 +38,10 @@ class Muon(Staged, Direction):
 
     Args:
         momentum: decay rate. nesterov: look ahead. steps: of Newton–Schulz.
-        dtype: of its products, bfloat16 or float32.
+        dtype: of its products, bfloat16, float32, or auto: bfloat16 on GPUs that compute in it
+            (compute capability 8.0 and above), float32 on others and on CPUs.
         betas, eps: of Adam.
+        adam, matrices: names or patterns of parameters for either; see HiddenMatrices.
 
     Raises:
         ValueError: an argument out of range.
@@ -58,11 +54,13 @@ class Muon(Staged, Direction):
         momentum: float = 0.95,
         nesterov: bool = True,
         steps: int = 5,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
+        adam: Sequence[str] = (),
+        matrices: Sequence[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(adam, matrices)
         if not 0 <= momentum < 1:
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         if not isinstance(nesterov, bool):
@@ -72,16 +70,17 @@ class Muon(Staged, Direction):
         require_integer("steps", steps, 1)
         self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
         self.dtype, self.adam = DTYPES[dtype], Adam(tuple(betas), eps)
-        self._shapes: dict[str, torch.Size] = {}  # of the whole model
+        self._sizes: dict[str, int] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}
 
     def look_at(self, model: nn.Module) -> None:
-        shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-        self._plan(shapes, tables_of(model))
+        super().look_at(model)
+        self._follow({name: p.shape for name, p in trainable(model).items()})
 
-    def _plan(self, shapes: dict[str, torch.Size], tables: Sequence[str]) -> None:
-        self._shapes, self._matrices = shapes, owners.hidden_matrices(shapes, tables)
+    def _follow(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._sizes = {name: shape.numel() for name, shape in shapes.items()}
+        self._matrices = self.plan(shapes).matrices
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.begin(bucket, comm)
@@ -106,8 +105,8 @@ class Muon(Staged, Direction):
 
     def _owners(self, bucket: GradBucket, size: int) -> dict[str, int]:
         """Return the owner of each matrix of the model; of the bucket, if there is no model."""
-        if not self._shapes:
-            self._plan(bucket.shapes, ())
+        if not self._sizes:
+            self._follow(bucket.shapes)
         if not self._owner:
             self._owner = owners.balanced(self._costs(), size)
         return self._owner
@@ -126,17 +125,20 @@ class Muon(Staged, Direction):
             self.adam.direction(momentum, variance, self.updates, out=gradient)
             return
         rows, columns = self._matrices[place.name]
+        self.dtype = self.dtype or native_dtype(gradient.device)
         momentum.lerp_(gradient, 1 - self.momentum)
         ahead = gradient.lerp_(momentum, self.momentum) if self.nesterov else momentum
         update = orthogonalised(ahead.view(rows, columns), self.steps, self.dtype)
         gradient.view(rows, columns).copy_(update).mul_(rms_factor(rows, columns))
 
     def choices(self) -> list[dict[str, Any]]:
-        """Return each rank's operations of Newton–Schulz in a step."""
+        """Return each rank's operations of Newton–Schulz in a step, its dtype, and the plan."""
         work = [0] * (max(self._owner.values(), default=0) + 1)
         for name, cost in self._costs().items():
             work[self._owner[name]] += cost
-        return [{"newton_schulz_operations": work}]
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype else None
+        own = {"newton_schulz_operations": work, "dtype": dtype}
+        return [{**own, **plan} for plan in super().choices() or [{}]]
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each matrix's momentum to its new owner, and cut Adam's moments anew."""
@@ -147,8 +149,14 @@ class Muon(Staged, Direction):
             for name in dict.fromkeys(name for state in states for name in state[kind]):
                 whole = torch.cat([s[kind][name] for s in states if name in s[kind]])
                 if name not in owner:
-                    values = whole[: self._shapes[name].numel()]
+                    values = whole[: self._sizes[name]]
                     new[kind][name] = owner_message.part_of(values, rank, size)
                 elif owner[name] == rank:
                     new[kind][name] = whole
         return new
+
+
+def native_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which a device multiplies fastest: bfloat16 only where it is native."""
+    is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if is_native else torch.float32

@@ -5,7 +5,7 @@ Without torch: exchanges and their cost cards use the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -59,18 +59,13 @@ def lines(
     return places, width
 
 
-def hidden_matrices(
-    shapes: Mapping[str, Sequence[int]], tables: Iterable[str]
-) -> dict[str, Matrix]:
-    """Return the parameters that are matrices between hidden layers, as [outputs, the rest].
+def hidden_matrices(shapes: Mapping[str, Sequence[int]]) -> dict[str, Matrix]:
+    """Return the parameters that may be matrices by their shapes alone, as [outputs, the rest].
 
-    Args:
-        tables: names of embeddings. They, and layers of their shape, which turn hidden values back
-            into tokens, are no such matrices (Jordan et al. 2024).
+    A single row or column is a vector. Of a model, lab.exchange.hidden knows more.
     """
-    like_tables = {tuple(shapes[name]) for name in tables if name in shapes}
-    found = {n: as_matrix(shape) for n, shape in shapes.items() if tuple(shape) not in like_tables}
-    return {name: matrix for name, matrix in found.items() if matrix}
+    found = {name: as_matrix(shape) for name, shape in shapes.items()}
+    return {name: matrix for name, matrix in found.items() if matrix and 1 not in matrix}
 
 
 def newton_schulz_operations(rows: int, columns: int, steps: int) -> int:

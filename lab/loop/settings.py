@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from lab.settings.config import ConfigError, load
 from lab.settings.files import choices_of
+from lab.settings.names import class_name
 from lab.settings.overrides import quoted
 from lab.sync.pattern import class_of
 
@@ -54,7 +55,7 @@ def _refusal(config: DictConfig) -> str:
         return "is not one average of gradients in every step"
     if "_target_" in config.transform:
         return "also rewrites the model"
-    if config.exchange._target_.endswith(".NoExchange"):
+    if class_name(config.exchange._target_) == "NoExchange":
         return "exchanges nothing"
     return ""
 

@@ -196,7 +196,7 @@ def replayed(settings: Mapping[str, Any]) -> Profile | None:
     Raises: ValueError: a value of the profile is out of range.
     """
     model = settings["model"]
-    if "profile" not in model:
+    if model.get("_target_") != "lab.model.replay.Replay":  # a user's may have a profile too
         return None
     scaled = Profile.parse(settings["profile"]).scaled(model["bytes_scale"], model["time_scale"])
     return replace(scaled, num_threads=None)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lab.settings.names import root_of
+from lab.settings.names import class_name, root_of
 
-# Classes of exchanges and syncs that add nothing to the step of one rank.
+# The lab's classes of exchanges and syncs that add nothing to the step of one rank.
 EXACT = ("NoExchange", "AllReduce", "Tree", "DoubleTree", "Ring", "Star")
 PLAIN = ("NoSync", "GradSync", "RootUpdate")
 OF_EXCHANGE = ("exchange", "sync", "overlap", "bucket_mb")
@@ -43,8 +43,7 @@ def computation(resolved: Mapping[str, Any]) -> Computation | None:
         resolved: of a composed run; see lab.settings.names.resolved.
     """
     exchange, sync = (
-        str(resolved.get(f"{group}._target_", "")).rpartition(".")[2]
-        for group in ("exchange", "sync")
+        class_name(str(resolved.get(f"{group}._target_", ""))) for group in ("exchange", "sync")
     )
     if not adds_nothing(exchange, sync):
         return None

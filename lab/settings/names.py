@@ -24,6 +24,18 @@ OF_STRATEGY = ("exchange", "transform", "sync", "comm", "overlap", "bucket_mb")
 LONGEST = 120  # characters of a name; file systems take 255 bytes
 
 
+def class_name(path: str) -> str:
+    """Return the name by which the lab knows a class or function: of its own the last part.
+
+    Anyone else's is known by its whole path, so that `mine.Star`, or a subclass, is never taken
+    for the lab's Star. Records of any age have other modules for the same class.
+
+    Args:
+        path: such as "lab.exchange.star.Star", of a `_target_`.
+    """
+    return path.rpartition(".")[2] if path.startswith("lab.") else path
+
+
 def variant(arguments: Sequence[str]) -> dict[str, str]:
     """Return the settings of a run other than a study's usual axes and its bookkeeping.
 

@@ -69,7 +69,7 @@ def muon(load: Load) -> None:
     Lines of a message are as long as the fullest.
     """
     shapes = {str(number): shape for number, shape in enumerate(load.shapes)}
-    matrices = owners.hidden_matrices(shapes, ())
+    matrices = owners.hidden_matrices(shapes)
     steps = load.exchange["steps"]
     costs = {n: owners.newton_schulz_operations(*m, steps) for n, m in matrices.items()}
     owner = owners.balanced(costs, load.N)
@@ -92,7 +92,7 @@ def dion(load: Load) -> None:
     Orthonormalising P is work of the device, and left out.
     """
     shapes = {str(number): shape for number, shape in enumerate(load.shapes)}
-    matrices = list(owners.hidden_matrices(shapes, ()).values())
+    matrices = list(owners.hidden_matrices(shapes).values())
     n = sum(rows * columns for rows, columns in matrices)
     ranks = [rank_of(*matrix, load.exchange["rank_fraction"]) for matrix in matrices]
     left = sum(r * rows for r, (rows, _) in zip(ranks, matrices, strict=True))

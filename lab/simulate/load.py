@@ -10,6 +10,7 @@ from typing import Any
 from lab.exchange.chunks import LAG, chunk_mb_over
 from lab.exchange.grouping import MIB
 from lab.model.profile import VALUE_BYTES
+from lab.settings.names import class_name
 from lab.simulate.network import Cost, Network
 
 # Operations of matrix products in the time of a byte of codecs: assumed. A core computes ten; the
@@ -22,8 +23,8 @@ FSDP = {"_target_": "torch.distributed.fsdp.FSDP"}  # its copies have a rate of 
 
 
 def class_of(exchange: Settings) -> str:
-    """Return the class name of a configured exchange."""
-    return exchange["_target_"].rpartition(".")[2]
+    """Return the class name of a configured exchange of the lab's; of a user's, its path."""
+    return class_name(exchange["_target_"])
 
 
 @dataclass(frozen=True)

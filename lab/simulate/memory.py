@@ -54,12 +54,15 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
         settings: of a run, composed; `sync`, `exchange` and `optim` are read.
 
     Returns:
-        NaN for a sync of unknown memory.
+        NaN for a sync or an exchange of unknown memory, such as a user's own.
     """
     name = class_of(settings)
     if name not in SYNCS:
         return math.nan
-    needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    try:
+        needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
+    except ValueError:  # an exchange without a cost card
+        return math.nan
     if pattern_of(settings).parts_the_update:  # others keep their part of the state
         needed -= VALUE_BYTES * sizes.n * state_copies(settings["optim"]) * (1 - 1 / sizes.N)
     return needed

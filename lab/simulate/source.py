@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from lab.measure.peaks import arithmetic_of
 from lab.model.profile import Profile
 from lab.model.work import Work
+from lab.settings.names import class_name
 from lab.simulate.devices import of_this_machine
 from lab.simulate.estimate import ESTIMATE, estimated
 from lab.simulate.hardware import Hardware
@@ -76,6 +77,6 @@ def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, i
     from lab.simulate.counting import work_of  # Imports torch.
 
     work = work_of(config)
-    model = config.model["_target_"].rpartition(".")[2]
+    model = class_name(config.model["_target_"])
     name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
     return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from lab.measure.spans import OWN
+from lab.settings.names import class_name
 from lab.sync.pattern import Leg, pattern_of
 
-# Modules of exchanges in which a rank works for others: a root, a parent, or a matrix's owner.
-FOR_OTHERS = (".tree.", ".tree_double.", ".star.", ".muon.")
+# Exchanges in which a rank works for others: a root, a parent, or a matrix's owner.
+FOR_OTHERS = ("Tree", "DoubleTree", "Star", "Muon")
 UNEVEN = 1.05  # ranks of which one sends so many times as much as another differ in their work
 
 
@@ -27,8 +28,8 @@ def alike(settings: Mapping[str, Any], payload_bytes: Sequence[float] = ()) -> l
         unlike |= {"exchange", "update"}  # the root alone updates
     if pattern.gathers_units:
         unlike |= {"update"}  # ranks have whole rows: of a small matrix some have none
-    targets = list(_targets(settings.get("exchange", {})))
-    if any(name in target for name in FOR_OTHERS for target in targets):
+    classes = [class_name(path) for path in _targets(settings.get("exchange", {})) if path]
+    if any(name in FOR_OTHERS or "." in name for name in classes):  # a user's may do anything
         unlike |= {"exchange"}
     if payload_bytes and max(payload_bytes) > UNEVEN * min(payload_bytes):
         unlike |= {"exchange"}

@@ -122,7 +122,7 @@ class HookState:
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
         """Return the shapes of the parameters of each bucket of the last step."""
-        return [[tuple(s) for s in packed.shapes.values()] for packed, _ in self._exchanged]
+        return [self.exchange.moves_as(packed.shapes) for packed, _ in self._exchanged]
 
     def close(self) -> None:
         """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""

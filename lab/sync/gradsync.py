@@ -169,7 +169,7 @@ class GradSync(Sync):
         return self.drift.results() if self.drift else None
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
-        return [[tuple(shape) for shape in bucket.shapes.values()] for bucket in self.buckets]
+        return [self.exchange.moves_as(bucket.shapes) for bucket in self.buckets]
 
     def _on_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
         register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

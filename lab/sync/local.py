@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.exchange.base import require_mean
+from lab.exchange.layout import is_dense
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import Pattern, local
@@ -89,12 +90,13 @@ class LocalSync(LocalSteps):
     ) -> None:
         _check_ranges(every, outer_lr, outer_momentum)
         super().__init__(parts, pattern or local(every))
+        weights = self.parameters.values()
         self.outer = torch.optim.SGD(
-            self.parameters.values(),
+            weights,
             lr=outer_lr,
             momentum=outer_momentum,
             nesterov=outer_momentum > 0,
-            fused=True,
+            fused=all(p.is_floating_point() and is_dense(p) for p in weights),
         )
         self.anchor: dict[str, Tensor] = {}  # which the weights have left, if in_round
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from lab.settings.names import class_name
 from lab.sync.fragments import STRIDED
 
 
@@ -241,7 +242,7 @@ UNKNOWN = Pattern(
     Begin.AFTER_BACKWARD, (Leg.MEAN_OF_GRADIENTS,), by_library=True, no_overlap="unknown"
 )
 
-# Keyed by class name, the end of `_target_` in configurations and records of any age.
+# Keyed by the names of the lab's classes, in configurations and records of any age.
 OF_CLASS: dict[str, Callable[[Mapping[str, Any], bool], Pattern]] = {
     "GradSync": lambda _, overlap: gradsync(overlap),
     "PrioritySync": lambda _, overlap: priority(overlap),
@@ -273,6 +274,8 @@ def pattern_of(settings: Mapping[str, Any]) -> Pattern:
 
 
 def class_of(settings: Mapping[str, Any]) -> str:
-    """Return the class name of a run's sync, such as "GradSync"; "" if there is none."""
-    target: str = settings.get("sync", {}).get("_target_", "")
-    return target.rpartition(".")[2]
+    """Return the class name of a run's sync, such as "GradSync"; "" if there is none.
+
+    A user's own is known by its path.
+    """
+    return class_name(settings.get("sync", {}).get("_target_", ""))

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from lab.distributed.world import World
 from lab.measure.environment import git_commit
 from lab.record.schema import Record
-from lab.settings.names import resolved, variant
+from lab.settings.names import class_name, resolved, variant
 from lab.training.assemble import global_batch_size
 from lab.training.compiled import compiled_as
 from lab.training.surroundings import emulation, environment_of
@@ -29,9 +29,9 @@ def record_of(
         strategy=config.strategy,
         variant=variant(arguments),
         settings=resolved(settings_of(config)),
-        model=config.model["_target_"].rpartition(".")[2],
-        data=config.data["_target_"].rpartition(".")[2],
-        task=config.task["_target_"].rpartition(".")[2],
+        model=class_name(config.model["_target_"]),
+        data=class_name(config.data["_target_"]),
+        task=class_name(config.task["_target_"]),
         world_size=world.size,
         batch_size=batch_size,
         per_rank_batch_size=batch_size // world.size,

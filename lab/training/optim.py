@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lab.distributed.sharded import is_sharded
+from lab.exchange.layout import is_dense
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.own_code import callable_at
@@ -129,10 +130,14 @@ class Optim:
         return [group for group in groups if group["params"]]
 
     def _construct(self, groups: list[Any]) -> Any:
-        """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot."""
+        """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot.
+
+        Torch's fused optimizers on CPUs step through consecutive values, whatever the strides.
+        """
         sharded = any(is_sharded(p) for p in _in_groups(groups))
         chosen = {"fused", "foreach", "differentiable"} & self._settings.keys()
-        if "fused" in self._own and not chosen and self.target.startswith("torch.optim."):
+        fuses = "fused" in self._own and self.target.startswith("torch.optim.")
+        if fuses and not chosen and all(is_dense(p) for p in _in_groups(groups)):
             way = "foreach" if sharded and self.target not in FUSED_ON_SHARDS else "fused"
             try:
                 return self._make(groups, **self._settings, **{way: True})

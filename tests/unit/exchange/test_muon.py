@@ -48,8 +48,9 @@ def test_ranks_end_where_torchs_muon_ends_alone(size: int, nesterov: bool) -> No
     theirs = [nn.Parameter(weight.detach().clone()) for weight in theirs]
     settings = {"weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
     optimizer = torch.optim.Muon(theirs, lr=0.002, **settings)
+    make = partial(Muon, nesterov=nesterov, dtype="bfloat16")  # torch's
     for direction, gradient in zip(
-        deliver(partial(Muon, nesterov=nesterov), MATRICES, given)[0].directions, given, strict=True
+        deliver(make, MATRICES, given)[0].directions, given, strict=True
     ):
         for weight, part in zip(theirs, cut(gradient.mean(dim=0)), strict=True):
             weight.grad = part.view_as(weight)
@@ -165,7 +166,7 @@ def test_no_rank_has_more_than_its_part_and_the_last_item() -> None:
         ({"momentum": 1.0}, "exchange.momentum=1.0: must be at least 0 and below 1"),
         ({"nesterov": 1}, "exchange.nesterov=1: must be true or false"),
         ({"steps": 0}, "exchange.steps=0: must be an integer of at least 1"),
-        ({"dtype": "fp8"}, "exchange.dtype=fp8: allowed are bfloat16, float32"),
+        ({"dtype": "fp8"}, "exchange.dtype=fp8: allowed are auto, bfloat16, float32"),
         ({"eps": -1.0}, "exchange.eps=-1.0: must be a number above 0"),
     ],
 )

@@ -8,11 +8,17 @@ from dataclasses import replace
 
 import pytest
 
+from lab.certificate.traffic import formula_bytes
 from lab.draw.looks import LOOKS
+from lab.settings.alone import computation
 from lab.settings.config import load
-from lab.simulate.costs import CARDS, class_of, payload_bytes
+from lab.simulate.costs import CARDS, class_of, payload_bytes, stages_of
+from lab.simulate.load import Sizes
+from lab.simulate.memory import sync_bytes
 from lab.simulate.network import Network
-from lab.sync.pattern import pattern_of
+from lab.simulate.scatters import scatter_of
+from lab.sync.alike import alike
+from lab.sync.pattern import OF_CLASS, UNKNOWN, pattern_of
 from tests.conftest import ROOT
 from tests.support import cases
 from tests.support.cases import (
@@ -65,6 +71,33 @@ def test_an_exchange_claims_what_its_bytes_allow(exchange: str) -> None:
     assert (made.exact, made.keeps_replicas_equal) == (exact, sent > 0)
     settings = exchange_settings(exchange)
     assert CARDS[class_of(settings)].lossy(settings) == (not made.exact)
+
+
+@pytest.mark.parametrize("name", [*CARDS, "Unheard"])
+def test_a_users_exchange_is_never_taken_for_the_labs(name: str) -> None:
+    """A subclass of the lab's is the user's too."""
+    mine = {"_target_": f"mine.{name}"}
+    inside = {**exchange_settings("hierarchical"), "inter": mine}
+    for exchange in (mine, inside):
+        with pytest.raises(ValueError, match=rf"^exchange=mine\.{name}: has no cost card; allowed"):
+            stages_of([(8, 8)], exchange, Network(LINKS, 4))
+        assert formula_bytes(exchange, [[(8, 8)]], 4) is None
+        assert "exchange" not in alike({"exchange": exchange, "sync": {}})
+    with pytest.raises(ValueError, match=rf"^exchange=mine\.{name}: has no reduce-scatter"):
+        scatter_of(mine)
+    sync = {"_target_": "lab.sync.gradsync.GradSync"}
+    kept = sync_bytes(Sizes(64, 64, 64, 0, 2), {"sync": sync, "exchange": mine})
+    assert math.isnan(kept)
+    assert computation({"exchange._target_": mine["_target_"], "sync._target_": "x"}) is None
+
+
+@pytest.mark.parametrize("name", OF_CLASS)
+def test_a_users_sync_is_never_taken_for_the_labs(name: str) -> None:
+    settings = {"sync": {"_target_": f"mine.{name}"}, "overlap": False}
+    assert pattern_of(settings) is UNKNOWN
+    assert math.isnan(sync_bytes(Sizes(64, 64, 64, 0, 2), {**settings, "exchange": {}}))
+    star, sync = exchange_settings("star")["_target_"], settings["sync"]["_target_"]
+    assert computation({"exchange._target_": star, "sync._target_": sync}) is None
 
 
 def test_no_two_looks_share_colour_and_line() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,16 @@ def test_every_strategy_that_only_averages_gradients_works_and_no_other(strategy
         return
     with pytest.raises(ConfigError, match=rf"strategy={strategy}: .*; in your own loop works any"):
         compose(strategy, {})
+
+
+def test_a_users_exchange_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quiet.py").write_text(
+        "from lab.exchange.allreduce import AllReduce\n\nclass NoExchange(AllReduce):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert compose("quiet.NoExchange", {}).exchange._target_ == "quiet.NoExchange"
 
 
 @pytest.mark.parametrize(

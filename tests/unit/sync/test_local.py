@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,33 @@ def test_rounds_of_one_step_are_what_averaging_gradients_gives(size: int) -> Non
 
     for ours, theirs in run_ranks(size, rank_main):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "complex": torch.view_as_complex,
+    "columns": lambda whole: whole[:, 1:, 0],
+    "column-major": lambda whole: whole[:, :, 0].clone().T,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_rounds_average_weights_of_any_layout(view: Callable[[Tensor], Tensor]) -> None:
+    whole = torch.randn(2, 8, 4, 2)
+    mean = torch.stack([view(each) for each in whole]).mean(dim=0)
+
+    def rank_main(comm: Comm) -> Tensor:
+        model = nn.Module()
+        model.weight = nn.Parameter(view(whole[0].clone()))
+        sync = local(model, comm, every=1)
+        with sync:
+            with torch.no_grad():
+                model.weight.copy_(view(whole[comm.rank]))  # as a rank's own steps would leave it
+            sync.finish()
+            sync.after_update(last=True)
+        return model.weight.detach().clone()
+
+    for weight in run_ranks(2, rank_main):
+        torch.testing.assert_close(weight, mean, rtol=1e-5, atol=1e-6)
 
 
 def test_replicas_part_within_a_round_and_meet_at_its_end_and_at_the_last_step() -> None:

@@ -65,6 +65,33 @@ def test_torch_fuses_the_update_where_it_can_unless_told_otherwise() -> None:
     assert not fused("torch.optim.RMSprop")
 
 
+class Weight(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+@pytest.mark.parametrize("target", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("layout", ["columns", "every other row", "column-major"])
+def test_what_lies_around_a_slice_is_left_alone(target: str, layout: str) -> None:
+    """Torch's fused kernels on CPUs step through consecutive values; see pytorch#192920."""
+    whole = torch.randn(8, 8)
+    before = whole.clone()
+    views = {"columns": whole[:, 4:], "every other row": whole[::2], "column-major": whole.t()}
+    ours = Weight(views[layout])
+    alone = Weight(views[layout].contiguous())
+    optimizer = optim(f"torch.optim.{target}").optimizer(ours)
+    plain = optim(f"torch.optim.{target}", fused=False).optimizer(alone)
+    assert bool(optimizer.param_groups[0]["fused"]) == (layout == "column-major")
+    for _ in range(3):
+        alone.weight.grad = torch.randn(alone.weight.shape)
+        ours.weight.grad = torch.empty_like(ours.weight).copy_(alone.weight.grad)
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(ours.weight.data, alone.weight.data, rtol=1e-6, atol=1e-6)
+    assert layout == "column-major" or torch.equal(whole[1::2, :4], before[1::2, :4])
+
+
 def test_choices_of_the_lab_are_torchs_with_these_hyperparameters() -> None:
     (sgd,) = make_optim(load([]).optim, 128).optimizer(model()).param_groups
     assert {key: sgd[key] for key in ("lr", "momentum", "weight_decay", "nesterov")} == {
