@@ -26,7 +26,7 @@ from lab.sync.fsdp_levels import (
     levels_of_second_shards,
 )
 from lab.sync.fsdp_scatter import UnitReduceScatter, set_reduce_scatter
-from lab.sync.fsdp_units import sharded_parameters, units
+from lab.sync.fsdp_units import readers_of, sharded_parameters, units
 from lab.sync.library import LibrarySync
 from lab.sync.pattern import fsdp
 
@@ -233,7 +233,9 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
 
 
 def _units(parts: SyncParts) -> list[nn.Module]:
-    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0))
+    many = parts.bucket_mb is not None and parts.sample is not None
+    readers = readers_of(parts.model, parts.sample) if many else None
+    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0), readers)
 
 
 def _wrapped(module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
