@@ -10,6 +10,8 @@ from lab.distributed.comm import Traffic
 from lab.exchange.base import Exchange
 from lab.loop.settings import compose
 from lab.settings.config import ConfigError, build
+from lab.sync.fsdp_gradients import WholeGradients
+from lab.sync.fsdp_rules import require_scattered
 from lab.sync.fsdp_scatter import set_reduce_scatter
 
 
@@ -26,7 +28,9 @@ class ReduceScatters:
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
         self.traffic = Traffic()
         self._exchange, self._device = exchange, next(model.parameters()).device
+        require_scattered(model, exchange)
         set_reduce_scatter(model, exchange, self.traffic)
+        WholeGradients(model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals; {} of an exchange without any."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,93 +20,145 @@ NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 MODEL = "(the model's own)"  # name of the last unit
 
 
-Readers = Mapping[int, set[nn.Module]]
-
-
 def units(
     model: nn.Module,
     bucket_mb: float | None,
     bytes_scale: float = 1.0,
-    readers: Readers | None = None,
+    reads: Reads | None = None,
 ) -> list[nn.Module]:
     """List the modules to wrap, inner before outer, and the model last.
 
     A unit is the largest module of at most `bucket_mb`, or a larger layer. The model itself takes
     the parameters that are left: of modules below 1 MiB, which are not worth messages of their own,
-    and those that modules share. A module with a parameter that is read while the module's own
-    forward is not under way is no unit: FSDP would have freed the parameter there.
+    and those that modules share. A module that FSDP would free too early, as `reads` says, is no
+    unit. A unit sends one type, so modules of another type than the rest are units of any size.
 
     Args:
         bucket_mb: in MiB; None: the model is the only unit.
         bytes_scale: size of these parameters relative to the ones they stand for, which decide the
             units.
-        readers: see `readers_of`; None: each parameter is read within its module's forward.
+        reads: of a forward; None: each parameter is read within its module's forward.
+
+    Raises:
+        ValueError: a parameter has another type than the others of its layer.
     """
-    if bucket_mb is None:
-        return [model]
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     shared = {key for key, number in users.items() if number > 1}
-    least, most = FIRST_BUCKET_BYTES * bytes_scale, bucket_mb * MIB * bytes_scale
 
-    def within(module: nn.Module) -> list[nn.Module]:
-        parameters = list(module.parameters())
-        size = sum(p.nbytes for p in parameters)
-        if size < min(least, most):
-            return []
-        inner = [unit for child in module.children() for unit in within(child)]
-        if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in parameters):
-            return inner
-        if readers and any(module not in readers.get(id(p), {module}) for p in parameters):
-            return inner
-        return [module] if size <= most or not inner else inner
+    def may_be(module: nn.Module) -> bool:
+        if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in module.parameters()):
+            return False
+        one_type = len({p.dtype for p in module.parameters() if p.requires_grad}) < 2
+        return one_type and (reads is None or reads.are_enclosed_by(module))
 
-    return [*(unit for child in model.children() for unit in within(child)), model]
+    found = list[nn.Module]()
+    if bucket_mb is not None:
+        least, most = FIRST_BUCKET_BYTES * bytes_scale, bucket_mb * MIB * bytes_scale
+        for child in model.children():
+            found += _by_size(child, min(least, most), most, may_be)
+    return [*found, *_of_other_types(model, found, may_be), model]
 
 
-def readers_of(model: nn.Module, inputs: Tensor) -> Readers:
-    """Return, by the parameter's id, the modules that are under way at every read of it.
-
-    One forward of `inputs` in eval mode tells. A parameter that it does not read is left out.
-    """
-    training = {module: module.training for module in model.modules()}
-    watch = _Reads(model)
-    try:
-        with watch:
-            model.eval()(inputs)
-    finally:
-        watch.forget()
-        for module, mode in training.items():
-            module.training = mode
-    return watch.readers
+def _by_size(
+    module: nn.Module, least: float, most: float, may_be: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    size = sum(p.nbytes for p in module.parameters())
+    if size < least:
+        return []
+    inner = [u for child in module.children() for u in _by_size(child, least, most, may_be)]
+    if not may_be(module):
+        return inner
+    return [module] if size <= most or not inner else inner
 
 
-class _Reads(TorchDispatchMode):
-    """Watches the operations of a forward: which modules are under way when one takes a parameter.
+def _of_other_types(
+    model: nn.Module, found: Sequence[nn.Module], may_be: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """List more units, so that what is left for the model has one type."""
+    taken = {id(p) for unit in found for p in unit.parameters()}
+
+    def left(module: nn.Module) -> dict[torch.dtype, int]:
+        sizes = dict[torch.dtype, int]()
+        for parameter in module.parameters():
+            if parameter.requires_grad and id(parameter) not in taken:
+                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
+        return sizes
+
+    more = list[nn.Module]()
+    sizes = left(model)
+    own = max(sizes, key=sizes.__getitem__, default=None)
+    for module in model.modules():
+        if module is not model and {*left(module)} - {own} and may_be(module):
+            more.append(module)
+            taken |= {id(p) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in taken and parameter.dtype != own:
+            kinds = [str(each).removeprefix("torch.") for each in (parameter.dtype, own)]
+            raise ValueError(
+                f"{name}: is {kinds[0]} in a module that also has {kinds[1]} parameters, or that "
+                "reads another's; FSDP sends one type for each module, so convert it"
+            )
+    return more
+
+
+class Reads(TorchDispatchMode):
+    """Watches one forward: which modules are under way when an operation takes a parameter.
 
     Gradients are enabled, as in training: without them torch's attention layers take another path.
+
+    Args:
+        inputs: that the model takes. It sees them in eval mode.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self.readers: dict[int, set[nn.Module]] = {}
+        self._ran = set[nn.Module]()
         self._under_way: list[nn.Module] = []
+        self._readers: dict[int, set[nn.Module]] = {}  # under way at all reads, by parameter's id
         self._ids: dict[int, list[int]] = {}  # of parameters, by their memory
         for parameter in model.parameters():
             if parameter.numel():
                 memory = parameter.untyped_storage().data_ptr()
                 self._ids.setdefault(memory, []).append(id(parameter))
-        self._hooks = [hook for module in model.modules() for hook in self._marks(module)]
+        training = {module: module.training for module in model.modules()}
+        hooks = [hook for module in training for hook in self._marks(module)]
+        try:
+            with self:
+                model.eval()(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, mode in training.items():
+                module.training = mode
+        self._routed = {
+            inner for module in training if self._routes(module) for inner in module.modules()
+        }
+
+    def are_enclosed_by(self, module: nn.Module) -> bool:
+        """Return whether `module` runs on every rank, around all reads of its parameters.
+
+        Of a list of which the forward ran some modules, a rank may run others.
+        """
+        if module not in self._ran or module in self._routed:
+            return False
+        return all(module in self._readers.get(id(p), {module}) for p in module.parameters())
+
+    def _routes(self, module: nn.Module) -> bool:
+        children = [
+            child for child in module.children() if next(child.parameters(), None) is not None
+        ]
+        return isinstance(module, NO_FORWARD) and not self._ran.issuperset(children)
 
     def _marks(self, module: nn.Module) -> list[RemovableHandle]:
         """Mark where FSDP would gather and free: before all hooks of a module, and after them."""
         return [
-            before(module, lambda: self._under_way.append(module)),
+            before(module, lambda: self._begin(module)),
             after(module, lambda: self._under_way.remove(module)),
         ]
 
-    def forget(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def _begin(self, module: nn.Module) -> None:
+        self._ran.add(module)
+        self._under_way.append(module)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -115,7 +167,7 @@ class _Reads(TorchDispatchMode):
         for tensor in cast(list[object], tree_leaves((args, kwargs))):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 for key in self._ids.get(tensor.untyped_storage().data_ptr(), ()):
-                    self.readers[key] = self.readers.get(key, now) & now
+                    self._readers[key] = self._readers.get(key, now) & now
         return func(*args, **(kwargs or {}))
 
 
@@ -124,10 +176,15 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 
     A unit has at most one until torch 2.11, and a list of them in later versions.
     """
-    state: Any = unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    state = state_of(unit)
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def state_of(unit: FSDPModule) -> Any:
+    """Return FSDP's own object for a unit (FSDPState)."""
+    return unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
 
 
 def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
