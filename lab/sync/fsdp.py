@@ -242,8 +242,7 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
 
 
 def _units(parts: SyncParts) -> list[nn.Module]:
-    sample = None if parts.bucket_mb is None else parts.sample
-    reads = None if sample is None else Reads(parts.model, sample)
+    reads = None if parts.sample is None else Reads(parts.model, parts.sample)
     return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0), reads)
 
 

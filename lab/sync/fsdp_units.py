@@ -74,30 +74,40 @@ def _by_size(
 def _of_other_types(
     model: nn.Module, found: Sequence[nn.Module], may_be: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
-    """List more units, so that what is left for the model has one type."""
+    """List more units, so that what is left for the model has one type: the largest that works."""
     taken = {id(p) for unit in found for p in unit.parameters()}
+    left = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
+    sizes = Counter[torch.dtype]()
+    for _, parameter in left:
+        sizes[parameter.dtype] += parameter.nbytes
+    strangers = list[tuple[str, nn.Parameter]]()
+    for own, _ in sizes.most_common():
+        more = _without(own, model, {*taken}, may_be)
+        within = {id(p) for unit in more for p in unit.parameters()}
+        strangers = [(n, p) for n, p in left if p.dtype != own and id(p) not in within]
+        if not strangers:
+            return more
+    if not strangers:  # nothing is left
+        return []
+    name, parameter = strangers[0]
+    kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in sizes))
+    raise ValueError(
+        f"{name}: is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be sent "
+        f"apart from others; FSDP sends one type for each module, and here are {kinds}: convert it"
+    )
 
-    def left(module: nn.Module) -> dict[torch.dtype, int]:
-        sizes = dict[torch.dtype, int]()
-        for parameter in module.parameters():
-            if parameter.requires_grad and id(parameter) not in taken:
-                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
-        return sizes
 
+def _without(
+    own: torch.dtype, model: nn.Module, taken: set[int], may_be: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """List the largest modules that may be units and have no trainable parameter of type `own`."""
     more = list[nn.Module]()
-    sizes = left(model)
-    own = max(sizes, key=sizes.__getitem__, default=None)
     for module in model.modules():
-        if module is not model and {*left(module)} - {own} and may_be(module):
+        left = {id(p): p.dtype for p in module.parameters() if p.requires_grad}
+        left = {key: dtype for key, dtype in left.items() if key not in taken}
+        if left and own not in left.values() and module is not model and may_be(module):
             more.append(module)
-            taken |= {id(p) for p in module.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in taken and parameter.dtype != own:
-            kinds = [str(each).removeprefix("torch.") for each in (parameter.dtype, own)]
-            raise ValueError(
-                f"{name}: is {kinds[0]} in a module that also has {kinds[1]} parameters, or that "
-                "reads another's; FSDP sends one type for each module, so convert it"
-            )
+            taken |= left.keys()
     return more
 
 
@@ -117,9 +127,7 @@ class Reads(TorchDispatchMode):
         self._readers: dict[int, set[nn.Module]] = {}  # under way at all reads, by parameter's id
         self._ids: dict[int, list[int]] = {}  # of parameters, by their memory
         for parameter in model.parameters():
-            if parameter.numel():
-                memory = parameter.untyped_storage().data_ptr()
-                self._ids.setdefault(memory, []).append(id(parameter))
+            self._ids.setdefault(_memory_of(parameter), []).append(id(parameter))
         training = {module: module.training for module in model.modules()}
         hooks = [hook for module in training for hook in self._marks(module)]
         try:
@@ -166,9 +174,13 @@ class Reads(TorchDispatchMode):
         now = set(self._under_way)
         for tensor in cast(list[object], tree_leaves((args, kwargs))):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                for key in self._ids.get(tensor.untyped_storage().data_ptr(), ()):
+                for key in self._ids.get(_memory_of(tensor), ()):
                     self._readers[key] = self._readers.get(key, now) & now
         return func(*args, **(kwargs or {}))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)  # an empty one has none
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
