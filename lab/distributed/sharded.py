@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +26,8 @@ def whole(value: Any) -> Any:
     if isinstance(value, list):
         return [whole(each) for each in value]
     if isinstance(value, Tensor) and is_sharded(value):
+        if not value.numel():  # DTensor mistakes the shape of a part
+            return torch.empty_like(local(value)).reshape(value.shape)
         return value.full_tensor()  # type: ignore[attr-defined]
     return value
 

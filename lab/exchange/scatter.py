@@ -193,7 +193,6 @@ def residual_of(exchange: ErrorFeedback, gradients: Tensor, layout: Layout) -> T
     views = {
         name: residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
         for name, at in layout.columns.items()
-        if at.inner
     }
     if all(name in kept and kept[name].data_ptr() == v.data_ptr() for name, v in views.items()):
         return residual

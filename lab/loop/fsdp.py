@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lab.distributed.comm import Traffic
+from lab.distributed.sharded import is_sharded
 from lab.exchange.base import Exchange
 from lab.loop.settings import compose
 from lab.settings.config import ConfigError, build
+from lab.sync.fsdp_gradients import WholeGradients
+from lab.sync.fsdp_rules import require_scattered
 from lab.sync.fsdp_scatter import set_reduce_scatter
+from lab.sync.owner import KEY, Owner
 
 
 class ReduceScatters:
@@ -23,18 +30,35 @@ class ReduceScatters:
         ValueError: see lab.sync.fsdp_scatter.set_reduce_scatter.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, exchange: Exchange, settings: Mapping[str, Any]) -> None:
         self.traffic = Traffic()
-        self._exchange, self._device = exchange, next(model.parameters()).device
+        self._model, self._exchange, self._settings = model, exchange, settings
+        require_scattered(model, exchange)
         set_reduce_scatter(model, exchange, self.traffic)
+        WholeGradients(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals; {} of an exchange without any."""
-        return self._exchange.state_dict()
+        """Return this rank's residuals, if the exchange has any, and whose they are."""
+        return {**self._exchange.state_dict(), KEY: self._owner.mark()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a result of `state_dict` on the same rank of as many ranks."""
-        self._exchange.resume(state, self._device)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a result of `state_dict` on the same rank of as many ranks.
+
+        Raises:
+            ValueError: it is of another exchange, or see Owner.check.
+        """
+        kept = {key: value for key, value in state.items() if key != KEY}
+        self._owner.check(state.get(KEY), kept)
+        self._exchange.resume(kept, next(self._model.parameters()).device)
+
+    @property
+    def _owner(self) -> Owner:
+        """Residuals are laid out for the mesh's ranks, so its shape is one of the settings."""
+        sharded: Any = next(filter(is_sharded, self._model.parameters()))
+        mesh: DeviceMesh = sharded.device_mesh
+        settings = {**self._settings, "mesh": list(mesh.shape)}
+        rank = mesh.mesh.flatten().tolist().index(mesh.get_rank())
+        return Owner.of(self._model, self._exchange, settings, rank, mesh.size())
 
 
 def fsdp_reduce_scatter(
@@ -54,6 +78,7 @@ def fsdp_reduce_scatter(
     """
     config = compose(exchange, overrides)
     try:
-        return ReduceScatters(model, build(config.exchange))
+        settings: Any = OmegaConf.to_container(config.exchange, resolve=True)
+        return ReduceScatters(model, build(config.exchange), settings)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -23,8 +23,9 @@ from lab.loop.settings import compose
 from lab.loop.world import world_of
 from lab.record.certificate import Certificate
 from lab.settings.config import ConfigError, build
-from lab.sync.base import SyncParts, SyncState
+from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
+from lab.sync.owner import KEY, Owner
 from lab.sync.spoiled import Scaler, SpoiledState
 
 
@@ -106,22 +107,29 @@ class LoopSync(GradSync):
             self.check.exchanged(self.loss_scale)
         return finite
 
-    def state_dict(self) -> SyncState:
+    def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to save beside the model; every rank has its own."""
         exchange = {f"exchange.{key}": v for key, v in self.exchange.state_dict().items()}
-        return {**super().state_dict(), **exchange, "step": {"step": torch.tensor(self.step)}}
+        step = {"step": {"step": torch.tensor(self.step)}}
+        return {**super().state_dict(), **exchange, **step, KEY: self._owner.mark()}
 
-    def load_state_dict(self, state: SyncState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict` of the same rank among as many ranks.
 
         Raises:
-            ValueError: it is of another exchange.
+            ValueError: it is of another exchange, or see Owner.check.
         """
         prefix = "exchange."
         kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        self._owner.check(state.get(KEY), kept)
         self.exchange.resume(kept, self._world.device)
-        super().load_state_dict(state)
+        super().load_state_dict({"order": state.get("order", {})})
         self.step = int(state["step"]["step"])
+
+    @property
+    def _owner(self) -> Owner:
+        comm, made_from = self.comm, self.settings["exchange"]
+        return Owner.of(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def _submit_next(self) -> None:
         if not self._exchanged:

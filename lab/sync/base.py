@@ -34,6 +34,7 @@ class SyncParts:
         bucket_mb: see lab.exchange.bucket.plan.
         precision: of the run: "fp32", "bf16" or "fp16".
         accumulate: micro-batches per optimizer step.
+        sample: inputs that the model takes, [1, ...]; None: none are known.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class SyncParts:
     bucket_mb: float | None = None
     precision: str = "fp32"
     accumulate: int = 1
+    sample: Tensor | None = None
 
 
 @dataclass(frozen=True)

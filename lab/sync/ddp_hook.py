@@ -22,6 +22,7 @@ from lab.exchange.gate import COMPILED, Outside, admit, carrier
 from lab.exchange.layout import as_real, is_dense, is_rows_first, travel_shape
 from lab.measure.clock import Clock
 from lab.sync.observed import observed
+from lab.sync.owner import KEY, Owner
 from lab.sync.reached import Reached
 from lab.sync.spoiled import SpoiledState
 
@@ -75,7 +76,7 @@ class HookState:
         self.loss_scale = 1.0
         self.clock: Clock | None = None
         self.settings: Mapping[str, Any] = {}
-        self._guard = guard
+        self._guard, self._model = guard, model
         self._device = next(iter(trainable.values())).device
         self._names = {id(p): name for name, p in trainable.items()}
         self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)
@@ -105,16 +106,23 @@ class HookState:
 
         As with a model, its tensors are not copied: they change with the next step.
         """
-        return {"step": self.step, "exchange": self.exchange.state_dict()}
+        kept = self.exchange.state_dict()
+        return {"step": self.step, "exchange": kept, KEY: self._owner.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict` of the same rank among as many ranks.
 
         Raises:
-            ValueError: it is of another exchange.
+            ValueError: it is of another exchange, or see Owner.check.
         """
+        self._owner.check(state.get(KEY), state["exchange"])
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])
+
+    @property
+    def _owner(self) -> Owner:
+        comm, made_from = self.comm, self.settings.get("exchange", {})
+        return Owner.of(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def sent(self) -> Sent:
         """Return what the exchanges have sent so far."""

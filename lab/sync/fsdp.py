@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,16 @@ from lab.exchange.two_levels import TwoLevels, require_no_residuals
 from lab.sync.base import SyncParts
 from lab.sync.fsdp_drift import GRADIENTS, WEIGHTS, FsdpDrift
 from lab.sync.fsdp_gather import UnitAllGather, set_all_gather
+from lab.sync.fsdp_gradients import WholeGradients
 from lab.sync.fsdp_levels import (
     SecondShards,
     levels_of_copies,
     levels_of_hosts,
     levels_of_second_shards,
 )
+from lab.sync.fsdp_rules import FreedReads, prepare_for_sharding, replacing, require_scattered
 from lab.sync.fsdp_scatter import UnitReduceScatter, set_reduce_scatter
-from lab.sync.fsdp_units import sharded_parameters, units
+from lab.sync.fsdp_units import Reads, sharded_parameters, units
 from lab.sync.library import LibrarySync
 from lab.sync.pattern import fsdp
 
@@ -85,17 +87,22 @@ class FSDPSync(LibrarySync):
         if reduce_scatter != "torch":
             self._scatters = self._set_reduce_scatter(parts)
         self._drift: FsdpDrift | None = None
+        self._first_reads: AbstractContextManager[Any] = FreedReads(parts.model)
 
     def _wrap(self, parts: SyncParts, comm: TorchComm) -> None:
         """Let FSDP2 shard the units."""
         group = partial(DeviceMesh.from_group, comm.group, comm.device.type)
         mesh = self._copies.mesh() if self._copies else group()
-        self.units = [_wrapped(each, mesh) for each in _units(parts)]
+        prepare_for_sharding(parts.model)
+        with replacing(parts.model):
+            self.units = [_wrapped(each, mesh) for each in _units(parts)]
+        WholeGradients(parts.model)
         *inner, self._root = self.units
         self._second_shards = SecondShards(self._second, inner) if self._second else None
         self._bytes = [_padded_bytes(unit, self._sharers.size) for unit in self.units]
 
     def _set_reduce_scatter(self, parts: SyncParts) -> list[UnitReduceScatter]:
+        require_scattered(parts.model, parts.exchange)
         make, comm = scatter_of, self._sharers
         if self._reduce_scatter == "two_levels":
             require_no_residuals(parts.exchange)
@@ -125,7 +132,9 @@ class FSDPSync(LibrarySync):
         if self._drift and not self._num_micro_batches:
             self._drift.begin_step(self.step)
         self._num_micro_batches += 1
-        yield
+        with self._first_reads:
+            yield
+        self._first_reads = nullcontext()
 
     def finish(self) -> Tensor | None:
         """Count what torch sent; backward has exchanged the gradients."""
@@ -233,7 +242,8 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
 
 
 def _units(parts: SyncParts) -> list[nn.Module]:
-    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0))
+    reads = None if parts.sample is None else Reads(parts.model, parts.sample)
+    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0), reads)
 
 
 def _wrapped(module: nn.Module, mesh: DeviceMesh) -> FSDPModule:

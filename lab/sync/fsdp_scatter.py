@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class UnitReduceScatter(UnitHook):
         self._names, self._parameters = names, parameters
         self._comm = comm
         self._layout: Layout | None = None
+        self._trained: tuple[bool, ...] = ()
 
     def __call__(
         self,
@@ -64,13 +66,21 @@ class UnitReduceScatter(UnitHook):
             self._comm = TorchComm(group, group, input_tensor.device)
             self._comm.traffic = self._traffic
         size = self._comm.size
-        self._layout = self._layout or Layout(_columns(self._names, self._parameters, size))
         output = output_tensor.float()  # itself, if it is
-        self._sum(output, input_tensor.float().view(size, -1), self._comm, self._layout)
+        self._sum(output, input_tensor.float().view(size, -1), self._comm, self._layout_of(size))
         if op == dist.ReduceOp.AVG:
             output.div_(size)
         if output is not output_tensor:
             output_tensor.copy_(output)
+
+    def _layout_of(self, size: int) -> Layout:
+        """Return where gradients lie: FSDP hands over those of parameters that are trained now."""
+        trained = tuple(p.requires_grad and p.numel() > 0 for p in self._parameters)
+        if self._layout is None or trained != self._trained:
+            names = list(compress(self._names, trained))
+            own = list(compress(self._parameters, trained))
+            self._trained, self._layout = trained, Layout(_columns(names, own, size))
+        return self._layout
 
     def _sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
         if self.drift:
@@ -115,7 +125,7 @@ def _columns(
     """Return where FSDP puts parameters: each divided by its first dimension, rounded up."""
     columns, start = dict[str, Columns](), 0
     for name, parameter in zip(names, parameters, strict=True):
-        inner = parameter.numel() // parameter.shape[0] if parameter.numel() else 0
+        inner = parameter.numel() // parameter.shape[0]
         stop = start + -(-parameter.shape[0] // size) * inner
         columns[name] = Columns(start, stop, inner)
         start = stop

@@ -3,50 +3,184 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
+from lab.sync.reads import after, before
 
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 MODEL = "(the model's own)"  # name of the last unit
 
 
-def units(model: nn.Module, bucket_mb: float | None, bytes_scale: float = 1.0) -> list[nn.Module]:
+def units(
+    model: nn.Module,
+    bucket_mb: float | None,
+    bytes_scale: float = 1.0,
+    reads: Reads | None = None,
+) -> list[nn.Module]:
     """List the modules to wrap, inner before outer, and the model last.
 
     A unit is the largest module of at most `bucket_mb`, or a larger layer. The model itself takes
     the parameters that are left: of modules below 1 MiB, which are not worth messages of their own,
-    and those that modules share.
+    and those that modules share. A module that FSDP would free too early, as `reads` says, is no
+    unit. A unit sends one type, so modules of another type than the rest are units of any size.
 
     Args:
         bucket_mb: in MiB; None: the model is the only unit.
         bytes_scale: size of these parameters relative to the ones they stand for, which decide the
             units.
+        reads: of a forward; None: each parameter is read within its module's forward.
+
+    Raises:
+        ValueError: a parameter has another type than the others of its layer.
     """
-    if bucket_mb is None:
-        return [model]
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     shared = {key for key, number in users.items() if number > 1}
-    most = bucket_mb * MIB * bytes_scale
-    found = [u for child in model.children() for u in _within(child, most, bytes_scale, shared)]
-    return [*found, model]
+
+    def may_be(module: nn.Module) -> bool:
+        if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in module.parameters()):
+            return False
+        one_type = len({p.dtype for p in module.parameters() if p.requires_grad}) < 2
+        return one_type and (reads is None or reads.are_enclosed_by(module))
+
+    found = list[nn.Module]()
+    if bucket_mb is not None:
+        least, most = FIRST_BUCKET_BYTES * bytes_scale, bucket_mb * MIB * bytes_scale
+        for child in model.children():
+            found += _by_size(child, min(least, most), most, may_be)
+    return [*found, *_of_other_types(model, found, may_be), model]
 
 
-def _within(
-    module: nn.Module, most: float, bytes_scale: float, shared: set[int]
+def _by_size(
+    module: nn.Module, least: float, most: float, may_be: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
-    parameters = list(module.parameters())
-    size = sum(p.nbytes for p in parameters)
-    if size < min(FIRST_BUCKET_BYTES * bytes_scale, most):
+    size = sum(p.nbytes for p in module.parameters())
+    if size < least:
         return []
-    inner = [u for child in module.children() for u in _within(child, most, bytes_scale, shared)]
-    if isinstance(module, NO_FORWARD) or any(id(p) in shared for p in parameters):
+    inner = [u for child in module.children() for u in _by_size(child, least, most, may_be)]
+    if not may_be(module):
         return inner
     return [module] if size <= most or not inner else inner
+
+
+def _of_other_types(
+    model: nn.Module, found: Sequence[nn.Module], may_be: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """List more units, so that what is left for the model has one type: the largest that works."""
+    taken = {id(p) for unit in found for p in unit.parameters()}
+    left = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
+    sizes = Counter[torch.dtype]()
+    for _, parameter in left:
+        sizes[parameter.dtype] += parameter.nbytes
+    strangers = list[tuple[str, nn.Parameter]]()
+    for own, _ in sizes.most_common():
+        more = _without(own, model, {*taken}, may_be)
+        within = {id(p) for unit in more for p in unit.parameters()}
+        strangers = [(n, p) for n, p in left if p.dtype != own and id(p) not in within]
+        if not strangers:
+            return more
+    if not strangers:  # nothing is left
+        return []
+    name, parameter = strangers[0]
+    kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in sizes))
+    raise ValueError(
+        f"{name}: is {str(parameter.dtype).removeprefix('torch.')} in a module that cannot be sent "
+        f"apart from others; FSDP sends one type for each module, and here are {kinds}: convert it"
+    )
+
+
+def _without(
+    own: torch.dtype, model: nn.Module, taken: set[int], may_be: Callable[[nn.Module], bool]
+) -> list[nn.Module]:
+    """List the largest modules that may be units and have no trainable parameter of type `own`."""
+    more = list[nn.Module]()
+    for module in model.modules():
+        left = {id(p): p.dtype for p in module.parameters() if p.requires_grad}
+        left = {key: dtype for key, dtype in left.items() if key not in taken}
+        if left and own not in left.values() and module is not model and may_be(module):
+            more.append(module)
+            taken |= left.keys()
+    return more
+
+
+class Reads(TorchDispatchMode):
+    """Watches one forward: which modules are under way when an operation takes a parameter.
+
+    Gradients are enabled, as in training: without them torch's attention layers take another path.
+
+    Args:
+        inputs: that the model takes. It sees them in eval mode.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Tensor) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._ran = set[nn.Module]()
+        self._under_way: list[nn.Module] = []
+        self._readers: dict[int, set[nn.Module]] = {}  # under way at all reads, by parameter's id
+        self._ids: dict[int, list[int]] = {}  # of parameters, by their memory
+        for parameter in model.parameters():
+            self._ids.setdefault(_memory_of(parameter), []).append(id(parameter))
+        training = {module: module.training for module in model.modules()}
+        hooks = [hook for module in training for hook in self._marks(module)]
+        try:
+            with self:
+                model.eval()(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, mode in training.items():
+                module.training = mode
+        self._routed = {
+            inner for module in training if self._routes(module) for inner in module.modules()
+        }
+
+    def are_enclosed_by(self, module: nn.Module) -> bool:
+        """Return whether `module` runs on every rank, around all reads of its parameters.
+
+        Of a list of which the forward ran some modules, a rank may run others.
+        """
+        if module not in self._ran or module in self._routed:
+            return False
+        return all(module in self._readers.get(id(p), {module}) for p in module.parameters())
+
+    def _routes(self, module: nn.Module) -> bool:
+        children = [
+            child for child in module.children() if next(child.parameters(), None) is not None
+        ]
+        return isinstance(module, NO_FORWARD) and not self._ran.issuperset(children)
+
+    def _marks(self, module: nn.Module) -> list[RemovableHandle]:
+        """Mark where FSDP would gather and free: before all hooks of a module, and after them."""
+        return [
+            before(module, lambda: self._begin(module)),
+            after(module, lambda: self._under_way.remove(module)),
+        ]
+
+    def _begin(self, module: nn.Module) -> None:
+        self._ran.add(module)
+        self._under_way.append(module)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        now = set(self._under_way)
+        for tensor in cast(list[object], tree_leaves((args, kwargs))):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                for key in self._ids.get(_memory_of(tensor), ()):
+                    self._readers[key] = self._readers.get(key, now) & now
+        return func(*args, **(kwargs or {}))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)  # an empty one has none
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -54,10 +188,15 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 
     A unit has at most one until torch 2.11, and a list of them in later versions.
     """
-    state: Any = unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    state = state_of(unit)
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def state_of(unit: FSDPModule) -> Any:
+    """Return FSDP's own object for a unit (FSDPState)."""
+    return unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
 
 
 def sharded_parameters(unit: FSDPModule) -> list[nn.Parameter]:

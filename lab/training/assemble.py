@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from lab.certificate.by_sync import check_of
 from lab.certificate.check import Check
@@ -87,7 +87,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     task = build_task(config.task)
     shapes = output_shapes(task, data)
     model, sizes = _build_model(config, data, shapes[0][-1], world)
-    _check_outputs(task, model, data, shapes, world.device)  # lazy modules get their weights here
+    sample = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=world.device)
+    _check_outputs(task, model, data, shapes, sample)  # lazy modules get their weights here
     sizes |= count(model)
     batch_size = global_batch_size(config, world.size)
     settings = cast(Settings, config)
@@ -109,6 +110,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         config.bucket_mb,
         config.precision,
         config.accumulate,
+        sample,
     )
     sync: Sync = build(config.sync, parts)
     if sync.pattern.waits_in_forward:
@@ -201,10 +203,9 @@ def _check_outputs(
     model: nn.Module,
     data: Data,
     shapes: list[tuple[int, ...]],
-    device: torch.device,
+    inputs: Tensor,
 ) -> None:
     """Refuse, before the first step, a model whose outputs do not fit the task."""
-    inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device=device)
     try:
         with torch.no_grad():
             outputs = model.eval()(inputs)

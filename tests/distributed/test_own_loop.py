@@ -20,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -487,6 +489,67 @@ def other_states() -> list[str]:
 def test_a_state_of_another_exchange_is_refused() -> None:
     expected = "state_dict: holds residual; OneBit keeps residual, stripe_residual"
     assert CREW.call(2, other_states) == [[expected], [expected]]
+
+
+def of_another(way: str) -> dict[str, str]:
+    """Return what refuses states that are not this rank's, by what is wrong with them."""
+    with joined() as rank, contextlib.ExitStack() as stack:
+        net = Net()
+        kind, _, strategy = way.partition(" ")
+        module: nn.Module = net
+        if kind == "sync":
+            kept: Any = stack.enter_context(lab.grad_sync(net, strategy))
+        elif kind == "hook":
+            module = DistributedDataParallel(net)
+            kept = lab.attach(module, strategy)
+        else:
+            fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+            kept = lab.fsdp_reduce_scatter(net, strategy)
+        module(batch(0, rank)[0]).sum().backward()
+        if kind == "sync":
+            kept.finish()
+        buffer = io.BytesIO()
+        torch.save(kept.state_dict(), buffer)
+        own = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        kept.load_state_dict(own)
+        shapes = {**own["of"]["parameters"], "last.bias": [3]}
+        others = {
+            "rank": own["of"] | {"rank": 1 - rank},  # as one file for all ranks leaves it
+            "size": own["of"] | {"size": 4},
+            "exchange": own["of"] | {"exchange": '{"_target_": "mine.Own"}'},
+            "model": own["of"] | {"parameters": shapes},
+            "old": None,
+        }
+        found = dict[str, str]()
+        for wrong, mark in others.items():
+            try:
+                kept.load_state_dict({k: v for k, v in own.items() if k != "of"} | marked(mark))
+            except ValueError as error:
+                found[wrong] = str(error)
+        return found
+
+
+def marked(mark: object) -> dict[str, Any]:
+    return {} if mark is None else {"of": mark}
+
+
+@pytest.mark.parametrize("way", ["hook onebit", "sync powersgd", "fsdp onebit"])
+def test_a_state_of_another_rank_exchange_or_model_is_refused(way: str) -> None:
+    for rank, found in enumerate(CREW.call(2, of_another, way)):
+        assert found["rank"].startswith(
+            f"state_dict: is of rank {1 - rank} of 2, and this is rank {rank} of 2; residuals are "
+            "each rank's own, so save and load one file per rank"
+        )
+        assert f"is of rank {rank} of 4, and this is rank {rank} of 2" in found["size"]
+        assert 'holds residuals of exchange={"_target_": "mine.Own"}, and' in found["exchange"]
+        assert found["model"].endswith("another model: last.bias is [3] there and [10] here")
+        assert "holds residuals and does not say whose" in found["old"]
+
+
+@pytest.mark.parametrize("way", ["hook allreduce", "sync tree", "fsdp int8"])
+def test_a_state_without_residuals_is_every_ranks(way: str) -> None:
+    for found in CREW.call(2, of_another, way):
+        assert set(found) == {"model"}
 
 
 def backward_several_times() -> tuple[float, str]:

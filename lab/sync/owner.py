@@ -1,0 +1,104 @@
+"""Whose a saved state is: residuals belong to one rank, one exchange and one model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lab.exchange.base import Exchange
+from lab.exchange.gate import COMPILED
+
+KEY = "of"  # of a state, for whose it is
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Marks the states of one rank's exchange in a user's own loop, and knows others.
+
+    Attributes:
+        rank, size: of the ranks that exchange.
+        exchange: the settings that made it, or its class's path.
+        shapes: of all parameters of the model, by name.
+    """
+
+    rank: int
+    size: int
+    exchange: Mapping[str, Any]
+    shapes: Mapping[str, list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        exchange: Exchange,
+        settings: Mapping[str, Any],
+        rank: int,
+        size: int,
+    ) -> Owner:
+        """Return the owner of `exchange`, made from `settings`; {}: from none."""
+        kind = type(exchange)
+        made = settings or {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        shapes = {n.replace(COMPILED, ""): list(p.shape) for n, p in model.named_parameters()}
+        return cls(rank, size, made, shapes)
+
+    def mark(self) -> dict[str, Any]:
+        """Return what a state holds under KEY: numbers, texts, lists and dicts."""
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "exchange": json.dumps(self.exchange, sort_keys=True),
+            "parameters": dict(self.shapes),
+        }
+
+    def check(self, mark: Mapping[str, Any] | None, kept: Mapping[str, Any]) -> None:
+        """Refuse a state that another rank, exchange or model has left.
+
+        Where the exchange kept no tensor, it is everybody's, whatever the number of ranks.
+
+        Args:
+            mark: what the state holds under KEY; None: it has no such key.
+            kept: the exchange's state.
+
+        Raises:
+            ValueError: it is not this owner's.
+        """
+        if mark is None and _holds_tensor(kept):
+            raise ValueError(
+                "state_dict: holds residuals and does not say whose, as an earlier version wrote "
+                "it; if it is this rank's, set state['of'] to the 'of' of this rank's state_dict()"
+            )
+        if mark is None:
+            return
+        self._check_model(mark["parameters"])
+        if not _holds_tensor(kept):
+            return
+        if (mark["rank"], mark["size"]) != (self.rank, self.size):
+            raise ValueError(
+                f"state_dict: is of rank {mark['rank']} of {mark['size']}, and this is rank "
+                f"{self.rank} of {self.size}; residuals are each rank's own, so save and load one "
+                "file per rank, on as many ranks (Accelerate's register_for_checkpointing keeps "
+                "rank 0's alone)"
+            )
+        if mark["exchange"] != (own := json.dumps(self.exchange, sort_keys=True)):
+            raise ValueError(
+                f"state_dict: holds residuals of exchange={mark['exchange']}, and this is "
+                f"exchange={own}; set the same"
+            )
+
+    def _check_model(self, shapes: Mapping[str, list[int]]) -> None:
+        for name in {**self.shapes, **shapes}:
+            then, now = (found.get(name, "missing") for found in (shapes, self.shapes))
+            if then != now:
+                raise ValueError(
+                    f"state_dict: is of another model: {name} is {then} there and {now} here"
+                )
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensor, cast(Mapping[str, object], value).values()))
+    return isinstance(value, Tensor)
