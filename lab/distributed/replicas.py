@@ -69,7 +69,8 @@ def _broadcast(tensor: torch.Tensor, world: World) -> None:
             tensor = tensor.narrow(dim, 0, 1)
     sent = tensor.resolve_conj().resolve_neg().contiguous()
     if sent.numel():
-        world.comm.broadcast(sent.view(-1).view(torch.uint8), 0)
+        flat = sent.as_strided((sent.numel(),), (1,))
+        world.comm.broadcast(flat.view(torch.uint8), 0)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
 

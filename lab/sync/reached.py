@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ class Reached:
     def lacks(self, names: Sequence[str]) -> None:
         """Note parameters without a gradient on this rank, before their exchange begins."""
         self._lacking.update(dict.fromkeys(names))
-        for kind, tensors in self._exchange.state_dict().items():
-            kept = self._kept.setdefault(kind, {})
-            kept.update({name: tensors[name].clone() for name in names if name in tensors})
+        for kind, tensors in self._exchange.state_dict().items() if names else ():
+            found = {name: tensors[name].clone() for name in names if name in tensors}
+            self._kept.setdefault(kind, {}).update(found)
 
     def is_lacking(self, names: Iterable[str]) -> bool:
         """Return whether this rank lacks the gradient of one of `names` in this step."""
@@ -74,23 +75,30 @@ class Reached:
         counts = cast(list[float], self._counts.tolist())  # pyright: ignore[reportUnknownMemberType]
         nowhere = [name for name in lacking if not counts[self._index[name]]]
         if nowhere:
-            self._put_back(
-                {k: {n: v for n, v in t.items() if n in nowhere} for k, t in kept.items()}
-            )
+            self._put_back(nowhere, kept)
         return nowhere
 
-    def _put_back(self, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _put_back(self, names: Sequence[str], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace what the exchange keeps of some parameters by what it kept before the step."""
-        state: dict[str, Any] = self._exchange.state_dict()
-        pairs = [
-            (state.get(kind, {}).get(name), value)
-            for kind, tensors in kept.items()
-            for name, value in tensors.items()
-        ]
-        if all(now is not None and now.shape == value.shape for now, value in pairs):
-            for now, value in pairs:
-                now.copy_(value)
+        state: dict[str, dict[str, Tensor]] = self._exchange.state_dict()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        is_new = False
+        for kind, name in itertools.product(state, names):
+            before, now = kept.get(kind, {}).get(name), state[kind].get(name)
+            if before is not None and now is not None and before.shape == now.shape:
+                pairs.append((now, before))
+            else:
+                is_new |= before is not None or (now is not None and _says_something(now))
+        if not is_new:
+            for now, before in pairs:
+                now.copy_(before)
             return
-        self._exchange.load_state_dict(
-            {kind: {**tensors, **kept.get(kind, {})} for kind, tensors in state.items()}
-        )
+        others = {k: {n: t for n, t in each.items() if n not in names} for k, each in state.items()}
+        for kind, each in others.items():
+            each.update({n: t for n, t in kept.get(kind, {}).items() if n in names})
+        self._exchange.load_state_dict(others)
+
+
+def _says_something(kept: Tensor) -> bool:
+    """Return whether a tensor that a step has added is more than zeros, or a shape."""
+    return kept.dtype != torch.int64 and bool(kept.any())
