@@ -17,7 +17,14 @@ from lab.cluster.settings import Cluster, cluster_of
 from lab.distributed.launcher import was_launched, world_size
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
-from lab.settings.overrides import Override, file_to_write, parse_overrides, split
+from lab.settings.overrides import (
+    Override,
+    config_dir_of,
+    file_to_write,
+    listed,
+    parse_overrides,
+    split,
+)
 from lab.sync.pattern import pattern_of
 
 # Settings that hold for a whole process: torch and NCCL have one value of each.
@@ -221,13 +228,16 @@ def _compared(name: str, settings: list[str]) -> tuple[list[str], list[list[str]
         chosen = parse_overrides([f"{group}={default}"])
     if not chosen:
         return common, [list(each) for each in BENCHES[name].sets or ((),)]
+    config_dir = config_dir_of(common)
     common = [text for text in common if text != chosen[-1].input_line]
-    return common, [[f"{chosen[-1].get_key_element()}={value}"] for value in _values(chosen[-1])]
+    return common, [
+        [f"{chosen[-1].get_key_element()}={value}"] for value in _values(chosen[-1], config_dir)
+    ]
 
 
-def _values(override: Override) -> list[str]:
+def _values(override: Override, config_dir: str | None) -> list[str]:
     if override.is_choice_sweep():
-        return list(map(str, override.sweep_string_iterator()))
+        return listed(override, config_dir)
     return [str(override.value())]
 
 

@@ -7,14 +7,22 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of
 from lab.settings.hints import lonely_hint
 
-__all__ = ["Override", "config_dir_of", "file_to_write", "parse_overrides", "quoted", "split"]
+__all__ = [
+    "Override",
+    "config_dir_of",
+    "file_to_write",
+    "listed",
+    "parse_overrides",
+    "quoted",
+    "split",
+]
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -34,6 +42,24 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         if overrides[-1].key_or_group.split(".")[0] == "hydra":
             raise ConfigError(f"{argument}: Hydra itself has no settings here (--help)")
     return overrides
+
+
+def listed(override: Override, config_dir: str | None) -> list[str]:
+    """Return the values of a list: a,b,c, or those choices of a group that Hydra's glob(a*) matches.
+
+    Raises:
+        ConfigError: a glob that matches no choice.
+    """
+    found = override.value()
+    if not isinstance(found, Glob):
+        return list(map(str, override.sweep_string_iterator()))
+    choices = choices_of(override.key_or_group, config_dir)
+    if names := found.filter(choices):
+        return names
+    allowed = (
+        f"allowed are {', '.join(choices)}" if choices else "write the values as a list, a,b,c"
+    )
+    raise ConfigError(f"{override.input_line}: matches no choice; {allowed}")
 
 
 def _hint(arguments: Sequence[str], index: int) -> str:

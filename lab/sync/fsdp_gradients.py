@@ -1,4 +1,4 @@
-"""What FSDP2's modules scatter: gradients of all their parameters, reached by a rank or not."""
+"""Gradients that FSDP2's modules scatter: of all their parameters, reached by a rank or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FSDP2 asks of a model beyond the lab's other ways, checked before it is wrapped."""
+"""Rules of FSDP2 for a model, beyond those of other ways to exchange, checked before it is wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a saved state is: residuals belong to one rank, one exchange and one model."""
+"""The owner of a saved state: residuals belong to one rank, one exchange and one model."""
 
 from __future__ import annotations
 

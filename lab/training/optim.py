@@ -132,12 +132,14 @@ class Optim:
     def _construct(self, groups: list[Any]) -> Any:
         """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot.
 
-        Torch's fused optimizers on CPUs step through consecutive values, whatever the strides.
+        Torch's fused optimizers on CPUs step through consecutive values, whatever the strides, and
+        refuse complex ones in the first step.
         """
         sharded = any(is_sharded(p) for p in _in_groups(groups))
         chosen = {"fused", "foreach", "differentiable"} & self._settings.keys()
         fuses = "fused" in self._own and self.target.startswith("torch.optim.")
-        if fuses and not chosen and all(is_dense(p) for p in _in_groups(groups)):
+        fits = all(p.is_floating_point() and is_dense(p) for p in _in_groups(groups))
+        if fuses and fits and not chosen:
             way = "foreach" if sharded and self.target not in FUSED_ON_SHARDS else "fused"
             try:
                 return self._make(groups, **self._settings, **{way: True})

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.settings.errors import ConfigError
+from lab.settings.files import conf_dir
 from lab.study import saved
 from lab.study.grid import Cell, read
 from lab.study.starts import starts
@@ -76,12 +77,26 @@ def test_a_study_file_has_conditions(tmp_path: Path) -> None:
         ("strategy=onebit:exchange.tresh=1", "did you mean exchange.threshold?"),
         ("strategy=onebit:bucket_mb=1,1", "bucket_mb=1,1: a value is listed twice"),
         ("batch_size=8,8", "batch_size=8,8: a value is listed twice"),
+        ("batch_size=glob(8*)", "glob(8*): matches no choice; write the values as a list, a,b,c"),
+        ("optim=glob(zz*)", "optim=glob(zz*): matches no choice; allowed are adam"),
+        ("seed=range(1,3)", "seed=range(1,3): write the values as a list, a,b,c"),
     ],
 )
 def test_wrong_conditions_and_lists_are_named(argument: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         cells("strategy=none,onebit", argument)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_glob_lists_the_choices_of_a_group(tmp_path: Path) -> None:
+    (tmp_path / "strategy").mkdir()
+    of_ring = (conf_dir() / "strategy" / "ring.yaml").read_text()
+    text = of_ring.replace("strategy: ring", "strategy: tree_mine")
+    (tmp_path / "strategy" / "tree_mine.yaml").write_text(text)
+    given = f"config_dir={tmp_path}", "strategy=glob([tree*,star],exclude=*_p*)"
+    found = read(["study=s", "world_size=2", *given]).cells
+    names = ["star", "tree", "tree_double", "tree_mine", "tree_overlap"]
+    assert [cell.strategy for cell in found] == names
 
 
 def alone(*arguments: str) -> list[str]:

@@ -72,19 +72,20 @@ class Weight(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["SGD", "Adam", "AdamW", "Adagrad"])
-@pytest.mark.parametrize("layout", ["columns", "every other row", "column-major"])
+@pytest.mark.parametrize("layout", ["columns", "every other row", "column-major", "complex"])
 def test_what_lies_around_a_slice_is_left_alone(target: str, layout: str) -> None:
     """Torch's fused kernels on CPUs step through consecutive values; see pytorch#192920."""
     whole = torch.randn(8, 8)
     before = whole.clone()
     views = {"columns": whole[:, 4:], "every other row": whole[::2], "column-major": whole.t()}
+    views["complex"] = torch.view_as_complex(whole.view(8, 4, 2).clone())
     ours = Weight(views[layout])
     alone = Weight(views[layout].contiguous())
     optimizer = optim(f"torch.optim.{target}").optimizer(ours)
     plain = optim(f"torch.optim.{target}", fused=False).optimizer(alone)
     assert bool(optimizer.param_groups[0]["fused"]) == (layout == "column-major")
     for _ in range(3):
-        alone.weight.grad = torch.randn(alone.weight.shape)
+        alone.weight.grad = torch.randn_like(alone.weight)
         ours.weight.grad = torch.empty_like(ours.weight).copy_(alone.weight.grad)
         optimizer.step()
         plain.step()
