@@ -1,0 +1,499 @@
+"""Run a model under a loop, an exchange and an entrance, and judge what came of it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import re
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lab
+from lab.distributed import thread_comm
+from lab.distributed.comm import Comm
+from lab.distributed.nodes import Nodes
+from lab.distributed.rank_info import RankInfo
+from lab.distributed.world import World
+from lab.exchange.base import Exchange
+from lab.exchange.layout import travel_shape, travelling
+from lab.loop import settings
+from lab.settings.config import build
+from lab.settings.files import choices_of
+from tests.zoo.loops import LOOPS, DoesNotApply, Handle, Loop, Named, Run
+from tests.zoo.models import MODELS, Model
+from tests.zoo.reference import Result, Truth, mean, truth
+
+RIGHT, REFUSED, SKIPPED = "right", "refused", "does not apply"
+BAD = ("wrong", "crashed", "misleading")
+LIMIT_S = 20.0  # a case that takes longer hangs
+EXCHANGES = [name for name in choices_of("exchange") if name != "none"]
+ENTRANCES = ("grad_sync", "attach")
+# More settings, in some of the cases: small parameters are then compressed too.
+SMALL: dict[str, dict[str, Any]] = {
+    "onebit": {"exchange.min_columns": 8},
+    "int8": {"exchange.block_size": 64},
+    "int4": {"exchange.block_size": 16},
+    "signsgd_ef": {"exchange.min_values": 16},
+    "topk": {"exchange.ratio": 0.1},
+    "powersgd": {"exchange.rank": 1},
+    "schedule": {"exchange.until": [1, 2]},
+}
+BUCKETS_MB = (25, 0.01, 0, None, 0.001)
+TRANSPORT = threading.local()  # the comm that the next lab.grad_sync of this thread is to use
+KEYED = re.compile(r"^[\w.]+(=\S*)?:? ")  # a message that begins with what it is about
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell of the product.
+
+    Attributes:
+        plain: DDP alone, without the lab, to see what it does itself.
+    """
+
+    model: str
+    loop: str
+    exchange: str
+    entrance: str
+    plain: bool = False
+
+    def __str__(self) -> str:
+        words = f"model={self.model} loop={self.loop} exchange={self.exchange}"
+        return f"{words} entrance={self.entrance}"
+
+    @property
+    def number(self) -> int:
+        """A number by which cases differ in what is not in their names."""
+        return zlib.crc32(str(self).encode())
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        if self.exchange.startswith("hierarchical"):
+            return 4 if self.entrance != "attach" else 2
+        return 2 if self.entrance == "attach" else 2 + self.number % 3
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The settings besides the exchange."""
+        small = SMALL.get(self.exchange, {}) if self.number // 3 % 2 else {}
+        if self.entrance == "attach":
+            return small
+        bucket_mb = BUCKETS_MB[self.number // 7 % len(BUCKETS_MB)]
+        return {"overlap": bool(self.number // 2 % 2), "bucket_mb": bucket_mb, **small}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case: RIGHT, REFUSED, SKIPPED or one of BAD; and why."""
+
+    kind: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a rank.
+
+    Attributes:
+        kind: its class.
+        is_value: it is a ValueError, as ConfigError is.
+        of_lab: the lab raised it.
+        after: exchanges before it; None: it came before the loop had a handle.
+        trace: the end of its traceback.
+    """
+
+    kind: str
+    text: str
+    is_value: bool
+    of_lab: bool
+    after: int | None
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException, run: Run) -> Failure:
+        frames = traceback.extract_tb(error.__traceback__)
+        of_lab = bool(frames) and "/lab/" in frames[-1].filename
+        after = sum(len(handle.delivered) for handle in run.handles) if run.handles else None
+        where = " < ".join(f"{f.filename.split('/')[-1]}:{f.lineno}" for f in frames[:-5:-1])
+        is_value = isinstance(error, ValueError)
+        return cls(type(error).__name__, str(error), is_value, of_lab, after, where)
+
+    def __str__(self) -> str:
+        when = "at set-up" if self.after is None else f"after {self.after} exchanges"
+        return f"{self.kind} {when}: {self.text[:300]} [{self.trace}]"
+
+
+class ThreadWorld(World):
+    """A World whose ranks are threads."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        out = values.new_empty(self.size, *values.shape)
+        self.control.all_gather(out, values.contiguous())  # type: ignore[attr-defined]
+        return out
+
+    def gather_text(self, text: str) -> list[str]:
+        raise NotImplementedError
+
+
+def _world_of(_group: Any, device: torch.device, _timeout_s: float = 0.0) -> World:
+    """Stand in for lab.loop.world.world_of among threads."""
+    comm: Comm = TRANSPORT.comm
+    own, control = comm.split(0), comm.split(0)
+    place = RankInfo("python", comm.rank, comm.size, comm.rank, comm.size, dist.HashStore())
+    store = dist.PrefixStore("lab", place.store)
+    more: Any = {"comm": own, "control": control}
+    return ThreadWorld(place, device, store, num_hosts=len(comm.nodes), **more)
+
+
+@cache
+def _composed(strategy: str, overrides: str, own: tuple[str, ...]) -> Any:
+    return settings.compose(strategy, json.loads(overrides), own)
+
+
+def _compose(strategy: str, overrides: Any, own: tuple[str, ...] = ()) -> Any:
+    """Stand in for lab.loop.settings.compose: threads cannot compose, and once is enough."""
+    return copy.deepcopy(_composed(strategy, json.dumps(dict(overrides)), own))
+
+
+for _name in ("grad_sync", "attach"):
+    importlib.import_module(f"lab.loop.{_name}").compose = _compose  # type: ignore[attr-defined]
+
+
+class LabHandle(Handle):
+    """A handle of lab.grad_sync."""
+
+    def __init__(self, net: nn.Module, scaler: Any, case: Case) -> None:
+        super().__init__(net, scaler)
+        self.sync = lab.grad_sync(net, case.exchange, scaler=scaler, **case.overrides)
+        self.sync.__enter__()
+        self.accumulate = self.sync.accumulate
+
+    def exchange(self) -> None:
+        self.sync.finish()
+
+    def state_dict(self) -> Any:
+        return self.sync.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.sync.load_state_dict(state)
+
+    def close(self) -> None:
+        self.sync.__exit__()
+
+    @property
+    def parts(self) -> tuple[Exchange, Comm]:
+        return self.sync.exchange, self.sync.comm
+
+
+class DDPHandle(Handle):
+    """A handle of DistributedDataParallel, with lab.attach unless `case.plain`."""
+
+    def __init__(self, net: nn.Module, scaler: Any, case: Case, facts: dict[str, Any]) -> None:
+        super().__init__(net, scaler)
+        module = DistributedDataParallel(net, **facts)
+        self.module, self.accumulate = module, module.no_sync
+        self.state = None
+        if not case.plain:
+            self.state = lab.attach(module, case.exchange, scaler=scaler, **case.overrides)
+
+    def state_dict(self) -> Any:
+        return self.state.state_dict() if self.state else {}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.state:
+            self.state.load_state_dict(state)
+
+    def close(self) -> None:
+        if self.state:
+            self.state.close()
+
+    @property
+    def parts(self) -> tuple[Exchange, Comm]:
+        assert self.state
+        return self.state.exchange, self.state.comm
+
+
+class Tested(Run):
+    """A rank of the entrance under test."""
+
+    def __init__(self, case: Case, rank: int, right: Truth | None, comm: Comm | None) -> None:
+        super().__init__(model_of(case.model), rank, case.size)
+        self.case, self.comm = case, comm
+        self.right = None if is_exact(case) else right
+
+    def enter(self, net: nn.Module, scaler: Any, place: int) -> Handle:
+        if self.case.entrance == "grad_sync":
+            TRANSPORT.comm = self.comm
+            handle: Handle = LabHandle(net, scaler, self.case)
+        else:
+            handle = DDPHandle(net, scaler, self.case, self.model.ddp)
+        if self.right:
+            handle.follow = self.right.ranks[self.rank].delivered[place]
+        return handle
+
+
+def model_of(name: str) -> Model:
+    """Return a model of the zoo by name."""
+    return MODELS[name]
+
+
+def is_exact(case: Case) -> bool:
+    """Return whether all ranks must end with the reference's weights."""
+    return case.plain or _exchange(case.exchange).exact
+
+
+@cache
+def _exchange(name: str) -> Exchange:
+    return build(_compose(name, {}).exchange)
+
+
+def run_rank(case: Case, rank: int, right: Truth, comm: Comm | None) -> Result:
+    """Run a loop to its end, or to an error."""
+    result, run = Result(), Tested(case, rank, right, comm)
+    try:
+        LOOPS[case.loop].train(run)
+        result.take(run)
+        if not case.plain:
+            _take_residuals(result, run, right)
+        for handle in run.handles:
+            handle.close()
+    except BaseException as error:
+        result.error = Failure.of(error, run)
+        if isinstance(comm, thread_comm.ThreadComm):
+            _abort(comm.meeting)
+    return result
+
+
+def _abort(meeting: Any) -> None:
+    """End all waits of other ranks."""
+    meeting.barrier.abort()
+    for part in list(meeting.parts.values()):
+        _abort(part)
+
+
+def _take_residuals(result: Result, run: Tested, right: Truth) -> None:
+    for place, handle in enumerate(run.handles):
+        assert isinstance(handle, LabHandle | DDPHandle)
+        exchange, comm = handle.parts
+        named = {n: p for n, p in handle.net.named_parameters() if p.requires_grad and p.numel()}
+        shapes = {n: travel_shape(p) for n, p in named.items()}
+        result.kept.append([(n, at, v.clone()) for n, at, v in exchange.kept(shapes, comm)])
+        steps = right.ranks[0].own[place]
+        given = [g for step in steps for one in step for g in one.values() if g is not None]
+        largest = max((float(g.abs().max()) for g in given if g.numel()), default=0.0)
+        result.bounds.append(exchange.error_bound(largest, run.size))
+
+
+def run_threads(case: Case) -> Outcome:
+    """Run a case among threads of this process, and judge it."""
+    if isinstance(right := _truth_of(case), Outcome):
+        return right
+    importlib.import_module("lab.loop.grad_sync").world_of = _world_of  # type: ignore[attr-defined]
+    thread_comm.TIMEOUT_S = LIMIT_S / 2
+    _exchange(case.exchange)  # Hydra composes in one thread alone
+    _compose(case.exchange, case.overrides, ("overlap", "bucket_mb"))
+    nodes: Nodes | None = [[0, 1], [2, 3]] if case.size == 4 and case.number % 2 else None
+    rank_main: Callable[[Comm], Result] = lambda comm: run_rank(case, comm.rank, right, comm)
+    return judged(case, thread_comm.run_ranks(case.size, rank_main, nodes))
+
+
+def run_process(case: Case) -> Result | Outcome:
+    """Run one rank of a case in this process, one of several that meet over Gloo."""
+    if isinstance(right := _truth_of(case), Outcome):
+        return right
+    dist.init_process_group("gloo", timeout=torch.distributed.default_pg_timeout / 180)
+    try:
+        return run_rank(case, dist.get_rank(), right, None)
+    finally:
+        dist.destroy_process_group()
+
+
+def _truth_of(case: Case) -> Truth | Outcome:
+    try:
+        return truth(model_of(case.model), LOOPS[case.loop], case.size)
+    except DoesNotApply as error:
+        return Outcome(SKIPPED, str(error))
+    except Exception as error:  # torch cannot do it in one process
+        return Outcome(SKIPPED, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def judged(case: Case, results: list[Result]) -> Outcome:
+    """Judge the results of all ranks."""
+    right = _truth_of(case)
+    assert isinstance(right, Truth)
+    errors = [result.error for result in results if result.error]
+    if errors:
+        return _judge_errors(case, errors)
+    faults = _faults(case, right, results)
+    return Outcome("wrong", found) if (found := next(faults, "")) else Outcome(RIGHT)
+
+
+def _judge_errors(case: Case, errors: list[Failure]) -> Outcome:
+    waited = ("BrokenBarrierError", "Empty")
+    first = next((e for e in errors if e.kind not in waited), errors[0])
+    if first.kind in waited:
+        return Outcome("crashed", f"hangs: {first}")
+    loop, model = LOOPS[case.loop], model_of(case.model)
+    if problem := _no_refusal(first, loop):
+        kind = "misleading" if first.of_lab or first.is_value else "crashed"
+        return Outcome(kind, f"{problem}: {first}")
+    if not _may_refuse(case, f"{model.refused} {loop.refused}".split()):
+        return Outcome("misleading", f"refused, though it could be right: {first}")
+    return Outcome(REFUSED, first.text)
+
+
+def _no_refusal(error: Failure, loop: Loop) -> str:
+    """Return why an error is no proper refusal; empty if it is one."""
+    if not (error.is_value or (error.kind == "RuntimeError" and error.of_lab)):
+        return "an error that is no refusal"
+    if "\n" in error.text.strip():
+        return "a refusal of several lines"
+    if not KEYED.match(error.text):
+        return "a refusal that does not begin with what it is about"
+    if error.after is not None and error.after > loop.unusual_at:
+        return "a late refusal"
+    return ""
+
+
+def _may_refuse(case: Case, allowed: list[str]) -> bool:
+    exchange = _exchange(case.exchange)
+    facts = {
+        "always": True,
+        "compressed": torch.float64 not in exchange.dtypes,
+        "direction": exchange.delivers == "direction",
+        "attach": case.entrance == "attach",
+        "overlap": bool(case.overrides.get("overlap", True)),
+    }
+    return any(facts[word] for word in allowed)
+
+
+def _faults(case: Case, right: Truth, results: list[Result]) -> Iterator[str]:
+    """Yield what is wrong in the results of ranks that all came to the end."""
+    yield from _none_faults(right.ranks[0], results)
+    yield from _replica_faults(results)
+    if is_exact(case):
+        yield from _weight_faults(case, right, results)
+    elif LOOPS[case.loop].sums and _exchange(case.exchange).delivers == "mean":
+        yield from _sum_faults(right.ranks[0], results)
+    yield from _entry_faults(case, right, results)
+
+
+def _none_faults(right: Result, results: list[Result]) -> Iterator[str]:
+    for rank, result in enumerate(results):
+        for found, due in zip(result.delivered, right.delivered, strict=True):
+            if len(found) != len(due):
+                yield f"{len(found)} exchanges, not {len(due)}"
+            for step, (one, other) in enumerate(zip(found, due, strict=False)):
+                for name, gradient in one.items():
+                    expected = other.get(name)
+                    if (gradient is None) != (expected is None):
+                        has = "none, not one" if gradient is None else "a gradient, not none"
+                        yield f"{name} has {has}, after exchange {step} on rank {rank}"
+                    elif gradient is not None and expected is not None:
+                        finite = bool(gradient.isfinite().all())
+                        if finite != bool(expected.isfinite().all()):
+                            yield f"{name} finite: {finite}, after exchange {step} on rank {rank}"
+
+
+def _replica_faults(results: list[Result]) -> Iterator[str]:
+    for rank, result in enumerate(results):
+        for place, delivered in enumerate(result.delivered):
+            for step, found in enumerate(delivered):
+                for name, gradient in found.items():
+                    one = results[0].delivered[place][step][name]
+                    if not _same(one, gradient):
+                        yield f"{name}'s gradients differ on ranks 0 and {rank} after exchange {step}"
+            for name, weight in result.weights[place].items():
+                if not _same(results[0].weights[place][name], weight):
+                    yield f"{name} differs on ranks 0 and {rank} at the end"
+
+
+def _weight_faults(case: Case, right: Truth, results: list[Result]) -> Iterator[str]:
+    triples = zip(
+        _finals(results[0]), _finals(right.ranks[0]), _finals(right.rounded[0]), strict=True
+    )
+    for (name, found), (_, due), (_, rounded) in triples:
+        noise = _norm(rounded, due)
+        allowed = min(10 * noise, 1e-4 * _norm(due)) + (1e-6 + 4 * _eps(found)) * _norm(due)
+        if not _norm(found, due) <= allowed and _norm(found, due) > 0:
+            off = _norm(found, due) / max(_norm(due), 1e-30)
+            yield f"{name} is {off:.1e} off at the end, {_norm(found, due) / allowed:.0f} x rounding"
+
+
+def _finals(result: Result) -> Iterator[tuple[str, Tensor]]:
+    for weights in result.weights:
+        yield from weights.items()
+    yield from result.extras.items()
+
+
+def _sum_faults(right: Result, results: list[Result]) -> Iterator[str]:
+    """Compare N * delivered + kept with the sum of true gradients, by parameter."""
+    size = len(results)
+    for place, weights in enumerate(results[0].weights):
+        kept: dict[str, Tensor] = {
+            n: torch.zeros(math.prod(travel_shape(w)), dtype=torch.float64)
+            for n, w in weights.items()
+        }
+        for result in results:
+            for name, at, values in result.kept[place]:
+                kept[name][at : at + len(values)] += values
+        steps = list(zip(results[0].delivered[place], right.own[place], strict=True))
+        largest = sum(_norm(g) for _, own in steps for o in own for g in o.values() if g is not None)
+        for name, weight in weights.items():
+            total, sent, magnitude, num = torch.zeros_like(kept[name]), kept[name], 0.0, 0
+            for found, own in steps:
+                given, gradient = [one[name] for one in own if one[name] is not None], found[name]
+                if not given or gradient is None or not mean(given, 1).isfinite().all():
+                    continue
+                num += 1
+                total += travelling(mean(given, 1), weight)
+                sent = sent + size * travelling(gradient.to(_wide(gradient)), weight)
+                magnitude += sum(_norm(g) for g in given) + size * _norm(gradient)
+            bound = num * size * results[0].bounds[place] * math.sqrt(len(total))
+            allowed = (1e-5 + 2 * _eps(weight)) * magnitude + 1e-7 * largest + bound
+            off = _norm(total - sent)
+            if not off <= allowed:
+                yield f"{name}: delivered + kept is {off / max(magnitude, 1e-30):.1e} off the true sum"
+
+
+def _entry_faults(case: Case, right: Truth, results: list[Result]) -> Iterator[str]:
+    """Compare buffers; DDP leaves rank 0's alone."""
+    ranks = [0] if case.entrance == "attach" else range(len(results))
+    for rank in ranks:
+        for found, due in zip(results[rank].buffers, right.ranks[rank].buffers, strict=True):
+            for name, buffer in found.items():
+                if not _norm(buffer, due[name]) <= 1e-5 * _norm(due[name]) + 1e-6:
+                    yield f"buffer {name} on rank {rank} is another than in one process"
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other) or torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+
+
+def _norm(tensor: Tensor, less: Tensor | None = None) -> float:
+    wide = tensor.to(_wide(tensor))
+    return float(torch.linalg.vector_norm(wide if less is None else wide - less.to(wide.dtype)))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _eps(tensor: Tensor) -> float:
+    """Return the rounding of a low dtype; 0 for float32 and wider, which have other limits."""
+    return torch.finfo(tensor.dtype).eps if tensor.dtype in (torch.bfloat16, torch.float16) else 0.0
