@@ -85,6 +85,7 @@ class Exact(Handle):
         super().__init__(net, scaler)
         self._rank, self._meeting = rank, meeting
         self.own: list[list[Named]] = []
+        self._last: Named = {}
 
     def exchange(self) -> None:
         """Average over the ranks that have a gradient; those without count as zeros."""
@@ -93,9 +94,13 @@ class Exact(Handle):
         self.own.append(
             [{n: None if g is None else g / scale for n, g in one.items()} for one in every]
         )
+        means: Named = {}
         for name, parameter in self.net.named_parameters():
             present = [one[name] for one in every if one[name] is not None]
-            parameter.grad = mean(present, len(every)).to(parameter.dtype) if present else None
+            means[name] = mean(present, len(every)).to(parameter.dtype) if present else None
+        due, self._last = (self._last if self.late else means), means
+        for name, parameter in self.net.named_parameters():
+            parameter.grad = due.get(name)
 
 
 class Alone(Run):
@@ -115,7 +120,7 @@ class Alone(Run):
                 with default_dtype(torch.float64):
                     narrow, net = net, super().make(number)
                 for one, other in zip(_tensors(net), _tensors(narrow), strict=True):
-                    one.data.copy_(other)
+                    one.data = other.detach().to(one.dtype)
         self.rank = rank
         self._meeting.gather(self.rank, None)
         return net
