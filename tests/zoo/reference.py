@@ -126,6 +126,10 @@ class Alone(Run):
         return net
 
     def enter(self, net: nn.Module, scaler: Any, place: int) -> Handle:
+        """Make a handle. On entry all ranks get rank 0's buffers."""
+        first = self._meeting.gather(self.rank, [buffer.clone() for buffer in net.buffers()])[0]
+        for buffer, value in zip(net.buffers(), first, strict=True):
+            buffer.data = value.clone()
         handle = Exact(net, scaler, self.rank, self._meeting)
         if place < len(self.handles):
             before = self.handles[place]
