@@ -1,0 +1,207 @@
+"""What a loop should do: one process, whose ranks meet where gradients are averaged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.loops import Handle, Loop, Named, Run, gradients
+from tests.zoo.models import RANDOM, Model
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Result:
+    """What a rank has at the end of a loop; a handle's things are at its place.
+
+    Attributes:
+        weights, buffers: by name.
+        delivered: after each exchange.
+        own: each rank's gradients before it; the reference's alone.
+        extras: see Run.
+        kept: the exchange's residuals: parameter, place of the first value, values.
+        bounds: of the distance of each exchange's delivered values from the mean.
+        error: what ended the loop.
+    """
+
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    delivered: list[list[Named]] = field(default_factory=list)
+    own: list[list[list[Named]]] = field(default_factory=list)
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    kept: list[list[tuple[str, int, Tensor]]] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+    error: Any = None
+
+    def take(self, run: Run) -> None:
+        """Take what a loop has left."""
+        for handle in run.handles:
+            named = handle.net.named_parameters()
+            self.weights.append({n: p.detach().clone() for n, p in named})
+            self.buffers.append({n: b.to_dense().clone() for n, b in handle.net.named_buffers()})
+            self.delivered.append(handle.delivered)
+        self.extras = run.extras
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The results of all ranks in the widest dtype, and in the model's own.
+
+    The distance of the two is what rounding alone does.
+    """
+
+    ranks: list[Result]
+    rounded: list[Result]
+
+
+class Meeting:
+    """Where the ranks' threads wait for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._slots = size, [None] * size
+        self.barrier = threading.Barrier(size, timeout=WAIT_S)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Return every rank's value."""
+        self._slots[rank] = value
+        self.barrier.wait()
+        every = list(self._slots)
+        self.barrier.wait()
+        return every
+
+
+class Exact(Handle):
+    """A handle that averages in float64, without buckets or hooks."""
+
+    def __init__(self, net: nn.Module, scaler: Any, rank: int, meeting: Meeting) -> None:
+        super().__init__(net, scaler)
+        self._rank, self._meeting = rank, meeting
+        self.own: list[list[Named]] = []
+        self._last: Named = {}
+
+    def exchange(self) -> None:
+        """Average over the ranks that have a gradient; those without count as zeros."""
+        every = self._meeting.gather(self._rank, gradients(self.net))
+        scale = self.scale
+        self.own.append(
+            [{n: None if g is None else g / scale for n, g in one.items()} for one in every]
+        )
+        means: Named = {}
+        for name, parameter in self.net.named_parameters():
+            present = [one[name] for one in every if one[name] is not None]
+            means[name] = mean(present, len(every)).to(parameter.dtype) if present else None
+        due, self._last = (self._last if self.late else means), means
+        for name, parameter in self.net.named_parameters():
+            parameter.grad = due.get(name)
+
+
+class Alone(Run):
+    """A rank of the reference. All have rank 0's initial weights."""
+
+    def __init__(self, model: Model, rank: int, meeting: Meeting, wide: bool) -> None:
+        super().__init__(model, rank, meeting.size)
+        self._meeting, self._wide = meeting, wide
+
+    def make(self, number: int = 0) -> nn.Module:
+        """Build a model, in float64 with the values of the one in float32."""
+        self._meeting.gather(self.rank, None)
+        rank, self.rank = self.rank, 0
+        with RANDOM, default_dtype(torch.float32):
+            net = super().make(number)
+            if self._wide:
+                with default_dtype(torch.float64):
+                    narrow, net = net, super().make(number)
+                for one, other in zip(_tensors(net), _tensors(narrow), strict=True):
+                    one.data = other.detach().to(one.dtype)
+        self.rank = rank
+        self._meeting.gather(self.rank, None)
+        return net
+
+    def enter(self, net: nn.Module, scaler: Any, place: int) -> Handle:
+        """Make a handle. On entry all ranks get rank 0's buffers."""
+        first = self._meeting.gather(self.rank, [buffer.clone() for buffer in net.buffers()])[0]
+        for buffer, value in zip(net.buffers(), first, strict=True):
+            buffer.data = value.clone()
+        handle = Exact(net, scaler, self.rank, self._meeting)
+        if place < len(self.handles):
+            before = self.handles[place]
+            assert isinstance(before, Exact)
+            handle.own = before.own
+        return handle
+
+    def batch(self, step: int, micro: int = 0) -> tuple[Any, ...]:
+        batch = super().batch(step, micro)
+        return tuple(map(_widened, batch)) if self._wide else batch
+
+
+def mean(present: list[Tensor], size: int) -> Tensor:
+    """Return the sum of tensors, divided by `size`, in float64 or complex128."""
+    wide = torch.complex128 if present[0].is_complex() else torch.float64
+    return torch.stack([tensor.to(wide) for tensor in present]).sum(0) / size
+
+
+@lru_cache(maxsize=8)
+def truth(model: Model, loop: Loop, size: int) -> Truth:
+    """Return what `loop` should do with `model` on `size` ranks.
+
+    Raises:
+        Exception: the loop fails with this model in one process too.
+    """
+    rounded = _results(model, loop, size, wide=False)
+    return Truth(_results(model, loop, size, wide=True) if model.wide else rounded, rounded)
+
+
+def _results(model: Model, loop: Loop, size: int, wide: bool) -> list[Result]:
+    meeting, results = Meeting(size), [Result() for _ in range(size)]
+
+    def target(rank: int) -> None:
+        run = Alone(model, rank, meeting, wide)
+        try:
+            loop.train(run)
+            results[rank].take(run)
+            handles = [handle for handle in run.handles if isinstance(handle, Exact)]
+            results[rank].own = [handle.own for handle in handles]
+        except BaseException as error:
+            results[rank].error = error
+            meeting.barrier.abort()
+
+    with default_dtype(torch.float64 if wide else torch.float32):
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    errors = [result.error for result in results if result.error]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    if errors:
+        raise errors[0]
+    return results
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Generator[None]:
+    """Let torch make tensors of another dtype, in all threads."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _tensors(net: nn.Module) -> list[Tensor]:
+    return [*net.parameters(), *net.buffers()]
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
