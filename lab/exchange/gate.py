@@ -122,8 +122,8 @@ def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
         if exchange.dtypes >= ADDED:
             return f"is {kind}, which exchange={name} does not add; allowed are float64, {taken}"
         return (
-            f"is {kind}; exchange={name} takes {taken}; convert it, or use one that only adds, "
-            "such as allreduce"
+            f"is {kind}; exchange={name} takes {taken}; convert it, or use one that adds without "
+            "rounding, such as exchange=allreduce"
         )
     return ""
 
