@@ -1,4 +1,4 @@
-"""Rules of FSDP2 for a model, beyond those of other ways to exchange."""
+"""Rules of FSDP2 for a model, beyond those of other ways to exchange, checked before wrapping."""
 
 from __future__ import annotations
 
