@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,6 +19,8 @@ from lab.measure.clock import Clock
 from lab.sync.pattern import Pattern
 
 SyncState = dict[str, dict[str, Tensor]]  # tensors by kind, then by parameter name
+# Called before a bucket leaves: whether it is the first of its step, and the gradients in it.
+BeforeExchange = Callable[[bool, Sequence[tuple[nn.Parameter, Tensor | None]]], None]
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,10 @@ class Sync(ABC):
 
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
         """Return the shapes of the parameters of each bucket; empty: a library plans them."""
+        return []
+
+    def bucket_itemsizes(self) -> list[int]:
+        """Return the bytes of a value of each bucket, before compression; empty: 4 everywhere."""
         return []
 
     def error_bound(self, largest: float, size: int) -> float:

@@ -143,6 +143,9 @@ class DDPSync(LibrarySync):
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
         return self._lab.bucket_shapes() if self._lab is not None else []
 
+    def bucket_itemsizes(self) -> list[int]:
+        return self._lab.bucket_itemsizes() if self._lab is not None else []
+
     def error_bound(self, largest: float, size: int) -> float:
         if self._hook_name == "lab":
             return super().error_bound(largest, size)

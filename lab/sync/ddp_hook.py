@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast, get_type_hints
 
@@ -21,6 +21,7 @@ from lab.exchange.bucket import GradBucket, ScratchBuffers, label
 from lab.exchange.gate import COMPILED, Outside, admit, carrier
 from lab.exchange.layout import as_real, is_dense, is_rows_first, travel_shape
 from lab.measure.clock import Clock
+from lab.sync.base import BeforeExchange
 from lab.sync.observed import observed
 from lab.sync.owner import KEY, Owner
 from lab.sync.reached import Reached
@@ -49,6 +50,9 @@ class HookState:
         loss_scale: gradients are divided by it for the exchange, and multiplied again, so that
             residuals do not depend on it.
         clock: records when exchanges run; None: nothing is recorded.
+        before_exchange: called before a bucket leaves; None: nothing is.
+        after_exchange: called once all buckets of a step have arrived, before DDP puts them into
+            `grad`; None: nothing is.
         settings: the composed settings that made the exchange; {}: it was not made from any.
 
     Raises:
@@ -75,6 +79,8 @@ class HookState:
         self.finite: Tensor | None = None
         self.loss_scale = 1.0
         self.clock: Clock | None = None
+        self.before_exchange: BeforeExchange | None = None
+        self.after_exchange: Callable[[], None] | None = None
         self.settings: Mapping[str, Any] = {}
         self._guard, self._model = guard, model
         self._device = next(iter(trainable.values())).device
@@ -132,6 +138,10 @@ class HookState:
         """Return the shapes of the parameters of each bucket of the last step."""
         return [self.exchange.moves_as(packed.shapes) for packed, _ in self._exchanged]
 
+    def bucket_itemsizes(self) -> list[int]:
+        """Return the bytes of a value of each bucket of the last step, before compression."""
+        return [packed.flat.element_size() for packed, _ in self._exchanged]
+
     def close(self) -> None:
         """Stop the worker. DDP cannot forget a hook, so it cannot run backward any more."""
         for hook in self._hooks:
@@ -147,8 +157,14 @@ class HookState:
             self._exchanged = []
             if self._guard:
                 self.loss_scale = self._guard.begin_step()
-        buffer = bucket.buffer()
-        packed = self._pack(cast(list[nn.Parameter], bucket.parameters()), buffer)
+        buffer, parameters = bucket.buffer(), cast(list[nn.Parameter], bucket.parameters())
+        if self.before_exchange:  # not of `grad`: a rank that has joined contributes zeros
+            gradients = [
+                (p, None if p.grad is None else gradient)
+                for p, gradient in zip(parameters, bucket.gradients(), strict=True)
+            ]
+            self.before_exchange(bucket.index() == 0, gradients)
+        packed = self._pack(parameters, buffer)
         if self._reached:
             self._reached.lacks([name for name in packed.shapes if name not in self._fired])
         self._exchanged.append((packed, buffer))
@@ -227,6 +243,8 @@ class HookState:
         for planned_before in set(self._buffers) - {label(b.shapes) for b in buckets if b.shapes}:
             del self._buffers[planned_before]
         self.step += 1
+        if self.after_exchange:
+            self.after_exchange()
 
 
 def _refuse_sparse(model: nn.Module) -> None:

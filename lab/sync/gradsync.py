@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.collective import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.gate import Outside, admit, carrier
-from lab.sync.base import Sync, SyncParts, SyncState
+from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState
 from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
 from lab.sync.observed import observed
@@ -61,6 +61,7 @@ class GradSync(Sync):
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same
+        self.before_exchange: BeforeExchange | None = None  # set to see what leaves
         parameters = admit(parts.model, self.exchange)
         self._outside = Outside(parts.model, parameters)
         self._device = next(iter(parameters.values())).device
@@ -171,6 +172,9 @@ class GradSync(Sync):
     def bucket_shapes(self) -> list[list[tuple[int, ...]]]:
         return [self.exchange.moves_as(bucket.shapes) for bucket in self.buckets]
 
+    def bucket_itemsizes(self) -> list[int]:
+        return [bucket.dtype.itemsize for bucket in self.buckets]
+
     def _on_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
         register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         self._hooks.append(cast(RemovableHandle, register(call)))
@@ -253,7 +257,11 @@ class GradSync(Sync):
 
     def _submit_next(self) -> None:
         with self.clock.exchange_work() if self.clock else nullcontext():
-            bucket = self.buckets[len(self._exchanged)].pack(self.step, self.divides_loss)
+            planned = self.buckets[len(self._exchanged)]
+            if self.before_exchange:
+                gradients = [(p, p.grad) for p in planned.parameters.values()]
+                self.before_exchange(not self._exchanged, gradients)
+            bucket = planned.pack(self.step, self.divides_loss)
             if bucket.lacking and self._reached:
                 self._reached.lacks(bucket.lacking)
         self._exchanged.append(bucket)
