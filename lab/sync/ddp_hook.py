@@ -158,12 +158,8 @@ class HookState:
             if self._guard:
                 self.loss_scale = self._guard.begin_step()
         buffer, parameters = bucket.buffer(), cast(list[nn.Parameter], bucket.parameters())
-        if self.before_exchange:  # not of `grad`: a rank that has joined contributes zeros
-            gradients = [
-                (p, None if p.grad is None else gradient)
-                for p, gradient in zip(parameters, bucket.gradients(), strict=True)
-            ]
-            self.before_exchange(bucket.index() == 0, gradients)
+        if self.before_exchange:
+            self.before_exchange(bucket.index() == 0, [(p, p.grad) for p in parameters])
         packed = self._pack(parameters, buffer)
         if self._reached:
             self._reached.lacks([name for name in packed.shapes if name not in self._fired])
