@@ -37,24 +37,23 @@ class GradientCheck(Check):
         if self._observer and kind is None:
             self._issue(self._observer)
         elif self._observer:
-            self._observer.watch.close()
+            self._observer.close()
 
     def after_gradients(self) -> None:
         if self._observer:
             seen = self._observer.seen(self._sync.loss_factor)
             self._judge(self._observer, seen)
 
-    def _judge(self, observer: Observer, seen: Seen, judged: list[int] | None = None) -> None:
+    def _judge(self, observer: Observer, seen: Seen) -> None:
         with self._noting_faults():
-            observer.add(seen, judged)
+            observer.add(seen)
         if observer.is_done:
             self._issue(observer)
 
     def _issue(self, observer: Observer) -> None:
         self._observer = None
-        observer.watch.close()
-        with self._noting_faults():
-            self.certificate = observer.examination.certificate()
+        observer.close()
+        self.certificate = observer.examination.certificate()
 
     @contextmanager
     def _noting_faults(self) -> Generator[None]:
@@ -115,7 +114,8 @@ class RootCheck(GradientCheck):
     def after_weights(self) -> None:
         if observer := self._observer:
             weights = observer.watch.weights()
-            self._judge(observer, self._seen, [0])
+            on_root = torch.full_like(self._seen.judged, float(self._sync.comm.rank == 0))
+            self._judge(observer, replace(self._seen, judged=on_root))
             with self._noting_faults():
                 observer.examination.check_weights(weights)
 
@@ -188,13 +188,13 @@ def check_of(
     Args:
         model: names its parameters; all of its ranks call this.
         gather: returns every rank's tensor, over other connections than the sync's.
-        num_launched: ranks that were started.
+        num_launched: ranks that were started; of one, nothing is looked at.
         exchange: settings of the sync's exchange.
         strategy: name, for messages.
     """
     pattern = sync.pattern
     if num_launched == 1:
-        return Unchecked("one rank has nothing to exchange")
+        return Check()
     moves_nothing = pattern.takes_exchanges and not sync.exchange.keeps_replicas_equal
     if not pattern.legs or moves_nothing:
         return Unchecked(f"strategy={strategy} exchanges nothing")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from lab.certificate.examination import About, Examination
 from lab.certificate.report import unchecked
-from lab.certificate.traffic import Odometer, Shapes
+from lab.certificate.traffic import Bucket, Odometer
 from lab.certificate.watch import Seen, Watch
 from lab.distributed.comm import Comm, Sent
 from lab.exchange.base import Exchange
 from lab.record.certificate import Certificate
+from lab.sync.ddp_hook import HookState
+from lab.sync.gradsync import GradSync
 
 NUM_EXCHANGES = 3  # buckets are planned anew after the first, and used again in the third
 
@@ -27,7 +30,8 @@ class Exchanging(Protocol):
     @property
     def comm(self) -> Comm: ...
     def sent(self) -> Sent: ...
-    def bucket_shapes(self) -> list[Shapes]: ...
+    def bucket_shapes(self) -> list[list[tuple[int, ...]]]: ...
+    def bucket_itemsizes(self) -> list[int]: ...
 
 
 class Observer:
@@ -38,27 +42,21 @@ class Observer:
     Args:
         model: names the parameters.
         sync: exchanges their gradients.
-        on_gradient: called when a gradient appears.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sync: Exchanging,
-        about: About,
-        on_gradient: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._sync, self._on_gradient = sync, on_gradient
-        self.watch = watch = Watch(model, self._gradient)
+    def __init__(self, model: nn.Module, sync: Exchanging, about: About) -> None:
+        self._sync = sync
+        self._tells = sync if isinstance(sync, GradSync | HookState) else None
+        self.watch = watch = Watch(model, None if self._tells else self.begin)
+        if self._tells:
+            self._tells.before_exchange = self._leave
         watch.bounded = 0 < about.error_bound(1.0, about.size) < math.inf
         self.odometer = Odometer()
-        self.buckets: list[Shapes] = []
+        self.buckets: list[Bucket] = []
         self._kept: Tensor | None = None  # before the exchange
         self._begun = False
         parameters = [*watch.parameters.values()]
-        self.examination = Examination(
-            about, watch.names, watch.names_at_start, parameters, lambda: watch.late_names
-        )
+        self.examination = Examination(about, watch.names, watch.names_at_start, parameters)
 
     @property
     def is_done(self) -> bool:
@@ -67,9 +65,8 @@ class Observer:
 
     def begin(self) -> None:
         """Note what is kept, and counted, before an exchange."""
-        if self._kept is None:
-            self._kept = self._kept_now()
-        self.buckets = self._sync.bucket_shapes()
+        self._kept = self._kept_now()
+        self.buckets = self._buckets_now()
         self.odometer.start(self._sync.sent()[0])
         self._begun = True
 
@@ -82,28 +79,25 @@ class Observer:
         """
         if not self._begun:  # backward reached nothing on this rank
             self.begin()
-        before, self._kept = self._kept, self._kept_now()
-        assert before is not None
-        self._before = before
+        assert self._kept is not None
         watch = self.watch
         start = watch.no_start() if self.examination.num_exchanges else watch.start()
-        return watch.seen(start, kept_factor * before, kept_factor * self._kept, factor)
+        before, after = kept_factor * self._kept, kept_factor * self._kept_now()
+        return watch.seen(start, before, after, factor)
 
     def sent(self) -> Tensor:
         """Return the bytes since `begin`, for Examination.add."""
-        self.buckets = self.buckets or self._sync.bucket_shapes()  # DDP plans its first ones late
+        self.buckets = self.buckets or self._buckets_now()  # a hook knows them afterwards
         return self.odometer.stop(self._sync.sent()[0])
 
-    def add(self, seen: Seen, judged: Sequence[int] | None = None) -> None:
+    def add(self, seen: Seen) -> None:
         """Have the exchange judged, and get ready for the next one. A collective call.
 
         Raises:
             CertificateError: names what is wrong.
         """
-        if self.examination.add(seen, self.sent(), self.buckets, judged):
-            self.turn()
-        else:  # a gradient overflowed, and the loop undoes the step
-            self._kept = self._before
+        if self.examination.add(seen, self.sent(), self.buckets):
+            self.watch.head_only = True  # from now on
         self.forget()
 
     def forget(self) -> None:
@@ -111,16 +105,25 @@ class Observer:
         self.watch.reset()
         self._begun = False
 
-    def turn(self) -> None:
-        """Look at the first values alone from now on."""
-        assert self._kept is not None
-        self._kept = self._kept[:, -1:]
-        self.watch.head_only = True
+    def close(self) -> None:
+        """Look no more."""
+        self.watch.close()
+        if self._tells:
+            self._tells.before_exchange = None
 
-    def _gradient(self, first: bool) -> None:
+    @torch.no_grad()
+    def _leave(self, first: bool, gradients: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """Note gradients that are about to leave; `first`: none has in this exchange."""
         if first:
             self.begin()
-        self._on_gradient()
+            self.watch.restart()
+        for parameter, gradient in gradients:
+            self.watch.note(parameter, gradient)
+
+    def _buckets_now(self) -> list[Bucket]:
+        shapes = self._sync.bucket_shapes()
+        sizes = self._sync.bucket_itemsizes() or [4] * len(shapes)
+        return [*zip(shapes, sizes, strict=True)]
 
     def _kept_now(self) -> Tensor:
         return self.watch.kept(self._sync.exchange, self._sync.comm)

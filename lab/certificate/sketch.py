@@ -73,11 +73,3 @@ def norm(images: Tensor) -> Tensor:
     It is exact for one value; else its relative standard error is about 1 / sqrt(2 NUM_IMAGES).
     """
     return images.square().mean(dim=-1).sqrt()
-
-
-def in_memory(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor's values [n] in the order in which those of `like` lie in memory."""
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    if tensor.stride() != like.stride():
-        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

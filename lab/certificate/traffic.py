@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ ENOUGH_BYTES = 10 * SLACK_BYTES  # of all ranks, to be told from those
 BLOCK_BYTES = 1032  # by which padding may lengthen a rank's part of a bucket, in each of two stages
 # Payload bytes are the same over any links.
 ANY_LINKS = Hardware("any", "any links", "gloo", 1, None, Link(0.0, 1e9), math.inf)
-Shapes = list[tuple[int, ...]]  # of a bucket's parameters
+Bucket = tuple[list[tuple[int, ...]], int]  # shapes of its values, and the bytes of each
 
 
 class Odometer:
@@ -34,14 +33,14 @@ class Odometer:
 
     def start(self, sent: int) -> None:
         """Begin to count; `sent` is the payload so far."""
-        self._sent, self._before, self._since = sent, _interface_bytes(), time.monotonic()
+        self._sent, self._before = sent, _interface_bytes()
 
     def stop(self, sent: int) -> Tensor:
-        """Return payload; interfaces' counts before and after, of lo and of all; where; seconds."""
-        after, seconds = _interface_bytes(), time.monotonic() - self._since
+        """Return payload; interfaces' counts before and after, of lo and of all; and where."""
+        after = _interface_bytes()
         host = zlib.crc32(platform.node().encode())
         namespace = NAMESPACE.stat().st_ino if NAMESPACE.exists() else 0
-        row = [sent - self._sent, *self._before, *after, namespace, host, seconds]
+        row = [sent - self._sent, *self._before, *after, namespace, host]
         return torch.tensor(row, dtype=torch.float64)
 
 
@@ -53,17 +52,15 @@ class Moved:
         payload: bytes by rank that were handed to the network.
         counted: bytes of all ranks that crossed the interfaces; None: no interface tells.
         why: the reason for None; else the interface's name.
-        seconds: from its begin to its end, on the slowest rank.
     """
 
     payload: tuple[int, ...]
     counted: float | None
     why: str
-    seconds: float = 0.0
 
 
 def moved(rows: Tensor, backend: str) -> Moved:
-    """Combine the results of `Odometer.stop` of all ranks: [N, 8]."""
+    """Combine the results of `Odometer.stop` of all ranks: [N, 7]."""
     payload = tuple(int(each) for each in rows[:, 0].tolist())
     if backend != "gloo":
         return Moved(payload, None, f"{backend} need not send over an interface")
@@ -77,24 +74,28 @@ def moved(rows: Tensor, backend: str) -> Moved:
     before, after = (1, 3) if len(inside) == 1 else (2, 4)
     counted = sum(float(each[:, after].max() - each[:, before].min()) for each in inside)
     where = "lo" if len(inside) == 1 else "the hosts' interfaces"
-    return Moved(payload, counted, where, float(rows[:, 7].max()))
+    return Moved(payload, counted, where)
 
 
 def formula_bytes(
-    exchange: Mapping[str, Any] | None, buckets: Sequence[Shapes], size: int
+    exchange: Mapping[str, Any] | None, buckets: Sequence[Bucket], size: int
 ) -> float | None:
     """Return the bytes of the busiest rank by the exchange's card; None: it, or a part, has none.
 
     Args:
-        exchange: its settings. buckets: shapes by bucket.
+        exchange: its settings.
     """
     if not exchange or not is_labs(exchange) or not buckets:
         return None
     if class_of(exchange) in BY_ITSELF:  # those decide by the clock or the step
         return None
     network = Network(ANY_LINKS, size)
-    try:
-        return sum(payload_bytes(shapes, exchange, network) for shapes in buckets)
+    try:  # cards count four bytes; values of other sizes are added as they are, never compressed
+        return sum(
+            itemsize / 4 * payload_bytes(shapes, exchange, network)
+            for shapes, itemsize in buckets
+            if shapes
+        )
     except ValueError:
         return None
 
@@ -156,12 +157,6 @@ class Ledger:
             if counted
             else None
         )
-
-    @property
-    def is_steady(self) -> bool:
-        """True if an interface counted alike in each of several exchanges."""
-        ratios = [_ratio(each) for each in self.entries if each.counted is not None]
-        return len(ratios) > 2 and max(ratios) - min(ratios) <= TOLERANCE * min(ratios)
 
     def excess(self) -> tuple[float | None, str]:
         """Return counted bytes over payload, the least of all exchanges; or None, and why.

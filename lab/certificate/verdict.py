@@ -42,25 +42,29 @@ class Verdict:
         return ~(self.proven | self.unused | self.wrong.any(dim=0))
 
 
-def judge(seen: Seen, bound: Tensor, eps: Tensor, judged: Sequence[int]) -> Verdict:
+def judge(seen: Seen, bound: Tensor, eps: Tensor, least: Tensor) -> Verdict:
     """Compare the gradients of all ranks with the mean of their own.
 
     Args:
         bound: distance of a delivered value from the mean that the exchange allows itself [P];
             infinite: it states none.
         eps: relative spacing of the gradients' type [P].
-        judged: ranks that must hold the mean; others may hold anything.
+        least: the norm by which its smallest values may be off [P].
     """
     mean = seen.sent.mean(dim=0)
     unused = seen.reached.sum(dim=0) == 0
     low = eps > torch.finfo(torch.float32).eps
-    tolerance = torch.where(low, COARSE_ROUNDINGS * eps, ROUNDINGS * eps) * seen.scale.amax(dim=0)
+    # Sums round once for each rank, in directions that partly cancel.
+    coarse = max(COARSE_ROUNDINGS, len(seen.own) ** 0.5)
+    relative = torch.where(low, coarse * eps, ROUNDINGS * eps)
+    tolerance = relative * seen.scale.amax(dim=0) + least
     allowed = tolerance + bound
     error = norm(seen.delivered - mean)  # [N, P]
     missing = (seen.filled == 0) & ~unused
     wrong = (error > allowed) | missing | _untouched(seen, mean, tolerance, bound)
-    wrong[[rank for rank in range(len(wrong)) if rank not in judged]] = False
-    off = torch.maximum(error[list(judged)].amax(dim=0), tolerance)
+    judged = seen.judged > 0
+    wrong &= judged[:, None]
+    off = torch.maximum(error[judged].amax(dim=0), tolerance)
     # The mean must differ from each rank's own gradient, and from its multiples.
     apart = torch.minimum(norm(seen.own - mean).amax(dim=0), norm(mean) * (1 - 1 / len(seen.own)))
     proven = ~wrong.any(dim=0) & ~unused & (apart > CLEAR * off)

@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from lab.certificate.sketch import NUM_IMAGES, Sketch, in_memory, norm
+from lab.certificate.sketch import NUM_IMAGES, Sketch, norm
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-
-COMPILED = "_orig_mod."  # torch.compile puts it into names
+from lab.exchange.gate import trainable
+from lab.exchange.layout import travel_shape, travelling
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class Seen:
         own: of this rank's own gradient, before any exchange [P, H, K].
         sent: of the part of it that did not stay behind as a compression error [P, H, K].
         delivered: of the gradient that the optimizer will see [P, H, K].
-        reached: 1 where backward made a gradient [P].
+        reached: 1 where this rank has a gradient to exchange [P].
         filled: 1 where there is a gradient for the optimizer [P].
         scale: the largest norm of anything that was added up [P], of which roundings are a share.
         largest: the largest magnitude of a value of `own` [P]; 0 where no bound needs it.
-        late: 1 where a parameter of Watch.late_names has a gradient.
+        left: 1 where a gradient has grown that did not leave [P].
+        judged: 1 if this rank must be left with the mean; else it may hold anything [].
     """
 
     start: Tensor
@@ -43,7 +45,8 @@ class Seen:
     filled: Tensor
     scale: Tensor
     largest: Tensor
-    late: Tensor
+    left: Tensor
+    judged: Tensor
 
     def of_all(self, gather: Callable[[Tensor], Tensor]) -> Seen:
         """Return the same of all ranks, in host memory. A collective call."""
@@ -64,34 +67,44 @@ class Seen:
 
 
 class Watch:
-    """Observes the gradients of a model on one rank, by hooks that run before any exchange's.
+    """Observes the gradients of a model on one rank: only images of them are kept.
 
-    Only images are kept. `own` is what lies in `grad` when backward is done and nothing has been
-    exchanged: so micro-batches add up, and a `zero_grad` is noticed.
+    `own` is what lies in `grad` when the exchange begins, whatever has put it there: micro-batches,
+    recomputation, or a loop that changes it. A sync that tells when (see BeforeExchange) has it
+    noted then; of a library it is noted by hooks, which run before the library's.
 
     Args:
-        model: names its parameters.
-        on_gradient: called when a gradient appears, before any exchange of it; its argument is
-            true for the first one since `reset`.
+        model: names its parameters. Those without values, and those that DDP is told to ignore,
+            are left out.
+        on_first: called when the first gradient since `reset` grows; from then on all are noted as
+            they grow. None: `note` is called.
 
     Attributes:
+        parameters: the trainable ones, by name.
+        grown: names of those whose gradient has grown since `reset`.
         head_only: only the first values of each parameter are looked at.
         bounded: also find the largest gradient, which some exchanges' error bounds need.
     """
 
-    def __init__(self, model: nn.Module, on_gradient: Callable[[bool], None]) -> None:
-        self._model, self._tell = model, on_gradient
-        self._device = next(model.parameters()).device
-        tensors = [*model.parameters(), *model.buffers()]
-        self._sketch = Sketch(max(t.numel() for t in tensors), self._device)
-        self._hooks: list[RemovableHandle] = []
-        self.parameters = _trainable(model)
+    def __init__(self, model: nn.Module, on_first: Callable[[], None] | None) -> None:
+        self._on_first = on_first
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters = {
+            name: p for name, p in trainable(model).items() if p.numel() and name not in ignored
+        }
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._device = next(iter(self.parameters.values())).device
+        tensors = [*self.parameters.values(), *model.buffers()]
+        self._sketch = Sketch(max(travel_shape(t).numel() for t in tensors), self._device)
         self.head_only = False
         self.bounded = False
         self.reset()
-        for name, parameter in self.parameters.items():
-            hook = parameter.register_hook(partial(self._on_gradient, name))
-            self._hooks.append(hook)
+        accumulators = {name: _accumulator(p) for name, p in self.parameters.items()}
+        self._accumulators = accumulators  # which torch would make anew
+        self._hooks: list[RemovableHandle] = [
+            node.register_prehook(partial(self._on_gradient, name))
+            for name, node in accumulators.items()
+        ]
         self._buffers = {name: self._whole(b) for name, b in model.named_buffers()}
 
     @property
@@ -105,30 +118,42 @@ class Watch:
         return [*self.parameters, *self._buffers]
 
     @property
-    def late_names(self) -> list[str]:
-        """Names of parameters that have become trainable since."""
-        return [name for name in _trainable(self._model) if name not in self.parameters]
-
-    @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in self.parameters.items()}
+        """Shapes of the parameters' travelling values, by name."""
+        return {name: travel_shape(parameter) for name, parameter in self.parameters.items()}
 
     @property
-    def reached(self) -> bool:
-        """True if backward has made a gradient since `reset`."""
-        return bool(self._own)
+    def is_empty(self) -> bool:
+        """True if no gradient was noted since `reset`."""
+        return not self._own
 
     def reset(self) -> None:
         """Forget the gradients of a step that is over."""
+        self.grown: set[str] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was noted, as an exchange begins."""
         self._own: dict[str, Tensor] = {}
         self._scale: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
+        self._noted: set[str] = set()
 
     def close(self) -> None:
         """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._accumulators.clear()
+
+    def note(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Note a gradient that is about to leave; its first part counts for all of it."""
+        name = self._names.get(id(parameter))
+        if name is None or name in self._noted:
+            return
+        self._noted.add(name)
+        if gradient is not None:
+            self._take(name, [gradient])
 
     def kept(self, exchange: Exchange, comm: Comm) -> Tensor:
         """Return the images of the compression errors that this rank keeps: [P, H, K]."""
@@ -163,7 +188,6 @@ class Watch:
             factor: of the loss, by which gradients were multiplied.
         """
         own = self._stack(self._own, self._zero()) / factor
-        trainable = _trainable(self._model)
         grads = {name: p.grad for name, p in self.parameters.items()}
         delivered = {
             n: self._image(g, self.parameters[n]) for n, g in grads.items() if g is not None
@@ -179,27 +203,35 @@ class Watch:
             filled=self._flags(grad is not None for grad in grads.values()),
             scale=torch.stack(added).amax(dim=0),
             largest=self._stack(self._largest, self._none()) / factor,
-            late=self._flags(trainable[name].grad is not None for name in self.late_names),
+            left=self._flags(name in self.grown - self._own.keys() for name in self.parameters),
+            judged=self._none() + 1,
         )
 
     @torch.no_grad()
-    def _on_gradient(self, name: str, gradient: Tensor) -> None:
-        self._tell(not self._own)
+    def _on_gradient(self, name: str, gradients: tuple[Tensor, ...]) -> None:
+        if self._on_first:
+            if not self.grown:
+                self._on_first()
+            before = self.parameters[name].grad
+            self._take(name, [*gradients] if before is None else [*gradients, before])
+        self.grown.add(name)
+
+    def _take(self, name: str, parts: list[Tensor]) -> None:
+        """Note a gradient that is the sum of some parts."""
         parameter = self.parameters[name]
-        parts = [gradient] if parameter.grad is None else [gradient, parameter.grad]
         images = torch.stack([self._image(part, parameter) for part in parts])
         self._own[name] = images.sum(dim=0)
         sizes = norm(images).max()
         self._scale[name] = torch.maximum(self._scale.get(name, sizes), sizes)
-        if self.bounded and gradient.numel():
-            largest = [part.detach().abs().amax().double() for part in parts]
-            self._largest[name] = torch.stack(largest).sum()
+        if self.bounded:
+            values = [travelling(part, parameter) for part in parts]
+            self._largest[name] = torch.stack([v.abs().amax().double() for v in values]).sum()
 
     def _image(self, gradient: Tensor, like: Tensor) -> Tensor:
-        return self._sketch.image(in_memory(gradient.detach(), like.detach()), 0, self.head_only)
+        return self._sketch.image(travelling(gradient, like), 0, self.head_only)
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        return self._sketch.image(tensor.detach().reshape(-1))[0]
+        return self._sketch.image(travelling(tensor, tensor))[0]
 
     def _stack(self, by_name: Mapping[str, Tensor], missing: Tensor) -> Tensor:
         return torch.stack([by_name.get(name, missing) for name in self.parameters])
@@ -215,6 +247,14 @@ class Watch:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    named = model.named_parameters()
-    return {name.replace(COMPILED, ""): p for name, p in named if p.requires_grad}
+def _accumulator(parameter: nn.Parameter) -> Node:
+    """Return the node that adds to `grad`: hooks of the user's own run before it.
+
+    Unlike a hook on the tensor, one on this node is not called by torch.autograd.grad.
+    """
+    with torch.enable_grad():
+        view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    node = view.next_functions[0][0]
+    assert node is not None
+    return node

@@ -16,7 +16,7 @@ from lab.distributed import replicas
 from lab.distributed.worker import make_worker
 from lab.exchange.base import Exchange
 from lab.exchange.grouping import MIB
-from lab.loop.check import HookCheck, LoopCheck, check_choice, forgot_hook
+from lab.loop.check import FORGOT_HOOK, LoopCheck, follow, is_on
 from lab.loop.settings import compose
 from lab.loop.world import world_of
 from lab.record.certificate import Certificate
@@ -38,7 +38,7 @@ class LoopState(HookState):
 
     @property
     def certificate(self) -> Certificate | None:
-        """Return the finding of check="first"; None: nothing yet, or it was not asked for."""
+        """Return the finding of check="first"; None: nothing yet, or it is off."""
         return self.check.certificate if self.check else None
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ def ddp_comm_hook(
     ddp: nn.Module,
     *,
     scaler: Scaler | None = None,
-    check: str | None = None,
+    check: str | None = "first",
     certificate: str | Path | None = None,
     **overrides: Any,
 ) -> tuple[LoopState, Hook]:
@@ -68,7 +68,7 @@ def ddp_comm_hook(
             scale, and are undone where the scaler skips the step.
         check: "first" proves, in the first three exchanges, that ranks started equal and average
             their gradients once; a fault raises CertificateError out of backward, or before an
-            update without an exchange. None: nothing is checked.
+            update without an exchange; see docs/certificate.md. None or "none": nothing is checked.
         certificate: file for what it finds, as JSON; None: it is printed only.
         overrides: settings by dotted key: `**{"exchange.threshold": "mean"}`.
 
@@ -78,7 +78,7 @@ def ddp_comm_hook(
     Raises:
         ConfigError: a setting, or a module, that a hook does not support.
     """
-    check_choice(check)
+    looks = is_on(check)
     config = compose(strategy, overrides)
     wrapped = _checked(ddp)
     exchange: Exchange = build(config.exchange)
@@ -99,11 +99,11 @@ def ddp_comm_hook(
         "overlap": True,
         "bucket_mb": wrapped.bucket_bytes_cap / MIB,
     }
-    if check:
+    if looks:
         state.check = LoopCheck(
-            wrapped.module, state, world, state.settings, certificate, forgot_hook
+            wrapped.module, state, world, state.settings, certificate, FORGOT_HOOK
         )
-        HookCheck(state.check, state)
+        follow(state.check, state)
     return state, exchange_hook
 
 
@@ -112,7 +112,7 @@ def attach(
     strategy: str,
     *,
     scaler: Scaler | None = None,
-    check: str | None = None,
+    check: str | None = "first",
     certificate: str | Path | None = None,
     **overrides: Any,
 ) -> LoopState:

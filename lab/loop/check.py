@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lab.certificate.check import Exchanging, Observer
-from lab.certificate.diagnosis import apart
 from lab.certificate.examination import About
 from lab.certificate.report import CertificateError, unchecked
 from lab.distributed.world import World
+from lab.exchange.layout import travelling
 from lab.record.certificate import Certificate
 from lab.record.files import write_json
 from lab.settings.errors import ConfigError
 from lab.sync.ddp_hook import HookState
 
-CHOICES = (None, "first")
-FORGOTTEN = 1e-3  # relative distance at which gradients before an update are the rank's own
+CHOICES = (None, "none", "first")
+FORGOT_FINISH = "not exchanged: optimizer.step() comes before sync.finish()"
+FORGOT_HOOK = (
+    "hook ignored: DDP gave it no gradients before optimizer.step(): was the step's last backward "
+    "within no_sync(), or the hook registered on another model?"
+)
+COPY_TRAINS = "hook ignored: backward reached no parameter of this model; a copy of it trains"
+MEANT = "if ranks are meant to part, use check=None"
 
 
 class LoopCheck:
     """Examination of the first exchanges of a loop.
 
     It also looks at the optimizers of the model, before each update, because a loop may forget the
-    exchange.
+    exchange. An optimizer that is given a closure is looked at whenever that has run.
 
     Args:
         model: names its parameters.
@@ -54,7 +62,7 @@ class LoopCheck:
         world: World,
         settings: Mapping[str, Any],
         file: str | Path | None,
-        forgotten: Callable[[bool], str],
+        forgotten: str,
     ) -> None:
         self._file = Path(file) if file else None
         if self._file and not self._file.absolute().parent.is_dir():
@@ -73,43 +81,57 @@ class LoopCheck:
         )
         self._forgotten = forgotten
         self._observer: Observer | None = None
+        self._is_idle = False  # the last exchange had no gradient of this rank
 
-    def begin(self, on_gradient: Callable[[], None] = lambda: None) -> None:
+    def begin(self) -> None:
         """Look at the exchanges from now on."""
+        exchange = self._sync.exchange
         if self._world.size == 1:
             self._end(unchecked("one rank has nothing to exchange"))
-            return
-        self._observer = Observer(self._model, self._sync, self._about, on_gradient)
-        self._before_updates = register_optimizer_step_pre_hook(self._before_update)
+        elif exchange.delivers != "mean":
+            why = f"exchange={type(exchange).__name__} leaves a {exchange.delivers}, no mean"
+            self._end(unchecked(why))
+        else:
+            self._observer = Observer(self._model, self._sync, self._about)
+            self._before_updates = register_optimizer_step_pre_hook(self._before_update)
 
-    def exchanged(self, kept_factor: float) -> None:
+    def exchanged(self, kept_factor: float, joined: bool = False) -> None:
         """Judge an exchange that has ended.
 
         Args:
             kept_factor: by which to multiply errors kept, to have them in units of the gradients.
+            joined: this rank has no more batches, and only takes part for the others.
 
         Raises:
             CertificateError: names what is wrong.
         """
         if (observer := self._observer) is None:
             return
+        self._is_idle = observer.watch.is_empty and not joined
+        seen = observer.seen(1.0, kept_factor)
+        if joined:  # what is left in `grad` was not sent
+            none = torch.zeros_like(seen.reached)
+            seen = replace(
+                seen, own=torch.zeros_like(seen.own), sent=seen.sent - seen.own, reached=none
+            )
+            seen.judged.zero_()
         try:
-            observer.add(observer.seen(1.0, kept_factor))
-            if observer.is_done:
-                self._end(observer.examination.certificate())
+            observer.add(seen)
         except CertificateError as error:
             self._end(error.certificate)
             raise
+        if observer.is_done:
+            self.close()
 
     def close(self) -> None:
-        """Look no more. A collective call, if there have been too few exchanges so far."""
+        """Look no more."""
         if self._observer:
             self._end(self._observer.examination.certificate())
 
     def abandon(self) -> None:
         """Look no more, after an error."""
         if self._observer:
-            self._observer.watch.close()
+            self._observer.close()
             self._before_updates.remove()
             self._observer = None
 
@@ -120,83 +142,87 @@ class LoopCheck:
             return
         if self._file:
             write_json(self._file, asdict(certificate))
-        if certificate.holds:  # an exception says it otherwise
+        if certificate.holds and self._world.size > 1:  # an exception says it otherwise
             print(certificate.line, flush=True)
 
-    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look at an update, or have it looked at after its closure: gradients are made there."""
+        _, *given = args  # the optimizer itself comes first
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is None:
+            self._refuse_unexchanged(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def looked_at(*arguments: Any, **more: Any) -> Any:
+            loss = closure(*arguments, **more)
+            self._refuse_unexchanged(optimizer)
+            return loss
+
+        if given:
+            return (args[0], looked_at, *given[1:]), kwargs
+        return args, {**kwargs, "closure": looked_at}
+
+    def _refuse_unexchanged(self, optimizer: Optimizer) -> None:
         """Refuse an update by gradients that no exchange has seen.
 
         Raises:
-            CertificateError: there was none since the last backward.
+            CertificateError: some have grown since the last one.
         """
-        observer = self._observer
-        if observer is None or not observer.watch.reached:
+        if (observer := self._observer) is None:
             return
-        ours = {id(parameter) for parameter in observer.watch.parameters.values()}
-        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        watch, updated = observer.watch, [p for g in optimizer.param_groups for p in g["params"]]
+        grown = {id(watch.parameters[name]) for name in watch.grown}
+        text = ""
+        if any(id(p) in grown and _has_values(p) for p in updated):
+            text = f"{self._forgotten}; {MEANT}"
+        elif self._is_idle and any(map(_has_values, updated)) and self._is_copy(updated):
+            text = COPY_TRAINS
+        if text:
+            try:
+                observer.examination.fail("exchanged", text)
+            except CertificateError as error:
+                self._end(error.certificate)
+                raise
+
+    def _is_copy(self, parameters: list[nn.Parameter]) -> bool:
+        """Return whether these look like the model's own parameters, but are others."""
+        assert self._observer
+        ours = [*self._observer.watch.parameters.values()]
+        alike = sorted(tuple(p.shape) for p in ours) == sorted(tuple(p.shape) for p in parameters)
+        return alike and {*map(id, ours)}.isdisjoint(map(id, parameters))
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    """Return whether an optimizer finds a gradient that is not zero."""
+    gradient = parameter.grad
+    return gradient is not None and bool(travelling(gradient, parameter).any())
+
+
+def follow(check: LoopCheck, state: HookState) -> None:
+    """Have a check look at what DDP's hook exchanges, once DDP has put it into `grad`."""
+
+    def arrived(queued: int = 0) -> None:
+        if queued > 1:
+            check.exchanged(state.loss_scale)
             return
-        seen = observer.seen(1.0)
-        if not seen.is_finite():
-            return
-        own, delivered = seen.own.flatten(), seen.delivered.flatten()
-        factor = (own @ delivered) / (own @ own)  # clipping and scales leave the direction
-        try:
-            observer.examination.fail(
-                "exchanged", self._forgotten(apart(delivered, factor * own) < FORGOTTEN)
-            )
-        except CertificateError as error:
-            self._end(error.certificate)
-            raise
+        try:  # behind what DDP itself queues now
+            Variable._execution_engine.queue_callback(lambda: arrived(queued + 1))
+        except RuntimeError:  # no backward: this rank is in ddp.join()
+            check.exchanged(state.loss_scale, joined=True)
+
+    state.after_exchange = arrived
+    check.begin()
 
 
-class HookCheck:
-    """A LoopCheck of DDP's hook: an exchange has ended when backward has, unless in no_sync."""
-
-    def __init__(self, check: LoopCheck, state: HookState) -> None:
-        self._check, self._state = check, state
-        self._step = state.step
-        self._is_queued = False
-        check.begin(self._gradient)
-
-    def _gradient(self) -> None:
-        if not self._is_queued:
-            self._is_queued = True
-            Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        """Wait for what DDP itself has queued."""
-        Variable._execution_engine.queue_callback(self._backward_has_ended)
-
-    def _backward_has_ended(self) -> None:
-        self._is_queued = False
-        if self._state.step == self._step:  # within no_sync, or the hook was not called
-            return
-        self._step = self._state.step
-        self._check.exchanged(self._state.loss_scale)
-
-
-def forgot_finish(is_own: bool) -> str:
-    """Describe an update before `finish`."""
-    return "not exchanged: optimizer.step() comes before sync.finish(), with " + (
-        "the rank's own gradients" if is_own else "gradients of another exchange"
-    )
-
-
-def forgot_hook(is_own: bool) -> str:
-    """Describe an update of gradients that DDP's hook has not seen."""
-    why = (
-        "they are the rank's own: was a step's last backward within no_sync()?"
-        if is_own
-        else "something else exchanged them: was it registered on another model?"
-    )
-    return f"hook ignored: DDP gave it no gradients before optimizer.step(), and {why}"
-
-
-def check_choice(check: str | None) -> None:
-    """Refuse a value of `check=`.
+def is_on(check: str | None) -> bool:
+    """Return whether `check=` asks for an examination.
 
     Raises:
         ConfigError: it is not one of CHOICES.
     """
     if check not in CHOICES:
-        raise ConfigError(f"check={check!r}: allowed are None, 'first'")
+        raise ConfigError(f"check={check!r}: allowed are 'first' and 'none', which is None")
+    return check == "first"

@@ -18,7 +18,7 @@ from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit
-from lab.loop.check import LoopCheck, check_choice, forgot_finish
+from lab.loop.check import FORGOT_FINISH, LoopCheck, is_on
 from lab.loop.settings import compose
 from lab.loop.world import world_of
 from lab.record.certificate import Certificate
@@ -61,7 +61,7 @@ class LoopSync(GradSync):
 
     @property
     def certificate(self) -> Certificate | None:
-        """Return the finding of check="first"; None: nothing yet, or it was not asked for."""
+        """Return the finding of check="first"; None: nothing yet, or it is off."""
         return self.check.certificate if self.check else None
 
     def __enter__(self) -> Self:
@@ -143,7 +143,7 @@ def grad_sync(
     *,
     group: dist.ProcessGroup | None = None,
     scaler: Scaler | None = None,
-    check: str | None = None,
+    check: str | None = "first",
     certificate: str | Path | None = None,
     **overrides: Any,
 ) -> LoopSync:
@@ -161,7 +161,7 @@ def grad_sync(
     Raises:
         ConfigError: a setting, or a model, that is not supported.
     """
-    check_choice(check)
+    looks = is_on(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
@@ -182,6 +182,6 @@ def grad_sync(
         sync = LoopSync(parts, world, settings, scaler)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if check:
-        sync.check = LoopCheck(model, sync, world, settings, certificate, forgot_finish)
+    if looks:
+        sync.check = LoopCheck(model, sync, world, settings, certificate, FORGOT_FINISH)
     return sync

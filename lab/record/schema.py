@@ -154,7 +154,7 @@ class Record:
             was taken from; of runs with measure=noise (lab.measure.noise_scale).
         drift: of runs with drift_every, for each window its bucket and last step, the relative
             error and cosine of what was delivered, and whether that is an alarm (lab.sync.drift).
-        certificate: what check=first found; null: it was not asked for, or not reached.
+        certificate: what check=first found; null: it was off, not reached, or of one rank.
         replica_hash: SHA-256 of the weights, which all ranks share; null where they may differ:
             `none`, and a run stopped in the middle of a round.
         buckets: the buckets in the order in which they leave; null: a library plans them, or none

@@ -117,7 +117,7 @@ class Settings:
         None, "check what a bucket delivers, over windows of so many exchanges", at_least=1
     )
     check: str = setting(
-        "none", "first: prove in the first steps that gradients are averaged", ("none", "first")
+        "first", "first: prove in the first steps that gradients are averaged", ("none", "first")
     )
     warmup_steps: int | None = setting(
         None, "first steps, which statistics leave out; null: until step time is steady", at_least=0

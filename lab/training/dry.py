@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from omegaconf import DictConfig
 
+from lab.certificate.check import Check
 from lab.distributed import world as worlds
 from lab.distributed.watchdog import Watchdog
 from lab.distributed.world import World
@@ -20,6 +21,7 @@ def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
     """Build everything that trains, and release it when the context ends."""
     watch = Watchdog(world, NEVER_S, lambda _: None)
     parts = assemble(config, world, watch)
+    parts.trainer.check = Check()  # a certificate is of a run, and its cost of no measurement
     yield parts
     watch.close()
     parts.worker.close()

@@ -135,8 +135,8 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: by_sync("onebit", then=shift_on_rank_1),
     ),
     "by_ddp frozen when DDP was made": ("left out", lambda: by_ddp(frozen_at_first=True)),
-    "by_ddp frozen when attached": ("left out", lambda: by_ddp(frozen_longer=True)),
-    "by_sync frozen at first": ("left out", lambda: by_sync("onebit", frozen=True)),
+    "by_ddp frozen when attached": ("rare.bias: was frozen", lambda: by_ddp(frozen_longer=True)),
+    "by_sync frozen at first": ("rare.bias: was frozen", lambda: by_sync("onebit", frozen=True)),
     "by_ddp hook on a copy": ("hook ignored", lambda: by_ddp(on_a_copy=True)),
     "by_ddp no_sync forgotten": ("hook ignored", lambda: by_ddp("onebit", no_sync=True)),
     "by_sync finish forgotten": ("not exchanged", lambda: by_sync(forget=True)),
@@ -152,7 +152,7 @@ def lines_of_mistakes() -> dict[str, str]:
         try:
             certificate = make()
             lines[name] = f"no fault: {certificate and certificate.line}"
-        except lab.CertificateError as error:
+        except RuntimeError as error:  # of a CertificateError, or of the exchange itself
             lines[name] = str(error)
     dist.destroy_process_group()
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.certificate.sketch import BLOCK, HEAD, NUM_IMAGES, Sketch, in_memory, norm
+from lab.certificate.sketch import BLOCK, HEAD, NUM_IMAGES, Sketch, norm
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, BLOCK - 1, BLOCK, 5 * BLOCK + 7, HEAD + 3 * BLOCK + 1)
@@ -50,12 +50,3 @@ def test_the_norm_is_estimated(sketch: Sketch) -> None:
     estimates = [norm(sketch.image(torch.randn(4000))[0]) / 4000**0.5 for _ in range(200)]
     assert 0.9 < float(torch.stack(estimates).square().mean()) < 1.1
     assert min(estimates) > 0.3 and max(estimates) < 2.5
-
-
-def test_values_are_taken_in_the_order_of_memory() -> None:
-    like = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    same = torch.empty(2, 3, 4, 5).copy_(like)
-    assert same.stride() != like.stride()
-    assert torch.equal(in_memory(same, like), in_memory(like, like))
-    assert torch.equal(in_memory(like, like), like.permute(0, 2, 3, 1).reshape(-1))
-    assert torch.equal(in_memory(torch.ones(()).expand(3, 2), torch.zeros(3, 2)), torch.ones(6))

@@ -9,10 +9,10 @@ from lab.certificate.traffic import SLACK_BYTES, Ledger, Moved, formula_bytes, m
 from tests.support.cases import WITH_CARD, exchange_settings
 
 MB = 1_000_000
-# payload; lo before, all before; lo after, all after; namespace; host; seconds
-ONE_PLACE = [[MB, 5, 50, 2 * MB + 5, 0, 1, 7, 0.5], [MB, 9, 90, 2 * MB + 5, 0, 1, 7, 0.5]]
-TWO_PLACES = [[MB, 5, 50, 5, MB + 50, 1, 7, 0.5], [MB, 6, 60, 6, MB + 60, 2, 7, 0.5]]
-TWO_HOSTS = [[MB, 5, 50, 5, MB + 50, 1, 7, 0.5], [MB, 6, 60, 6, MB + 60, 1, 8, 0.5]]
+# payload; lo before, all before; lo after, all after; namespace; host
+ONE_PLACE = [[MB, 5, 50, 2 * MB + 5, 0, 1, 7], [MB, 9, 90, 2 * MB + 5, 0, 1, 7]]
+TWO_PLACES = [[MB, 5, 50, 5, MB + 50, 1, 7], [MB, 6, 60, 6, MB + 60, 2, 7]]
+TWO_HOSTS = [[MB, 5, 50, 5, MB + 50, 1, 7], [MB, 6, 60, 6, MB + 60, 1, 8]]
 
 
 def rows(of_ranks: list[list[int]]) -> torch.Tensor:
@@ -20,11 +20,11 @@ def rows(of_ranks: list[list[int]]) -> torch.Tensor:
 
 
 def test_ranks_of_a_namespace_share_its_counters() -> None:
-    assert moved(rows(ONE_PLACE), "gloo") == Moved((MB, MB), 2 * MB, "lo", 0.5)
+    assert moved(rows(ONE_PLACE), "gloo") == Moved((MB, MB), 2 * MB, "lo")
 
 
 def test_emulated_hosts_have_their_own() -> None:
-    assert moved(rows(TWO_PLACES), "gloo") == Moved((MB, MB), 2 * MB, "the hosts' interfaces", 0.5)
+    assert moved(rows(TWO_PLACES), "gloo") == Moved((MB, MB), 2 * MB, "the hosts' interfaces")
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,6 @@ def test_control_messages_are_spared_but_not_more() -> None:
     assert ledger(MB).excess()[0] == pytest.approx(0.5 + SLACK_BYTES / 2 / MB)
 
 
-def test_an_excess_counts_only_if_all_exchanges_have_it() -> None:
-    assert ledger(4 * MB, 4.1 * MB, 4 * MB).is_steady
-    assert not ledger(4 * MB, 4 * MB).is_steady
-    assert not ledger(9 * MB, 4 * MB, 4 * MB).is_steady
-
-
 def test_few_bytes_are_not_compared() -> None:
     ratio, why = ledger(30_000, payload=10_000).excess()
     assert ratio is None
@@ -81,8 +75,8 @@ def test_an_exchange_that_hands_over_nothing_or_too_much_is_a_fault() -> None:
 
 
 def test_every_card_gives_a_formula_but_those_that_choose() -> None:
-    shapes = [[(512, 256), (256,)], [(128, 512)]]
-    found = {name: formula_bytes(exchange_settings(name), shapes, 4) for name in WITH_CARD}
+    buckets = [([(512, 256), (256,)], 4), ([(128, 512)], 4)]
+    found = {name: formula_bytes(exchange_settings(name), buckets, 4) for name in WITH_CARD}
     assert [name for name, sent in found.items() if sent is None] == ["auto", "schedule"]
     assert found["allreduce"] == pytest.approx(2 * 3 / 4 * 4 * (512 * 256 + 256 + 128 * 512))
 
@@ -91,4 +85,11 @@ def test_every_card_gives_a_formula_but_those_that_choose() -> None:
     "settings", [None, {}, {"_target_": "mine.Gossip"}, {"_target_": "mine.OneBit"}]
 )
 def test_an_exchange_without_a_card_has_none(settings: dict[str, str] | None) -> None:
-    assert formula_bytes(settings, [[(8, 8)]], 2) is None
+    assert formula_bytes(settings, [([(8, 8)], 4)], 2) is None
+
+
+def test_values_of_two_or_eight_bytes_count_as_such() -> None:
+    """Those of a complex number are two."""
+    buckets = [([(40, 5)], 2), ([(40, 5), (7, 2)], 8), ([], 4)]
+    found = formula_bytes(exchange_settings("allreduce"), buckets, 2)
+    assert found == pytest.approx(2 * 200 + 8 * 214)
