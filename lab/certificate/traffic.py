@@ -90,8 +90,7 @@ def formula_bytes(
     if class_of(exchange) in BY_ITSELF:  # those decide by the clock or the step
         return None
     network = Network(ANY_LINKS, size)
-    try:
-        # Cards count four bytes; values of other sizes are added as they are, never compressed.
+    try:  # cards count four bytes; values of other sizes are added as they are, never compressed
         return sum(
             itemsize / 4 * payload_bytes(shapes, exchange, network)
             for shapes, itemsize in buckets
@@ -169,7 +168,7 @@ class Ledger:
             return None, last.why
         if sum(last.payload) < ENOUGH_BYTES:
             kib = sum(last.payload) / 1024
-            return None, f"{kib:.3g} KiB are too few to be told from control messages"
+            return None, f"{kib:.3g} KiB are too few"
         ratios = [_ratio(each) for each in self.entries if each.counted is not None]
         return min(ratios), last.why
 

@@ -30,6 +30,17 @@ def is_rows_first(parameter: Tensor) -> bool:
     return rows < 2 or not parameter.numel() or parameter.stride(0) == parameter.numel() // rows
 
 
+def is_fusible(parameter: Tensor) -> bool:
+    """Return whether torch's fused optimizers update `parameter` rightly.
+
+    On CPUs they step through consecutive values, whatever the strides; their SGD leaves most of a
+    bfloat16 or float16 tensor as it was (torch 2.13); and they refuse complex ones in the first
+    step.
+    """
+    narrow = parameter.dtype in (torch.bfloat16, torch.float16) and not parameter.is_cuda
+    return parameter.is_floating_point() and is_dense(parameter) and not narrow
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """Return a complex tensor as a view with real and imaginary parts in a last dimension."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.exchange.base import require_mean
-from lab.exchange.layout import is_dense
+from lab.exchange.layout import is_fusible
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import Pattern, local
@@ -96,7 +96,7 @@ class LocalSync(LocalSteps):
             lr=outer_lr,
             momentum=outer_momentum,
             nesterov=outer_momentum > 0,
-            fused=all(p.is_floating_point() and is_dense(p) for p in weights),
+            fused=all(map(is_fusible, weights)),
         )
         self.anchor: dict[str, Tensor] = {}  # which the weights have left, if in_round
 

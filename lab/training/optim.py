@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lab.distributed.sharded import is_sharded
-from lab.exchange.layout import is_dense
+from lab.exchange.layout import is_fusible
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.own_code import callable_at
@@ -130,15 +130,11 @@ class Optim:
         return [group for group in groups if group["params"]]
 
     def _construct(self, groups: list[Any]) -> Any:
-        """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot.
-
-        Torch's fused optimizers on CPUs step through consecutive values, whatever the strides, and
-        refuse complex ones in the first step.
-        """
+        """Make the optimizer, fused unless it is the user's, or is told how to run, or cannot."""
         sharded = any(is_sharded(p) for p in _in_groups(groups))
         chosen = {"fused", "foreach", "differentiable"} & self._settings.keys()
         fuses = "fused" in self._own and self.target.startswith("torch.optim.")
-        fits = all(p.is_floating_point() and is_dense(p) for p in _in_groups(groups))
+        fits = all(map(is_fusible, _in_groups(groups)))
         if fuses and fits and not chosen:
             way = "foreach" if sharded and self.target not in FUSED_ON_SHARDS else "fused"
             try:

@@ -11,11 +11,13 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lab.certificate.by_sync import check_of
 from lab.certificate.report import CertificateError
@@ -80,6 +82,45 @@ class Perceptron(nn.Sequential):
         self[2].bias.requires_grad_(False)
 
 
+class Typed(nn.Module):
+    """Layers of some types, real or complex, whose outputs are added."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 30, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtypes = (next(layer.parameters()).dtype for layer in self.layers)
+        each = zip(self.layers, dtypes, strict=True)
+        outputs = [
+            layer((torch.fft.fft(x.double()) if d.is_complex else x).to(d)) for layer, d in each
+        ]
+        reals = [output.abs() if output.is_complex() else output for output in outputs]
+        return sum(output.double().tanh() for output in reals)  # type: ignore[return-value]
+
+
+class Laid(nn.Module):
+    """Parameters that are not row-major, single values, none, of sparse gradients, or used twice.
+
+    The last layer is computed again in backward, by reentrant checkpointing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(40, 50).T)
+        self.sliced = nn.Parameter(torch.randn(40, 99)[:, ::3])
+        self.permuted = nn.Parameter(torch.randn(5, 8, 33).permute(2, 0, 1))
+        self.scalar, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.empty(0, 3))
+        self.rows, self.twice = nn.Embedding(20, 40, sparse=True), nn.Linear(33, 33)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids).sum(dim=1)
+        x = (x @ self.columns.T)[:, :40] @ self.sliced + x @ self.permuted.reshape(33, 40).T
+        for _ in range(2):
+            x = checkpoint(self.twice, x.tanh(), use_reentrant=True)
+        return self.scalar * x + self.none.sum()
+
+
 def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda chance: torch.randn(ROWS, *shape, generator=chance)
 
@@ -90,6 +131,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Ten
     "channels last": (_channels_last, _normal(3, 8, 8)),
     "recurrent": (Recurrent, _normal(6, 16)),
     "tied": (Tied, lambda chance: torch.randint(30, (ROWS, 7), generator=chance)),
+}
+DTYPES = {
+    "double": (torch.float64,),
+    "complex double": (torch.complex128,),
+    "bfloat16": (torch.bfloat16,),
+    "half": (torch.float16,),
+    "mixed": (torch.bfloat16, torch.float32, torch.complex64, torch.float16),
+}
+ODD_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Tensor]]] = {
+    **{name: (partial(Typed, *dtypes), _normal(40)) for name, dtypes in DTYPES.items()},
+    "laid": (Laid, lambda chance: torch.randint(20, (ROWS, 6), generator=chance)),
 }
 
 
@@ -119,7 +171,7 @@ def certified(case: Case) -> list[Certificate]:
     """Run a case; return each rank's certificate, also of a run that failed."""
     config = load(list(case.settings))
     configs = [copy.deepcopy(config) for _ in range(case.size)]  # threads that build write to them
-    make, inputs = MODELS[case.model]
+    make, inputs = {**MODELS, **ODD_MODELS}[case.model]
     models = []
     for _ in range(case.size):
         torch.manual_seed(0)
@@ -219,10 +271,37 @@ def clean_cases() -> Iterator[Case]:
         yield Case(("strategy=onebit", "exchange.error_feedback=false"), model, 3)
 
 
+ADD = (
+    "overlap",
+    "tree",
+    "hierarchical",
+    "caffe",
+    "local_sgd",
+    "cntk exchange=allreduce sync.double_buffer=true",
+)
+REAL_ONLY = ("caffe", "local_sgd", "diloco")  # these move weights
+COMPRESS = ("onebit", "int8", "bf16", "topk", "powersgd", "diloco", "priority", "randomk")
+
+
+def odd_cases() -> Iterator[Case]:
+    """Yield right runs of models of all types and layouts."""
+    for number, strategy in enumerate((*ADD, *COMPRESS)):
+        name, *more = strategy.split()
+        settings = (f"strategy={name}", *more, *MORE.get(name, ()))
+        for place, model in enumerate(ODD_MODELS):
+            if "double" in model and strategy not in ADD:
+                continue  # codecs refuse it
+            if model in ("complex double", "mixed") and name in REAL_ONLY:
+                continue
+            size = 2 + (number + place) % 3
+            buckets = ("bucket_mb=0.002",) if number % 2 else ()
+            yield Case((*settings, *buckets), model, size, 1 + place % 2)
+
+
 def main() -> int:
     """Run all clean cases; return 1 if one was accused."""
     accused, total, proven = 0, 0, 0
-    for case in clean_cases():
+    for case in (*clean_cases(), *odd_cases()):
         found = certified(case)[0]
         total += 1
         accused += not found.holds

@@ -65,6 +65,14 @@ def test_torch_fuses_the_update_where_it_can_unless_told_otherwise() -> None:
     assert not fused("torch.optim.RMSprop")
 
 
+def test_weights_of_two_bytes_are_updated_on_cpus() -> None:
+    """Torch's fused SGD leaves most of them as they were."""
+    layer = nn.Linear(64, 64, dtype=torch.bfloat16)
+    layer.weight.grad, before = torch.ones_like(layer.weight), layer.weight.detach().clone()
+    optim("torch.optim.SGD", lr=0.5).optimizer(layer).step()
+    assert torch.equal(layer.weight, before - 0.5)
+
+
 class Weight(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
