@@ -112,8 +112,11 @@ def output_shapes(task: Task, data: Data) -> list[tuple[int, ...]]:
 def build_model(node: DictConfig, data: Data, output_size: int) -> nn.Module:
     """Build a model, with those facts of its data that its signature asks for.
 
+    Embeddings with sparse=True get dense gradients, of the same values: exchanges deliver dense
+    ones, and few optimizers take others.
+
     Raises:
-        ConfigError: a setting is wrong, or the model does not fit the data.
+        ConfigError: a setting is wrong, the model does not fit the data, or it is no nn.Module.
     """
     shape, classes, vocabulary = data.input_shape, data.num_classes, data.vocabulary
     facts: dict[str, Any] = {
@@ -123,4 +126,12 @@ def build_model(node: DictConfig, data: Data, output_size: int) -> nn.Module:
         **({"num_classes": classes} if classes is not None else {}),
         **({"vocabulary": vocabulary, "context": shape[0]} if vocabulary is not None else {}),
     }
-    return build(node, **facts)
+    model = build(node, **facts)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model={node._target_}: makes a {type(model).__name__}; must make a torch.nn.Module"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+    return model

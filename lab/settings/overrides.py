@@ -45,7 +45,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def listed(override: Override, config_dir: str | None) -> list[str]:
-    """Return the values of a list: a,b,c, or the choices of a group that match Hydra's glob(a*).
+    """Return the values of a list: a,b,c, or the choices of a group that Hydra's glob(a*) matches.
 
     Raises:
         ConfigError: a glob that matches no choice.

@@ -71,6 +71,11 @@ class Optim:
     ) -> None:
         self.target, self.schedule, self.decay_vectors = target, schedule, decay_vectors
         self._make: Callable[..., Any] = callable_at(target, f"optim={target}")
+        if target == "torch.optim.SparseAdam":
+            raise ConfigError(
+                f"optim={target}: takes sparse gradients alone, and ranks exchange dense ones; "
+                "use torch.optim.Adam"
+            )
         if isinstance(self._make, type) and not issubclass(self._make, Optimizer):
             raise ConfigError(f"optim={target}: must be a torch.optim.Optimizer, or make one")
         self._own = _parameters(self._make)

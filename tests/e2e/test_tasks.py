@@ -65,6 +65,10 @@ MISFITS = "tests.support.misfits"
             "task=classification: the model's outputs are float32 [1, 11]; with these targets "
             "they must be floating-point [batch, 10]",
         ),
+        (
+            (f"model._target_={MISFITS}.no_module",),
+            f"model={MISFITS}.no_module: makes a tuple; must make a torch.nn.Module",
+        ),
     ],
 )
 def test_misfits_are_refused_before_the_first_step(
@@ -74,6 +78,17 @@ def test_misfits_are_refused_before_the_first_step(
     assert done.error_lines == [f"lab.train: error: {line}"]
     assert done.code == 2 and "Traceback" not in done.err
     assert not list(tmp_path.rglob("record.json"))
+
+
+def test_sparse_embeddings_train_by_any_strategy_as_dense_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = f"model={MISFITS}.embedded", "steps=3", "seed=3"
+    ways = ("false", "none"), ("true", "none"), ("true", "ddp")
+    runs = [train(1, *settings, f"model.sparse={a}", f"strategy={b}")[0] for a, b in ways]
+    losses = [run.record["final"]["loss"] for run in runs]
+    assert losses == [losses[0]] * 3
 
 
 def test_a_regression_learns_and_its_record_holds_its_metrics(

@@ -28,3 +28,20 @@ def a_word_for_each_pixel(*, seed: int, device: torch.device, **_: Any) -> Tenso
 def one_output_too_many(*, input_shape: tuple[int, ...], output_size: int) -> nn.Module:
     """Return a model with one output too many."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), output_size + 1))
+
+
+def no_module(*, output_size: int) -> tuple[int, ...]:
+    """Return something else than a model."""
+    return (output_size,)
+
+
+def embedded(*, input_shape: tuple[int, ...], output_size: int, sparse: bool) -> nn.Module:
+    """Return a model that looks up each pixel's level."""
+    table = nn.EmbeddingBag(17, output_size, mode="sum", sparse=sparse)
+    return nn.Sequential(nn.Flatten(), Levels(), table)
+
+
+class Levels(nn.Module):
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Map values from -1 to 1 [batch, pixels] to levels from 0 to 16."""
+        return (8 * pixels + 8).long().clamp(0, 16)
