@@ -81,7 +81,7 @@ def test_a_users_exchange_is_never_taken_for_the_labs(name: str) -> None:
     for exchange in (mine, inside):
         with pytest.raises(ValueError, match=rf"^exchange=mine\.{name}: has no cost card; allowed"):
             stages_of([(8, 8)], exchange, Network(LINKS, 4))
-        assert formula_bytes(exchange, [[(8, 8)]], 4) is None
+        assert formula_bytes(exchange, [([(8, 8)], 4)], 4) is None
         assert "exchange" not in alike({"exchange": exchange, "sync": {}})
     with pytest.raises(ValueError, match=rf"^exchange=mine\.{name}: has no reduce-scatter"):
         scatter_of(mine)
