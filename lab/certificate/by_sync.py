@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lab.certificate.check import Check, Observer, Unchecked
 from lab.certificate.examination import About
-from lab.certificate.report import CertificateError
+from lab.certificate.report import CertificateError, unchecked
 from lab.certificate.sketch import norm
 from lab.certificate.watch import Seen
 from lab.sync.base import Sync
@@ -132,6 +132,8 @@ class ChangeCheck(GradientCheck):
         self._local = sync
 
     def __enter__(self) -> Self:
+        if self._local.outer.state and self.certificate is None:
+            self.certificate = unchecked("outer momentum was resumed")
         super().__enter__()
         if self._observer:
             self._anchor = self._observer.watch.images(self._local.anchor)
@@ -210,13 +212,12 @@ def check_of(
         error_bound=sync.error_bound,
         settings=exchange,
         counts_itself=not pattern.by_library,
+        nodes=sync.comm.nodes,
         exchange=None if pattern.by_library else sync.exchange,
     )
     if pattern.legs == (Leg.GRADIENTS_TO_ROOT, Leg.WEIGHTS_FROM_ROOT):
         return RootCheck(model, sync, replace(about, promise="gradients averaged once at the root"))
     if type(sync) is LocalSync:  # others send fragments, or moments, at times of their own
-        if sync.outer.state:
-            return Unchecked("outer momentum was resumed")
         return ChangeCheck(model, sync, replace(about, promise="weight changes averaged once"))
     if isinstance(sync, PrioritySync):
         return HeldCheck(model, sync, about)

@@ -16,6 +16,7 @@ from lab.certificate.sketch import HEAD
 from lab.certificate.traffic import BLOCK_BYTES, Bucket, Ledger, formula_bytes, is_labs, moved
 from lab.certificate.verdict import Verdict, bounds, judge, unequal_at_start
 from lab.certificate.watch import Seen
+from lab.distributed.nodes import Nodes
 from lab.exchange.base import Exchange
 from lab.exchange.layout import travel_shape
 from lab.record.certificate import Certificate
@@ -46,6 +47,7 @@ class About:
         error_bound: see Exchange.error_bound.
         settings: of the exchange, which its formula reads; None: unknown.
         counts_itself: the exchange's bytes are counted as they are sent, not as a library says.
+        nodes: see formula_bytes.
         promise: what ranks are left with, in the certificate's words.
         exchange: the lab's; None: a library's.
     """
@@ -58,6 +60,7 @@ class About:
     error_bound: Callable[[float, int], float]
     settings: Mapping[str, Any] | None = None
     counts_itself: bool = True
+    nodes: Nodes | None = None
     promise: str = "gradients averaged once"
     exchange: Exchange | None = None
 
@@ -173,7 +176,7 @@ class Examination:
         # Each rank's part of each bucket may end in a block that is not full.
         block = max(BLOCK_BYTES, (about.settings or {}).get("block_size", 0))
         padding = 2 * block * about.size * len(buckets) + 16 * len(self.names)
-        formula = formula_bytes(about.settings, buckets, about.size)
+        formula = formula_bytes(about.settings, buckets, about.size, about.nodes)
         if fault := self.ledger.fault(formula, padding, is_labs(about.settings)):
             self.fail("exchanged" if fault.startswith("hook") else "bytes", fault)
 

@@ -6,13 +6,14 @@ import math
 import platform
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.distributed.nodes import Nodes, each_alone
 from lab.simulate.costs import class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
@@ -24,7 +25,8 @@ SLACK_BYTES = 16_384  # of control messages: stores, barriers, headers of short 
 ENOUGH_BYTES = 10 * SLACK_BYTES  # of all ranks, to be told from those
 BLOCK_BYTES = 1032  # by which padding may lengthen a rank's part of a bucket, in each of two stages
 # Payload bytes are the same over any links.
-ANY_LINKS = Hardware("any", "any links", "gloo", 1, None, Link(0.0, 1e9), math.inf)
+ANY_LINK = Link(0.0, 1e9)
+ANY_LINKS = Hardware("any", "any links", "gloo", 1, ANY_LINK, ANY_LINK, math.inf)
 Bucket = tuple[list[tuple[int, ...]], int]  # shapes of its values, and the bytes of each
 
 
@@ -78,18 +80,25 @@ def moved(rows: Tensor, backend: str) -> Moved:
 
 
 def formula_bytes(
-    exchange: Mapping[str, Any] | None, buckets: Sequence[Bucket], size: int
+    exchange: Mapping[str, Any] | None,
+    buckets: Sequence[Bucket],
+    size: int,
+    nodes: Nodes | None = None,
 ) -> float | None:
     """Return the bytes of the busiest rank by the exchange's card; None: it, or a part, has none.
 
     Args:
         exchange: its settings.
+        nodes: the ranks of each node, on which those of two levels depend; None: each is alone.
     """
     if not exchange or not is_labs(exchange) or not buckets:
         return None
     if class_of(exchange) in BY_ITSELF:  # those decide by the clock or the step
         return None
-    network = Network(ANY_LINKS, size)
+    per_node = {len(ranks) for ranks in nodes or each_alone(size)}
+    if len(per_node) > 1:  # cards know nodes of one size
+        return None
+    network = Network(replace(ANY_LINKS, ranks_per_node=per_node.pop()), size)
     try:  # cards count four bytes; values of other sizes are added as they are, never compressed
         return sum(
             itemsize / 4 * payload_bytes(shapes, exchange, network)

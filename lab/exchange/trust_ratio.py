@@ -100,7 +100,9 @@ class TrustRatios:
     def _get(self, kind: str, names: Sequence[str], otherwise: Tensor) -> Tensor:
         """Return what is kept of parameters, float32 [parameters]; `otherwise` at first."""
         kept = self.kept[kind]
-        return torch.stack([kept[n] for n in names]) if names[0] in kept else otherwise
+        if kept.keys().isdisjoint(names):
+            return otherwise
+        return torch.stack([kept.get(n, o) for n, o in zip(names, otherwise.unbind(), strict=True)])
 
     def _put(self, kind: str, names: Iterable[str], values: Tensor) -> None:
         self.kept[kind].update(zip(names, values.unbind(), strict=True))

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lab.certificate.check import Exchanging, Observer
 from lab.certificate.examination import About
@@ -72,11 +76,12 @@ class LoopCheck:
         self._about = About(
             world.gather,
             size=world.size,
-            num_launched=dist.get_world_size(),
+            num_launched=dist.get_world_size() if dist.is_initialized() else world.size,
             backend=world.comm.backend,
             name=f"exchange={type(sync.exchange).__name__}",
             error_bound=sync.exchange.error_bound,
             settings=settings["exchange"],
+            nodes=world.comm.nodes,
             exchange=sync.exchange,
         )
         self._forgotten = forgotten
@@ -93,7 +98,10 @@ class LoopCheck:
             self._end(unchecked(why))
         else:
             self._observer = Observer(self._model, self._sync, self._about)
-            self._before_updates = register_optimizer_step_pre_hook(self._before_update)
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._before_update),
+                register_optimizer_step_post_hook(self._after_update),
+            ]
 
     def exchanged(self, kept_factor: float, joined: bool = False) -> None:
         """Judge an exchange that has ended.
@@ -132,7 +140,8 @@ class LoopCheck:
         """Look no more, after an error."""
         if self._observer:
             self._observer.close()
-            self._before_updates.remove()
+            for hook in self._hooks:
+                hook.remove()
             self._observer = None
 
     def _end(self, certificate: Certificate) -> None:
@@ -152,7 +161,8 @@ class LoopCheck:
         _, *given = args  # the optimizer itself comes first
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
-            self._refuse_unexchanged(optimizer)
+            if _is_torchs(optimizer):
+                self._refuse_unexchanged(optimizer)
             return None
 
         @functools.wraps(closure)
@@ -164,6 +174,11 @@ class LoopCheck:
         if given:
             return (args[0], looked_at, *given[1:]), kwargs
         return args, {**kwargs, "closure": looked_at}
+
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        """Look at an update by a `step` of the user's own, which may exchange gradients itself."""
+        if not _is_torchs(optimizer):
+            self._refuse_unexchanged(optimizer)
 
     def _refuse_unexchanged(self, optimizer: Optimizer) -> None:
         """Refuse an update by gradients that no exchange has seen.
@@ -193,6 +208,10 @@ class LoopCheck:
         ours = [*self._observer.watch.parameters.values()]
         alike = sorted(tuple(p.shape) for p in ours) == sorted(tuple(p.shape) for p in parameters)
         return alike and {*map(id, ours)}.isdisjoint(map(id, parameters))
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).step.__module__.startswith("torch.")
 
 
 def _has_values(parameter: nn.Parameter) -> bool:

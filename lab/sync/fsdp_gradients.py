@@ -36,6 +36,7 @@ class WholeGradients:
         self._ran: set[int] = set()  # ids of groups that have sent in this backward
         self._empty: set[int] = set()  # ids of parameters that had no gradient before it
         self._reached: set[int] = set()  # ids of those that this rank has reached
+        self._all = torch.empty(0)  # flags of a rank that has reached all
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         if any("post_backward" in vars(group) for group in self._groups):
             return
@@ -89,7 +90,7 @@ class WholeGradients:
             if parameter.sharded_param.requires_grad and parameter.sharded_param.numel()
         ]
         own = [id(parameter) in self._reached for parameter, _ in parameters]
-        anywhere = torch.tensor(own, dtype=torch.uint8, device=self._groups[0].device)
+        anywhere = self._flags(own)
         for group in self._process_groups():
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
         if all(own):
@@ -104,6 +105,15 @@ class WholeGradients:
                 )
             if not needed and id(parameter) in self._empty:
                 parameter.sharded_param.grad = None
+
+    def _flags(self, own: list[bool]) -> torch.Tensor:
+        """Return flags on the device, uint8 [parameters]; a host that has all waits for nothing."""
+        if len(self._all) != len(own):
+            self._all = torch.ones(len(own), dtype=torch.uint8, device=self._groups[0].device)
+        flags = self._all.clone()
+        if not all(own):
+            flags[[place for place, reached in enumerate(own) if not reached]] = 0
+        return flags
 
     def _process_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups over which all ranks meet: FSDP's own, and HSDP's between copies."""

@@ -181,8 +181,7 @@ class PrioritySync(GradSync):
         self._groups, self._parts = buckets, list[BucketPlan]()
         self._group_of = {n: i for i, bucket in enumerate(buckets) for n in bucket.parameters}
         for bucket in buckets:
-            cuts = len(bucket.parameters) == 1 and bucket.has_views
-            n = bucket.num_values
+            n, cuts = bucket.num_values, len(bucket.parameters) == 1 and bucket.has_views
             self._parts += in_parts(bucket, self._cut(n) if cuts else [range(n)])
         super()._use(self._parts)
 
