@@ -225,10 +225,11 @@ def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
     assert set(rows) == {*CASES, *ELSEWHERE}
 
 
-# Rows that other tests below hold.
+# Rows that other tests below hold, or the zoo (tests/zoo).
 ELSEWHERE = (
-    *("`GradScaler`", "weights in bfloat16", "a process group of some ranks", "resuming"),
-    "`ddp.join()`, uneven inputs",
+    *("`GradScaler`", "weights in bfloat16, float16", "a process group of some ranks", "resuming"),
+    *("`ddp.join()`, uneven inputs", "float64", "complex64", "weights in another memory order"),
+    *("reentrant checkpointing", "double backward"),
 )
 
 
