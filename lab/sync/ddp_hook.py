@@ -84,7 +84,9 @@ class HookState:
         self.settings: Mapping[str, Any] = {}
         self._guard, self._model = guard, model
         self._device = next(iter(trainable.values())).device
-        self._names = {id(p): name for name, p in trainable.items()}
+        self._names = {id(p): n.replace(COMPILED, "") for n, p in model.named_parameters()}
+        self._trained = set(trainable)
+        self._to_come = set(trainable)  # parameters of this step that DDP has not handed over
         self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
@@ -151,15 +153,18 @@ class HookState:
 
     def submit(self, bucket: DDPBucket) -> Future[Tensor]:
         """Begin to exchange one of DDP's buckets; the result is its buffer, with the mean."""
-        if self.clock:
-            self.clock.ready(bucket.index())
-        if bucket.index() == 0:
-            self._exchanged = []
+        buffer, parameters = bucket.buffer(), cast(list[nn.Parameter], bucket.parameters())
+        names = {self._names[id(parameter)] for parameter in parameters}
+        # DDP's numbers do not tell: with static_graph all buckets of the first step have the same.
+        begins = len(self._to_come) == len(self._trained)
+        if begins or not self._to_come >= names & self._trained:  # or the last step was broken off
+            self._to_come, self._exchanged = set(self._trained), []
             if self._guard:
                 self.loss_scale = self._guard.begin_step()
-        buffer, parameters = bucket.buffer(), cast(list[nn.Parameter], bucket.parameters())
+        if self.clock:
+            self.clock.ready(len(self._exchanged))
         if self.before_exchange:
-            self.before_exchange(bucket.index() == 0, [(p, p.grad) for p in parameters])
+            self.before_exchange(not self._exchanged, [(p, p.grad) for p in parameters])
         packed = self._pack(parameters, buffer)
         if self._reached:
             self._reached.lacks([name for name in packed.shapes if name not in self._fired])
@@ -169,7 +174,9 @@ class HookState:
         job = partial(self._stages, packed, buffer, future)
         job = observed(self.clock, str(packed), job, self.exchange, self.comm, self.worker)
         self.worker.submit(f"{type(self.exchange).__name__} of bucket {packed}", job)
-        if bucket.is_last():
+        self._to_come -= names
+        if bucket.is_last() or not self._to_come:
+            self._to_come = set(self._trained)
             self._end_step()
         return future
 
@@ -189,7 +196,7 @@ class HookState:
         as_it_lies = all(
             p.is_contiguous() or is_rows_first(p) or not is_dense(p) for p in present.values()
         )
-        if as_it_lies and dtype == buffer.dtype:
+        if not present or (as_it_lies and dtype == buffer.dtype):
             return GradBucket(shapes, buffer, self.step, buffers=memory)
         pairs = any(p.is_complex() for p in present.values())  # or none: they are of one dtype
         whole = torch.view_as_complex(buffer.view(-1, 2)) if pairs else buffer

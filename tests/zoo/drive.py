@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lab
 from lab.distributed import thread_comm
-from lab.distributed.comm import Comm
+from lab.distributed.comm import Comm, Traffic
 from lab.distributed.nodes import Nodes
 from lab.distributed.rank_info import RankInfo
 from lab.distributed.replicas import broadcast_state
