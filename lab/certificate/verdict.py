@@ -72,9 +72,13 @@ def judge(seen: Seen, bound: Tensor, eps: Tensor, least: Tensor) -> Verdict:
 
 
 def _untouched(seen: Seen, mean: Tensor, tolerance: Tensor, bound: Tensor) -> Tensor:
-    """Find gradients within a wide bound of the mean that are a rank's own to the last bits."""
+    """Find gradients within a wide bound of the mean that are a rank's own to the last bits.
+
+    Where all ranks have the same, it is what was exchanged: a mean may be rounded to one's own.
+    """
     as_own = norm(seen.delivered - seen.own) <= tolerance
-    return as_own & (norm(seen.own - mean) > CLEAR * tolerance) & (bound > 0)
+    parted = norm(seen.delivered - seen.delivered[0]).amax(dim=0) > tolerance
+    return as_own & parted & (norm(seen.own - mean) > CLEAR * tolerance) & (bound > 0)
 
 
 def unequal_at_start(start: Tensor) -> dict[int, list[int]]:

@@ -372,6 +372,8 @@ def lbfgs(run: Run) -> None:
 def averaged_copy(run: Run) -> None:
     """A moving average of the weights, in a deep copy."""
     handle = run.open(run.make())
+    if any(0 in buffer.stride() for buffer in handle.net.buffers()):
+        raise DoesNotApply("torch's own average cannot write to expanded buffers")
     optimizer = run.sgd(handle.net.parameters())
     copy = torch.optim.swa_utils.AveragedModel(
         handle.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8)
