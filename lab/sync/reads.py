@@ -61,7 +61,8 @@ class FirstReads(TorchDispatchMode):
         """Return the parameters to wait for as each module begins, in the order of forward.
 
         A parameter is waited for by the last module to begin before its first read, of those that
-        have it and those that these are in. Parameters that nothing reads are left out.
+        have it and those that these are in. One that nothing reads is waited for by the modules
+        that have it, as another forward may run them.
         """
         begun = list(self._begun)
         found: dict[str, list[str]] = {name: [] for name in begun}
@@ -69,6 +70,8 @@ class FirstReads(TorchDispatchMode):
             own = [self._begun[module] for module in holders if module in self._begun]
             read = self._read.get(parameter, min(own) + 1 if own else None)
             if read is None or not begun:
+                for module in holders:
+                    found.setdefault(module, []).append(parameter)
                 continue
             around = {name for module in holders for name in _upwards(module)}
             places = [self._begun[name] for name in around & self._begun.keys()]

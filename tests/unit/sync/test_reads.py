@@ -82,7 +82,12 @@ IDS = torch.zeros(2, 3, dtype=torch.long)
         (
             ReadsAhead(),
             X,
-            {"": ["last.weight"], "first": ["first.weight", "first.bias"], "last": ["last.bias"]},
+            {
+                "": ["last.weight"],
+                "first": ["first.weight", "first.bias"],
+                "last": ["last.bias"],
+                "never": ["never.weight", "never.bias"],
+            },
         ),
         (nn.Sequential(nn.Linear(4, 4), Raw()), X, {"0": OF_0, "1": ["1.weight"]}),
         (
