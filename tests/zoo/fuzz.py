@@ -212,6 +212,9 @@ def model_of(number: int) -> Model:
     """Return a random model."""
     blocks = blocks_of(number)
     facts: dict[str, Any] = {"wide": not any(block.dtype for block in blocks)}
+    facts["uneven"] = any(
+        block.manner in ("skipped by a rank", "by the inputs") for block in blocks
+    )
     if any(block.manner.endswith("reentry") for block in blocks):
         facts["ddp"] = STATIC
     refused = "compressed direction" if any(b.dtype in WIDE for b in blocks) else ""

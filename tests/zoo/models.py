@@ -56,6 +56,8 @@ class Model:
         refused: when a refusal is right: "always", or words of "compressed" (by exchanges that do
             more than add), "direction", "attach" (by DDP's hook) and "overlap"; empty: never.
         decay: optimizers may use momentum and weight decay.
+        uneven: ranks reach different parameters: local SGD, in which each rank updates what it has
+            reached itself, is then another algorithm.
         ddp: arguments of DistributedDataParallel.
         slow: for the whole product alone.
     """
@@ -65,6 +67,7 @@ class Model:
     wide: bool = True
     refused: str = ""
     decay: bool = True
+    uneven: bool = False
     ddp: dict[str, Any] = field(default_factory=lambda: {"find_unused_parameters": True})
     slow: bool = False
 
@@ -109,7 +112,7 @@ class UnusedHead(nn.Module):
         return self.head(torch.tanh(self.body(self.frozen(x))))
 
 
-@animal(with_rank(64))
+@animal(with_rank(64), uneven=True)
 class Experts(nn.Module):
     """A mixture in which each rank uses an expert of its own, and one expert nobody."""
 
@@ -452,7 +455,7 @@ class LowRankAdapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@animal(with_rank(64))
+@animal(with_rank(64), uneven=True)
 class OtherOrders(nn.Module):
     """Branches that ranks run in different orders, so gradients arrive in different ones."""
 
