@@ -55,6 +55,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace(COMPILED, ""): p for name, p in named if p.requires_grad}
 
 
+def is_linear(model: nn.Module) -> bool:
+    """Return whether gradients of a loss divided by N are surely the loss's gradients over N.
+
+    Code of the user's own may clip gradients or add to them, in a hook or in a backward. So the
+    model must be made of torch's and the lab's modules alone, without hooks that see gradients.
+    """
+    for module in model.modules():
+        if type(module).__module__.partition(".")[0] not in ("torch", "lab"):
+            return False
+        if module._backward_hooks or module._backward_pre_hooks:
+            return False
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return not any(getattr(p, name, None) for p in model.parameters() for name in hooks)
+
+
 class Outside:
     """The parameters of a model that no exchange was set up for: frozen ones, and any to come.
 

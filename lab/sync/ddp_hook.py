@@ -73,7 +73,8 @@ class HookState:
         exchange.check_reach(comm)
         trainable = admit(model, exchange)
         _refuse_sparse(model)
-        exchange.look_at(getattr(model, COMPILED.rstrip("."), model))
+        inner = getattr(model, COMPILED.rstrip("."), model)
+        exchange.look_at(inner if isinstance(inner, nn.Module) else model)
         self.exchange, self.comm, self.worker = exchange, comm, worker
         self.step = 0
         self.finite: Tensor | None = None

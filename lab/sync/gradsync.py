@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.collective import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
-from lab.exchange.gate import Outside, admit, carrier
+from lab.exchange.gate import Outside, admit, carrier, is_linear
 from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState
 from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
@@ -57,7 +57,7 @@ class GradSync(Sync):
         self.exchange.look_at(parts.model)
         self.worker = parts.worker
         self._during_backward = self.pattern.begins is Begin.DURING_BACKWARD
-        self.divides_loss = self.exchange.takes_divided
+        self.divides_loss = self.exchange.takes_divided and is_linear(parts.model)
         self.order: list[str] | None = None
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same

@@ -212,12 +212,11 @@ def model_of(number: int) -> Model:
     """Return a random model."""
     blocks = blocks_of(number)
     facts: dict[str, Any] = {"wide": not any(block.dtype for block in blocks)}
-    facts["uneven"] = any(
-        block.manner in ("skipped by a rank", "by the inputs") for block in blocks
-    )
+    uneven = ("skipped by a rank", "by the inputs")
+    facts["uneven"] = any(block.manner in uneven for block in blocks)
     if any(block.manner.endswith("reentry") for block in blocks):
         facts["ddp"] = STATIC
-    refused = "compressed direction" if any(b.dtype in WIDE for b in blocks) else ""
+    refused = "compressed direction moved" if any(b.dtype in WIDE for b in blocks) else "few"
     if all(block.manner == "frozen" for block in blocks):
         refused = "always"
     return Model(lambda: Made(blocks), _batch(blocks[0].width), refused=refused, **facts)

@@ -54,7 +54,8 @@ class Model:
         batch: makes the arguments of its forward.
         wide: it also runs in float64, by torch's default dtype.
         refused: when a refusal is right: "always", or words of "compressed" (by exchanges that do
-            more than add), "direction", "attach" (by DDP's hook) and "overlap"; empty: never.
+            more than add), "direction", "attach" (by DDP's hook), "overlap", "moved" (by syncs that
+            move weights) and "few" (too few values for a rank to own some); empty: never.
         decay: optimizers may use momentum and weight decay.
         uneven: ranks reach different parameters: local SGD, in which each rank updates what it has
             reached itself, is then another algorithm.
@@ -683,7 +684,7 @@ def partly_double() -> nn.Module:
     return nn.Sequential(nn.Linear(70, 66), nn.Tanh(), *head)
 
 
-@animal(normal(64), wide=False, refused="direction")
+@animal(normal(64), wide=False, refused="direction moved")
 class Spectral(nn.Module):
     """Complex weights, and real ones."""
 
@@ -697,7 +698,7 @@ class Spectral(nn.Module):
         return self.head(((torch.fft.fft(x) / 8) @ self.weight * self.phase).abs())
 
 
-@animal(normal(64), wide=False, refused="direction")
+@animal(normal(64), wide=False, refused="direction moved")
 class Conjugate(nn.Module):
     """A complex weight that is a conjugate view."""
 
@@ -710,7 +711,7 @@ class Conjugate(nn.Module):
         return x.to(self.weight.dtype) @ self.weight * self.phase
 
 
-@animal(normal(64), wide=False, refused="compressed direction")
+@animal(normal(64), wide=False, refused="compressed direction moved")
 class DoubleSpectral(nn.Module):
     """Complex weights of twice the precision, in columns."""
 

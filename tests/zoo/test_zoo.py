@@ -52,33 +52,32 @@ def turned(names: tuple[str, ...] | list[str], by: str) -> str:
 
 @pytest.mark.parametrize("model", [name for name, model in MODELS.items() if not model.slow])
 def test_every_model_is_right_or_refused(model: str, driver: Driver) -> None:
-    exchanges = "allreduce", turned(LIVELY[1:], model)
-    cases = [Case(model, "plain", exchange, "grad_sync") for exchange in exchanges]
-    cases += [Case(model, "plain", turned(EXCHANGES, model), turned(("gloo", "attach"), model))]
+    cases = [Case(model, "plain", turned(LIVELY, model), "grad_sync")]
     cases += [Case(model, "trained", turned([*SYNCS][:-1], model), "sync")]
+    if not sum(model.encode()) % 3:
+        cases += [Case(model, "plain", turned(EXCHANGES, model), turned(("gloo", "attach"), model))]
     assert faults(driver, cases) == []
 
 
 @pytest.mark.parametrize("loop", FREE)
 def test_every_loop_is_right_or_refused(loop: str, driver: Driver) -> None:
-    cases = [Case("mlp", loop, exchange, "grad_sync") for exchange in LIVELY]
+    cases = [Case("mlp", loop, turned(LIVELY, loop), "grad_sync")]
     cases += [Case(turned(HARD, loop), loop, turned(EXCHANGES, loop), "grad_sync")]
-    cases += [Case("unusedhead", loop, "onebit", "gloo")]
     cases += [Case("images", loop, "onebit", "attach")] if LOOPS[loop].ddp else []
     assert faults(driver, cases) == []
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_every_exchange_takes_hard_models(exchange: str, driver: Driver) -> None:
-    cases = [Case(model, "plain", exchange, "grad_sync") for model in HARD]
-    cases += [Case("experts", "plain", exchange, entrance) for entrance in ("gloo", "attach")]
+    cases = [Case(model, "plain", exchange, "grad_sync") for model in HARD[:6]]
+    cases += [Case("experts", "plain", exchange, turned(("gloo", "attach"), exchange))]
     assert faults(driver, cases) == []
 
 
 @pytest.mark.parametrize("strategy", SYNCS)
 def test_every_sync_of_the_trainer_takes_hard_models(strategy: str, driver: Driver) -> None:
     loops = [name for name, loop in LOOPS.items() if loop.of_trainer]
-    assert faults(driver, list(cases_of(("mlp", *HARD[:4]), loops, [strategy], ["sync"]))) == []
+    assert faults(driver, list(cases_of(HARD[:3], loops, [strategy], ["sync"]))) == []
 
 
 def test_models_that_cannot_be_right_are_refused_in_a_line(driver: Driver) -> None:
