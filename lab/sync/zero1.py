@@ -148,9 +148,11 @@ class Zero1(GradSync):
         self._means.append(mean)
         if not self._scatter.needs_spare(self.comm):
             yield self._scatter.begin(mean, parts, self.comm, None)
+            bucket.divide(mean, self.comm.size)
             return
         spare = self._take_spare(parts)
         yield self._scatter.begin(mean, parts, self.comm, spare[: parts.numel()].view_as(parts))
+        bucket.divide(mean, self.comm.size)
         self._spares.append(spare)
 
     def _take_spare(self, like: Tensor) -> Tensor:

@@ -6,7 +6,8 @@
 
 Faults are printed as they are found and go to OUT, a line each with the words that repeat it; what
 the processes print goes to a file beside it that ends in `.log`. Without names, all models meet all
-exchanges in the plain loop among threads, and a fixed part of all other combinations is drawn. Returns 1 if anything is wrong, crashed or misleading.
+exchanges in the plain loop among threads, and a fixed part of all other combinations is drawn.
+Returns 1 if anything is wrong, crashed or misleading.
 """
 
 from __future__ import annotations

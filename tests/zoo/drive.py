@@ -443,9 +443,14 @@ def whole_product(chosen: Mapping[str, Iterable[str]]) -> list[Case]:
         chosen: names of models, loops, exchanges or entrances; without any, see __main__.
     """
     exchanges = [*EXCHANGES, *(name for name in SYNCS if name not in EXCHANGES)]
-    everything = {"model": MODELS, "loop": LOOPS, "exchange": exchanges, "entrance": ENTRANCES}
+    everything: dict[str, Iterable[str]] = {
+        "model": MODELS,
+        "loop": LOOPS,
+        "exchange": exchanges,
+        "entrance": ENTRANCES,
+    }
     if chosen:
-        return sorted(cases_of(*(everything | chosen).values()), key=_together)
+        return sorted(cases_of(*{**everything, **chosen}.values()), key=_together)
     all_cases = cases_of(MODELS, LOOPS, exchanges, ENTRANCES)
     return sorted((case for case in all_cases if case.number % _rarity(case) == 0), key=_together)
 
@@ -553,6 +558,8 @@ def _judge_errors(case: Case, errors: list[Failure]) -> Outcome:
     first = next((e for e in errors if e.kind not in waited), errors[0])
     if first.kind in waited:
         return Outcome("crashed", f"hangs: {first}")
+    if first.kind == DoesNotApply.__name__:
+        return Outcome(SKIPPED, first.text)
     loop, model = LOOPS[case.loop], model_of(case.model)
     if problem := _no_refusal(first, loop):
         kind = "misleading" if first.of_lab or first.is_value else "crashed"
@@ -667,7 +674,8 @@ def _sum_faults(right: Result, results: list[Result]) -> Iterator[str]:
         for name, weight in weights.items():
             total, sent, magnitude, num = torch.zeros_like(kept[name]), kept[name], 0.0, 0
             for found, own in steps:
-                given, gradient = [one[name] for one in own if one[name] is not None], found[name]
+                given = [each for one in own if (each := one[name]) is not None]
+                gradient = found[name]
                 if not given or gradient is None or not _is_finite(found):
                     continue  # a step that a scaler skips leaves no trace
                 num += 1

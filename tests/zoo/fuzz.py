@@ -102,7 +102,7 @@ class Biased(nn.Module):
         self.register_buffer("mask", torch.rand(width) < 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias * self.mask + self.shift
+        return x + self.bias * self.get_buffer("mask") + self.get_buffer("shift")
 
 
 def _matrix(layout: Callable[[int, int], Tensor]) -> Callable[[int, int], nn.Module]:

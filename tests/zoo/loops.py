@@ -146,7 +146,7 @@ class Run(ABC):
 
     def sgd(self, parameters: Any) -> torch.optim.Optimizer:
         """Return the optimizer of most loops."""
-        kept = {"momentum": 0.9, "weight_decay": 0.01} if self.model.decay else {}
+        kept: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01} if self.model.decay else {}
         return torch.optim.SGD(parameters, lr=0.05, **kept)
 
 

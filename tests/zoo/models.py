@@ -253,7 +253,7 @@ class OtherConvolutions(nn.Module):
 class Packed(nn.Module):
     """A recurrent network over sequences of several lengths."""
 
-    def __init__(self, kind: type[nn.RNNBase], **settings: Any) -> None:
+    def __init__(self, kind: Any, **settings: Any) -> None:
         super().__init__()
         self.core = kind(16, 24, batch_first=True, **settings)
         self.head = nn.Linear(24 * (1 + self.core.bidirectional), 4)
@@ -394,7 +394,8 @@ class TwoOwners(nn.Module):
         self.a.weight = self.b.kernel = nn.Parameter(torch.randn(64, 64) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.a.weight) @ self.b.kernel.T
+        first, second = self.a.get_parameter("weight"), self.b.get_parameter("kernel")
+        return torch.tanh(x @ first) @ second.T
 
 
 @animal(normal(64))
@@ -599,8 +600,9 @@ class Grid(nn.Module):
         self.hidden = nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + (self.columns - self.rows).abs()[:8, :8] + self.t[:8, :8] + self.c[:8, :1]
-        return self.hidden((x * weight * self.r[:8, :8]).flatten(1) / 64)
+        rows, columns, t, c, r = map(self.get_buffer, ("rows", "columns", "t", "c", "r"))
+        weight = 1 + (columns - rows).abs()[:8, :8] + t[:8, :8] + c[:8, :1]
+        return self.hidden((x * weight * r[:8, :8]).flatten(1) / 64)
 
 
 @animal(normal(70))
@@ -621,7 +623,7 @@ class OddBuffers(nn.Module):
         self.register_buffer("sparse", torch.randn(6, 6).relu().to_sparse())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.mask + self.count + self.low + self.phase[0].real
+        return self.linear(x) * self.mask + self.count + self.low + self.get_buffer("phase")[0].real
 
 
 @animal(normal(64))
@@ -819,7 +821,7 @@ class Functional(nn.Module):
         self.linear, self.rates = nn.Linear(64, 5), nn.Parameter(torch.rand(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = dict(self.linear.named_parameters())
+        weights: dict[str, Tensor] = dict(self.linear.named_parameters())
         loss = torch.func.functional_call(self.linear, weights, x).square().mean()
         slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
         rates = zip(weights.items(), slopes, self.rates, strict=True)
