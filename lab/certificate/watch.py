@@ -152,7 +152,9 @@ class Watch:
         if name is None or name in self._noted:
             return
         self._noted.add(name)
-        if gradient is not None:
+        if gradient is None:  # cleared since it grew, in a step that was broken off
+            self.grown.discard(name)
+        else:
             self._take(name, [gradient])
 
     def kept(self, exchange: Exchange, comm: Comm) -> Tensor:

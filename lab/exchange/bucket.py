@@ -76,8 +76,8 @@ class GradBucket:
 
 
 def label(names: Iterable[str]) -> str:
-    """Name a bucket after its first parameter."""
-    first, *rest = names
+    """Name a bucket after its first parameter, if it has any."""
+    first, *rest = [*names] or ["no values"]
     return f"{first} and {len(rest)} more" if rest else first
 
 

@@ -190,7 +190,7 @@ class HookState:
         """Return DDP's buffer as a bucket; a copy, if values travel in another order or dtype."""
         present = {self._names[id(p)]: p for p in parameters if p.numel()}
         shapes = {name: travel_shape(p) for name, p in present.items()}
-        memory = self._buffers[label(present) if present else ""]
+        memory = self._buffers[label(present)]
         dtype = carrier(buffer.dtype, self.exchange)
         assert dtype is not None  # `admit` has refused others
         # DDP lays dense gradients out like their parameters, and others row-major.
@@ -244,7 +244,7 @@ class HookState:
         self.finite = torch.stack(looked).all() if looked else None
         if self._guard:
             self._guard.end_step([buffer for _, buffer in self._exchanged], self.finite)
-        for planned_before in set(self._buffers) - {label(b.shapes) for b in buckets if b.shapes}:
+        for planned_before in set(self._buffers) - {str(bucket) for bucket in buckets}:
             del self._buffers[planned_before]
         self.step += 1
         if self.after_exchange:
