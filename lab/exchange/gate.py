@@ -44,8 +44,9 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
         )
     _refuse_shared_memory(parameters)
     for parameter in parameters.values():
-        if not is_dense(parameter):
-            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+        if not is_dense(parameter) or parameter.is_conj():
+            values = parameter.detach().resolve_conj()
+            parameter.data = values.clone(memory_format=torch.contiguous_format)
     return parameters
 
 
