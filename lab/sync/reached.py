@@ -13,6 +13,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
+from lab.exchange.error_feedback import record_stream
 
 
 class Reached:
@@ -60,7 +61,7 @@ class Reached:
 
         def add() -> Iterator[Collective]:
             with comm.traffic.uncounted():
-                collective = comm.iall_reduce(counts)
+                collective = comm.iall_reduce(record_stream(counts))
             yield collective
 
         worker.submit("flags of gradients", add)
