@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +16,7 @@ from tests.zoo.loops import Handle, Loop, Named, Run, gradients
 from tests.zoo.models import RANDOM, Model
 
 WAIT_S = 20.0
+Average = Callable[[list[Tensor], int], Tensor]
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Truth:
-    """The results of all ranks in the widest dtype, and in the model's own.
+    """The results of all ranks with means of float64, in which also the model is if it can be;
+    and in the model's own dtype.
 
     The distance of the two is what rounding alone does.
     """
@@ -79,13 +81,25 @@ class Meeting:
 
 
 class Exact(Handle):
-    """A handle that averages in float64, without buckets or hooks."""
+    """A handle that averages without buckets or hooks.
 
-    def __init__(self, net: nn.Module, scaler: Any, rank: int, meeting: Meeting) -> None:
+    Args:
+        average: of the gradients of those ranks that have one, over as many ranks.
+    """
+
+    def __init__(
+        self, net: nn.Module, scaler: Any, rank: int, meeting: Meeting, average: Average
+    ) -> None:
         super().__init__(net, scaler)
+        self._average = average
         self._rank, self._meeting = rank, meeting
         self.own: list[list[Named]] = []
         self._last: Named = {}
+
+    @property
+    def factor(self) -> float:
+        """The factor of the loss: some of the trainer's syncs divide it in place of gradients."""
+        return 1 / self._meeting.size if self._average is narrow_sum else 1.0
 
     def exchange(self) -> None:
         """Average over the ranks that have a gradient; those without count as zeros."""
@@ -97,7 +111,9 @@ class Exact(Handle):
         means: Named = {}
         for name, parameter in self.net.named_parameters():
             present = [one[name] for one in every if one[name] is not None]
-            means[name] = mean(present, len(every)).to(parameter.dtype) if present else None
+            means[name] = None
+            if present:  # in the layout in which autograd leaves it
+                means[name] = torch.empty_like(parameter).copy_(self._average(present, len(every)))
         due, self._last = (self._last if self.late else means), means
         for name, parameter in self.net.named_parameters():
             parameter.grad = due.get(name)
@@ -106,9 +122,11 @@ class Exact(Handle):
 class Alone(Run):
     """A rank of the reference. All have rank 0's initial weights."""
 
-    def __init__(self, model: Model, rank: int, meeting: Meeting, wide: bool) -> None:
+    def __init__(
+        self, model: Model, rank: int, meeting: Meeting, wide: bool, average: Average | None = None
+    ) -> None:
         super().__init__(model, rank, meeting.size)
-        self._meeting, self._wide = meeting, wide
+        self._meeting, self._wide, self._average = meeting, wide, average or mean
 
     def make(self, number: int = 0) -> nn.Module:
         """Build a model, in float64 with the values of the one in float32."""
@@ -120,7 +138,7 @@ class Alone(Run):
                 with default_dtype(torch.float64):
                     narrow, net = net, super().make(number)
                 for one, other in zip(_tensors(net), _tensors(narrow), strict=True):
-                    one.data = other.detach().to(one.dtype)
+                    _fill(one, other)
         self.rank = rank
         self._meeting.gather(self.rank, None)
         return net
@@ -129,8 +147,8 @@ class Alone(Run):
         """Make a handle. On entry all ranks get rank 0's buffers."""
         first = self._meeting.gather(self.rank, [buffer.clone() for buffer in net.buffers()])[0]
         for buffer, value in zip(net.buffers(), first, strict=True):
-            buffer.data = value.clone()
-        handle = Exact(net, scaler, self.rank, self._meeting)
+            _fill(buffer, value)
+        handle = Exact(net, scaler, self.rank, self._meeting, self._average)
         if place < len(self.handles):
             before = self.handles[place]
             assert isinstance(before, Exact)
@@ -148,6 +166,16 @@ def mean(present: list[Tensor], size: int) -> Tensor:
     return torch.stack([tensor.to(wide) for tensor in present]).sum(0) / size
 
 
+def narrow_mean(present: list[Tensor], size: int) -> Tensor:
+    """Return the same in the tensors' own dtype, as libraries add them."""
+    return sum((tensor / size for tensor in present[1:]), present[0] / size)
+
+
+def narrow_sum(present: list[Tensor], _size: int) -> Tensor:
+    """Return the sum of gradients of divided losses in the tensors' own dtype."""
+    return sum(present[1:], present[0])
+
+
 @lru_cache(maxsize=8)
 def truth(model: Model, loop: Loop, size: int) -> Truth:
     """Return what `loop` should do with `model` on `size` ranks.
@@ -155,15 +183,16 @@ def truth(model: Model, loop: Loop, size: int) -> Truth:
     Raises:
         Exception: the loop fails with this model in one process too.
     """
-    rounded = _results(model, loop, size, wide=False)
-    return Truth(_results(model, loop, size, wide=True) if model.wide else rounded, rounded)
+    average = narrow_sum if loop.of_trainer and not model.wide else narrow_mean
+    rounded = _results(model, loop, size, wide=False, average=average)
+    return Truth(_results(model, loop, size, wide=model.wide, average=mean), rounded)
 
 
-def _results(model: Model, loop: Loop, size: int, wide: bool) -> list[Result]:
+def _results(model: Model, loop: Loop, size: int, wide: bool, average: Average) -> list[Result]:
     meeting, results = Meeting(size), [Result() for _ in range(size)]
 
     def target(rank: int) -> None:
-        run = Alone(model, rank, meeting, wide)
+        run = Alone(model, rank, meeting, wide, average)
         try:
             loop.train(run)
             results[rank].take(run)
@@ -197,6 +226,17 @@ def default_dtype(dtype: torch.dtype) -> Generator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    """Copy values to a tensor of any layout; of expanded ones, those that lie in one place once."""
+    if tensor.layout != torch.strided:
+        tensor.data = values.detach().to(tensor.dtype)
+        return
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[dim]:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.detach().copy_(values)
 
 
 def _tensors(net: nn.Module) -> list[Tensor]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.zoo import __main__ as command
 from tests.zoo.drive import (
@@ -103,17 +102,6 @@ def test_the_reference_is_one_model_that_has_all_batches(name: str) -> None:
     assert reached == {n for n, g in right.delivered[0][-1].items() if g is not None}
     for key, weight in net.named_parameters():
         torch.testing.assert_close(right.weights[0][key], weight.detach(), atol=1e-6, rtol=1e-5)
-
-
-class Halved(nn.Module):
-    """Stands for a fault: its first weight gets another gradient on another rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(70, 66), nn.Linear(66, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
 
 
 def test_the_command_prints_a_table_and_returns_whether_there_is_a_fault(
