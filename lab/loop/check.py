@@ -86,7 +86,7 @@ class LoopCheck:
         )
         self._forgotten = forgotten
         self._observer: Observer | None = None
-        self._is_idle = True  # no exchange so far has had a gradient of this rank
+        self._is_idle: bool | None = None  # no exchange so far has had a gradient of this rank
 
     def begin(self) -> None:
         """Look at the exchanges from now on."""
@@ -115,7 +115,7 @@ class LoopCheck:
         """
         if (observer := self._observer) is None:
             return
-        self._is_idle &= observer.watch.is_empty and not joined
+        self._is_idle = self._is_idle is not False and observer.watch.is_empty and not joined
         seen = observer.seen(1.0, kept_factor)
         if joined:  # what is left in `grad` was not sent
             none = torch.zeros_like(seen.reached)
@@ -193,12 +193,7 @@ class LoopCheck:
         text = ""
         if any(id(p) in grown and _has_values(p) for p in updated):
             text = f"{self._forgotten}; {MEANT}"
-        elif (
-            self._is_idle
-            and observer.examination.num_exchanges
-            and any(map(_has_values, updated))
-            and self._is_copy(updated)
-        ):
+        elif self._is_idle and any(map(_has_values, updated)) and self._is_copy(updated):
             text = COPY_TRAINS
         if text:
             try:
