@@ -818,7 +818,7 @@ class Functional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.rates = nn.Linear(64, 5), nn.Parameter(torch.rand(2))
+        self.linear, self.rates = nn.Linear(64, 5), nn.Parameter(torch.rand(2) / 100)
 
     def forward(self, x: Tensor) -> Tensor:
         weights: dict[str, Tensor] = dict(self.linear.named_parameters())
