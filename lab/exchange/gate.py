@@ -27,6 +27,7 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: a parameter that cannot be exchanged rightly; names it and says what to do.
     """
+    require_values(model)
     parameters = trainable(model)
     if not any(p.numel() for p in parameters.values() if not is_lazy(p)) and not any(
         map(is_lazy, parameters.values())
@@ -48,6 +49,20 @@ def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
             values = parameter.detach().resolve_conj()
             parameter.data = values.clone(memory_format=torch.contiguous_format)
     return parameters
+
+
+def require_values(model: nn.Module) -> None:
+    """Refuse a model that has a tensor on torch's meta device; it can be moved nowhere.
+
+    Raises:
+        ValueError: names the tensor, and the cure.
+    """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name}: has no values (device meta); build the model on its device, or use "
+                "to_empty"
+            )
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -121,8 +136,6 @@ def _problem(parameter: nn.Parameter, exchange: Exchange) -> str:
     kind = str(parameter.dtype).removeprefix("torch.")
     if is_lazy(parameter):
         return "has no values yet (a lazy module); run one batch through the model first"
-    if parameter.is_meta:
-        return "has no values (device meta); build the model on its device, or use to_empty"
     if "DTensor" in {each.__name__ for each in type(parameter).__mro__}:
         return "is a DTensor, which another library shards; give the lab the plain module"
     if parameter.layout != torch.strided:

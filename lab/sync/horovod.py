@@ -9,9 +9,11 @@ import torch
 
 from lab.distributed.collective import Collective
 from lab.distributed.horovod_comm import HorovodComm, horovod
+from lab.exchange.gate import trainable
 from lab.sync import pattern
 from lab.sync.base import SyncParts
 from lab.sync.library import LibrarySync, library_bound
+from lab.sync.reached import Reached
 
 WIRE_BYTES = {"none": 4, "fp16": 2}  # of one gradient value
 
@@ -21,7 +23,8 @@ class HorovodSync(LibrarySync):
 
     DistributedOptimizer all-reduces each gradient from a hook, fused by Horovod's own thread
     (HOROVOD_FUSION_THRESHOLD, HOROVOD_CYCLE_TIME), and waits for all of them in `synchronize`. It
-    wraps an optimizer of its own that never steps: the lab's updates the weights.
+    wraps an optimizer of its own that never steps: the lab's updates the weights. Horovod makes
+    zeros where backward reached a parameter on no rank; they are taken away again.
 
     Args:
         compression: "none" or "fp16" (Horovod's Compression).
@@ -43,9 +46,12 @@ class HorovodSync(LibrarySync):
         if compression not in WIRE_BYTES:
             allowed = ", ".join(WIRE_BYTES)
             raise ValueError(f"sync.compression={compression}: allowed are {allowed}")
-        num_values = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
+        self._parameters = trainable(parts.model)
+        num_values = sum(p.numel() for p in self._parameters.values())
         super().__init__("horovod", parts, pattern.horovod(), WIRE_BYTES[compression] * num_values)
         self._worker = parts.worker
+        device = next(iter(self._parameters.values())).device
+        self._reached = Reached(self._parameters, self.exchange, device)
         self._compression = compression
         hvd = horovod()
         self._optimizer = hvd.DistributedOptimizer(
@@ -63,8 +69,12 @@ class HorovodSync(LibrarySync):
 
     def finish(self) -> None:
         """Wait for Horovod on the worker, where the watchdog can see it wait."""
+        self._reached.lacks([n for n, p in self._parameters.items() if p.grad is None])
         self._worker.submit("gradients, HorovodSync", self._synchronize)
+        self._reached.begin(self.comm, self._worker)
         self._worker.wait()
+        for name in self._reached.nowhere():
+            self._parameters[name].grad = None
         super().finish()
 
     def _synchronize(self) -> Iterator[Collective]:

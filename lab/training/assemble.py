@@ -19,7 +19,7 @@ from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
-from lab.exchange.gate import admit
+from lab.exchange.gate import admit, require_values
 from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import one_line
@@ -241,6 +241,10 @@ def _build_model(
             model = transform(model)
         except ValueError as error:
             raise ConfigError(f"strategy={config.strategy}: {error}") from error
+    try:
+        require_values(model)
+    except ValueError as error:
+        raise ConfigError(f"model={config.model._target_}: {error}") from None
     model = model.to(world.device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

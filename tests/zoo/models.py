@@ -737,6 +737,11 @@ def lazy_built() -> nn.Module:
     return net
 
 
+@animal(normal(20), refused="always", wide=False)
+def on_meta() -> nn.Module:
+    return nn.Linear(20, 5, device="meta")
+
+
 @animal(normal(64), refused="always")
 class LateParameter(nn.Module):
     """A parameter that is there from the first forward on, when optimizers have been made."""
