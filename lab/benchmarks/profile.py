@@ -25,6 +25,7 @@ from lab.measure.spans import PHASES
 from lab.measure.turns import order
 from lab.model.fits import ALL, BOTH, REST, STEP, Fit
 from lab.model.profile import Layer, Profile
+from lab.problem.build import require_float32
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 
@@ -172,6 +173,7 @@ class _Timed:
 
     def __init__(self, part: Assembly, world: World) -> None:
         self._trainer = part.trainer
+        require_float32(part.trainer.model)
         self._clock = LayerClock(part.trainer.model, world.device)
         self._steps = part.trainer.steps()
         self._num_steps = 0

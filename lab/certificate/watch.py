@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lab.certificate.sketch import NUM_IMAGES, Sketch, norm
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-from lab.exchange.gate import trainable
-from lab.exchange.layout import travel_shape, travelling
+from lab.exchange.layout import trainable, travel_shape, travelling
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lab.codec.scratch import ScratchBuffer
 from lab.exchange.grouping import group
-from lab.exchange.layout import as_real, dense, is_rows_first, travel_shape
+from lab.exchange.layout import as_real, dense, is_rows_first, trainable, travel_shape
 
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
@@ -223,8 +223,8 @@ def plan(
     """
     named = [
         (name, p)
-        for name, p in reversed(list(model.named_parameters()))
-        if p.requires_grad and p.numel() and (only is None or name in only)
+        for name, p in reversed(trainable(model).items())
+        if p.numel() and (only is None or name in only)
     ]
     if order is not None:
         position = {name: index for index, name in enumerate(order)}
@@ -259,4 +259,4 @@ def _with_fresh_gradients(model: nn.Module) -> set[str]:
     """Return the names of parameters whose gradients share no memory with another gradient."""
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # not subclasses: theirs may do more
     weights = {id(m.weight) for m in model.modules() if type(m) in layers}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
+    return {name for name, parameter in trainable(model).items() if id(parameter) in weights}

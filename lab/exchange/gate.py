@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lab.exchange.base import ADDED, Exchange
-from lab.exchange.layout import is_dense
-
-COMPILED = "_orig_mod."  # torch.compile puts it into names
+from lab.exchange.layout import is_dense, named, trainable
 
 
 def admit(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
@@ -65,12 +63,6 @@ def require_values(model: nn.Module) -> None:
             )
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require gradients, by their names without torch.compile's part."""
-    named = model.named_parameters()
-    return {name.replace(COMPILED, ""): p for name, p in named if p.requires_grad}
-
-
 def is_linear(model: nn.Module) -> bool:
     """Return whether gradients of a loss divided by N are surely the loss's gradients over N.
 
@@ -94,20 +86,21 @@ class Outside:
     """
 
     def __init__(self, model: nn.Module, admitted: Mapping[str, nn.Parameter]) -> None:
-        self._model, self._admitted = model, {id(p) for p in admitted.values()}
+        self._model, self._admitted = model, admitted
         self._parameters = self._found()
-        self._is_first_step = True
+        self._has_trained = False
 
     def refuse_trained(self) -> None:
         """Refuse a model in which one of them trains; call this in each step, after backward.
 
-        Parameters that a model registered by itself are looked for once, after the first backward.
+        Parameters that a model registered by itself are looked for until a backward has been seen.
 
         Raises:
             RuntimeError: names one that has a gradient, which no other rank would get.
         """
-        if self._is_first_step:
-            self._parameters, self._is_first_step = self._found(), False
+        if not self._has_trained:
+            self._parameters = self._found()
+            self._has_trained = any(p.grad is not None for p in self._admitted.values())
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.grad is not None:
                 raise RuntimeError(
@@ -117,8 +110,8 @@ class Outside:
                 )
 
     def _found(self) -> dict[str, nn.Parameter]:
-        named = self._model.named_parameters()
-        return {name: p for name, p in named if id(p) not in self._admitted}
+        admitted = {id(p) for p in self._admitted.values()}
+        return {n: p for n, p in named(self._model).items() if id(p) not in admitted}
 
 
 def carrier(dtype: torch.dtype, exchange: Exchange) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lab.exchange.compressible import Matrix, as_matrix
-from lab.exchange.gate import COMPILED
+from lab.exchange.layout import COMPILED
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 CONVOLUTIONS = (

@@ -1,9 +1,21 @@
-"""The order in which a parameter's values travel, whatever its layout in memory."""
+"""A parameter's name, and the order in which its values travel, whatever its layout in memory."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+COMPILED = "_orig_mod."  # torch.compile puts it into names
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names without torch.compile's part, so that all find them."""
+    return {name.replace(COMPILED, ""): p for name, p in model.named_parameters()}
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by the same names."""
+    return {name: p for name, p in named(model).items() if p.requires_grad}
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
-from lab.exchange.gate import trainable
+from lab.exchange.layout import trainable
 from lab.exchange.newton_schulz import orthogonalised, rms_factor
 from lab.exchange.owners import Place, newton_schulz_operations
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.exchange.direction import Moments, copies
+from lab.exchange.layout import named
 
 KINDS = ("trust", "power", "power_at_first", "factor")
 MEMORY = 20  # steps over which the power of delivered directions is averaged
@@ -55,7 +56,7 @@ class TrustRatios:
         self.weights: dict[str, Tensor] = {}
 
     def look_at(self, model: nn.Module) -> None:
-        self.weights = {name: p.detach() for name, p in model.named_parameters()}
+        self.weights = {name: p.detach() for name, p in named(model).items()}
 
     def scale(self, directions: Mapping[str, Tensor], num_frozen: int) -> None:
         """Multiply directions by their ratios, in place. Weights that nobody showed count as zero.

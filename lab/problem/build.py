@@ -67,6 +67,21 @@ def blueprint(config: DictConfig) -> Blueprint:
     return Blueprint(data, task, model)
 
 
+def require_float32(model: nn.Module) -> None:
+    """Refuse to predict a model of other dtypes: a profile counts 4 bytes for each gradient value.
+
+    Raises:
+        ConfigError: names a trainable parameter, its dtype, and what to do.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"model: {name} is {kind}; profiles and predictions count gradients of float32; "
+                "build the model in float32 (precision=bf16 computes in bfloat16)"
+            )
+
+
 def build_data(node: DictConfig, seed: int, device: torch.device) -> Data:
     """Build a data set, or make one of what a user's callable returns.
 

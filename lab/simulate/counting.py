@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.measure.operations import Uncountable, count
 from lab.model.work import Work
-from lab.problem.build import blueprint
+from lab.problem.build import blueprint, require_float32
 from lab.settings.errors import ConfigError
 
 PARTS = ("model", "transform", "task", "data", "seed")
@@ -30,6 +30,7 @@ def work_of(config: DictConfig) -> Work:
 def _work(parts: str) -> Work:
     config: Any = OmegaConf.create(parts)
     plan = blueprint(config)
+    require_float32(plan.model)
     shape, dtype = plan.data.input_shape, plan.data.input_dtype
     try:
         return count(plan.model, shape, dtype, plan.target, plan.task.loss)

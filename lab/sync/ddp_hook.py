@@ -18,8 +18,8 @@ from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, ScratchBuffers, label
-from lab.exchange.gate import COMPILED, Outside, admit, carrier
-from lab.exchange.layout import as_real, is_dense, is_rows_first, travel_shape
+from lab.exchange.gate import Outside, admit, carrier
+from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
 from lab.sync.base import BeforeExchange
 from lab.sync.observed import observed
@@ -85,7 +85,7 @@ class HookState:
         self.settings: Mapping[str, Any] = {}
         self._guard, self._model = guard, model
         self._device = next(iter(trainable.values())).device
-        self._names = {id(p): n.replace(COMPILED, "") for n, p in model.named_parameters()}
+        self._names = {id(p): name for name, p in named(model).items()}
         self._trained = set(trainable)
         self._to_come = set(trainable)  # parameters of this step that DDP has not handed over
         self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)

@@ -7,6 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from lab.distributed.comm import Sent
+from lab.exchange.layout import trainable
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync, all_finite
@@ -36,7 +37,7 @@ class DoubleBuffer(GradSync):
         super().__init__(parts, pattern.double_buffer(double_buffer))
         self.double_buffer = double_buffer
         model = parts.model
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trainable(model)
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
         self._resting = self._plan() if double_buffer else []
         self._sent = 0, 0, 0

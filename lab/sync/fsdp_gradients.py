@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.exchange.layout import named
 from lab.sync.fsdp_units import groups_of, modules_of_fsdp, state_of
 
 
@@ -37,7 +38,7 @@ class WholeGradients:
         self._empty: set[int] = set()  # ids of parameters that had no gradient before it
         self._reached: set[int] = set()  # ids of those that this rank has reached
         self._all = torch.empty(0)  # flags of a rank that has reached all
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in named(model).items()}
         if any("post_backward" in vars(group) for group in self._groups):
             return
         for group in self._groups:

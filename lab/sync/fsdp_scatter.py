@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.base import Exchange
+from lab.exchange.layout import named
 from lab.exchange.scatter import Columns, Layout, Scatter, scatter_of
 from lab.sync.fsdp_hook import UnitHook
 from lab.sync.fsdp_units import modules_of_fsdp, sharded_parameters
@@ -107,7 +108,7 @@ def set_reduce_scatter(
         ValueError: no module is one of FSDP2, or the exchange has no reduce-scatter.
     """
     made = list[UnitReduceScatter]()
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in named(model).items()}
     for unit, module in modules_of_fsdp(model):
         own = sharded_parameters(module)
         names = [name_of[id(parameter)] for parameter in own]

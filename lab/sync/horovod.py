@@ -9,7 +9,7 @@ import torch
 
 from lab.distributed.collective import Collective
 from lab.distributed.horovod_comm import HorovodComm, horovod
-from lab.exchange.gate import trainable
+from lab.exchange.layout import trainable
 from lab.sync import pattern
 from lab.sync.base import SyncParts
 from lab.sync.library import LibrarySync, library_bound
@@ -41,8 +41,12 @@ class HorovodSync(LibrarySync):
             )
         if not isinstance(parts.comm, HorovodComm):
             raise ValueError("strategy=horovod: runs over comm=horovod only")
-        if not all(p.is_contiguous() for p in parts.model.parameters()):
-            raise ValueError("channels_last=True: strategy=horovod takes contiguous tensors only")
+        for name, parameter in parts.model.named_parameters():
+            if not parameter.is_contiguous():
+                raise ValueError(
+                    f"{name}: lies in memory with strides {list(parameter.stride())}, as "
+                    "channels_last=true makes it; strategy=horovod takes contiguous tensors only"
+                )
         if compression not in WIRE_BYTES:
             allowed = ", ".join(WIRE_BYTES)
             raise ValueError(f"sync.compression={compression}: allowed are {allowed}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.exchange.base import require_mean
-from lab.exchange.layout import is_fusible
+from lab.exchange.layout import is_fusible, trainable
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import Pattern, local
@@ -36,7 +36,7 @@ class LocalSteps(GradSync):
         super().__init__(parts, pattern)
         self.divides_loss = False
         self._follow(list(self._buckets_of))  # no exchange waits for backward: any order will do
-        self.parameters = {name: p for name, p in parts.model.named_parameters() if p.requires_grad}
+        self.parameters = trainable(parts.model)
         self.in_round = False
 
     @property

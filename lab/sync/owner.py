@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lab.exchange.base import Exchange
-from lab.exchange.gate import COMPILED
+from lab.exchange.layout import named
 
 KEY = "of"  # of a state, for whose it is
 
@@ -42,7 +42,7 @@ class Owner:
         """Return the owner of `exchange`, made from `settings`; {}: from none."""
         kind = type(exchange)
         made = settings or {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
-        shapes = {n.replace(COMPILED, ""): list(p.shape) for n, p in model.named_parameters()}
+        shapes = {name: list(p.shape) for name, p in named(model).items()}
         return cls(rank, size, made, shapes)
 
     def mark(self) -> dict[str, Any]:

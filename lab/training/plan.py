@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lab.exchange.layout import trainable
 from lab.exchange.uncompressed import left_exact
 from lab.record.schema import Bucket, Record
 from lab.sync.base import Sync
@@ -34,7 +35,7 @@ def _left_exact(trainer: Loop) -> list[str]:
     by_library = isinstance(sync, Sync) and not sync.pattern.takes_any_exchange
     if trainer.world.size == 1 or by_library:
         return []
-    shapes = {name: p.shape for name, p in trainer.model.named_parameters() if p.requires_grad}
+    shapes = {name: p.shape for name, p in trainable(trainer.model).items()}
     return left_exact(sync.exchange, shapes)
 
 

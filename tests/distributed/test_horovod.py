@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lab.training import checkpoint
 from tests.conftest import ROOT, Finished, record, wait_for
@@ -65,9 +67,9 @@ def test_overlap_gives_the_weights_that_it_gives_over_gloo(
     compare_with_gloo(Path("runs/default/horovod"))
 
 
-def compare_with_gloo(cell: Path) -> None:
+def compare_with_gloo(cell: Path, *settings: str) -> None:
     """Compare weights and record of a run of 2 ranks with those of all-reduce over Gloo."""
-    over_gloo = train(2, "strategy=allreduce", *RUN, "cell=gloo")
+    over_gloo = train(2, "strategy=allreduce", *RUN, *settings, "cell=gloo")
     assert distance(weights(cell), over_gloo[0].weights) < 1e-6
     ours, theirs = record(cell), over_gloo[0].record
     assert (ours["status"], ours["backend"], ours["launcher"]) == ("done", "horovod", "horovodrun")
@@ -95,6 +97,27 @@ def test_three_ranks_and_compression_and_accumulation(horovodrun: Callable[..., 
     assert 1e-6 < distance(weights(Path("runs/default/horovod")), over_gloo[0].weights) < 1e-2
     theirs = over_gloo[0].record["payload_bytes_per_step"][0]
     assert record(Path("runs/default/horovod"))["payload_bytes_per_step"] == [theirs // 2] * 3
+
+
+class Silent(nn.Linear):
+    """A model with a weight that no rank's forward uses."""
+
+    def __init__(self, *, input_shape: Sequence[int], output_size: int) -> None:
+        super().__init__(math.prod(input_shape), output_size)
+        self.unused = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(1))
+
+
+def test_weight_decay_moves_no_weight_that_no_rank_used(
+    horovodrun: Callable[..., Finished],
+) -> None:
+    settings = (f"model={__name__}.Silent", "optim.weight_decay=0.1")
+    done = horovodrun("strategy=horovod", *RUN, *settings, "cell=horovod")
+    assert done.code == 0, done.err[-2000:]
+    assert (weights(Path("runs/default/horovod"))["unused"] == 1).all()
+    compare_with_gloo(Path("runs/default/horovod"), *settings)
 
 
 def test_what_needs_send_and_recv_is_refused(horovodrun: Callable[..., Finished]) -> None:
@@ -159,7 +182,7 @@ def test_ranks_of_torchrun_are_refused() -> None:
         (("strategy=horovod", "overlap=false"), "overlap=False bucket_mb=None: strategy=horovod"),
         (("strategy=horovod", "comm=torch"), "strategy=horovod: runs over comm=horovod only"),
         (("strategy=horovod", "exchange=onebit"), "exchange=OneBit: strategy=horovod has its own"),
-        (("strategy=horovod", "channels_last=true"), "channels_last=True: strategy=horovod takes"),
+        (("strategy=horovod", "channels_last=true"), "strategy=horovod takes contiguous"),
         (("strategy=horovod", "sync.compression=zip"), "sync.compression=zip: allowed are none"),
     ],
 )

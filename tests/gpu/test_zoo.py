@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lab
-from lab.exchange.gate import trainable
-from lab.exchange.layout import dense, travel_shape, travelling
+from lab.exchange.layout import dense, trainable, travel_shape, travelling
 from tests.gpu.conftest import DEVICE
 from tests.support.ranks import CREW
 from tests.zoo.models import MODELS, Model, loss_of

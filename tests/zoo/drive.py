@@ -33,8 +33,8 @@ from lab.distributed.replicas import broadcast_state
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
-from lab.exchange.gate import COMPILED, admit
-from lab.exchange.layout import travel_shape, travelling
+from lab.exchange.gate import admit
+from lab.exchange.layout import COMPILED, travel_shape, travelling
 from lab.loop import settings
 from lab.loop.check import LoopCheck
 from lab.loop.world import world_of
@@ -49,7 +49,7 @@ from tests.zoo.reference import Result, Truth, mean, truth
 
 RIGHT, REFUSED, SKIPPED = "right", "refused", "does not apply"
 BAD = ("wrong", "crashed", "misleading")
-LIMIT_S = 30.0  # a case that takes longer hangs; beside busy processes some take seconds
+LIMIT_S = 60.0  # a case that takes longer hangs; beside busy processes some take many seconds
 EXCHANGES = [name for name in choices_of("exchange") if name != "none"]
 # Threads by lab.grad_sync, processes over Gloo by it and by lab.attach, and threads by lab.train's
 # syncs, where the exchange is the name of a strategy.
@@ -415,7 +415,7 @@ def run_process(case: Case) -> Result | Outcome:
     """Run one rank of a case in this process, one of several that meet over Gloo."""
     if isinstance(right := _truth_of(case), Outcome):
         return right
-    dist.init_process_group("gloo", timeout=torch.distributed.default_pg_timeout / 180)
+    dist.init_process_group("gloo", timeout=torch.distributed.default_pg_timeout / 60)
     try:
         return run_rank(case, dist.get_rank(), right, None)
     finally:

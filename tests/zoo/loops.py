@@ -180,9 +180,9 @@ class DoesNotApply(Exception):
 
 
 def gradients(net: nn.Module) -> Named:
-    """Return copies of all gradients, by parameter."""
-    named = net.named_parameters()
-    return {n: None if p.grad is None else p.grad.detach().to_dense().clone() for n, p in named}
+    """Return copies of all gradients, by parameter; None also for one without values."""
+    pairs = ((name, p.grad if p.numel() else None) for name, p in net.named_parameters())
+    return {n: None if g is None else g.detach().to_dense().clone() for n, g in pairs}
 
 
 def loop(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
@@ -459,7 +459,7 @@ def gradient_norm(run: Run) -> None:
         trained = [p for p in handle.net.parameters() if p.requires_grad]
         slopes = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
         norm = sum(slope.abs().square().sum().float() for slope in slopes if slope is not None)
-        (loss + 0.1 * norm).backward()
+        (loss + 0.01 * norm).backward()
         handle.finish()
         optimizer.step()
 
@@ -492,13 +492,19 @@ def no_backward(run: Run) -> None:
 
 @loop(ddp=False)
 def nobody_first(run: Run) -> None:
-    """No rank has a batch in the first step, and rank 0 none in the second."""
+    """No rank has a batch in the first step, and rank 0 none in the second.
+
+    Raises:
+        DoesNotApply: forward adds parameters, which only the ranks that have a batch can refuse.
+    """
     handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
+    optimizer, names = run.sgd(handle.net.parameters()), dict(handle.net.named_parameters()).keys()
     for step in range(STEPS):
         optimizer.zero_grad()
         if step > 1 or (step == 1 and run.rank):
             run.loss(handle, step).backward()
+        if dict(handle.net.named_parameters()).keys() != names:
+            raise DoesNotApply("forward adds parameters")
         handle.finish()
         optimizer.step()
 

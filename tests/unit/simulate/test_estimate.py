@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from lab import predict
 from lab.model.profile import Profile
@@ -151,6 +153,10 @@ def test_a_transform_is_counted_with_its_model() -> None:
     assert sum(small.values()) < 0.3 * sum(whole.values())
 
 
+def low_bits(*, output_size: int) -> nn.Module:
+    return nn.Linear(4, output_size, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -158,6 +164,10 @@ def test_a_transform_is_counted_with_its_model() -> None:
         (("model=lenet", "precision=bf16"), "precision=bf16: device.peak_flops_per_s of GeForce"),
         (("model=alexnet",), "model=alexnet: images of 32x32 px are too small"),
         (("model=lenet", "data=imagefolder"), "data.path is not set"),
+        (
+            (f"model={__name__}.low_bits",),
+            "model: weight is bfloat16; profiles and predictions count",
+        ),
         (("model=replay",), "profile=none: must be one, a file of conf/profile"),
         (("model=lenet", "fit=runs/a"), "fit=runs/a: an exchange cannot be fitted beside an"),
         (("fit=a.json", "measured=b"), "fit=a.json measured=b: a fit is scored on its own"),

@@ -359,3 +359,25 @@ def test_gradients_keep_the_memory_layout_of_their_parameters(channels_last_grad
     bucket.flat.mul_(2)
     assert torch.equal(weight.grad, 2 * expected)
     assert weight.grad.stride() == weight.stride()
+
+
+def test_a_parameter_that_comes_after_steps_without_a_batch_is_refused() -> None:
+    def rank_main(comm: Comm) -> None:
+        sync, _ = make(comm, overlap=False)
+        with sync:
+            sync.finish()
+            late = nn.Parameter(torch.ones(2))
+            sync.module.register_parameter("late", late)
+            late.grad = torch.ones(2)
+            with pytest.raises(RuntimeError, match=r"^late: was frozen, or not there, when"):
+                sync.finish()
+
+    run_ranks(1, rank_main)
+
+
+def test_buckets_know_parameters_by_the_names_that_they_have_without_torch_compile() -> None:
+    """Residuals, orders and a certificate are kept by name."""
+    compiled = nn.Module()
+    compiled._orig_mod = nn.Linear(6, 6)
+    (bucket,) = plan(nn.Sequential(compiled), bucket_mb=None)
+    assert sorted(bucket.parameters) == ["0.bias", "0.weight"]
