@@ -835,7 +835,7 @@ class Functional(nn.Module):
         return torch.func.functional_call(self.linear, moved, x)
 
 
-@animal(normal(64))
+@animal(normal(64), uneven=True)
 class SometimesUsed(nn.Module):
     """A layer that is used in training alone if a number drawn from the inputs says so."""
 
