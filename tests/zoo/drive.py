@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import math
+import pickle
 import random
 import re
 import threading
@@ -411,13 +412,17 @@ def run_threads(case: Case) -> Outcome:
     return judged(case, thread_comm.run_ranks(case.size, rank_main, nodes))
 
 
-def run_process(case: Case) -> Result | Outcome:
-    """Run one rank of a case in this process, one of several that meet over Gloo."""
+def run_process(case: Case) -> bytes | Outcome:
+    """Run one rank of a case in this process, one of several that meet over Gloo.
+
+    Returns:
+        its Result, packed: torch would share each tensor by an open file.
+    """
     if isinstance(right := _truth_of(case), Outcome):
         return right
     dist.init_process_group("gloo", timeout=torch.distributed.default_pg_timeout / 60)
     try:
-        return run_rank(case, dist.get_rank(), right, None)
+        return pickle.dumps(run_rank(case, dist.get_rank(), right, None))
     finally:
         gc.collect()  # DDP must go before its process group: the last to go waits, with the GIL
         dist.destroy_process_group()
@@ -532,13 +537,13 @@ class Driver:
         try:
             if case.entrance not in PROCESSES:
                 return self._crew.call(1, run_threads, case, timeout_s=2 * LIMIT_S)[0]
-            results = self._crew.call(case.size, run_process, case, timeout_s=LIMIT_S)
-            first = results[0]
+            packed = self._crew.call(case.size, run_process, case, timeout_s=LIMIT_S)
+            first = packed[0]
             if isinstance(first, Outcome):
                 return first
-            if any(result.error and result.error.after is not None for result in results):
+            if any(result.error and result.error.after is not None for result in unpacked(packed)):
                 self._renew()  # torch may hang where it frees a DDP after an error in backward
-            return self._crew.call(1, judged, case, results, timeout_s=LIMIT_S)[0]
+            return self._crew.call(1, judged_packed, case, packed, timeout_s=LIMIT_S)[0]
         except AssertionError as error:  # of the crew: a process has ended, or does not answer
             return Outcome("crashed", str(error).strip().splitlines()[-1])
 
@@ -567,6 +572,16 @@ def judged(case: Case, results: list[Result]) -> Outcome:
     assert isinstance(right, Truth)
     faults = _faults(case, right, results)
     return Outcome("wrong", found) if (found := next(faults, "")) else Outcome(RIGHT)
+
+
+def unpacked(packed: Iterable[bytes]) -> list[Result]:
+    """Return the results that `run_process` packed."""
+    return [pickle.loads(each) for each in packed]
+
+
+def judged_packed(case: Case, packed: Iterable[bytes]) -> Outcome:
+    """Judge the results that `run_process` packed."""
+    return judged(case, unpacked(packed))
 
 
 def _judge_errors(case: Case, errors: list[Failure]) -> Outcome:
