@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Drift:
         """Begin a window of the bucket `name`; of the first that comes if it is empty."""
         self._name, self._count = name, 0
         self._due = self._delivered = torch.empty(0)
+        self._spans: list[tuple[str, int, int]] = []
+        self._left_out: set[str] = set()
         self._step = 0
 
     def before(self, bucket: GradBucket) -> None:
@@ -75,6 +77,15 @@ class Drift:
         self._step = bucket.step
         if self._count == self.every:
             self._due -= self._residual(bucket)
+            self._spans = list(bucket.spans())
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Leave parameters out of the window under way, before `end_step`; alike on all ranks.
+
+        No rank reached them in this step, so what they were delivered is taken away again, and
+        what the exchange keeps of them is put back.
+        """
+        self._left_out.update(names)
 
     def end_step(self) -> None:
         """Compare, if a window is full; all ranks call this once the exchanges of a step are done.
@@ -103,4 +114,7 @@ class Drift:
     def _compare(self) -> Iterator[Collective]:
         yield self.comm.iall_reduce(self._due)
         due, delivered = self._due.div_(self.comm.size), self._delivered
+        for name, start, end in self._spans:
+            if name in self._left_out:
+                due[start:end] = delivered[start:end] = 0
         self._findings.compare(f"bucket {self._name}", self._step, due, delivered)

@@ -147,6 +147,8 @@ class GradSync(Sync):
     def _leave_none(self) -> None:
         """Take the zeros away that stand for no gradient on any rank."""
         self.nowhere = self._reached.nowhere() if self._reached else []
+        if self.drift:
+            self.drift.leave_out(self.nowhere)
         for name in self.nowhere:
             for place in self._buckets_of[name]:
                 self.buckets[place].parameters[name].grad = None

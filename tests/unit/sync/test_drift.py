@@ -155,6 +155,28 @@ def test_one_line_names_the_bucket_and_the_numbers() -> None:
     assert len(caught) == 1  # of one rank, and of the first alarm
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_layer_that_some_steps_use_alarms_nobody(size: int) -> None:
+    """Where no rank reached it, its residual is put back, and what was delivered taken away."""
+
+    def rank_main(comm: Comm) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        net = nn.ModuleList([nn.Linear(40, 30), nn.Linear(40, 30)])
+        sync = GradSync(SyncParts(net, net, TopK(0.05), comm, InlineWorker(), False, None))
+        sync.observe_drift(EVERY)
+        with sync:
+            for step in range(3 * EVERY):
+                net.zero_grad()
+                used = net if step % 3 == 0 else net[:1]
+                torch.stack([layer(torch.randn(4, 40)) for layer in used]).sum().backward()
+                sync.finish()
+        return sync.drift_found() or []
+
+    windows = run_ranks(size, rank_main)[0]
+    assert [window["step"] for window in windows] == [3, 7, 11]
+    assert all(window["error"] < 1e-4 for window in windows)
+
+
 def train(config: DictConfig, exchange: Exchange, comm: Comm, model: nn.Module) -> list[Any]:
     """Train a little with a strategy's sync; return the windows."""
     shared = exchange, comm, TurnsWorker(), config.overlap, 1e-3
