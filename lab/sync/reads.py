@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lab.exchange.layout import named
+
 
 class FirstReads(TorchDispatchMode):
     """Watches one forward: the order in which modules begin, and each parameter's first read.
@@ -28,7 +30,7 @@ class FirstReads(TorchDispatchMode):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._modules = _modules_of(model)
         self._names: dict[int, list[str]] = {}  # of parameters, by their memory
-        for name, parameter in model.named_parameters():
+        for name, parameter in named(model).items():
             if parameter.numel():
                 memory = parameter.untyped_storage().data_ptr()
                 self._names.setdefault(memory, []).append(name)
@@ -107,7 +109,7 @@ def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _holders(model: nn.Module) -> dict[str, list[str]]:
     """Return the modules that have each parameter as their own: several if it is shared."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in named(model).items()}
     holders: dict[str, list[str]] = {name: [] for name in name_of.values()}
     for module_name, module in _modules_of(model).items():
         for _, parameter in module.named_parameters(recurse=False):

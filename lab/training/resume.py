@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lab.distributed.replicas import broadcast_buffers
 from lab.distributed.sharded import like, local, whole
+from lab.exchange.layout import named
 from lab.settings.config import Settings
 from lab.training import slices
 from lab.training.losses import overflow
@@ -33,7 +34,7 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     _refuse_spoiled(trainer, sync_state)
     replica: State = {"model": whole(model.state_dict())}
     if not sync.shards:
-        names = slices.names_of(trainer.optimizer, model.named_parameters())
+        names = slices.names_of(trainer.optimizer, named(model).items())
         replica |= {"optimizer": whole(trainer.optimizer.state_dict()), "names": names}
     shared = {
         "sync": sync_state,
@@ -68,8 +69,8 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
     try:
         own, weights = trainer.model.state_dict(), replica["model"]
         trainer.model.load_state_dict({n: like(w, own.get(n, w)) for n, w in weights.items()})
-        named = trainer.model.named_parameters()
-        slices.load(trainer.optimizer, named, trainer.sync.shards, replica, ranks)
+        parameters = named(trainer.model).items()
+        slices.load(trainer.optimizer, parameters, trainer.sync.shards, replica, ranks)
     except (RuntimeError, ValueError):
         raise ValueError(
             f"resume={trainer.config.resume}: the checkpoint is of another model; use the same "
