@@ -195,7 +195,7 @@ class TinyOnes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        values = [torch.randn(1 + n % 4) for n in range(300)]
+        values = [torch.randn(1 + n % 4) for n in range(100)]
         self.parts = nn.ParameterList(map(nn.Parameter, values))
 
     def forward(self, x: Tensor) -> Tensor:
