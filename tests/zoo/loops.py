@@ -323,7 +323,7 @@ def alternating(run: Run) -> None:
             optimizers[which].step()
 
 
-@loop()
+@loop(ddp=False)
 def adversary(run: Run) -> None:
     """A loss through a model that is frozen for the time being, by requires_grad."""
     pair = Pair(run.make(0), run.make(1))
@@ -531,7 +531,7 @@ def broken_forward(run: Run) -> None:
         optimizer.step()
 
 
-@loop(sums=False, unusual_at=2, refused="overlap attach")
+@loop(ddp=False, sums=False, unusual_at=2, refused="overlap")
 def broken_backward(run: Run) -> None:
     """A step that ends in the middle of backward, on all ranks; the loop goes on."""
     handle = run.open(run.make())

@@ -120,7 +120,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(64, 64)
-        self.experts = nn.ModuleList(nn.Linear(64, 72) for _ in range(6))
+        self.experts = nn.ModuleList(nn.Linear(64, 72, bias=False) for _ in range(6))
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         hidden = torch.tanh(self.gate(x))
@@ -195,7 +195,7 @@ class TinyOnes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        values = [torch.randn(1 + n % 4) for n in range(100)]
+        values = [torch.randn(1 + n % 4) for n in range(60)]
         self.parts = nn.ParameterList(map(nn.Parameter, values))
 
     def forward(self, x: Tensor) -> Tensor:

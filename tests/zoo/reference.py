@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -52,16 +52,24 @@ class Result:
         self.extras = run.extras
 
 
-@dataclass(frozen=True)
 class Truth:
-    """The results of all ranks with means of float64, in which also the model is if it can be;
-    and in the model's own dtype.
+    """What a loop should do with a model on `size` ranks.
 
-    The distance of the two is what rounding alone does.
+    Attributes:
+        ranks: the results of all ranks with means of float64, in which also the model is if it
+            can be.
     """
 
-    ranks: list[Result]
-    rounded: list[Result]
+    def __init__(self, model: Model, loop: Loop, size: int) -> None:
+        self._facts = model, loop, size
+        self.ranks = _results(*self._facts, wide=model.wide, average=mean)
+
+    @cached_property
+    def rounded(self) -> list[Result]:
+        """The same in the model's own dtype: the distance is what rounding alone does."""
+        model, loop, _ = self._facts
+        average = narrow_sum if loop.of_trainer and not model.wide else narrow_mean
+        return _results(*self._facts, wide=False, average=average)
 
 
 class Meeting:
@@ -183,9 +191,7 @@ def truth(model: Model, loop: Loop, size: int) -> Truth:
     Raises:
         Exception: the loop fails with this model in one process too.
     """
-    average = narrow_sum if loop.of_trainer and not model.wide else narrow_mean
-    rounded = _results(model, loop, size, wide=False, average=average)
-    return Truth(_results(model, loop, size, wide=model.wide, average=mean), rounded)
+    return Truth(model, loop, size)
 
 
 def _results(model: Model, loop: Loop, size: int, wide: bool, average: Average) -> list[Result]:
