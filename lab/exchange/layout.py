@@ -8,6 +8,18 @@ from torch import Tensor, nn
 COMPILED = "_orig_mod."  # torch.compile puts it into names
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile has made the model, or a part of it.
+
+    Graphs that it has cached do not look for hooks of modules that came later.
+    """
+    own = COMPILED.rstrip(".")
+    return any(
+        name.rpartition(".")[2] == own or module._compiled_call_impl is not None
+        for name, module in model.named_modules()
+    )
+
+
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by their names without torch.compile's part, so that all find them."""
     return {name.replace(COMPILED, ""): p for name, p in model.named_parameters()}

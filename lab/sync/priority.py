@@ -18,6 +18,7 @@ from lab.exchange.auto import Auto
 from lab.exchange.base import everyone
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
+from lab.exchange.layout import is_compiled
 from lab.exchange.parts import in_parts
 from lab.measure.marks import Mark, mark, seconds
 from lab.sync.base import SyncParts, SyncState
@@ -52,8 +53,7 @@ class PrioritySync(GradSync):
         trials: see Trial.
 
     Raises:
-        ValueError: an argument out of range, a compiled model, or an exchange that makes a choice
-            by time as well.
+        ValueError: an argument out of range, a compiled model, or an exchange that chooses by time.
     """
 
     def __init__(self, parts: SyncParts, *, chunk_mb: float, trials: int) -> None:
@@ -294,7 +294,7 @@ def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
         raise ValueError(f"sync.chunk_mb={chunk_mb}: must be a number above 0")
     if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
         raise ValueError(f"sync.trials={trials}: must be an integer of at least 0")
-    if parts.module is not parts.model:
-        raise ValueError("compile=true: compiled layers cannot wait for theirs; allowed is false")
+    if is_compiled(parts.module):
+        raise ValueError("model: compiled layers cannot wait for theirs; leave torch.compile out")
     if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
         raise ValueError("exchange=Auto: sync=priority chooses by measurement too; choose another")

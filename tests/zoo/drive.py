@@ -187,9 +187,6 @@ class ThreadWorld(World):
         self.control.all_gather(out, values.contiguous())  # type: ignore[attr-defined]
         return out
 
-    def gather_text(self, text: str) -> list[str]:
-        raise NotImplementedError
-
 
 def _world_of(group: Any, device: torch.device, timeout_s: float = 300.0) -> World:
     """Stand in for lab.loop.world.world_of, among threads."""
@@ -625,6 +622,7 @@ def _may_refuse(case: Case, allowed: list[str]) -> bool:
         "attach": case.entrance == "attach",
         "moved": case.exchange in ("zero1", "caffe", "tensorflow", "torch7"),
         "few": case.exchange == "zero1",
+        "waits": case.exchange == "priority",
         "overlap": bool(case.overrides.get("overlap", True)),
     }
     return any(facts[word] for word in allowed)

@@ -55,7 +55,8 @@ class Model:
         wide: it also runs in float64, by torch's default dtype.
         refused: when a refusal is right: "always", or words of "compressed" (by exchanges that do
             more than add), "direction", "attach" (by DDP's hook), "overlap", "moved" (by syncs that
-            move weights) and "few" (too few values for a rank to own some); empty: never.
+            move weights), "waits" (by those whose next forward waits) and "few" (too few values for
+            a rank to own some); empty: never.
         decay: optimizers may use momentum and weight decay.
         uneven: ranks reach different parameters: local SGD, in which each rank updates what it has
             reached itself, is then another algorithm.
@@ -862,12 +863,12 @@ class ByTheWay(nn.Module):
         return self.head(torch.tanh(self.linear(x)))
 
 
-@animal(normal(70))
+@animal(normal(70), refused="waits")
 def compiled() -> nn.Module:
     return torch.compile(mlp(), backend="eager")  # type: ignore[return-value]
 
 
-@animal(normal(3, 8, 8), slow=True)
+@animal(normal(3, 8, 8), refused="waits", slow=True)
 def compiled_inside() -> nn.Module:
     net: Any = images()
     net[0] = torch.compile(net[0])

@@ -293,7 +293,7 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
         ({"chunk_mb": 0}, "sync.chunk_mb=0: must be a number above 0"),
         ({"chunk_mb": "8"}, "sync.chunk_mb=8: must be a number above 0"),
         ({"precision": "fp16"}, "precision=fp16: a step cannot be skipped"),
-        ({"compiled": True}, "compile=true: compiled layers cannot wait"),
+        ({"compiled": True}, "model: compiled layers cannot wait"),
         ({"exchange": maker("auto")}, "exchange=Auto: sync=priority chooses by measurement too"),
         ({"exchange": lambda: Hierarchical(maker("auto")())}, "exchange=Auto: sync=priority"),
     ],
@@ -301,14 +301,19 @@ def test_waits_in_forward_are_no_work_of_the_ranks_that_wait(worker: Callable[[]
 def test_refusals(settings: dict[str, Any], message: str) -> None:
     arguments = {"trials": 0, "chunk_mb": 8, **settings}
     precision = arguments.pop("precision", "fp32")
-    module = Net() if arguments.pop("compiled", False) else None
+    module: Any = (
+        torch.compile(Net(), backend="eager") if arguments.pop("compiled", False) else None
+    )
     exchange = arguments.pop("exchange", AllReduce)()
 
     def rank_main(comm: Comm) -> None:
         model = Net()
         run = (True, 25.0, precision)
         PrioritySync(
-            SyncParts(model, module or model, exchange, comm, InlineWorker(), *run), **arguments
+            SyncParts(
+                model, model if module is None else module, exchange, comm, InlineWorker(), *run
+            ),
+            **arguments,
         )
 
     with pytest.raises(ValueError, match="^" + message.replace(".", r"\.")):
