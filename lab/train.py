@@ -9,6 +9,7 @@ from lab.distributed import launcher
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
+from lab.settings.errors import SharedError
 from lab.study.grid import refuse_bare_study
 from lab.study.run import sweep
 from lab.web.live import served
@@ -64,6 +65,10 @@ def _train(line: CommandLine) -> int:
 
 
 def _refuse(error: ConfigError) -> int:
+    if isinstance(error, SharedError):
+        if launcher.reports_for_host():
+            report_error(COMMAND.name, error)
+        return 2
     launcher.let_first_rank_report()
     report_error(COMMAND.name, error)
     return 2

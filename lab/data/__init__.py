@@ -22,7 +22,8 @@ class Data(Protocol):
         vocabulary: inputs are indices of tokens below it; None: they are not.
         num_train, num_test: number of samples of each part, over all ranks.
 
-    It may also have `source`, a clause that says what was read: "1000 bytes of 2 files, /tmp/a".
+    It may also have `source`, a clause that says what was read: "1000 bytes of 2 files, /tmp/a";
+    and `digest()`, a text that is equal where samples are, if reading a few by batches takes long.
     """
 
     unit: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import warnings
@@ -19,6 +20,7 @@ from lab.data.sampler import GlobalSampler
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's RGB values, in 0 to 1
 STD = (0.229, 0.224, 0.225)
+NUM_HASHED = 4  # files of each part, about, whose content ranks compare
 HOLD_OUT = 10  # without a test folder, one in this many images of a class is for testing
 
 
@@ -77,6 +79,15 @@ class ImageFolder:
             for part in (self.train_images, self.test_images)
         )
         return train, test
+
+    def digest(self) -> str:
+        """Hash a few files of both parts, whole: decoding them would start worker processes."""
+        hashed = hashlib.sha256()
+        for images in (self.train_images, self.test_images):
+            for file, label in images.files[:: max(1, len(images.files) // NUM_HASHED)]:
+                path = Path(file)
+                hashed.update(f"{label} {path.name} ".encode() + path.read_bytes())
+        return hashed.hexdigest()
 
     def train_batches(self, sampler: GlobalSampler) -> Iterator[tuple[Tensor, Tensor]]:
         """See lab.data.Data.

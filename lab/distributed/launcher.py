@@ -18,6 +18,7 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
 REPORT_S = 10.0  # for rank 0 to report an error
+TOLD_S = 1.0  # for the first rank of a host to report one that all ranks know
 
 
 def world_size() -> int:
@@ -47,6 +48,17 @@ def let_first_rank_report() -> None:
     """
     if not is_first_rank():
         time.sleep(REPORT_S)
+
+
+def reports_for_host() -> bool:
+    """Return whether this rank is its host's first, which reports what all ranks know.
+
+    The others come back a second later: a launcher that sees one end ends the first as well.
+    """
+    local = os.environ.get("HOROVOD_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or "0"
+    if local != "0":
+        time.sleep(TOLD_S)
+    return local == "0"
 
 
 def end_on_signals(command: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import sys
@@ -14,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lab.distributed.agreement import Disagreement, Facts, compare_in_store, differences, written
 from lab.distributed.comm import Comm
 from lab.distributed.gpus import pick_device
 from lab.distributed.nodes import nodes_of
@@ -104,6 +107,17 @@ class World:
         rows = self.gather(padded).tolist()
         return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
+    def require_equal(self, facts: Facts) -> None:
+        """Compare facts of all ranks, of any number and size: they send digests first.
+
+        Raises:
+            Disagreement: names what differs, with the values and their ranks.
+        """
+        text = written(facts)
+        digests = self.gather(torch.tensor(list(hashlib.sha256(text.encode()).digest())))
+        if bool((digests != digests[0]).any()):
+            raise Disagreement(differences([json.loads(each) for each in self.gather_text(text)]))
+
     def clock_ahead_s(self) -> tuple[float, float]:
         """Return the seconds that `perf_counter` is ahead of rank 0's, and its largest error.
 
@@ -148,6 +162,7 @@ def start(
     backend: str,
     timeout_s: float,
     share_gpus: bool = False,
+    facts: Facts | None = None,
 ) -> World:
     """Join the ranks that were started with this one, or be the only one.
 
@@ -158,8 +173,11 @@ def start(
         timeout_s: longest time of an exchange, which the watchdog limits; the library's own limit
             is LIBRARY_MARGIN_S longer.
         share_gpus: allow several ranks on one GPU.
+        facts: what must be equal on all ranks; compared before they connect, which what differs
+            may keep them from.
 
     Raises:
+        Disagreement: facts differ, or the kind of device.
         ValueError: more ranks than GPUs on this host, GPUs that this torch cannot use, or a
             backend that cannot use the device; some ranks do not come within JOIN_LIMIT_S, or
             do not connect in time.
@@ -170,13 +188,15 @@ def start(
     if place.local_size == place.size and sys.platform == "linux":
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")  # ranks of one host need no other interface
-    if absent := _absent(place, "came", JOIN_LIMIT_S):  # an exchange's limit may be too short
+    own = written({**(facts or {}), "device": where.type, "number of ranks": str(place.size)})
+    # An exchange's limit may be too short for ranks to come.
+    if absent := _absent(place, "came", JOIN_LIMIT_S, own):
         raise ValueError(f"ranks {absent} did not join within {JOIN_LIMIT_S:g} s")
     comm, control = _connect(connect, place, where, backend, limit)
     store = dist.PrefixStore("lab", place.store)
     places = torch.empty(place.size, 2, dtype=torch.int64)
-    own = torch.tensor([place.local_rank, place.local_size])
-    all_gather_flat(places.view(-1), own, group=control)
+    on_host = torch.tensor([place.local_rank, place.local_size])
+    all_gather_flat(places.view(-1), on_host, group=control)
     comm.nodes = nodes_of([(row[0], row[1]) for row in places.tolist()])
     return World(place, where, store, comm, control, len(comm.nodes))
 
@@ -227,10 +247,10 @@ def _of_this_start(store: dist.Store, size: int, local_size: int) -> dist.Store:
     return store
 
 
-def _absent(place: RankInfo, event: str, limit_s: float) -> list[int]:
+def _absent(place: RankInfo, event: str, limit_s: float, said: str = "") -> list[int]:
     """Say that this rank has come to `event`; return the ranks that have not within `limit_s`."""
     keys = [f"{event}/{rank}" for rank in range(place.size)]
-    place.store.set(keys[place.rank], "")
+    place.store.set(keys[place.rank], said)
     try:
         place.store.wait(keys, timedelta(seconds=limit_s))
     except dist.DistStoreError:
@@ -245,12 +265,14 @@ def _connect(
     backend: str,
     limit: timedelta,
 ) -> tuple[Comm, dist.ProcessGroup]:
-    """Make the Comm and the control plane.
+    """Compare what ranks said when they came; make the Comm and the control plane.
 
     Raises:
+        Disagreement: see compare_in_store.
         ValueError: a rank hangs, so that the others wait for it in vain; it is named.
     """
     try:
+        compare_in_store(place, "came", limit)
         comm = connect(place, device, backend, limit)
         control = dist.new_group(backend="gloo", timeout=limit)
     except dist.DistStoreError:

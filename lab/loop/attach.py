@@ -23,6 +23,8 @@ from lab.record.certificate import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.spoiled import Scaler, SpoiledState
+from lab.training.alike import exchanged_alike
+from lab.training.assemble import require_alike
 
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
@@ -76,7 +78,8 @@ def ddp_comm_hook(
         The hook's state, with `state_dict` and `load_state_dict`; and the hook.
 
     Raises:
-        ConfigError: a setting, or a module, that a hook does not support.
+        ConfigError: a setting, or a module, that a hook does not support, or that is another on
+            some rank.
     """
     looks = is_on(check)
     config = compose(strategy, overrides)
@@ -84,6 +87,8 @@ def ddp_comm_hook(
     exchange: Exchange = build(config.exchange)
     device = next(wrapped.parameters()).device
     world = world_of(wrapped.process_group, device, config.exchange_timeout_s)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    require_alike(world, exchanged_alike(settings, wrapped.module))
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
     guard = SpoiledState(exchange, scaler)
     try:
@@ -93,7 +98,6 @@ def ddp_comm_hook(
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    settings: Any = OmegaConf.to_container(config, resolve=True)
     state.settings = settings | {
         "sync": {"_target_": "lab.sync.ddp.DDPSync", "hook": "lab"},
         "overlap": True,

@@ -27,6 +27,8 @@ from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.owner import KEY, Owner
 from lab.sync.spoiled import Scaler, SpoiledState
+from lab.training.alike import exchanged_alike
+from lab.training.assemble import require_alike
 
 
 class LoopSync(GradSync):
@@ -159,7 +161,7 @@ def grad_sync(
         overrides: settings by dotted key; also `overlap` and `bucket_mb`, which a strategy sets.
 
     Raises:
-        ConfigError: a setting, or a model, that is not supported.
+        ConfigError: a setting, or a model, that is not supported, or that is another on some rank.
     """
     looks = is_on(check)
     config = compose(strategy, overrides, ("overlap", "bucket_mb"))
@@ -172,10 +174,11 @@ def grad_sync(
         raise ConfigError(str(error)) from None
     device = next(iter(parameters.values())).device
     world = world_of(group, device, config.exchange_timeout_s)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    require_alike(world, exchanged_alike(settings, model))
     comm = world.comm
     worker = make_worker(config.overlap, device, comm.backend, exchange.asynchronous(comm))
     parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
-    settings: Any = OmegaConf.to_container(config, resolve=True)
     try:
         if exchange.needs_like_gpus:
             replicas.require_like_gpus(type(exchange).__name__, world)

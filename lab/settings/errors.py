@@ -7,6 +7,10 @@ class ConfigError(ValueError):
     """A wrong setting. The message is one line: the key, the value and what is allowed."""
 
 
+class SharedError(ConfigError):
+    """A wrong setting that all ranks know, as they have compared theirs: one of a host says it."""
+
+
 def one_line(error: object) -> str:
     """Return the first line of an error's text, or its type if the text is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -15,6 +15,7 @@ from lab.cluster.straggler import straggler_of
 from lab.data import Data
 from lab.distributed import replicas
 from lab.distributed import world as worlds
+from lab.distributed.agreement import Disagreement, Facts
 from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
@@ -22,9 +23,10 @@ from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
 from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
-from lab.settings.errors import one_line
+from lab.settings.errors import SharedError, one_line
 from lab.sync.base import Sync, SyncParts
 from lab.task.base import Task
+from lab.training.alike import data_facts, parameters, settings_and_software
 from lab.training.arithmetic import set_arithmetic
 from lab.training.compiled import compiled
 from lab.training.elementwise import require_elementwise
@@ -65,9 +67,24 @@ def join(config: DictConfig) -> World:
             config.backend,
             config.exchange_timeout_s,
             config.share_gpus,
+            settings_and_software(config),
         )
+    except Disagreement as error:
+        raise SharedError(str(error)) from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def require_alike(world: World, facts: Facts) -> None:
+    """Refuse ranks that have something else than others. A collective call.
+
+    Raises:
+        SharedError: names what differs, with the values and their ranks.
+    """
+    try:
+        world.require_equal(facts)
+    except Disagreement as error:
+        raise SharedError(str(error)) from None
 
 
 def global_batch_size(config: DictConfig, world_size: int) -> int:
@@ -96,6 +113,8 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     optim = make_optim(config.optim, batch_size)
     exchange: Exchange = build(config.exchange)
     _admit(model, exchange)
+    if world.size > 1:
+        require_alike(world, {**data_facts(data), **parameters(model)})
     replicas.broadcast_state(model, world)
     asynchronous = exchange.asynchronous(world.comm)
     worker = make_worker(config.overlap, world.device, world.comm.backend, asynchronous)

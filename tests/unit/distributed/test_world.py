@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lab.distributed import horovod_comm, world
+from lab.distributed.agreement import Disagreement, written
 from lab.distributed.comm import Comm
 from lab.distributed.rank_info import RankInfo
 from lab.exchange.base import Exchange
@@ -55,6 +56,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return store
 
 
+SAID = written({"device": "cpu", "number of ranks": "3"})  # what a rank says when it comes
+
+
 def connect_in_vain(*_: Any) -> Comm:
     raise dist.DistStoreError("wait timeout after 5100ms, keys: /0/0//1//cpu//0/1")
 
@@ -67,7 +71,7 @@ def test_ranks_that_do_not_join_are_named(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "JOIN_LIMIT_S", 0.1)
-    store.set("came/2", "")
+    store.set("came/2", SAID)
     with pytest.raises(ValueError, match=r"ranks \[1\] did not join within 0.1 s"):
         start()
 
@@ -76,12 +80,19 @@ def test_a_rank_that_hangs_while_others_connect_is_named(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "LIBRARY_MARGIN_S", 0.1)
-    for key in ("came/1", "came/2", "gave_up/2"):
-        store.set(key, "")
+    for key, value in {"came/1": SAID, "came/2": SAID, "gave_up/2": ""}.items():
+        store.set(key, value)
     with pytest.raises(ValueError, match=r"ranks \[1\] did not connect to the others within 5.1 s"):
         start()
     store.set("gave_up/1", "")
     with pytest.raises(dist.DistStoreError):  # none hangs: torch's own error says more
+        start()
+
+
+def test_ranks_of_unlike_facts_are_refused_before_they_connect(store: dist.Store) -> None:
+    for rank in (1, 2):
+        store.set(f"came/{rank}", written({"device": "cuda", "number of ranks": "3"}))
+    with pytest.raises(Disagreement, match="device: cpu on rank 0, cuda on ranks 1-2; must be eq"):
         start()
 
 
