@@ -13,6 +13,7 @@ import pandas as pd
 from lab.analysis.machines import labels_of, named_by_study
 from lab.analysis.series import NEEDS, OF_WORK, Identity, differences, identity
 from lab.record.schema import Emulation, Record, Scaling, Status, read_record
+from lab.record.steps import read_table
 from lab.settings.errors import one_line
 from lab.settings.names import is_of_strategy, root_of
 from lab.settings.reading import DamagedFile
@@ -145,7 +146,7 @@ class Study:
 def read_steps(path: Path) -> pd.DataFrame:
     """Read the steps of a run. DamagedFile: the file holds something else."""
     try:
-        steps = pd.read_parquet(path)
+        steps = read_table(path).to_pandas()
         steps[["rank", "step"]].astype(float)
     except Exception as error:  # damaged bytes fail in many ways
         raise DamagedFile(f"{path}: no table of steps: {one_line(error)}") from None

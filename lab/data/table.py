@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,22 @@ def read_columns(
         if name not in there:
             raise ValueError(f"data.{key}={name}: {file} has no such column; {', '.join(there)}")
     with reading(file):
+        num_rows = parquet.read_metadata(file).num_rows
+    _require_memory(file, num_rows, len(listed) + 1)
+    with reading(file):
         table = parquet.read_table(file, columns=[*listed, target])
     values = {name: _numbers(file, name, table[name]) for name in table.column_names}
     return np.stack([values[name] for name in listed], axis=1), values[target]
+
+
+def _require_memory(file: Path, rows: int, columns: int) -> None:
+    """Refuse a table that does not fit: equal rows may take megabytes in a file, and much here."""
+    needed, there = 8 * rows * columns, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there / 2:
+        raise ValueError(
+            f"data.path={file}: {rows:,} rows of {columns} columns need {needed / 2**30:.0f} GiB; "
+            f"half of this machine's {there / 2**30:.0f} GiB are allowed"
+        )
 
 
 def _numbers(file: Path, name: str, column: Any) -> np.ndarray:

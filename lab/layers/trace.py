@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lab.settings.reading import read_bytes
+
 GZIP = b"\x1f\x8b"
 LARGEST_BYTES = 2**29
 LARGEST = 2.0**63  # times, sizes and counts beyond it are damage
@@ -22,7 +24,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         ValueError: it cannot be read, or is no trace.
     """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, LARGEST_BYTES)
         trace = json.loads(_unzipped(content) if content.startswith(GZIP) else content)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None

@@ -16,6 +16,7 @@ from lab.record.schema import Record
 from lab.settings.config import FIELDS, ConfigError, check_batch, load
 from lab.settings.files import choices_of
 from lab.settings.names import OF_STRATEGY, resolved, variant
+from lab.settings.secrets import kept
 from lab.training.assemble import count, global_batch_size
 from lab.training.surroundings import emulation, environment_of
 
@@ -76,7 +77,7 @@ def identity(
         model: the module that trains, if the record is to describe it.
         known: more of the record's values.
     """
-    settings: Any = OmegaConf.to_container(config, resolve=True)
+    settings: Any = kept(OmegaConf.to_container(config, resolve=True))
     batch_size = global_batch_size(config, world.size)
     described = {**count(model), "model_source": source_hash(model)} if model else {}
     return Record(

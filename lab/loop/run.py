@@ -23,8 +23,10 @@ from lab.loop.measured import LabSync, OwnLoop
 from lab.loop.world import world_of
 from lab.record.run_directory import RunDirectory
 from lab.settings.config import ConfigError
-from lab.settings.names import run_name
+from lab.settings.names import of_all_ranks, run_name
+from lab.settings.secrets import kept
 from lab.training import outcome
+from lab.training.assemble import require_alike
 from lab.training.failure import failure_of
 
 
@@ -68,7 +70,8 @@ class Run:
         warmup_steps: first steps that statistics leave out; None: until steady.
 
     Raises:
-        ConfigError: a wrong setting, or a directory that cannot be written.
+        ConfigError: a wrong setting, one that another rank has differently, or a directory that
+            cannot be written.
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class Run:
             warmup_steps=warmup_steps,
             runs_dir=str(runs_dir),
         )
+        composed: Any = OmegaConf.to_container(config, resolve=True)
+        require_alike(self._world, of_all_ranks(composed))
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
         self._sync = sync
@@ -134,7 +139,8 @@ class Run:
             first = {"first_step": 0, "world_size": self._world.size, "launch": None}
             first["started_at"] = self._record.started_at
             self._directory.begin_attempt(first)
-            self._directory.write_config(OmegaConf.to_yaml(self._loop.config))
+            own = kept(OmegaConf.to_container(self._loop.config))
+            self._directory.write_config(OmegaConf.to_yaml(own))
         return self
 
     def __exit__(

@@ -13,6 +13,7 @@ from lab.record.certificate import Certificate
 from lab.record.decode import decode
 from lab.record.files import write_json
 from lab.settings.reading import DamagedFile, read_json
+from lab.settings.secrets import without_secrets
 
 SCHEMA = 2  # the number of this schema; 1 is still read
 
@@ -244,7 +245,8 @@ class Record:
     def end(self, status: str, error: str | None, traceback: str | None = None) -> None:
         """Record how the run ended. ValueError: `status` is not one of STATUSES."""
         self.status = decode(Status, status, "status")
-        self.error, self.traceback = error, traceback
+        self.error = error and without_secrets(error)
+        self.traceback = traceback and without_secrets(traceback)
 
     def rates(self, samples_per_s: float) -> str:
         """Return a throughput as text: "93 sequences/s, 11904 tokens/s"; one rate of images."""

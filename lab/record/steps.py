@@ -2,10 +2,12 @@
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
 # (pyarrow has no types.)
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lab.measure.spans import OWN, PHASES
+from lab.settings.reading import read_bytes
 from lab.settings.whole import write_atomically
 
 STEPS = "steps.parquet"  # in a run's directory
+LARGEST = 2**28  # values of a table; 16 MB of equal rows may unpack to gigabytes
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -61,8 +65,21 @@ def write_steps(
     }
     table = pa.table(columns)
     if first_step and path.exists():
-        earlier = pq.read_table(path)
+        earlier = read_table(path)
         table = pa.concat_tables(
             [earlier.filter(pc.field("step") < first_step), table], promote_options="default"
         )
     write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+
+
+def read_table(path: Path) -> pa.Table:
+    """Read the steps of a run, unless the file unpacks to more than any run's steps take.
+
+    Raises:
+        Exception: it is too large, or damaged, which shows in many ways.
+    """
+    content = io.BytesIO(read_bytes(path))
+    found = pq.read_metadata(content)
+    if found.num_rows * found.num_columns > LARGEST:
+        raise ValueError(f"{found.num_rows:,} rows of {found.num_columns} columns are too many")
+    return pq.read_table(content)

@@ -16,6 +16,7 @@ from lab.settings.command import Command, CommandLine
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.hints import hint
 from lab.settings.overrides import quoted
+from lab.settings.secrets import handed_over, without_secrets
 from lab.settings.visible import visible, visible_output
 
 EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
@@ -94,7 +95,7 @@ def read(command: Command, arguments: Sequence[str]) -> CommandLine:
         number = "at least one" if command.several else "one"
         raise ConfigError(f"{asked}: takes {number} {command.word}, as in {command.usage}")
     shows_settings, is_multirun = "--cfg" in flags, "--multirun" in flags
-    return CommandLine(words, settings, shows_settings, is_multirun, "--help" in flags)
+    return CommandLine(words, handed_over(settings), shows_settings, is_multirun, "--help" in flags)
 
 
 def show(configs: Iterable[DictConfig]) -> None:
@@ -106,12 +107,12 @@ def report_error(command: str, error: Exception) -> None:
     """Print an error as one line on stderr; before it, the traceback of the user's own code."""
     found, line = blame(error), str(error)
     if found:
-        print(found.traceback, file=sys.stderr)
+        print(without_secrets(found.traceback), file=sys.stderr)
         if found.error is error:
             line = f"{type(error).__name__}: {one_line(error)} ({found.place})"
     if len(line) > LONGEST_ERROR:  # a file's value is in it
         line = f"{line[:LONGEST_ERROR]}…"
-    print(visible(f"{command}: error: {line}"), file=sys.stderr)
+    print(visible(without_secrets(f"{command}: error: {line}")), file=sys.stderr)
 
 
 def _flag(command: Command, argument: str, rest: Iterator[str]) -> tuple[str, str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -18,11 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.files import choices_of, conf_dir, file_at, is_file
+from lab.settings.files import choices_of, conf_dir, file_at, is_file, read_file
 from lab.settings.overrides import quoted
 from lab.settings.own_code import names_code
 from lab.settings.reading import DamagedFile, read_yaml
 
+# To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
+REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
+PACKAGE = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 Files = tuple[tuple[str, str], ...]  # a group and the file that is its choice
 
 
@@ -31,45 +36,103 @@ def composed(
     config_dir: str | None,
     groups: Collection[str],
     of_code: Collection[str],
+    of_data: Collection[str],
 ) -> DictConfig:
     """Compose the choices of groups with Hydra, and set plain values in a copy.
 
     Hydra could do both in one call, in the same order, but would parse some twenty files for it: a
     grid whose cells differ only in values reads them once. A group whose choice is the path of a
-    callable holds that path and the values given to it.
+    callable holds that path and the values given to it. A group of data holds what its file says,
+    which may be a stranger's, so that Hydra never sees it.
 
     Args:
-        groups: whose choice may be the path of a file. of_code: and of a callable.
+        groups: whose choice may be the path of a file. of_code: and of a callable. of_data: whose
+            files are data.
 
     Raises:
-        ConfigError: a path names no file.
+        ConfigError: a path names no file, or a file does what none may.
         HydraException, OmegaConfBaseException: there is no such choice or key.
     """
     code = {o.key_or_group: str(o.value()) for o in overrides if _names_code(o, of_code)}
-    files = tuple((o.key_or_group, str(o.value())) for o in overrides if _names_file(o, groups))
+    data = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in of_data}
+    apart = {*code, *data}
+    rest = [o for o in overrides if _root(o) not in apart]
+    files = tuple((o.key_or_group, str(o.value())) for o in rest if _names_file(o, groups))
     _check(files)
     # Additions and removals depend on the order of overrides, so all of these stay together.
-    rest = [o for o in overrides if not _names_code(o, of_code) and _root(o) not in code]
     ordered = any(str(o.input_line)[0] in "+~" for o in rest)
     plain = [] if ordered else [o for o in rest if not _names_group(o, config_dir, files)]
     lines = tuple(_line(o, files) for o in rest if o not in plain)
     config = copy.deepcopy(_composed(lines, config_dir, files, _changed(files)))
+    _refuse_resolvers(OmegaConf.to_container(config), lines)
+    for group, name in data.items():
+        config[group] = _escaped(_data(group, name, config_dir))
     for group, path in code.items():
         config[group] = {"_target_": path.replace(":", ".")}
         OmegaConf.set_struct(config[group], False)
     for override in overrides:
-        if override in plain or (_root(override) in code and not _names_code(override, of_code)):
+        if override in plain or (_root(override) in apart and override.key_or_group not in apart):
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
     return config
 
 
 def _check(files: Files) -> None:
-    """Refuse a file that is no YAML before Hydra reads it, which would not say so in a line."""
+    """Refuse a file that is no YAML, which Hydra would not say in a line, or sets other groups."""
     for group, file in files:
         try:
             read_yaml(file_at(group, file))
         except DamagedFile as error:
             raise ConfigError(f"{group}={error}") from None
+        if group != "strategy" and PACKAGE.search(Path(file).read_text(encoding="utf-8")):
+            raise ConfigError(f"{group}={file}: @package: only a strategy's file sets other groups")
+
+
+def _refuse_resolvers(value: Any, lines: Sequence[str]) -> None:
+    """Refuse ${oc.env:…} and the like in what files set: they read the environment.
+
+    Args:
+        lines: of the command line, where they may stand.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _refuse_resolvers(each, lines)
+    elif isinstance(value, str) and _reads_else(value) and not any(value in n for n in lines):
+        raise ConfigError(
+            f"{value}: a file may refer to another setting, as in ${{optim.lr}}, and to nothing "
+            "else; write it on the command line"
+        )
+
+
+def _reads_else(text: str) -> bool:
+    return "${" in REFERENCE.sub("", text)
+
+
+def _data(group: str, name: str, config_dir: str | None) -> dict[str, Any]:
+    """Read a file of data; no key in it may be one by which Hydra would call something."""
+    content = read_file(group, name, config_dir)
+    if call := _call_in(content):
+        raise ConfigError(f"{group}={name}: {call}: no such key; a {group} is data")
+    return content
+
+
+def _call_in(value: Any) -> str | None:
+    if isinstance(value, dict):
+        own = next((str(key) for key in value if str(key).startswith("_")), None)
+        return own or _call_in(list(value.values()))
+    return next(filter(None, map(_call_in, value)), None) if isinstance(value, list) else None
+
+
+def _escaped(value: Any) -> Any:
+    """Escape what OmegaConf would take for an interpolation: in data it is text."""
+    if isinstance(value, dict):
+        return {key: _escaped(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_escaped(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
 def _root(override: Override) -> str:

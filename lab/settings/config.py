@@ -25,17 +25,13 @@ from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, keys_of
 from lab.settings.overrides import config_dir_of, parse_overrides
-from lab.settings.own_code import (
-    asked_for,
-    callable_at,
-    check_choices,
-    make_importable,
-)
+from lab.settings.own_code import asked_for, callable_at, check_choices, make_importable
 
 GROUPS = (
     *("strategy", "exchange", "sync", "transform"),
     *("task", "model", "profile", "data", "optim", "comm", "recorder", "cluster", "straggler"),
 )
+DATA = ("profile",)  # groups whose files are data
 # Groups whose choice may be the path of a callable, and the arguments that it may ask for.
 OFFERED: dict[str, tuple[str, ...]] = {
     "model": ("input_shape", "image_shape", "output_size", "num_classes", "vocabulary", "context"),
@@ -162,7 +158,7 @@ def load(arguments: Sequence[str]) -> DictConfig:
             config.study = studies[-1]
         _validate(config)
         make_importable(config_dir)
-        config.code = check_choices(config, OFFERED)
+        config.code = check_choices(config, OFFERED, arguments)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, arguments, config_dir)) from None
     except ConfigError:
@@ -187,7 +183,7 @@ def _refuse(override: Override) -> None:
 
 def _compose(overrides: list[Override], config_dir: str | None) -> DictConfig:
     try:
-        return composed(overrides, config_dir, GROUPS, OFFERED)
+        return composed(overrides, config_dir, GROUPS, OFFERED, DATA)
     except (ConfigAttributeError, ConfigKeyError) as error:
         key = str(getattr(error, "full_key", ""))
         line = next((str(o.input_line) for o in overrides if o.key_or_group == key), key)

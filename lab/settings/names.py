@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lab.settings.secrets import kept_words
+
 AXES = ("strategy", "world_size", "batch_size", "scaling", "repeat", "measure")
 AXIS_LETTERS = {"batch_size": "b", "repeat": "r"}
 BOOKKEEPING = (
@@ -19,6 +21,9 @@ BOOKKEEPING = (
     "check",
     "exchange_timeout_s",
 )
+# Settings that hosts may have differently: paths of their own, or read on rank 0 alone. What data
+# and checkpoints hold is compared, wherever they lie.
+LOCAL = ("runs_dir", "config_dir", "resume", "data.path")
 # Groups that a strategy may choose, and its own settings: another strategy differs in them anyway.
 OF_STRATEGY = ("exchange", "transform", "sync", "comm", "overlap", "bucket_mb")
 LONGEST = 120  # characters of a name; file systems take 255 bytes
@@ -37,11 +42,12 @@ def class_name(path: str) -> str:
 
 
 def variant(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the settings of a run other than a study's usual axes and its bookkeeping.
+    """Return the settings of a run other than a study's usual axes, bookkeeping and secrets.
 
     `+key=value` is kept under its key, `~key` under that with the tilde and without a value.
     """
-    return {key: value for key, value in _by_key(arguments).items() if not _is_apart(key)}
+    texts = _by_key(kept_words(arguments))
+    return {key: value for key, value in texts.items() if not _is_apart(key)}
 
 
 def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +57,11 @@ def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings: composed and resolved, groups as mappings.
     """
     return {key: value for key, value in _flat(settings).items() if not _is_apart(key)}
+
+
+def of_all_ranks(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that all ranks of a run must have alike, as texts by dotted key."""
+    return {key: _text(value) for key, value in _flat(settings).items() if key not in LOCAL}
 
 
 def root_of(key: str) -> str:
@@ -75,6 +86,12 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             values[f"{prefix}{key}"] = value
     return values
+
+
+def _text(value: Any) -> str:
+    """Write a value as a command line does."""
+    known = {None: "null", True: "true", False: "false"}
+    return known[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _by_key(arguments: Sequence[str]) -> dict[str, str]:

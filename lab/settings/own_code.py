@@ -6,17 +6,38 @@ import ast
 import difflib
 import hashlib
 import importlib
+import importlib.util
 import inspect
+import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from lab.settings.blame import blame, is_users
 from lab.settings.errors import ConfigError, one_line
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+# Where the lab's own choices of a group are. A file of settings may name these, and none of the
+# lab's functions besides, some of which run commands.
+OWN = {
+    "exchange": "lab.exchange.",
+    "sync": "lab.sync.",
+    "transform": "lab.transform.",
+    "task": "lab.task.",
+    "model": "lab.model.",
+    "data": "lab.data.",
+    "optim": "lab.training.optim.",
+    "comm": "lab.distributed.",
+    "recorder": "lab.record.",
+    "cluster": "lab.cluster.settings.",
+    "straggler": "lab.cluster.straggler.",
+}
+KNOWN = ("lab.", "torch.optim.")  # paths that need no word before they are imported
 HASH_LENGTH = 8  # hexadecimal digits
 
 
@@ -54,18 +75,24 @@ def callable_at(path: str, setting: str) -> Callable[..., Any]:
 
 
 def check_choices(
-    config: Mapping[str, Any], offered: Mapping[str, Collection[str]]
+    config: DictConfig, offered: Mapping[str, Collection[str]], arguments: Sequence[str]
 ) -> dict[str, str]:
     """Check the choices of groups that are not the lab's own; return the hashes of their files.
 
     Args:
         config: composed settings. offered: for each group, arguments that the lab passes if asked.
+            arguments: the command line; code that only files name is told before it is imported.
 
     Raises:
         ConfigError: a choice is not found, cannot be imported, or lacks an argument or takes
-            another.
+            another; or code of the lab's that is no choice of its group.
     """
     hashes = dict[str, str]()
+    for group in OWN:
+        for path in _targets(OmegaConf.to_container(config[group], resolve=True)):
+            _check_target(group, path, group in offered)
+            if not path.startswith(KNOWN) and not any(path in word for word in arguments):
+                _tell(group, path)
     for group, names in offered.items():
         path = str(config[group].get("_target_", ""))
         if path and not path.startswith("lab."):
@@ -76,6 +103,35 @@ def check_choices(
                 check_arguments(function, own, passed, group)
             hashes |= source_hashes(function)
     return hashes
+
+
+def _targets(value: Any) -> Iterator[str]:
+    """Yield all paths that instantiating a group's settings would import, at any depth."""
+    if isinstance(value, dict):
+        if "_target_" in value:
+            yield str(value["_target_"])
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _targets(each)
+
+
+def _check_target(group: str, path: str, may_be_own: bool) -> None:
+    """Refuse what no choice of a group is: the lab's other functions, or code where none may be."""
+    is_labs = path.startswith("lab.")
+    if (is_labs and (not path.startswith(OWN[group]) or "._" in path)) or not (
+        is_labs or may_be_own
+    ):
+        raise ConfigError(f"{group}._target_={path}: is no {group}; its choices have {OWN[group]}…")
+
+
+@cache
+def _tell(group: str, path: str) -> None:
+    """Say what is imported from where, as a file asks for it that may be a stranger's."""
+    if os.environ.get("RANK", "0") == "0":
+        found = importlib.util.find_spec(path.partition(".")[0])
+        where = (found and found.origin) or "nowhere"
+        print(f"lab: a file sets {group}: imports {path} from {where}", file=sys.stderr)
 
 
 def of_loss(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Read JSON and YAML that anyone may have written: one line says what is wrong with a file.
 
-Nothing in a file runs, and none takes the machine down: what is nested too deeply, and anchors that
-stand for too much, are refused.
+Nothing in a file runs, and none takes the machine down: what is no regular file, too large or
+nested too deeply, numbers that no machine holds, and anchors that stand for too much, are refused.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,46 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lab.settings.errors import one_line
 
+LARGEST_BYTES = 256 * 2**20
+LARGEST_YAML_BYTES = 8 * 2**20  # PyYAML takes seconds for a MiB
 LARGEST_YAML = 100_000  # values, as many as anchors make of them
+LARGEST_WHOLE = 2**63  # what tables hold is smaller
 
 
 class DamagedFile(ValueError):
     """A file holds something else than it should; one line that names it."""
 
 
+def read_bytes(path: Path, largest: int = LARGEST_BYTES) -> bytes:
+    """Read a regular file whole. A pipe would never end, and a file with holes fills the memory.
+
+    Raises:
+        DamagedFile: it is no regular file, or is larger than `largest` bytes.
+        OSError: it cannot be read.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(21, "Is a directory", str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedFile(f"{path}: is no regular file")
+        content = file.read(largest + 1) if found.st_size <= largest else b""
+        if max(found.st_size, len(content)) > largest:
+            raise DamagedFile(f"{path}: has {found.st_size:,} bytes; at most {largest:,} are read")
+        return content
+
+
 def read_json(path: Path) -> Any:
     """Read a file of JSON.
 
     Raises:
-        DamagedFile: it holds something else.
+        DamagedFile: it holds something else, or see `read_bytes`.
         OSError: it cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode(), parse_int=_whole)
+    except DamagedFile:
+        raise
     except RecursionError:
         raise DamagedFile(f"{path}: not JSON: nested too deeply") from None
     except ValueError as error:
@@ -46,7 +72,7 @@ def read_yaml(path: Path) -> Any:
     Raises:
         DamagedFile, OSError: as read_json.
     """
-    content = path.read_bytes()
+    content = read_bytes(path, LARGEST_YAML_BYTES)
     try:
         text = content.decode()
         if "&" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST_YAML:
@@ -57,6 +83,12 @@ def read_yaml(path: Path) -> Any:
     # OSError: OmegaConf's word on numbers that stand alone.
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError) as error:
         raise DamagedFile(f"{path}: not YAML: {one_line(error)}") from None
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > len(str(LARGEST_WHOLE)) or abs(int(digits)) > LARGEST_WHOLE:
+        raise ValueError(f"{digits[:20]}…: a whole number of {len(digits)} digits")
+    return int(digits)
 
 
 def _size(node: yaml.Node | None, known: dict[int, float]) -> float:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from lab.settings.reading import read_json
 from lab.settings.whole import write_atomically
 
 KEEP = 2  # newest checkpoints of a run that stay on disk
+NAME = re.compile(r"step_(\d{6,})")  # what lies beside under other names is the user's
 
 
 def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], world: World) -> None:
@@ -55,19 +58,44 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
         _sync(root)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in _complete(root)[:-KEEP]:
-            shutil.rmtree(old)
+            if not old.is_symlink():  # the user's, to a larger disk perhaps
+                shutil.rmtree(old, ignore_errors=True)
     world.barrier()
 
 
 def newest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`; None if there is none."""
-    return next(reversed(_complete(root)), None)
+    """Return the newest whole checkpoint under `root`; None if there is none.
+
+    A damaged one is passed over with a line on stderr: a job that is started again must go on.
+
+    Raises:
+        ValueError: there is none but damaged ones.
+    """
+    complete = _complete(root)
+    for path in reversed(complete):
+        try:
+            _names_in(path)
+            return path
+        except ValueError as error:
+            if path == complete[0]:
+                raise
+            print(f"{error}; trying the one before it", file=sys.stderr)
+    return None
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Load a checkpoint: the shared part, and every rank's part in rank order.
 
     Raises: ValueError: `path` is not a complete checkpoint, or one of its files was changed.
+    """
+    names = _names_in(path)
+    return _read(path / "shared.pt"), [_read(path / name) for name in names]
+
+
+def _names_in(path: Path) -> list[str]:
+    """Return the files of ranks in a checkpoint, after checking that all are as DONE says.
+
+    Raises: ValueError: see `load`.
     """
     if not (path / "DONE").is_file():
         raise ValueError(
@@ -84,12 +112,13 @@ def load(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ValueError(f"resume={path}: corrupt checkpoint: {error}") from None
     if damaged:
         raise ValueError(f"resume={path}: corrupt checkpoint: {', '.join(damaged)} was changed")
-    return _read(path / "shared.pt"), [_read(path / name) for name in names]
+    return names
 
 
 def _complete(root: Path) -> list[Path]:
-    complete = [path for path in root.glob("step_*") if (path / "DONE").is_file()]
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+    steps = {path: NAME.fullmatch(path.name) for path in root.glob("step_*")}
+    complete = {p: int(m[1]) for p, m in steps.items() if m and (p / "DONE").is_file()}
+    return sorted(complete, key=lambda path: complete[path])
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from lab.record.run_directory import RunDirectory
 from lab.settings.config import ConfigError
 from lab.settings.names import run_name
 from lab.settings.own_code import fingerprint
+from lab.settings.secrets import kept_words
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
@@ -27,7 +28,7 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
         name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
         try:
             claimed = RunDirectory.claim(
-                parent, config.cell, name, config.resume, launcher.launch_id(arguments)
+                parent, config.cell, name, config.resume, launcher.launch_id(kept_words(arguments))
             )
             answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
         except ValueError as error:

@@ -8,6 +8,7 @@ import torch
 
 from lab.distributed.watchdog import Failure
 from lab.settings.blame import blame
+from lab.settings.secrets import without_secrets
 
 # torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
 # lost rank, so only their messages tell them apart.
@@ -40,7 +41,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 def tell(failure: Failure) -> None:
     """Print a failure, so that its line is the last."""
     lines = [failure.traceback, f"lab.train: error: {failure.error}"]
-    print("\n".join(filter(None, lines)), file=sys.stderr)
+    print(without_secrets("\n".join(filter(None, lines))), file=sys.stderr)
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:

@@ -11,6 +11,7 @@ from lab.distributed.world import World
 from lab.measure.environment import git_commit
 from lab.record.schema import Record
 from lab.settings.names import class_name, resolved, variant
+from lab.settings.secrets import kept
 from lab.training.assemble import global_batch_size
 from lab.training.compiled import compiled_as
 from lab.training.surroundings import emulation, environment_of
@@ -51,6 +52,5 @@ def record_of(
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
-    """Return a run's settings, nested as they are composed."""
-    settings: Any = OmegaConf.to_container(config, resolve=True)
-    return settings
+    """Return a run's settings, nested as they are composed, without secrets."""
+    return kept(OmegaConf.to_container(config, resolve=True))

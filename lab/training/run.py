@@ -17,9 +17,11 @@ from lab.measure.source import source_hash
 from lab.record.run_directory import RunDirectory
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
+from lab.settings.secrets import kept_words
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
-from lab.training.assemble import Assembly, assemble
+from lab.training.alike import checkpoint_facts
+from lab.training.assemble import Assembly, assemble, require_alike
 from lab.training.bar import Bar
 from lab.training.compute import compute_of
 from lab.training.curves import Curves
@@ -54,7 +56,7 @@ class Run:
         self.config, self.world, self.directory = config, world, directory
         self.began, self.started_at = time.monotonic(), started_at or datetime.now(UTC)
         self.record = record_of(config, arguments, world, directory.path.name, self.started_at)
-        self.launch = launcher.launch_id(arguments)
+        self.launch = launcher.launch_id(kept_words(arguments))
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.curves = Curves()
@@ -160,10 +162,14 @@ class Run:
 
     def _resume(self, parts: Assembly) -> None:
         # Rank 0 decides: other hosts may see an old state of a shared directory.
-        chosen = self.world.broadcast_text(str(self._checkpoint() or ""))
-        if not chosen:
+        answer = self.world.broadcast_text("" if self.world.rank else self._checkpoint())
+        if not answer:
             return
-        path = Path(chosen)
+        verdict, _, text = answer.partition(" ")
+        if verdict == "no":
+            raise ConfigError(text)
+        path = Path(text)
+        require_alike(self.world, checkpoint_facts(path))
         try:
             resume.restore(parts.trainer, *checkpoint.load(path))
         except ValueError as error:
@@ -175,14 +181,20 @@ class Run:
                 f"resume={path}: is at step {step}, this run ends at {trainer.total_steps}"
             )
 
-    def _checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume; a restarted job prefers its own."""
+    def _checkpoint(self) -> str:
+        """Return "from PATH" of the checkpoint to resume, "no REASON", or nothing.
+
+        A restarted job prefers its own.
+        """
         resume = self.config.resume
         if resume == "auto" or self.continues:
-            newest = checkpoint.newest(self.directory.checkpoints)
+            try:
+                newest = checkpoint.newest(self.directory.checkpoints)
+            except ValueError as error:
+                return f"no {error}"
             if newest or resume == "auto":
-                return newest
-        return Path(resume) if resume else None
+                return f"from {newest}" if newest else ""
+        return f"from {resume}" if resume else ""
 
     def steps(self, parts: Assembly, shown: bool) -> Iterator[int]:
         """Train and measure; yield the number of steps done after each one.
@@ -227,8 +239,9 @@ class Run:
         attempt = {"first_step": trainer.progress.step, "world_size": self.world.size}
         attempt |= {"started_at": self.record.started_at, "launch": self.launch}
         self.directory.begin_attempt(attempt)
-        self.directory.write_config(OmegaConf.to_yaml(self.config, resolve=True))
-        self.curves.start(trainer, self.directory.path, self.config.study, settings_of(self.config))
+        settings = settings_of(self.config)
+        self.directory.write_config(OmegaConf.to_yaml(settings))
+        self.curves.start(trainer, self.directory.path, self.config.study, settings)
 
     def _write_record(self) -> None:
         self.record.attempts = self.directory.attempts()

@@ -6,20 +6,26 @@ import json
 import os
 import secrets
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+from lab.settings.errors import one_line
 from lab.study.grid import Study
 from lab.web.progress import Progress
 
 ADDRESS = "127.0.0.1"
+MOST_CONNECTIONS = 16  # at a time; others are closed, so that none can take all descriptors
+LIMIT_S = 10.0  # for a request to arrive
 
 
 class LivePage:
@@ -67,12 +73,17 @@ class LivePage:
 
         shown = replace(self.progress(), num_drawn=self._num_ended)
         try:
-            parts = parts_of([self._root], f"python -m lab.report {self._root.name}")
-        except ValueError:  # no cell has a record yet
-            parts = Parts(self._root.name, "", [], [], None)
-        page = render(parts, shown)
+            try:
+                parts = parts_of([self._root], f"python -m lab.report {self._root.name}")
+            except ValueError:  # no cell has a record yet
+                parts = Parts(self._root.name, "", [], [], None)
+            page = render(parts, shown).encode()
+        except Exception as error:  # a page is no reason to end a measurement
+            why = f"{type(error).__name__}: {one_line(error)}"
+            print(f"live: the page is not drawn anew: {why}", file=sys.stderr)
+            return
         with self._lock:
-            self._num_drawn, self._page = self._num_ended, page.encode()
+            self._num_drawn, self._page = self._num_ended, page
 
 
 @contextmanager
@@ -80,8 +91,7 @@ def served(study: Study, root: Path) -> Iterator[Callable[[bool], None]]:
     """Serve the page of a sweep while the context lasts; yield what counts cells that end."""
     live = LivePage(root, len(study.cells))
     token = secrets.token_urlsafe(24)
-    server = ThreadingHTTPServer((ADDRESS, 0), _handler(live, token))
-    server.daemon_threads = True
+    server = _Server((ADDRESS, 0), _handler(live, token))
     thread = threading.Thread(target=server.serve_forever, name="live page", daemon=True)
     thread.start()
     print(f"live: http://{ADDRESS}:{server.server_port}/{token}/", flush=True)
@@ -91,6 +101,45 @@ def served(study: Study, root: Path) -> Iterator[Callable[[bool], None]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """A server that answers a few connections at a time, each within a limit."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # A socket's own limit begins anew with each byte, so that a request could last for ever.
+        end = threading.Timer(LIMIT_S, _cut, [request])
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that go away: the output is the sweep's."""
+
+
+def _cut(request: socket.socket) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def _handler(live: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
@@ -109,7 +158,7 @@ def _handler(live: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
                     self.send_error(HTTPStatus.NOT_FOUND)
 
         def do_POST(self) -> None:
-            if self._asked() != "stop":
+            if self._asked() != "stop" or not self._is_from_here():
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
             self.send_response(HTTPStatus.SEE_OTHER)
@@ -127,6 +176,11 @@ def _handler(live: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
             given, _, rest = self.path.lstrip("/").partition("/")
             known = secrets.compare_digest(given.encode(), token.encode())
             return rest if known and host in (ADDRESS, "localhost") else None
+
+        def _is_from_here(self) -> bool:
+            """Return whether no other site's page sends this."""
+            origin = self.headers.get("Origin")
+            return origin is None or origin == f"http://{self.headers.get('Host')}"
 
         def _answer(self, body: bytes, kind: str) -> None:
             self.send_response(HTTPStatus.OK)

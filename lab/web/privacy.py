@@ -8,37 +8,34 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from lab.settings.secrets import HIDDEN, is_secret, without_secrets
 from lab.settings.visible import CONTROL
 
 PATH = re.compile(r"(?<![\w./:<])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+,=-]+){2,}[/\\]?")
-SECRET = re.compile(
-    r"(?i)\b([\w.-]*(?:api_?key|token|secret|passw(?:or)?d|credential)[\w.-]*\s*[=:]\s*)[^\s,;'\"]+"
-)
-OF_URL = re.compile(r"(\w+://)[^/\s@]+@")
-HIDDEN = "…"
 COMMON = ("root", "user", "admin", "ubuntu")  # no one's name, and words of the lab's own
 
 
-def clean(value: Any) -> Any:
+def clean(value: Any, name: str = "") -> Any:
     """Return a value of JSON without what a stranger should not read, in keys and texts too.
 
     Characters that control a terminal, or the direction of text, are replaced as well: they would
     let a name show as another.
+
+    Args:
+        name: the key of the value; a secret's value is hidden whatever it is.
     """
     if isinstance(value, str):
-        return clean_text(value)
+        return HIDDEN if value and is_secret(name) else clean_text(value)
     if isinstance(value, Mapping):
-        return {clean_text(str(key)): clean(each) for key, each in value.items()}
+        return {clean_text(str(key)): clean(each, str(key)) for key, each in value.items()}
     if isinstance(value, Sequence):
-        return [clean(each) for each in value]
+        return [clean(each, name) for each in value]
     return value
 
 
 def clean_text(text: str) -> str:
     """Return a text without paths but their last part, secrets, the user's name and controls."""
-    text = CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-    text = OF_URL.sub(rf"\1{HIDDEN}@", text)
-    text = SECRET.sub(rf"\1{HIDDEN}", text)
+    text = without_secrets(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
     text = PATH.sub(_last_part, text)
     user = _user()
     return re.sub(rf"\b{re.escape(user)}\b", HIDDEN, text) if user else text

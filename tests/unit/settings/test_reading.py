@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -58,3 +59,35 @@ def test_anchors_and_interpolations_stay_what_they_are(tmp_path: Path) -> None:
 
 def test_controls_are_shown_instead_of_obeyed() -> None:
     assert visible("a\x1b[31mb\u202ec\x07\td\n") == "a\\x1b[31mb\\u202ec\\x07\td\n"
+
+
+@pytest.mark.parametrize("digits", [20, 401, 5000])
+def test_a_number_that_no_table_holds_is_damage(tmp_path: Path, digits: int) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(f'{{"a": {"9" * digits}}}')
+    with pytest.raises(DamagedFile, match=f"a whole number of {digits} digits"):
+        read_json(path)
+    path.write_text(f'{{"a": {2**63 - 1}, "b": -4}}')
+    assert read_json(path) == {"a": 2**63 - 1, "b": -4}
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    os.mkfifo(path)
+    for read in (read_json, read_yaml):
+        with pytest.raises(DamagedFile, match=f"^{re.escape(str(path))}: is no regular file"):
+            read(path)
+
+
+def test_a_file_with_a_hole_of_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.touch()
+    os.truncate(path, 20 * 2**30)
+    for read in (read_json, read_yaml):
+        with pytest.raises(DamagedFile, match="has 21,474,836,480 bytes; at most "):
+            read(path)
+
+
+def test_a_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path)

@@ -1,0 +1,130 @@
+"""Files that others may have written: data is data, and settings read nothing of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lab.settings.config import ConfigError, load
+
+PROFILE = """
+name: mine
+source: "{source}"
+reference_batch: 512
+layers:
+  - {{name: conv1, parameters: 100, forward_ms: 1.0, backward_ms: 2.0}}
+"""
+
+
+def profile(tmp_path: Path, source: str = "x", more: str = "") -> str:
+    path = tmp_path / "profile.yaml"
+    path.write_text(more + PROFILE.format(source=source))
+    return f"profile={path}"
+
+
+def test_a_profile_is_what_its_file_says(tmp_path: Path) -> None:
+    config = load(["model=replay", profile(tmp_path), "profile.reference_batch=7"])
+    read = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(read, dict)
+    assert read["profile"]["reference_batch"] == 7
+    assert read["model"]["profile"] == read["profile"]
+    assert read["profile"]["layers"] == [
+        {"name": "conv1", "parameters": 100, "forward_ms": 1.0, "backward_ms": 2.0}
+    ]
+
+
+def test_a_header_of_hydras_in_a_profile_is_a_comment(tmp_path: Path) -> None:
+    config = load([profile(tmp_path, more="# @package _global_\n")])
+    assert config.profile.name == "mine"
+
+
+@pytest.mark.parametrize("text", ["${oc.env:SECRET}", "a${seed}b", r"\${seed}", r"\\${x}\ "])
+def test_an_interpolation_in_a_profile_is_text(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    path = tmp_path / "profile.yaml"
+    path.write_text(PROFILE.format(source="x").replace('"x"', f"'{text}'"))
+    config = load([f"profile={path}"])
+    assert OmegaConf.to_container(config, resolve=True)["profile"]["source"] == text  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "_target_: os.system",
+        "source: {_target_: os.system, _args_: [touch PWNED]}",
+        "layers: [{name: {_target_: os.system}}]",
+    ],
+)
+def test_a_profile_that_names_code_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text(f"name: mine\n{line}\n")
+    with pytest.raises(ConfigError, match="_target_: no such key; a profile is data"):
+        load(["model=replay", f"profile={path}"])
+
+
+def test_a_profile_in_a_folder_of_choices_is_data_too(tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile/theirs.yaml").write_text("name: {_target_: os.system}\n")
+    with pytest.raises(ConfigError, match="profile=theirs: _target_: no such key"):
+        load([f"config_dir={tmp_path}", "profile=theirs"])
+
+
+def test_a_file_sets_its_own_group_alone(tmp_path: Path) -> None:
+    path = tmp_path / "link.yaml"
+    path.write_text("# @package _global_\nmodel:\n  _target_: os.system\n")
+    with pytest.raises(ConfigError, match="@package: only a strategy's file sets other groups"):
+        load([f"cluster={path}"])
+
+
+@pytest.mark.parametrize(
+    "text", ["${oc.env:SECRET}", "${oc.${seed}:SECRET}", "${hydra:runtime.cwd}"]
+)
+def test_a_file_of_settings_reads_nothing_of_the_machine(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    path = tmp_path / "link.yaml"
+    path.write_text(f"rate: '{text}'\n")
+    with pytest.raises(ConfigError, match="a file may refer to another setting") as refused:
+        load([f"cluster={path}"])
+    assert "hunter2" not in str(refused.value)
+
+
+def test_the_command_line_may_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUDY", "mine")
+    config = load(["+model.note='${oc.env:STUDY}'"])
+    assert config.model.note == "mine"
+
+
+@pytest.mark.parametrize(
+    ("group", "path"),
+    [
+        ("cluster", "lab.measure.environment._output"),
+        ("cluster", "os.system"),
+        ("exchange", "lab.study.launch.run"),
+        ("model", "lab.model._private"),
+        ("straggler", "lab.cluster.settings.emulated"),
+    ],
+)
+def test_a_file_names_only_choices_of_its_group(group: str, path: str, tmp_path: Path) -> None:
+    file = tmp_path / "choice.yaml"
+    file.write_text(f"_target_: {path}\n_args_: [touch, PWNED]\n")
+    with pytest.raises(ConfigError, match=f"{group}._target_={path}: is no {group}"):
+        load([f"{group}={file}"])
+
+
+def test_code_that_a_file_names_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "choice.yaml"
+    file.write_text("_target_: torch.nn.Identity\n")
+    load([f"model={file}"])
+    load([f"model={file}"])
+    said = capsys.readouterr().err
+    assert said.count("lab: a file sets model: imports torch.nn.Identity from ") == 1
+    load(["model=torch.nn.Identity"])
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,93 @@
+"""Secrets are told from what may be kept, in time that grows with the text alone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from lab.settings.secrets import handed_over, is_secret, kept, kept_words, without_secrets
+
+SECRETS = [
+    "model.api_token",
+    "HF_TOKEN",
+    "accessToken",
+    "wandb_api_key",
+    "AWS_SECRET_ACCESS_KEY",
+    "NVIDIA_CREDENTIALS",
+    "HOROVOD_AUTH",
+    "NCCL_PASS",
+    "db.password",
+    "Authorization",
+    "X-Amz-Signature",
+    "sig",
+]
+KEPT = ["num_tokens", "tokens", "data.key", "pass", "forward_pass", "signature", "author", "basic"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+    assert kept({name: "hunter2"}) == {name: "…"}
+    assert "hunter2" not in str(kept({name: ["hunter2"]}))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_names_that_are_none(name: str) -> None:
+    assert not is_secret(name)
+    assert kept({name: "3"}) == {name: "3"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{name}=hunter2" for name in SECRETS),
+        *(f"{name}: hunter2" for name in SECRETS),
+        *(f'{{"{name}": "hunter2 hunter2"}}' for name in SECRETS),
+        *(f"--{name} hunter2" for name in ("api-key", "token", "password")),
+        "Bearer hunter2",
+        "Authorization: Bearer hunter2",
+        "https://eva:hunter2@host/x",
+        "https://bucket/x?v=1&sig=hunter2&w=2",
+        "redis://:hunter2@host:6379/0",
+        "ghp_hunter2hunter2hunter2",
+        "sk-hunter2hunter2hunter2",
+        "-----BEGIN RSA PRIVATE KEY-----\nhunter2\n-----END",
+    ],
+)
+def test_no_text_shows_a_secret(text: str) -> None:
+    assert "hunter2" not in without_secrets(f"cannot reach {text} after 3 tries")
+    assert without_secrets(without_secrets(text)) == without_secrets(text)
+
+
+def test_words_of_a_command_line_keep_their_keys() -> None:
+    words = ["model.api_token=hunter2", "+model.secret=hunter2", "steps=3"]
+    assert kept_words(words) == ["model.api_token=…", "+model.secret=…", "steps=3"]
+
+
+def test_secrets_are_handed_to_other_processes_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    words = handed_over(["model.api_token='hunter2'", "steps=3", "model.password='${oc.env:PW}'"])
+    assert words[0] == "model.api_token='${oc.env:LAB_MODEL_API_TOKEN_0}'"
+    assert words[1:] == ["steps=3", "model.password='${oc.env:PW}'"]
+    assert os.environ == {"LAB_MODEL_API_TOKEN_0": "hunter2"}
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["token.", "a", "a=b ", "--a ", "x://", "bearer ", 'token="', "'\"=", " ", "-", "eyJ", "sk-"]
+    + ["-----BEGIN PRIVATE KEY-----", "token=x ", "\\", "a   "],
+)
+def test_time_grows_with_the_text_alone(piece: str) -> None:
+    def seconds(length: int) -> float:
+        text = piece * (length // len(piece))
+        begin = time.perf_counter()
+        without_secrets(text)
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    # 16 times the text: quadratic patterns take 256 times as long, cubic ones 4096 times.
+    assert seconds(320_000) < 80 * max(seconds(20_000), 1e-3)

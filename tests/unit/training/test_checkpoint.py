@@ -1,0 +1,62 @@
+"""Checkpoints among other things: what the lab did not name stays, a damaged one is passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab.training import checkpoint
+
+
+class Alone:
+    """A world of one rank."""
+
+    rank, size = 0, 1
+
+    def barrier(self) -> None:
+        pass
+
+
+def save(root: Path, step: int) -> Path:
+    checkpoint.save(root, step, {"step": step}, {}, Alone())  # type: ignore[arg-type]
+    return root / f"step_{step:06d}"
+
+
+def test_what_the_lab_did_not_name_is_left_alone(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    for name in ("step_000010.bak", "step_best", "step_12", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "DONE").write_text("mine")
+    elsewhere = tmp_path / "larger_disk"
+    first.rename(elsewhere)
+    first.symlink_to(elsewhere)
+    for step in range(2, 6):
+        save(tmp_path, step)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step_000010.bak", "step_best", "step_12", "notes", "larger_disk"),
+        *("step_000001", "step_000004", "step_000005"),
+    }
+    assert checkpoint.load(first)[0] == {"step": 1}
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_000005"
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_a_whole_one_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = save(tmp_path, 4), save(tmp_path, 5)
+    (newer / "shared.pt").write_bytes(b"cut short")
+    assert checkpoint.newest(tmp_path) == older
+    said = capsys.readouterr().err
+    assert said == (
+        f"resume={newer}: corrupt checkpoint: shared.pt was changed; trying the one before it\n"
+    )
+    with pytest.raises(ValueError, match="corrupt checkpoint: shared.pt was changed"):
+        checkpoint.load(newer)  # asked for by path
+
+
+def test_without_a_whole_checkpoint_nothing_begins_anew_silently(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    (save(tmp_path, 4) / "DONE").write_text("{")
+    with pytest.raises(ValueError, match="step_000004: corrupt checkpoint: .*not JSON"):
+        checkpoint.newest(tmp_path)
