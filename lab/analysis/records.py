@@ -12,6 +12,7 @@ import pandas as pd
 
 from lab.analysis.machines import labels_of, named_by_study
 from lab.analysis.series import NEEDS, OF_WORK, Identity, differences, identity
+from lab.record.origin import Stretch
 from lab.record.schema import Emulation, Record, Scaling, Status, read_record
 from lab.record.steps import read_table
 from lab.settings.errors import one_line
@@ -38,6 +39,7 @@ class Cell:
             compared.
         final: metrics of the last evaluation by name.
         idle: settings that did nothing, a line each.
+        stretches: all steps by how they were made, unless all were made alike.
     """
 
     folder: Path
@@ -79,6 +81,7 @@ class Cell:
     final: Mapping[str, float]
     evaluations: tuple[Mapping[str, float | None], ...]
     idle: tuple[str, ...]
+    stretches: tuple[Stretch, ...]
 
     @property
     def name(self) -> str:
@@ -270,6 +273,7 @@ def _cell(folder: Path, record: Record, who: Identity, differing: Mapping[str, s
         final={name: number(value) for name, value in record.final.items()},
         evaluations=tuple(record.evaluations),
         idle=tuple(record.idle),
+        stretches=tuple(record.stretches),
     )
 
 

@@ -12,6 +12,7 @@ from lab.record import schema_1
 from lab.record.certificate import Certificate
 from lab.record.decode import decode
 from lab.record.files import write_json
+from lab.record.origin import Stretch
 from lab.settings.reading import DamagedFile, read_json
 from lab.settings.secrets import without_secrets
 
@@ -166,6 +167,7 @@ class Record:
             exchanges with moments after how many steps they froze the variance (null: not yet).
         attempts: every start of the run: first step, world size, time and, if another one followed,
             its end.
+        stretches: steps by how they were made (lab.record.origin); empty: all were made alike.
         duration_s: seconds from the last start to the record.
         emulation: ways in which ranks are emulated; empty: none.
         comm_settings: settings given to the communication library.
@@ -236,6 +238,7 @@ class Record:
     idle: list[str] = field(default_factory=list[str])
     choices: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     attempts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    stretches: list[Stretch] = field(default_factory=list[Stretch])
     duration_s: float | None = None
     emulation: list[Emulation] = field(default_factory=list[Emulation])
     comm_settings: dict[str, Any] = field(default_factory=dict[str, Any])

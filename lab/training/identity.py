@@ -51,6 +51,21 @@ def record_of(
     )
 
 
+def made_by(record: Record, first_step: int, end_step: int) -> dict[str, Any]:
+    """Return how a run makes its steps, as lab.record.origin has it."""
+    git = record.git_commit
+    also = ("strategy", "scaling", "repeat", "model_source")
+    return {
+        "first_step": first_step,
+        "end_step": end_step,
+        "cell": f"{record.study}/{record.cell}",
+        "world_size": record.world_size,
+        "batch_size": record.batch_size,
+        "commit": git["commit"] and git["commit"] + (" changed" if git["dirty"] else ""),
+        "settings": record.settings | {key: getattr(record, key) for key in also},
+    }
+
+
 def settings_of(config: DictConfig) -> dict[str, Any]:
     """Return a run's settings, nested as they are composed, without secrets."""
     return kept(OmegaConf.to_container(config, resolve=True))

@@ -208,6 +208,7 @@ def summary(record: Record, path: Path) -> str:
         *_drift_lines(record),
         *([f"data            {record.data_source}"] if record.data_source else []),
         *(f"no effect       {line}" for line in record.idle),
+        *(f"{f'steps {each.steps}':<16}by {each.made_by}" for each in record.stretches),
         *([f"emulated        {emulated}"] if emulated else []),
     ]
     if record.status == "interrupted":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,6 +15,7 @@ from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.source import source_hash
+from lab.record.origin import joined, stretches
 from lab.record.run_directory import RunDirectory
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
@@ -26,7 +28,7 @@ from lab.training.bar import Bar
 from lab.training.compute import compute_of
 from lab.training.curves import Curves
 from lab.training.failure import failure_of, tell
-from lab.training.identity import record_of, settings_of
+from lab.training.identity import made_by, record_of, settings_of
 from lab.training.trainer import Trainer
 
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
@@ -60,6 +62,9 @@ class Run:
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.curves = Curves()
+        self._made_before: list[
+            dict[str, Any]
+        ] = []  # steps, by the runs that this one goes on from
         self.recorded = False  # a rank lost after this changes nothing
         self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
@@ -134,6 +139,7 @@ class Run:
         """Write a checkpoint. All ranks call this after the same step."""
         shared, of_rank = resume.state_of(parts.trainer)
         step = parts.trainer.progress.step
+        shared["made"] = self._made()
         outcome.write_steps(parts.trainer, self.directory)  # rows of a step are written over
         checkpoint.save(self.directory.checkpoints, step, shared, of_rank, self.world)
 
@@ -171,7 +177,9 @@ class Run:
         path = Path(text)
         require_alike(self.world, checkpoint_facts(path))
         try:
-            resume.restore(parts.trainer, *checkpoint.load(path))
+            shared, by_rank = checkpoint.load(path)
+            resume.restore(parts.trainer, shared, by_rank)
+            self._made_before = shared.get("made", [])
         except ValueError as error:
             raise ConfigError(str(error)) from None
         trainer = parts.trainer
@@ -180,6 +188,12 @@ class Run:
             raise ConfigError(
                 f"resume={path}: is at step {step}, this run ends at {trainer.total_steps}"
             )
+
+    def _made(self) -> list[dict[str, Any]]:
+        """Return how all steps so far were made, those before a resume too."""
+        trainer = self.parts and self.parts.trainer
+        steps = (trainer.first_step, trainer.progress.step) if trainer else (0, 0)
+        return joined(self._made_before, made_by(self.record, *steps))
 
     def _checkpoint(self) -> str:
         """Return "from PATH" of the checkpoint to resume, "no REASON", or nothing.
@@ -245,6 +259,7 @@ class Run:
 
     def _write_record(self) -> None:
         self.record.attempts = self.directory.attempts()
+        self.record.stretches = stretches(self._made())
         self.record.duration_s = time.monotonic() - self.began
         self.directory.write_record(self.record)
         self.curves.finish(self.record)

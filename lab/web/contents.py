@@ -194,7 +194,7 @@ def _facts(study: Study) -> dict[str, str]:
 
 
 def _troubles(study: Study, prefix: str) -> list[Table]:
-    """Make a table of the runs that failed, and of settings that did nothing."""
+    """Make tables of runs that failed, of what did nothing, and of steps that others made."""
     failed = [
         (study.name_of(c.folder), c.status, c.error or "no error was recorded")
         for c in study.cells
@@ -205,6 +205,10 @@ def _troubles(study: Study, prefix: str) -> list[Table]:
     title = "Runs that did not finish, and why"
     tables = [of_texts(f"{prefix}failed", title, ["run", "status", "why"], failed)]
     tables += [of_texts(f"{prefix}idle", "Settings that did nothing", ["series", "which"], idle)]
+    made = [(c, each) for c in study.cells for each in c.stretches]
+    title = "Runs whose steps were not all made alike"
+    lines = [(study.name_of(c.folder), each.steps, each.made_by) for c, each in made]
+    tables += [of_texts(f"{prefix}made", title, ["run", "steps", "made by"], lines)]
     return [each for each in tables if each.rows]
 
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.record.schema import read_record
 from lab.settings.config import build, load
 from lab.training import checkpoint
+from lab.training.outcome import summary
+from lab.web.contents import contents_of
 from tests.distributed.test_strategies import RUN, undisturbed
 from tests.support.cases import (
     BETWEEN_NODES,
@@ -111,3 +114,23 @@ def test_ranks_that_cannot_have_their_own_weights_go_on_from_the_mean() -> None:
         outcomes = train(size, f"strategy={strategy}", "steps=9", *settings)
         hashes = {outcome.record["replica_hash"] for outcome in outcomes}
         assert len(hashes) == 1 and None not in hashes
+
+
+def test_steps_that_another_run_made_are_told_in_record_summary_and_page(tmp_path: Path) -> None:
+    both = ("strategy=none", "model=mlp", f"runs_dir={tmp_path}", "study=s", "data.size=8")
+    train(1, *both, "cell=a", "seed=1", "batch_size=8", "steps=4", "checkpoint_every=2")
+    resume = f"resume={tmp_path}/s/a/checkpoints/step_000004"
+    found = train(2, *both, "cell=b", "seed=2", "batch_size=4", "steps=6", resume)[0].record
+    first, second = found["stretches"]
+    assert (first["first_step"], first["end_step"], first["cell"]) == (0, 4, "s/a")
+    assert (first["world_size"], first["batch_size"]) == (1, 8)
+    assert first["settings"] == {"steps": 4, "seed": 1, "checkpoint_every": 2}
+    assert (second["first_step"], second["end_step"], second["cell"]) == (4, 6, "s/b")
+    record = read_record(tmp_path / "s/b/record.json")
+    lines = summary(record, tmp_path)
+    assert "\nsteps 0-3       by s/a on 1 rank, batch_size=8, commit " in lines
+    assert "; steps=4, seed=1, checkpoint_every=2" in lines
+    page = contents_of(tmp_path / "s", "s1-")
+    (table,) = (one for one in page.tables if one.title.startswith("Runs whose steps were not all"))
+    assert len(table.rows) == 2
+    assert read_record(tmp_path / "s/a/record.json").stretches == []
