@@ -6,7 +6,7 @@
 #   launch/local.sh strategy=onebit model=alexnet_small
 #   launch/local.sh --ranks 2 strategy=overlap batch_size=256
 #
-# Only torchrun's own store listens for other machines: Gloo and NCCL are bound to loopback.
+# Nothing listens for other machines: torchrun's store, Gloo and NCCL are bound to loopback.
 set -euo pipefail
 
 fail() {
@@ -36,4 +36,5 @@ fi
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks: must be a number of at least 1"
 
 # shellcheck disable=SC2046  # options, or none
-exec torchrun --standalone --nproc-per-node "$ranks" $(numa_options "$ranks" "$@") -m lab.train "$@"
+exec python -m lab.distributed.torchrun --nproc-per-node "$ranks" $(numa_options "$ranks" "$@") \
+  -m lab.train "$@"

@@ -55,7 +55,7 @@ def run(command: Command, results: Results, limit_s: float) -> dict[str, Any]:
 
 def argv(command: Command) -> list[str]:
     """Compose the command line; torchrun is run as a module, without an installed script."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    torchrun = ["-m", "lab.distributed.torchrun"]
     ranks = [*torchrun, f"--nproc-per-node={command.num_ranks}"] if command.num_ranks else []
     return [sys.executable, *ranks, *command.words]
 

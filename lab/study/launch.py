@@ -88,7 +88,7 @@ def starter(world_size: int, over_horovod: bool, cluster: Cluster | None) -> lis
     if over_horovod:
         horovodrun = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
         return [*horovodrun, "-np", str(world_size), sys.executable]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [sys.executable, "-m", "lab.distributed.torchrun"]
     return [*torchrun, f"--nproc-per-node={world_size}"]
 
 

@@ -1,0 +1,80 @@
+"""torchrun for the ranks of one host, by a store that no other host can reach.
+
+`python -m lab.distributed.torchrun --nproc-per-node=2 -m lab.train …` is `torchrun --standalone`,
+whose store listens on all interfaces, where it unpickles what any peer writes; this one listens on
+loopback, and unpickles nothing. The rendezvous is torchrun's own extension point.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import uuid
+
+import torch.distributed as dist
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+HOST = "127.0.0.1"
+NAME = "loopback"
+
+
+class Loopback(RendezvousHandler):
+    """The rendezvous of one host with itself; its ranks meet at the same store."""
+
+    use_agent_store = True
+
+    def __init__(self, job: str) -> None:
+        listener = socket.create_server((HOST, 0))
+        self._job, self._port = job, listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            HOST,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def get_backend(self) -> str:
+        return NAME
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.PrefixStore(self._job, self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._job
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    return Loopback(parameters.run_id)
+
+
+def main(arguments: list[str]) -> None:
+    """Run torchrun with these arguments."""
+    rendezvous_handler_registry.register(NAME, _handler)
+    job = uuid.uuid4().hex  # each start is a job of its own
+    own = (f"--rdzv-backend={NAME}", f"--rdzv-endpoint={HOST}", f"--rdzv-id={job}")
+    run.main([*own, *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,70 @@
+"""Ranks that the lab starts on one host: no other host can reach anything of theirs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import wait_for
+from tests.support import HANG_S
+
+LISTENS = "0A"  # a state in /proc/net/tcp
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def sockets(process: int) -> set[str]:
+    """Return the inodes of all sockets of a process and its children."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    found = set[str]().union(*(sockets(int(child)) for child in children))
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            name = str(descriptor.readlink())
+        except OSError:
+            continue
+        if name.startswith("socket:["):
+            found.add(name.removeprefix("socket:[").rstrip("]"))
+    return found
+
+
+def listening(process: int) -> list[str]:
+    """Return the addresses, as the kernel writes them, at which a process' tree listens."""
+    own, found = sockets(process), []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENS and inode in own:
+                found.append(local.partition(":")[0])
+    return found
+
+
+def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, time, torch.distributed as dist\n"
+        "os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=2", str(script)]
+    process = subprocess.Popen(line)
+    try:
+        wait_for(lambda: all((tmp_path / rank).exists() for rank in "01"))
+        found = listening(process.pid)
+        assert len(found) >= 3  # the store, and Gloo of each rank
+        assert set(found) <= set(LOOPBACK)
+    finally:
+        process.terminate()
+        process.wait(HANG_S)
+
+
+def test_an_exit_code_and_arguments_are_passed_on(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys; sys.exit(3 if os.environ['RANK'] == sys.argv[1] else 0)\n")
+    line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=2", str(script)]
+    good = subprocess.run([*line, "7"], capture_output=True, timeout=HANG_S)
+    bad = subprocess.run([*line, "1"], capture_output=True, timeout=HANG_S)
+    assert (good.returncode, bad.returncode) == (0, 1)
+    assert b"exitcode  : 3" in bad.stderr
