@@ -10,6 +10,7 @@ from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.errors import SharedError
+from lab.settings.streams import output_as_messages
 from lab.study.grid import refuse_bare_study
 from lab.study.run import sweep
 from lab.web.live import served
@@ -61,7 +62,8 @@ def _train(line: CommandLine) -> int:
         return sandbox.run(cluster, ["run", "-m", "lab.train", *line.settings])
     from lab.training.start import start
 
-    return start(config, line.settings)
+    with output_as_messages():
+        return start(config, line.settings)
 
 
 def _refuse(error: ConfigError) -> int:

@@ -57,28 +57,39 @@ def _compiled(source: Path, options: tuple[str, ...]) -> Path:
     headers = [header for folder in (source.parent, HEADERS) for header in folder.glob("*.h")]
     texts = [path.read_bytes() for path in (source, *sorted(headers))]
     recipe = repr((command, options, texts)).encode()
-    name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
-    library = cache / name
-    if not library.exists():
-        # Ranks that start together all build it; the last build stays, and all are equal.
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            fresh = Path(folder) / name
-            line = [*command, *options, f"-I{HEADERS}", str(source), "-o", str(fresh)]
-            subprocess.run(line, check=True, capture_output=True, text=True)
-            fresh.replace(library)
-    return library
+    name = f"{source.parent.name}-{source.stem}-{_hash(recipe)}"
+    for library in cache.glob(f"{name}-*.so"):
+        if _is_own(library) and library.stem == f"{name}-{_hash(library.read_bytes())}":
+            return library
+    # Ranks that start together all build it; the last build stays, and all are equal.
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        fresh = Path(folder) / "fresh.so"
+        line = [*command, *options, f"-I{HEADERS}", str(source), "-o", str(fresh)]
+        subprocess.run(line, check=True, capture_output=True, text=True)
+        fresh.chmod(0o700)
+        return fresh.replace(cache / f"{name}-{_hash(fresh.read_bytes())}.so")
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file or folder is this user's, and no other can write to it."""
+    status = path.lstat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder or, if it is not writable, a private one in /tmp.
+    """Return the user's cache folder or, if others can write to it or none can, one in /tmp.
 
     Raises:
         OSError: another user owns the latter, or can write to it.
     """
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaling-lab"
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK):
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK) and _is_own(cache):  # what lies there runs as this user
             return cache
     cache = Path(tempfile.gettempdir()) / f"scaling-lab-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -132,6 +133,8 @@ def run_as_process(main: Callable[[list[str]], int]) -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """Exit at once, even if threads wait for ranks that will never answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream:  # Python has none if it was closed
+            with suppress(OSError):  # its reader is gone, or its disk is full
+                stream.flush()
     os._exit(code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -61,7 +61,7 @@ def stretches(made: list[dict[str, Any]]) -> list[Stretch]:
     if len(made) < 2:
         return []
     own = made[-1]["settings"]
-    return [Stretch(**{**one, "settings": _unlike(one["settings"], own)}) for one in made]
+    return [replace(Stretch(**one), settings=_unlike(one["settings"], own)) for one in made]
 
 
 def _unlike(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

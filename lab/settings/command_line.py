@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from lab.settings.errors import ConfigError, one_line
 from lab.settings.hints import hint
 from lab.settings.overrides import quoted
 from lab.settings.secrets import handed_over, without_secrets
+from lab.settings.streams import OutputLost, drop_output, safe_streams
 from lab.settings.visible import visible, visible_output
 
 EXIT_UNREAD = 128 + 13  # as of a program that SIGPIPE ends
@@ -38,9 +38,19 @@ def answer(
         one line on stderr, and exit code 2.
 
     Returns:
-        The exit code: 0 after help, 1 for an error in the user's own code, 2 for a wrong setting,
-        130 after Ctrl-C, 141 if nobody reads the output any more.
+        The exit code: 0 after help, 1 for an error in the user's own code or output that cannot be
+        written, 2 for a wrong setting, 130 after Ctrl-C, 141 if nobody reads the output any more.
     """
+    with safe_streams():
+        return _answer(command, arguments, act, refuse)
+
+
+def _answer(
+    command: Command,
+    arguments: Sequence[str],
+    act: Callable[[CommandLine], int],
+    refuse: Callable[[ConfigError], int] | None,
+) -> int:
     try:
         line = read(command, arguments)
         if line.asks_help:
@@ -50,12 +60,15 @@ def answer(
         # A command with a word reads what others may have written; the others run the user's own.
         with visible_output() if command.word else nullcontext():
             code = 0 if line.asks_help else act(line)
-        if sys.stdout:  # Python has none if it was closed
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read the output has enough of it, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return EXIT_UNREAD
+    except OutputLost as error:
+        drop_output()
+        report_error(command.name, error)
+        return 1
     except ConfigError as error:
         if refuse:
             return refuse(error)

@@ -90,7 +90,9 @@ class Settings:
     )
     scaling: str = setting("strong", "what batch_size fixes", ("strong", "weak"))
     steps: int | None = setting(None, "optimizer steps (instead of epochs)", at_least=1)
-    epochs: float | None = setting(None, "passes over the data; 30 if steps is not set", above=0)
+    epochs: float | None = setting(
+        None, "passes over the data; 30 if steps is not set", above=0, at_most=1e6
+    )
     seed: int = setting(0, "seed of weights, sample order and dropout", at_least=0, at_most=2**62)
     deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
     precision: str = setting("fp32", "fp32, or autocast to", ("fp32", "bf16", "fp16"))
@@ -103,7 +105,7 @@ class Settings:
     compile: bool = setting(False, "torch.compile the model; with overlap by regions of bucket_mb")
     device: str = setting("auto", "where ranks compute", ("auto", "cpu", "cuda"))
     threads: int | None = setting(
-        None, "threads of a rank's operations on a CPU; null: OMP_NUM_THREADS", at_least=1
+        None, "threads of a rank on a CPU; null: OMP_NUM_THREADS", at_least=1, at_most=1024
     )
     backend: str = setting("auto", "of comm=torch", ("auto", "gloo", "nccl"))
     share_gpus: bool = setting(False, "more ranks than GPUs, as an emulation")

@@ -31,9 +31,6 @@ class VisibleOutput:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Show controls on standard output, if there is one, while the context lasts."""
-    if not sys.stdout:
-        yield
-        return
+    """Show controls on standard output while the context lasts."""
     with redirect_stdout(VisibleOutput(sys.stdout)):  # pyright: ignore[reportArgumentType]
         yield

@@ -127,7 +127,8 @@ class Run:
         self.parts = assemble(self.config, self.world, self.watch)
         self._note_samples(self.parts)
         self.record.model_source = source_hash(self.parts.trainer.model)
-        self._note_sizes(**self.parts.sizes)
+        for key, value in self.parts.sizes.items():  # of the model before and after its transform
+            setattr(self.record, key, value)
         if self.world.rank == 0:
             self.record.compute = compute_of(self.config, self.parts.trainer, self.world)
         if "_target_" in self.config.recorder:
@@ -155,16 +156,6 @@ class Run:
         record.unit, record.data_source = data.unit, getattr(data, "source", None)
         record.predictions_per_sample = parts.predictions_per_sample
         record.prediction = parts.trainer.task.prediction
-
-    def _note_sizes(
-        self,
-        num_parameters: int,
-        gradient_bytes: int,
-        transform: str | None,
-        untransformed: dict[str, int] | None,
-    ) -> None:
-        self.record.num_parameters, self.record.gradient_bytes = num_parameters, gradient_bytes
-        self.record.transform, self.record.untransformed = transform, untransformed
 
     def _resume(self, parts: Assembly) -> None:
         # Rank 0 decides: other hosts may see an old state of a shared directory.

@@ -166,3 +166,31 @@ def test_ranks_of_a_host_warn_once(source: Path, monkeypatch: pytest.MonkeyPatch
         caught[0].message, UserWarning, caught[0].filename, caught[0].lineno
     ).splitlines()
     assert line.startswith("lab.codec.build:")
+
+
+@pytest.mark.parametrize("damage", ["content", "mode"])
+def test_a_library_that_is_not_as_it_was_built_is_built_again(
+    source: Path, cache: Path, damage: str
+) -> None:
+    assert answer(source) == 42
+    (library,) = cache.iterdir()
+    if damage == "content":
+        library.unlink()  # and not written over, as it is in this process' memory
+        library.write_bytes(b"another")
+    else:
+        library.chmod(0o777)
+    build.load.cache_clear()
+    assert answer(source) == 42
+    assert library.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert answer(source) == 42
+    assert not any(cache.iterdir())
+    (library,) = (tmp_path / f"scaling-lab-{os.getuid()}").iterdir()
+    assert library.suffix == ".so"

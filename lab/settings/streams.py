@@ -1,0 +1,105 @@
+"""Standard streams that are closed, full, or read by nobody: no traceback, and no run is lost."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+
+class OutputLost(OSError):
+    """Standard output cannot be written, as its disk is full."""
+
+
+class Output:
+    """Standard output whose failures can be told from those of files."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _told():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _told():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Messages(Output):
+    """A stream whose failures are no reason to end anything."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+@contextmanager
+def safe_streams() -> Iterator[None]:
+    """Write to whatever the standard streams are, while the context lasts."""
+    _open_closed()
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Output(sys.stdout), Messages(sys.stderr)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def output_as_messages() -> Iterator[None]:
+    """Let a run go on without standard output, if that fails, while the context lasts."""
+    before = sys.stdout
+    sys.stdout = Messages(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        try:
+            before.flush()
+        except OSError:
+            drop_output()
+
+
+def drop_output() -> None:
+    """Let what is still to be written vanish, so that Python does not complain at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_closed() -> None:
+    """Open closed streams to nowhere: a file that got their numbers would be written into."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number and not _is_open(number):
+                os.dup2(nowhere, number)
+            setattr(sys, name, os.fdopen(nowhere, "w"))
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # whoever reads has enough, which is no failure
+        raise
+    except OSError as error:
+        raise OutputLost(f"standard output: {error.strerror}") from None

@@ -1,0 +1,63 @@
+"""Standard streams that are closed, full or unread: never a traceback, never a lost run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import HANG_S
+
+STREAMS = {
+    ">/dev/full": 1,
+    "2>/dev/full": 0,
+    ">/dev/full 2>/dev/full": 1,
+    ">&-": 0,
+    "2>&-": 0,
+    ">&- 2>&-": 0,
+}
+TRAIN = "lab.train device=cpu model=mlp data=synthetic data.num_images=64 batch_size=8 steps=3"
+
+
+def shell(module: str, streams: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    line = f"{shlex.quote(sys.executable)} -m {module} {streams}"
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=HANG_S
+    )
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize(
+    "module", ["lab.plot --help", "lab.train --cfg job device=cpu", "lab.explain nowhere"]
+)
+def test_commands(module: str, streams: str, tmp_path: Path) -> None:
+    done = shell(module, streams, tmp_path)
+    refused = "nowhere" in module
+    assert done.returncode == (2 if refused else STREAMS[streams])
+    if streams == ">/dev/full" and not refused:
+        name = module.split()[0]
+        assert done.stderr == f"{name}: error: standard output: No space left on device\n"
+    elif "2>" not in streams and not refused:
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_run_is_recorded_and_done(streams: str, tmp_path: Path) -> None:
+    done = shell(f"{TRAIN} cell=a", streams, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    record = json.loads((tmp_path / "runs/default/a/record.json").read_text())
+    assert (record["status"], record["num_steps"]) == ("done", 3)
+
+
+@pytest.mark.parametrize("module", ["lab.plot --help", "lab.train --cfg job device=cpu"])
+def test_a_reader_that_has_enough_ends_a_command_without_a_word(
+    module: str, tmp_path: Path
+) -> None:
+    done = shell(module, "| head -c 1; exit ${PIPESTATUS[0]}", tmp_path)
+    assert done.returncode in (0, 141)
+    assert done.stderr == ""
