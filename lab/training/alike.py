@@ -20,6 +20,7 @@ from torch import nn
 import lab
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
+from lab.distributed import launcher
 from lab.settings.names import of_all_ranks
 
 NUM_SAMPLES = 4  # of each part of the data that are read and compared
@@ -38,9 +39,11 @@ def settings_and_software(config: DictConfig) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """State what computes: versions, and a digest of the lab's own code."""
+    """State what computes: versions, and the lab's own code, which one host has once at a path."""
+    one_host = launcher.local_size() == launcher.world_size()
+    code = str(Path(lab.__file__).resolve().parent) if one_host else f"code {lab_code()}"
     found = {
-        "lab": f"{lab.__version__} (code {lab_code()})",
+        "lab": f"{lab.__version__} ({code})",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
