@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
+
+import torch.distributed as dist
 
 from lab.distributed.rank_info import RankInfo
 
 Facts = Mapping[str, str]  # what a rank states, by name
 
 MOST_NAMED = 4  # facts that differ; of the others, the line gives the number
+HEARD_S = 5.0  # for all ranks to read what differs
 LONGEST = 80  # characters of a value in the line
 
 
@@ -35,12 +39,17 @@ def compare_in_store(place: RankInfo, key: str, limit: timedelta) -> None:
     Raises:
         Disagreement: names what differs, with the values and their ranks.
     """
-    verdict = f"{key}/verdict"
+    store, verdict = place.store, f"{key}/verdict"
+    heard = [f"{key}/heard/{rank}" for rank in range(place.size)]
     if place.rank == 0:
-        texts = [place.store.get(f"{key}/{rank}").decode() for rank in range(place.size)]
-        place.store.set(verdict, differences([json.loads(text) for text in texts]))
-    place.store.wait([verdict], limit)
-    if line := place.store.get(verdict).decode():
+        texts = [store.get(f"{key}/{rank}").decode() for rank in range(place.size)]
+        store.set(verdict, differences([json.loads(text) for text in texts]))
+    store.wait([verdict], limit)
+    if line := store.get(verdict).decode():
+        store.set(heard[place.rank], "")
+        if place.rank == 0:  # the store may be in this process, and end with it
+            with suppress(dist.DistError):
+                store.wait(heard, timedelta(seconds=HEARD_S))
         raise Disagreement(line)
 
 

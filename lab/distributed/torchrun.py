@@ -28,8 +28,6 @@ NAME = "loopback"
 class Loopback(RendezvousHandler):
     """The rendezvous of one host with itself; its ranks meet at the same store."""
 
-    use_agent_store = True
-
     def __init__(self, job: str) -> None:
         listener = socket.create_server((HOST, 0))
         self._job, self._port = job, listener.getsockname()[1]
@@ -40,6 +38,10 @@ class Loopback(RendezvousHandler):
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
 
     def get_backend(self) -> str:
         return NAME

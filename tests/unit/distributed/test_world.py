@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.distributed import horovod_comm, world
+from lab.distributed import agreement, horovod_comm, world
 from lab.distributed.agreement import Disagreement, written
 from lab.distributed.comm import Comm
 from lab.distributed.rank_info import RankInfo
@@ -89,7 +89,10 @@ def test_a_rank_that_hangs_while_others_connect_is_named(
         start()
 
 
-def test_ranks_of_unlike_facts_are_refused_before_they_connect(store: dist.Store) -> None:
+def test_ranks_of_unlike_facts_are_refused_before_they_connect(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "HEARD_S", 0.1)  # the others hear nothing
     for rank in (1, 2):
         store.set(f"came/{rank}", written({"device": "cuda", "number of ranks": "3"}))
     with pytest.raises(Disagreement, match="device: cpu on rank 0, cuda on ranks 1-2; must be eq"):
