@@ -59,7 +59,8 @@ def differences(stated: Sequence[Facts]) -> str:
     Args:
         stated: the facts of each rank, in rank order.
     """
-    names = list(dict.fromkeys(name for facts in stated for name in facts))
+    names = dict.fromkeys(name for facts in stated for name in facts)
+    names = sorted(names, key=lambda name: name.count("."))  # strategy before exchange.threshold
     unlike = [name for name in names if len({facts.get(name) for facts in stated}) > 1]
     if not unlike:
         return ""
