@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lab.settings.secrets import kept_words
+from lab.settings.secrets import is_secret, kept_words
 
 AXES = ("strategy", "world_size", "batch_size", "scaling", "repeat", "measure")
 AXIS_LETTERS = {"batch_size": "b", "repeat": "r"}
@@ -60,8 +60,12 @@ def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_all_ranks(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that all ranks of a run must have alike, as texts by dotted key."""
-    return {key: _text(value) for key, value in _flat(settings).items() if key not in LOCAL}
+    """Return the settings that all ranks of a run must have alike, as texts by dotted key.
+
+    Of secrets a digest: ranks send these texts to each other, and what differs is printed.
+    """
+    texts = {key: _text(value) for key, value in _flat(settings).items() if key not in LOCAL}
+    return {key: _digest(text) if is_secret(key) else text for key, text in texts.items()}
 
 
 def root_of(key: str) -> str:
@@ -92,6 +96,10 @@ def _text(value: Any) -> str:
     """Write a value as a command line does."""
     known = {None: "null", True: "true", False: "false"}
     return known[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _by_key(arguments: Sequence[str]) -> dict[str, str]:

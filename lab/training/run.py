@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.source import source_hash
-from lab.record.origin import joined, stretches
+from lab.record.decode import decode
+from lab.record.origin import Stretch, joined, stretches
 from lab.record.run_directory import RunDirectory
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
@@ -170,7 +172,8 @@ class Run:
         try:
             shared, by_rank = checkpoint.load(path)
             resume.restore(parts.trainer, shared, by_rank)
-            self._made_before = shared.get("made", [])
+            made = decode(list[Stretch], shared.get("made", []), "made")
+            self._made_before = [asdict(each) for each in made]
         except ValueError as error:
             raise ConfigError(str(error)) from None
         trainer = parts.trainer

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from lab.settings.names import of_all_ranks
 from lab.settings.secrets import handed_over, is_secret, kept, kept_words, without_secrets
 
 SECRETS = [
@@ -91,3 +92,9 @@ def test_time_grows_with_the_text_alone(piece: str) -> None:
     seconds(1000)
     # 16 times the text: quadratic patterns take 256 times as long, cubic ones 4096 times.
     assert seconds(320_000) < 80 * max(seconds(20_000), 1e-3)
+
+
+def test_ranks_compare_secrets_by_a_digest() -> None:
+    one, other = (of_all_ranks({"model": {"api_token": text}}) for text in ("hunter2", "hunter3"))
+    assert one != other
+    assert "hunter" not in f"{one} {other}"
