@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -119,7 +120,7 @@ class Cell:
         Raises: DamagedFile: it cannot be read.
         """
         path = self.folder / "steps.parquet"
-        return read_steps(path) if path.is_file() else None
+        return read_steps(path) if os.path.lexists(path) else None
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,11 @@ def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd"
     """Compute the memory that a training step needs at most (lab.layers.footprint)."""
     from lab.layers.footprint import Step, footprint
     from lab.settings.config import load
+    from lab.settings.overrides import own_choices
     from lab.training.optim import make_optim
 
     plan = device.blueprint(network)
-    optimizer = make_optim(load([f"optim={optim}"]).optim, batch_size).optimizer
+    optimizer = make_optim(load(own_choices([f"optim={optim}"])).optim, batch_size).optimizer
     step = Step(
         plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss, optimizer
     )

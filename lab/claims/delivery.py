@@ -11,6 +11,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, load
+from lab.settings.overrides import own_choices
 
 RANKS, STEPS, SHAPE = 2, 64, (32, 2048)
 
@@ -27,7 +28,7 @@ def delivered_error(strategy: str) -> float:
     """
     chance = torch.Generator().manual_seed(0)
     gradients = torch.randn(RANKS, SHAPE[0] * SHAPE[1], generator=chance)
-    chosen = load([f"strategy={strategy}"]).exchange
+    chosen = load(own_choices([f"strategy={strategy}"])).exchange
 
     def rank_main(comm: Comm) -> torch.Tensor:
         exchange: Exchange = build(chosen)

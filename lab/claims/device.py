@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lab.claims.metrics import Missing
 from lab.measure.intervals import Interval
 from lab.settings.config import load
+from lab.settings.overrides import own_choices
 from lab.settings.reading import read_json
 
 if TYPE_CHECKING:  # pandas and torch take seconds, and not every paper needs them
@@ -44,11 +45,11 @@ class Device:
         """Build a network for its shapes. ValueError: the paper names no such network."""
         from lab.problem.build import blueprint
 
-        return blueprint(load(shlex.split(self._settings(network))))
+        return blueprint(load(self._settings(network)))
 
     def batch(self, network: str) -> int:
         """Return the batch that a network's settings give it."""
-        return load(shlex.split(self._settings(network))).batch_size
+        return load(self._settings(network)).batch_size
 
     def result(self, name: str) -> dict[str, Any]:
         """Return a result of lab.bench.
@@ -74,10 +75,10 @@ class Device:
                 continue
         return found
 
-    def _settings(self, network: str) -> str:
+    def _settings(self, network: str) -> Sequence[str]:
         if network not in self.networks:
             raise ValueError(f"network={network}: allowed are {', '.join(self.networks)}")
-        return self.networks[network]
+        return own_choices(shlex.split(self.networks[network]))
 
 
 @functools.cache

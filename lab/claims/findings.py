@@ -27,6 +27,7 @@ from lab.claims.verdicts import Verdict, judge
 from lab.model.facts import Counts
 from lab.settings.config import build, load
 from lab.settings.files import located, read_file
+from lab.settings.overrides import own_choices
 from lab.simulate.fit import DRAWS
 from lab.simulate.hardware import Hardware
 from lab.simulate.presets import draws, parse, places
@@ -206,7 +207,7 @@ def _reproduce(
 def _counts(model: str) -> Counts:
     from lab.model.counts import counts_of
 
-    return counts_of(partial(build, load([f"model={model}"]).model))
+    return counts_of(partial(build, load(own_choices([f"model={model}"])).model))
 
 
 def _fit(runs: Path, profile: str, preset: Hardware) -> tuple[Hardware, tuple[ScoredCell, ...]]:

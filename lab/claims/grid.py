@@ -34,6 +34,8 @@ class Grid:
                 raise ValueError(f"grid.{key}={value}: must be a list with an entry")
         if not self.margin >= 0:
             raise ValueError(f"grid.margin={self.margin}: must not be negative")
+        for _ in self.cells:
+            pass  # each point is checked as it is made
 
     @property
     def cells(self) -> Iterator[Point]:

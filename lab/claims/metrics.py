@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,13 @@ class Point:
     profile: str | None = None
     layer: str | None = None
     rate_gbit: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"at.{name}={getattr(self, name)}: must be at least 1")
+        if self.rate_gbit is not None and not 0 < self.rate_gbit < math.inf:
+            raise ValueError(f"at.rate_gbit={self.rate_gbit}: must be a number above 0")
 
 
 class Facts(Protocol):
@@ -77,6 +85,8 @@ def speedup(facts: Facts, at: Point) -> float:
 
 def weak_speedup(facts: Facts, at: Point) -> float:
     """Compute the throughput relative to one rank without exchange, at the same per-rank batch."""
+    if at.batch_size < at.world_size:
+        raise Missing
     alone = replace(at, strategy="none", world_size=1, batch_size=at.batch_size // at.world_size)
     return at.world_size * facts.step_s(alone) / facts.step_s(at)
 

@@ -9,6 +9,7 @@ from lab.model.facts import Counts
 from lab.model.profile import Profile
 from lab.settings.config import load
 from lab.settings.files import read_file
+from lab.settings.overrides import own_choices
 from lab.simulate.crossover import with_rate
 from lab.simulate.hardware import Hardware
 from lab.simulate.step import simulate
@@ -97,4 +98,4 @@ def profile_of(name: str, bytes_scale: float = 1.0) -> Profile:
 @cache
 def strategy_of(name: str) -> Strategy:
     """Compose `strategy=name`. ConfigError: there is none; ValueError: it has no cost model."""
-    return Strategy.of(load([f"strategy={name}"]))
+    return Strategy.of(load(own_choices([f"strategy={name}"])))

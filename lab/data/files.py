@@ -28,8 +28,10 @@ def reading(file: Path) -> Iterator[None]:
     """Turn any error of a reader of `file` into one line that names the file.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or is no regular file.
     """
+    if file.exists() and not file.is_file():  # of a pipe, a reader would wait for ever
+        raise ValueError(f"data.path={file}: is no regular file")
     try:
         yield
     except Exception as error:  # readers raise many types: of zip, of Arrow, of the system

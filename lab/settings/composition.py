@@ -17,13 +17,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
 from yaml import YAMLError
 
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, conf_dir, file_at, is_file, read_file
 from lab.settings.overrides import quoted
 from lab.settings.own_code import names_code
-from lab.settings.reading import DamagedFile, read_yaml
+from lab.settings.reading import DamagedFile, escaped, read_yaml
 
 # To another setting, as in ${optim.warmup_steps}, or ${oc.select:sync.double_buffer,false}.
 REFERENCE = re.compile(r"\$\{(?:[\w.]+|oc\.select:[\w.]+,[\w.]+)\}")
@@ -59,6 +60,7 @@ def composed(
     rest = [o for o in overrides if _root(o) not in apart]
     files = tuple((o.key_or_group, str(o.value())) for o in rest if _names_file(o, groups))
     _check(files)
+    _check_of_folder(rest, config_dir)
     # Additions and removals depend on the order of overrides, so all of these stay together.
     ordered = any(str(o.input_line)[0] in "+~" for o in rest)
     plain = [] if ordered else [o for o in rest if not _names_group(o, config_dir, files)]
@@ -66,7 +68,7 @@ def composed(
     config = copy.deepcopy(_composed(lines, config_dir, files, _changed(files)))
     _refuse_resolvers(OmegaConf.to_container(config), lines)
     for group, name in data.items():
-        config[group] = _escaped(_data(group, name, config_dir))
+        config[group] = escaped(_data(group, name, config_dir))
     for group, path in code.items():
         config[group] = {"_target_": path.replace(":", ".")}
         OmegaConf.set_struct(config[group], False)
@@ -85,6 +87,14 @@ def _check(files: Files) -> None:
             raise ConfigError(f"{group}={error}") from None
         if group != "strategy" and PACKAGE.search(Path(file).read_text(encoding="utf-8")):
             raise ConfigError(f"{group}={file}: @package: only a strategy's file sets other groups")
+
+
+def _check_of_folder(overrides: Sequence[Override], config_dir: str | None) -> None:
+    """Refuse choices of the user's folder that are no YAML, which Hydra might read for minutes."""
+    for override in overrides:
+        group, name = override.key_or_group, str(override.value())
+        if config_dir is not None and Path(config_dir, group, f"{name}.yaml").exists():
+            read_file(group, name, config_dir)
 
 
 def _refuse_resolvers(value: Any, lines: Sequence[str]) -> None:
@@ -122,17 +132,6 @@ def _call_in(value: Any) -> str | None:
         own = next((str(key) for key in value if str(key).startswith("_")), None)
         return own or _call_in(list(value.values()))
     return next(filter(None, map(_call_in, value)), None) if isinstance(value, list) else None
-
-
-def _escaped(value: Any) -> Any:
-    """Escape what OmegaConf would take for an interpolation: in data it is text."""
-    if isinstance(value, dict):
-        return {key: _escaped(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_escaped(each) for each in value]
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
 def _root(override: Override) -> str:
@@ -209,10 +208,15 @@ def _linked(files: Files) -> Iterator[str | None]:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Leave the Hydra of a program that uses the lab, if it is a Hydra application, as it was."""
+    """Leave the Hydra of a program that uses the lab, if it is a Hydra application, as it was.
+
+    Meanwhile no file can make the value of an environment variable the name of a choice.
+    """
     programs = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
+    OmegaConf.clear_resolver("oc.env")
     try:
         yield
     finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env)
         GlobalHydra.instance().hydra = programs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ __all__ = [
     "config_dir_of",
     "file_to_write",
     "listed",
+    "own_choices",
     "parse_overrides",
     "quoted",
     "split",
@@ -42,6 +44,26 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         if overrides[-1].key_or_group.split(".")[0] == "hydra":
             raise ConfigError(f"{argument}: Hydra itself has no settings here (--help)")
     return overrides
+
+
+def own_choices(arguments: Sequence[str]) -> Sequence[str]:
+    """Return settings that a file of data gives, after checking that they name no code or file.
+
+    Raises:
+        ConfigError: a setting is more than one of the lab's own choices, or a plain value.
+    """
+    for override in parse_overrides(arguments):
+        keys, value = override.key_or_group.split("."), override.value()
+        texts = value if isinstance(value, list) else [value]
+        named = [text for text in texts if not isinstance(text, int | float | bool | None)]
+        is_path = {"config_dir", "runs_dir", "path", "resume"} & {*keys}
+        if is_path or any(k.startswith("_") for k in keys) or not all(map(_is_name, named)):
+            raise ConfigError(f"{override.input_line}: a file may name the lab's own choices alone")
+    return arguments
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"[\w-]+", value))
 
 
 def listed(override: Override, config_dir: str | None) -> list[str]:

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,33 @@ def read_yaml(path: Path) -> Any:
         text = content.decode()
         if "&" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST_YAML:
             raise ValueError(f"anchors make more than {LARGEST_YAML} values")
-        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        return _bounded(OmegaConf.to_container(OmegaConf.load(io.StringIO(text))))
     except RecursionError:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
     # OSError: OmegaConf's word on numbers that stand alone.
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError) as error:
         raise DamagedFile(f"{path}: not YAML: {one_line(error)}") from None
+
+
+def escaped(value: Any) -> Any:
+    """Escape what OmegaConf would take for an interpolation: in data it is text."""
+    if isinstance(value, dict):
+        return {key: escaped(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [escaped(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+
+
+def _bounded(value: Any) -> Any:
+    """Return a value of YAML after checking its whole numbers, at any depth."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, dict | list):
+            _bounded(each)
+        elif isinstance(each, int):
+            _whole(str(int(each)))  # True is an int too
+    return value
 
 
 def _whole(digits: str) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from lab.model.profile import VALUE_BYTES
 from lab.settings.config import choices_of, load
+from lab.settings.overrides import own_choices
 from lab.settings.reading import read_json
 from lab.simulate.costs import stages_of
 from lab.simulate.fit import LINK, get, least_squares, with_values
@@ -80,4 +81,4 @@ def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:
 
 
 def _exchange(choice: str) -> Mapping[str, Any]:
-    return load([f"exchange={choice}"]).exchange
+    return load(own_choices([f"exchange={choice}"])).exchange

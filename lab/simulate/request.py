@@ -14,6 +14,7 @@ from lab.model.profile import Profile, replayed
 from lab.settings.errors import ConfigError
 from lab.settings.files import read_file
 from lab.settings.overrides import config_dir_of, file_to_write, split
+from lab.settings.reading import escaped
 from lab.simulate.hardware import Hardware
 from lab.simulate.presets import parse as parse_hardware
 from lab.study.grid import Cell
@@ -118,7 +119,7 @@ def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, 
     changes = {key: text for key, text in texts.items() if key.startswith("hardware.")}
     dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
     try:
-        node = OmegaConf.create(read_file("hardware", texts["hardware"], config_dir))
+        node = OmegaConf.create(escaped(read_file("hardware", texts["hardware"], config_dir)))
         for key in changes:  # a value that is given is not assumed
             node.get("assumed", {}).pop(key.removeprefix("hardware."), None)
         return plain(OmegaConf.merge(node, OmegaConf.from_dotlist(dotted)))

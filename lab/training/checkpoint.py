@@ -11,24 +11,40 @@ cut short is never found.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-import pickle
 import re
 import shutil
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lab.distributed.world import World
+from lab.record.decode import decode
 from lab.record.files import write_json
 from lab.settings.reading import read_json
 from lab.settings.whole import write_atomically
 
 KEEP = 2  # newest checkpoints of a run that stay on disk
 NAME = re.compile(r"step_(\d{6,})")  # what lies beside under other names is the user's
+
+
+@dataclass(frozen=True)
+class Done:
+    """The file DONE.
+
+    Attributes:
+        files: SHA-256 by name.
+        sizes: bytes by name; empty: an older version wrote it.
+    """
+
+    world_size: int
+    files: dict[str, str]
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], world: World) -> None:
@@ -49,8 +65,10 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
         _write(unfinished / "shared.pt", shared)
     world.barrier()
     if world.rank == 0:
-        files = {path.name: _digest(path) for path in sorted(unfinished.glob("*.pt"))}
-        write_json(unfinished / "DONE", {"world_size": world.size, "files": files})
+        files = sorted(unfinished.glob("*.pt"))
+        sizes = {path.name: path.stat().st_size for path in files}
+        done = Done(world.size, {path.name: _digest(path) for path in files}, sizes)
+        write_json(unfinished / "DONE", asdict(done))
         final, replaced = root / f"step_{step:06d}", root / f".replaced_{step:06d}"
         if final.exists():  # of the same step; it stays until the new one is complete
             final.replace(replaced)
@@ -103,16 +121,21 @@ def _names_in(path: Path) -> list[str]:
             "checkpoints/step_… that holds DONE"
         )
     try:
-        done = read_json(path / "DONE")
-        damaged = [name for name, digest in done["files"].items() if _digest(path / name) != digest]
-        names = [f"rank_{rank:03d}.pt" for rank in range(len(done["files"]) - 1)]
-        if {"shared.pt", *names} != {*done["files"]} or len(names) != done["world_size"]:
+        done = decode(Done, read_json(path / "DONE"), "")
+        names = [f"rank_{rank:03d}.pt" for rank in range(len(done.files) - 1)]
+        if {"shared.pt", *names} != {*done.files} or len(names) != done.world_size:
             raise ValueError("DONE names other files than its number of ranks has")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        damaged = [name for name in done.files if _was_changed(path / name, done)]
+    except (OSError, ValueError) as error:
         raise ValueError(f"resume={path}: corrupt checkpoint: {error}") from None
     if damaged:
         raise ValueError(f"resume={path}: corrupt checkpoint: {', '.join(damaged)} was changed")
     return names
+
+
+def _was_changed(path: Path, done: Done) -> bool:
+    size = path.stat().st_size
+    return done.sizes.get(path.name, size) != size or _digest(path) != done.files[path.name]
 
 
 def _complete(root: Path) -> list[Path]:
@@ -132,13 +155,17 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError):  # the file was not written by `save`
+    except OSError:
+        raise
+    except Exception:  # the file was not written by `save`, which shows in many ways
         raise ValueError(
             f"resume={path.parent}: corrupt checkpoint: {path.name} holds more than tensors"
         ) from None
 
 
 def _digest(path: Path) -> str:
+    if not path.is_file():  # a pipe would never end
+        raise FileNotFoundError(errno.ENOENT, "is no regular file", str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

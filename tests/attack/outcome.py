@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 SURVIVED, REFUSED = "survived", "refused in one line"
-BAD = ("lost", "hung", "silent", "traceback", "code run", "memory")
+BAD = ("lost", "hung", "silent", "traceback", "code run", "secret", "memory")
 OUTCOMES = (SURVIVED, REFUSED, *BAD)
 
 

@@ -17,8 +17,9 @@ import resource
 import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -108,8 +109,15 @@ def attack(name: str, seed: int, count: int, limit: bool) -> Iterator[Attempt]:
         Path(reader.file).write_bytes(whole)
 
 
-def judged(attack: str, what: str, reader: Reader, damaged: bytes) -> Attempt:
-    """Run a command on a damaged file, and say what came of it."""
+def judged(
+    attack: str, what: str, reader: Reader, damaged: bytes, secrets: Sequence[str] = ()
+) -> Attempt:
+    """Run a command on a damaged file, and say what came of it.
+
+    Args:
+        secrets: that the file leads to; nothing that is printed or written may hold them.
+    """
+    began = time.time()
     try:
         said, code = run(reader)
     except TooLongError:
@@ -125,6 +133,9 @@ def judged(attack: str, what: str, reader: Reader, damaged: bytes) -> Attempt:
     if Path("ran").exists():
         Path("ran").rmdir()
         return Attempt(attack, what, "code run")
+    told = (said.encode(), *_written_since(began))
+    if any(secret.encode() in text for secret in secrets for text in told):
+        return Attempt(attack, what, "secret", said[:200])
     errors = [line for line in said.splitlines() if "error:" in line]
     if code == 2:
         tidy = len(errors) == 1 and len(errors[0]) < 2100
@@ -132,6 +143,12 @@ def judged(attack: str, what: str, reader: Reader, damaged: bytes) -> Attempt:
     if reader.mentions and not readable(reader.file, damaged) and reader.mentions not in said:
         return Attempt(attack, what, "silent", said[:200] + said[-200:])
     return Attempt(attack, what, SURVIVED)
+
+
+def _written_since(began: float) -> Iterator[bytes]:
+    for path in Path().rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mtime >= began:
+            yield path.read_bytes()
 
 
 def readable(name: str, content: bytes) -> bool:

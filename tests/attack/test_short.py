@@ -39,6 +39,6 @@ def test_data_that_no_one_can_learn_are_refused(kind: str, said: str, tmp_path: 
 def test_the_table_counts_by_attack() -> None:
     attempts = [Attempt("a", "1", "survived"), Attempt("a", "2", "lost"), Attempt("b", "3", "hung")]
     assert table(attempts).splitlines()[2:] == [
-        "| a | 2 | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 |",
-        "| b | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 |",
+        "| a | 2 | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 |",
+        "| b | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | 0 |",
     ]
