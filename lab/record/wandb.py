@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lab.record.recorder import require_package
 from lab.record.schema import Record
+from lab.settings.secrets import is_secret
 
 MODES = ("offline", "online")
 
@@ -35,15 +38,16 @@ class WandbRecorder:
         """Open the run of the cell in `directory`."""
         import wandb
 
-        self._run = wandb.init(
-            project=self._project,
-            mode=self._mode,  # type: ignore[arg-type]
-            dir=str(directory),
-            name=directory.name,
-            group=study,
-            config=config,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        with _hidden():
+            self._run = wandb.init(
+                project=self._project,
+                mode=self._mode,  # type: ignore[arg-type]
+                dir=str(directory),
+                name=directory.name,
+                group=study,
+                config=config,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -52,3 +56,14 @@ class WandbRecorder:
         """Close the run with the record as its summary."""
         self._run.summary.update(record.to_json())
         self._run.finish()
+
+
+@contextmanager
+def _hidden() -> Iterator[None]:
+    """Hide SLURM's secrets: wandb records all variables of SLURM."""
+    found = [name for name in os.environ if name.startswith("SLURM") and is_secret(name)]
+    values = {name: os.environ.pop(name) for name in found}
+    try:
+        yield
+    finally:
+        os.environ.update(values)

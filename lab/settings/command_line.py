@@ -14,8 +14,8 @@ from lab.settings.blame import blame
 from lab.settings.command import Command, CommandLine
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.hints import hint
-from lab.settings.overrides import quoted
-from lab.settings.secrets import handed_over, without_secrets
+from lab.settings.overrides import handed_over, quoted
+from lab.settings.secrets import without_secrets
 from lab.settings.streams import OutputLost, drop_output, safe_streams
 from lab.settings.visible import visible, visible_output
 

@@ -8,17 +8,19 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString, Sweep
 from hydra.errors import HydraException
 
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of
 from lab.settings.hints import lonely_hint
+from lab.settings.secrets import kept_words
 
 __all__ = [
     "Override",
     "config_dir_of",
     "file_to_write",
+    "handed_over",
     "listed",
     "own_choices",
     "parse_overrides",
@@ -44,6 +46,39 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         if overrides[-1].key_or_group.split(".")[0] == "hydra":
             raise ConfigError(f"{argument}: Hydra itself has no settings here (--help)")
     return overrides
+
+
+def handed_over(arguments: Sequence[str]) -> list[str]:
+    """Return a command line whose secrets stand in the environment, to which it refers.
+
+    So they are in no list of processes of the ranks that it starts, and in no file that keeps it.
+    """
+    return [word if kept_words([word]) == [word] else _handed_over(word) for word in arguments]
+
+
+def _handed_over(word: str) -> str:
+    key, _, text = word.partition("=")
+    try:
+        value = parse_overrides([word])[0].value()
+    except ConfigError:  # which whoever reads it will tell
+        return word
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    texts = [each.text if isinstance(each, QuotedString) else each for each in values]
+    if "." not in key or "${" in text:
+        return word
+    if all(isinstance(each, str) for each in texts):
+        references = (_put_away(key, number, str(each)) for number, each in enumerate(texts))
+        return f"{key}={','.join(map(repr, references))}"
+    if isinstance(value, Sweep):
+        return word
+    return f"{key}='${{oc.decode:{_put_away(key, 0, text)}}}'"
+
+
+def _put_away(key: str, number: int, text: str) -> str:
+    """Set a variable of the environment; return the reference to it."""
+    name = re.sub(r"\W", "_", f"LAB_{key}_{number}".upper())
+    os.environ[name] = text
+    return f"${{oc.env:{name}}}"
 
 
 def own_choices(arguments: Sequence[str]) -> Sequence[str]:

@@ -17,7 +17,7 @@ HIDDEN = "…"
 # `num_tokens`. PASS and SIG are words of their own only in variables and queries.
 PARTS = frozenset(
     (
-        *("apikey", "auth", "authorization", "bearer", "cookie", "cookies", "sig", "token"),
+        *("apikey", "auth", "authorization", "bearer", "cookie", "cookies", "jwt", "sig", "token"),
         *("credential", "credentials", "secret", "secrets"),
         *("passphrase", "passwd", "password", "passwords", "pwd"),
     )
@@ -26,15 +26,17 @@ ENDINGS = ("apikey", "password", "passwd", "secret", "token")
 PAIRS = frozenset({("access", "key"), ("api", "key"), ("private", "key"), ("amz", "signature")})
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
-USER_OF_URL = re.compile(r"(?<!\w)(\w+://)[^/\s@]+@")
+# A password that is not encoded, as it should be, may hold slashes.
+USER_OF_URL = re.compile(r"(?<!\w)(\w+://)(?:[^/\s@]+|[^/\s@:]{0,100}:[^\s@]{1,200})@")
 SCHEME = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=\S*[\d=])[\w.~+/=-]{6,}")
 # A name, and what stands between it and its value: key=value, "key": value, --key value.
 NAME = re.compile(r"(?<![\w.-])(?:([\w.-]+)['\"]?\s*[=:]\s*|(--?[A-Za-z][\w-]*)\s+)")
-VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;'\"&]+")
+VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|(?:(?i:bearer|basic|digest|token)\s+)?[^\s,;'\"&]+")
 SHAPES = re.compile(
     r"\b(?:gh[pousr]_\w{16,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_\w{16,}|sk-[\w-]{16,}"
     r"|xox[abprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w.-]+)"
 )
+HANDED = re.compile(r"'\$\{(?:oc\.decode:\$\{)?oc\.env:(LAB_\w+)\}{1,2}'")
 PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)
 
 
@@ -73,29 +75,15 @@ def kept(value: Any, name: str = "") -> Any:
 
 
 def kept_words(arguments: Sequence[str]) -> list[str]:
-    """Return what may be kept of a command line of `key=value` words."""
+    """Return what may be kept of a command line of `key=value` words.
+
+    Values that were handed over (lab.settings.overrides) are shown as they were given.
+    """
+    given = (HANDED.sub(lambda found: os.environ.get(found[1], HIDDEN), w) for w in arguments)
     return [
         f"{key}={kept(value, key.lstrip('+~'))}" if equals else without_secrets(key)
-        for key, equals, value in (word.partition("=") for word in arguments)
+        for key, equals, value in (word.partition("=") for word in given)
     ]
-
-
-def handed_over(arguments: Sequence[str]) -> list[str]:
-    """Return a command line whose secrets stand in the environment, to which it refers.
-
-    So they are in no list of processes of the ranks that it starts, and in no file that keeps it.
-    """
-    words = []
-    for word in arguments:
-        key, equals, text = word.partition("=")
-        if equals and is_secret(key) and "${" not in text:
-            values = [text[1:-1]] if text[:1] in ("'", '"') else text.split(",")
-            names = [re.sub(r"\W", "_", f"LAB_{key}_{n}".upper()) for n in range(len(values))]
-            os.environ.update(zip(names, values, strict=True))
-            references = ",".join(f"'${{oc.env:{name}}}'" for name in names)
-            word = f"{key}={references}"
-        words.append(word)
-    return words
 
 
 def _without_values(text: str) -> str:

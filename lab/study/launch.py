@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lab.cluster.settings import Cluster
 from lab.record.schema import Record, Status, read_record
+from lab.settings.secrets import without_secrets
 from lab.study.cells import make_directory
 from lab.study.grid import Cell
 
@@ -42,7 +43,10 @@ def run_cells(
     if turns is not None:
         train = ["-m", "lab.training.in_turns", str(turns), json.dumps(settings)]
     command = [*starter(one.world_size, one.over_horovod, one.cluster), *train]
-    status, error = _outcome(command, log, timeout_s * len(cells), lock)
+    try:
+        status, error = _outcome(command, log, timeout_s * len(cells), lock)
+    finally:
+        hide_secrets(log)
     for directory in directories[1:]:
         shutil.copyfile(log, directory / log.name)
     return [
@@ -73,6 +77,13 @@ def _outcome(command: list[str], log: Path, timeout_s: float, lock: int) -> tupl
             stop(process)
             raise
     return "failed", last_error(log) or f"exit code {process.returncode}"
+
+
+def hide_secrets(log: Path) -> None:
+    """Hide secrets in what a run has printed: its own code, and libraries, may print any."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if (shown := without_secrets(text)) != text:
+        log.write_text(shown)
 
 
 def settings_of(root: Path, cell: Cell) -> list[str]:

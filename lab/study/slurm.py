@@ -22,7 +22,7 @@ from lab.record.schema import Record, Status
 from lab.settings.config import ConfigError
 from lab.study.cells import make_directory
 from lab.study.grid import Cell
-from lab.study.launch import last_error, record_of, settings_of
+from lab.study.launch import hide_secrets, last_error, record_of, settings_of
 
 POLL_S = 1.0  # seconds between polls at first; a long sweep polls less often
 LONGEST_POLL_S = 15.0
@@ -202,6 +202,7 @@ def _record(directory: Path, task: Task, timeout_s: float) -> Record:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
+    hide_secrets(directory / "output.log")
     if task.timed_out:
         error = f"cell_timeout_s={timeout_s:g}: still running"
         return record_of(directory, task.cell, "timeout", error)

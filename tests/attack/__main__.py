@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from tests.attack import changes, commands, kills, launchers, numbers, surroundings, twice
+from tests.attack import changes, commands, kills, launchers, numbers, planted, surroundings, twice
 from tests.attack.outcome import BAD, Attempt, table
 from tests.attack.readers import READERS
 
@@ -33,6 +33,7 @@ def reads(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
 
 PARTS: dict[str, tuple[int, Part]] = {
     "reads": (200, reads),
+    "secrets": (10, planted.attack),
     "kills": (100, lambda seed, count, at: kills.attack(seed, count, at, kills.here())),
     "commands": (30, commands.attack),
     "changes": (100, changes.attack),

@@ -184,9 +184,6 @@ BINARIES: dict[str, Callable[[], bytes]] = {
     "an old pickle of torch": lambda: _saved(
         lambda file: torch.save(Malice(), file, _use_new_zipfile_serialization=False)
     ),
-    "a script of torch": lambda: _saved(
-        lambda file: torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
-    ),
     "arrays of objects": lambda: _saved(
         lambda file: np.savez(file, inputs=OBJECTS, targets=OBJECTS, allow_pickle=True)
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack import kills, numbers
+from tests.attack import kills, numbers, planted, strangers
 from tests.attack.outcome import BAD, REFUSED, Attempt, table
 from tests.attack.readers import READERS, attack
 
@@ -34,6 +34,22 @@ def test_data_that_no_one_can_learn_are_refused(kind: str, said: str, tmp_path: 
     attempt = numbers.tried(kind, kind, "onebit", numbers.of_data(kind), tmp_path)
     assert attempt.outcome == REFUSED
     assert said in attempt.said
+
+
+def test_no_planted_secret_is_shown(tmp_path: Path) -> None:
+    attempts = list(planted.attack(0, 1, tmp_path))
+    assert len(attempts) == 40
+    assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_strangers_file_is_read_or_refused_in_a_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attempts = list(strangers.attack(name))
+    assert len(attempts) >= 20
+    assert [attempt for attempt in attempts if attempt.outcome in BAD] == []
 
 
 def test_the_table_counts_by_attack() -> None:

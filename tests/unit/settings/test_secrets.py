@@ -6,9 +6,12 @@ import os
 import time
 
 import pytest
+from omegaconf import OmegaConf
 
+from lab.settings.config import load
 from lab.settings.names import of_all_ranks
-from lab.settings.secrets import handed_over, is_secret, kept, kept_words, without_secrets
+from lab.settings.overrides import handed_over
+from lab.settings.secrets import is_secret, kept, kept_words, without_secrets
 
 SECRETS = [
     "model.api_token",
@@ -71,10 +74,37 @@ def test_secrets_are_handed_to_other_processes_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    words = handed_over(["model.api_token='hunter2'", "steps=3", "model.password='${oc.env:PW}'"])
+    given = ["model.api_token='hunter2'", "steps=3", "model.password='${oc.env:PW}'"]
+    words = handed_over(given)
     assert words[0] == "model.api_token='${oc.env:LAB_MODEL_API_TOKEN_0}'"
     assert words[1:] == ["steps=3", "model.password='${oc.env:PW}'"]
     assert os.environ == {"LAB_MODEL_API_TOKEN_0": "hunter2"}
+    assert kept_words(words) == kept_words(given)  # so names of runs are those of lab.train alone
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("+model.tokens={a: 1}", {"a": 1}),
+        ("+model.passwords=['a,b',\"it's\"]", ["a,b", "it's"]),
+        ("+model.options={client_secret:'x y'}", {"client_secret": "x y"}),
+        ("+model.pin_password=1234", 1234),
+        ("+model.url='https://eva:pw@host'", "https://eva:pw@host"),
+    ],
+)
+def test_what_is_handed_over_arrives_as_it_was_given(word: str, values: object) -> None:
+    config = load(["strategy=none", *handed_over([word])])
+    found = OmegaConf.to_container(config.model, resolve=True)[word.split(".")[1].split("=")[0]]
+    assert found == values
+
+
+def test_a_list_of_secrets_stays_a_list_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    (word,) = handed_over(["model.api_token='a,b',c"])
+    assert word == (
+        "model.api_token='${oc.env:LAB_MODEL_API_TOKEN_0}','${oc.env:LAB_MODEL_API_TOKEN_1}'"
+    )
+    assert list(os.environ.values()) == ["a,b", "c"]
 
 
 @pytest.mark.parametrize(
