@@ -6,6 +6,7 @@ Nothing is imported before it is used, so that commands answer their help at onc
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from lab.settings.errors import ConfigError as ConfigError
 
     __version__: str
+
+# `python -m lab.plot` puts the current folder first on Python's path: a numpy.py in it, perhaps a
+# stranger's, would run in place of the library. Programs of one's own keep their path.
+_words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if sys.argv[:1] == ["-m"] else []
+if _words and _words[0].partition(".")[0] == "lab" and not sys.flags.safe_path:
+    sys.path.append(sys.path.pop(0))
 
 _HOME = {
     "attach": "lab.loop.attach",

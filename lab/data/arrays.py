@@ -16,6 +16,7 @@ from lab.data.tensors import TensorData
 LAYOUT = "give an .npz file, a folder of .npy files, or a .parquet table"
 SPLIT = ("x_train", "y_train", "x_test", "y_test")  # as Keras names the arrays of its data sets
 INTEGERS = "biu"  # kinds of numpy dtypes
+MOST_CLASSES = 10**7  # more are no indices, but numbers
 
 Part = tuple[np.ndarray, np.ndarray]  # inputs and targets
 
@@ -121,10 +122,17 @@ def _check(root: Path, part: Part, vocabulary: int | None) -> None:
             raise ValueError(f"data.path={root}: {name} are {array.dtype}; they must be numbers")
         if not np.isfinite(array).all():
             raise ValueError(f"data.path={root}: {name} are not all finite")
+        if array.dtype == np.float64 and np.abs(array).max() > np.finfo(np.float32).max:
+            raise ValueError(f"data.path={root}: {name} are beyond the range of float32")
     if targets.dtype.kind in INTEGERS and targets.min() < 0:
         raise ValueError(
             f"data.path={root}: targets are integers from {targets.min()}; as class indices they "
             "must not be below 0, and numbers to predict must be floating-point"
+        )
+    if targets.dtype.kind in INTEGERS and targets.max() >= MOST_CLASSES:
+        raise ValueError(
+            f"data.path={root}: targets are integers up to {targets.max()}; as class indices they "
+            f"must be below {MOST_CLASSES:,}, and numbers to predict must be floating-point"
         )
     if vocabulary is not None:
         _check_ids(root, inputs, vocabulary)

@@ -34,7 +34,9 @@ def save(draw: Callable[[], Figure], *paths: Path, page: Page = SCREEN) -> Figur
     # What is cropped would no longer have the page's width.
     crop = "tight" if page.width_in is None else None
     dpi = DPI if page.width_in is None else PAPER_DPI
-    with matplotlib.rc_context(RC | page.style):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # no matplotlibrc, which may lie in a stranger's folder
+        matplotlib.rcParams.update(RC | page.style)
         figure = draw()
         for path in paths:
             kind = path.suffix.removeprefix(".")

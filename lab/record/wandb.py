@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class WandbRecorder:
 
 
 @contextmanager
-def _hidden() -> Iterator[None]:
+def _hidden() -> Generator[None]:
     """Hide SLURM's secrets: wandb records all variables of SLURM."""
     found = [name for name in os.environ if name.startswith("SLURM") and is_secret(name)]
     values = {name: os.environ.pop(name) for name in found}

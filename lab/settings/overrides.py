@@ -16,6 +16,8 @@ from lab.settings.files import choices_of
 from lab.settings.hints import lonely_hint
 from lab.settings.secrets import kept_words
 
+OF_RUNS = ("record.json", "attempts.json", "timeline.json", "study.json")
+
 __all__ = [
     "Override",
     "config_dir_of",
@@ -157,6 +159,8 @@ def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
     if text == "null":
         return None
     path = Path(text)
+    if path.name in OF_RUNS:
+        raise ConfigError(f"{key}={text}: is the name of a file that runs keep; choose another")
     if path.suffix not in suffixes or not path.stem or not path.parent.is_dir():
         names = " or ".join(f"FILE{suffix}" for suffix in suffixes)
         raise ConfigError(f"{key}={text}: must name {names} in a folder that is there")

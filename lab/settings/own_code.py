@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,10 @@ def names_code(choice: str) -> bool:
 
 
 def make_importable(config_dir: str | None) -> None:
-    """Let Python find modules in the current folder, then in the user's folder of choices."""
-    for place, folder in ((0, str(Path.cwd())), (len(sys.path), config_dir)):
+    """Let Python find modules in the current folder and in the user's folder of choices."""
+    for folder in (str(Path.cwd()), config_dir):
         if folder and folder not in sys.path:
-            sys.path.insert(place, folder)
+            sys.path.append(folder)
 
 
 def callable_at(path: str, setting: str) -> Callable[..., Any]:
@@ -202,24 +203,42 @@ def fingerprint(hashes: Mapping[str, str]) -> str:
     return _hash(repr(sorted(hashes.items())).encode()) if hashes else ""
 
 
+@contextmanager
+def _standing_here() -> Iterator[None]:
+    """Import a user's module as a script in the current folder does, and stay in that folder.
+
+    The folder is last on Python's path otherwise (lab/__init__.py): files in it, perhaps a
+    stranger's, are not taken for a library's modules.
+    """
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+        os.chdir(here)
+
+
 def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
     """Import the longest part of a path that is a module; return it and the names left."""
     parts = path.replace(":", ".").split(".")
     for length in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:length])
         try:
-            return importlib.import_module(name), parts[length:]
+            with _standing_here():
+                return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
             if not (error.name and (name == error.name or name.startswith(f"{error.name}."))):
                 raise _import_failed(error, setting) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _import_failed(error, setting) from error
     raise ConfigError(
         f"{setting}: there is no module {parts[0]} in {Path.cwd()}, in config_dir, or installed"
     )
 
 
-def _import_failed(error: Exception, setting: str) -> ConfigError:
+def _import_failed(error: BaseException, setting: str) -> ConfigError:
     found = blame(error)
     place = f"{found.place}: " if found else ""
     cause = f"{type(error).__name__}: {one_line(error)}"

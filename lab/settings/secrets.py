@@ -65,7 +65,7 @@ def kept(value: Any, name: str = "") -> Any:
     """Return what may be kept of a value, nested as JSON or YAML is, that is known by `name`."""
     if isinstance(value, Mapping):
         return {key: kept(each, str(key)) for key, each in value.items()}
-    if name and is_secret(name) and value not in (None, "", True, False):
+    if name and is_secret(name) and value not in (None, "") and not isinstance(value, bool):
         return HIDDEN
     if isinstance(value, str):
         return without_secrets(value)

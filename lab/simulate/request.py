@@ -119,7 +119,7 @@ def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, 
     changes = {key: text for key, text in texts.items() if key.startswith("hardware.")}
     dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
     try:
-        node = OmegaConf.create(escaped(read_file("hardware", texts["hardware"], config_dir)))
+        node: Any = OmegaConf.create(escaped(read_file("hardware", texts["hardware"], config_dir)))
         for key in changes:  # a value that is given is not assumed
             node.get("assumed", {}).pop(key.removeprefix("hardware."), None)
         return plain(OmegaConf.merge(node, OmegaConf.from_dotlist(dotted)))

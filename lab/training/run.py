@@ -87,7 +87,7 @@ class Run:
             self.watch.publish(Failure("failed", str(error)))
             self.discard()
             raise
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # a user's code may call exit
             self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
         self.world.barrier()
         self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -94,8 +95,8 @@ def test_secrets_are_handed_to_other_processes_by_the_environment(
 )
 def test_what_is_handed_over_arrives_as_it_was_given(word: str, values: object) -> None:
     config = load(["strategy=none", *handed_over([word])])
-    found = OmegaConf.to_container(config.model, resolve=True)[word.split(".")[1].split("=")[0]]
-    assert found == values
+    found: Any = OmegaConf.to_container(config.model, resolve=True)
+    assert found[word.split(".")[1].split("=")[0]] == values
 
 
 def test_a_list_of_secrets_stays_a_list_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
