@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Finished
+from tests.support.records import leave, make_record
 
 Command = Callable[..., Finished]
 QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6", "device=cpu")
@@ -51,9 +52,9 @@ def test_pickle_in_a_checkpoint_is_refused(
     (checkpoint / "shared.pt").write_bytes(content)
     done_file = checkpoint / "DONE"
     done = json.loads(done_file.read_text())
-    done["files"]["shared.pt"] = hashlib.sha256(
-        content
-    ).hexdigest()  # an attacker who can write can also hash
+    # An attacker who can write can also hash.
+    done["files"]["shared.pt"] = hashlib.sha256(content).hexdigest()
+    done["sizes"]["shared.pt"] = len(content)
     done_file.write_text(json.dumps(done))
 
     refused = command("lab.train", *QUICK, "cell=b", f"resume={checkpoint}")
@@ -65,6 +66,23 @@ def test_pickle_in_a_checkpoint_is_refused(
     monkeypatch.chdir(tmp_path)
     pickle.loads(content)  # unpickling runs the command
     assert (tmp_path / "owned").exists()
+
+
+def test_modules_in_a_folder_of_results_do_not_run(
+    tmp_path: Path, real_environment: dict[str, str]
+) -> None:
+    folder = tmp_path / "s"
+    leave(folder / "a", make_record("none", 1, 0.1))
+    for name in ("numpy", "json", "matplotlib", "pandas", "random"):
+        (folder / f"{name}.py").write_text("open('ran', 'w')")
+    (folder / "matplotlibrc").write_text("text.usetex: True\nfigure.figsize: 1e6, 1e6\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.plot", ".", "format=svg"],
+        cwd=folder, env=real_environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(folder.glob("figures/*.svg"))
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize(

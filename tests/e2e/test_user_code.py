@@ -25,6 +25,7 @@ OURS = "lab.train: error: "
         ("task=InLoss", "ZeroDivisionError: ", "loss", "return super().loss(outputs, targets) / ("),
         ("optim=InUpdate", "ZeroDivisionError: ", "step", "self.lost = 1 // ZERO"),
         ("model=InConstructor", "TypeError: must be real", "__init__", 'math.floor("wide")'),
+        ("model=Quits", "SystemExit: 0", "__init__", "sys.exit(0)"),
     ],
 )
 def test_a_bug_is_shown_with_its_file_and_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,13 @@ class Net(nn.Sequential):
 
     def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(math.prod(input_shape), output_size))
+
+
+class Quits(Net):
+    """A model that ends the process, as if all were well."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], output_size: int) -> None:
+        sys.exit(0)
 
 
 class InConstructor(Net):

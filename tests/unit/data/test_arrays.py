@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ FILES: dict[str, dict[str, Any]] = {
     "flat.npz": {"inputs": REAL, "targets": CLASSES},
     "nan.npz": {"inputs": INPUTS, "targets": np.full(20, np.nan)},
     "negative.npz": {"inputs": INPUTS, "targets": CLASSES.astype(int) - 1},
+    "huge.npz": {"inputs": INPUTS, "targets": CLASSES.astype(int) + 2**40},
+    "far.npz": {"inputs": np.full((20, 2), 1e300), "targets": CLASSES},
     "words.npz": {"inputs": INPUTS, "targets": np.array(["a"] * 20)},
     "objects.npz": {"inputs": INPUTS, "targets": np.array([{}] * 20, dtype=object)},
     "hole.parquet": {"a": [1.0, None], "targets": [0, 1]},
@@ -133,6 +136,9 @@ FILES: dict[str, dict[str, Any]] = {
         ("flat.npz", {}, "data.path={}/flat.npz: inputs are [20] and targets [20]; they must be"),
         ("nan.npz", {}, "data.path={}/nan.npz: targets are not all finite"),
         ("negative.npz", {}, "data.path={}/negative.npz: targets are integers from -1; as class"),
+        ("huge.npz", {}, "data.path={}/huge.npz: targets are integers up to 1099511627"),
+        ("far.npz", {}, "data.path={}/far.npz: inputs are beyond the range of float32"),
+        ("pipe.npz", {}, "data.path={}/pipe.npz: is no regular file"),
         ("words.npz", {}, "data.path={}/words.npz: targets are <U1; they must be numbers"),
         ("objects.npz", {}, "data.path={}/objects.npz: cannot be read: Object arrays cannot be lo"),
         ("hole.parquet", {}, "data.path={}/hole.parquet: column a lacks 1 values"),
@@ -145,6 +151,7 @@ def test_refuses_in_one_line(
     tmp_path: Path, file: str | None, arguments: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "a.csv").touch()
+    os.mkfifo(tmp_path / "pipe.npz")
     for broken in ("broken.npz", "broken.parquet"):
         (tmp_path / broken).write_bytes(b"neither")
     if file in FILES and file.endswith(".npz"):

@@ -17,7 +17,7 @@ from lab.settings.command_line import read
 from lab.settings.config import ConfigError, load
 from lab.settings.files import choices_of, conf_dir
 from lab.settings.names import run_name, variant
-from lab.settings.overrides import file_to_write, split
+from lab.settings.overrides import file_to_write, own_choices, split
 from lab.study import grid
 
 MINE = """\
@@ -198,9 +198,28 @@ def test_a_file_to_write_has_a_place(tmp_path: Path) -> None:
     for wrong in (f"{tmp_path}/no/a.md", f"{tmp_path}/a.txt", f"{tmp_path}/.md"):
         with pytest.raises(ConfigError, match=f"out={wrong}: must name FILE.md in a folder"):
             file_to_write("out", wrong, ".md")
+    with pytest.raises(ConfigError, match="out=study.json: is the name of a file that runs keep"):
+        file_to_write("out", "study.json", ".json")
     (tmp_path / "b.md").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
         file_to_write("out", f"{tmp_path}/b.md", ".md")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("model=mynets.Net", "strategy=./mine.yaml", "config_dir=mine", "data.path=a"),
+        *("model._target_=os", "model.depth=${oc.env:HOME}", "data=a/b", "+model.a=[1,b.c]"),
+    ],
+)
+def test_a_file_of_data_names_the_labs_own_choices_alone(setting: str) -> None:
+    with pytest.raises(ConfigError, match="a file may name the lab's own choices alone"):
+        own_choices([setting])
+
+
+def test_what_a_file_of_data_may_name() -> None:
+    settings = ["model=alexnet_paper", "data.shape=[3,224,224]", "model.dropout=0.5", "tf32=true"]
+    assert own_choices(settings) == settings
 
 
 def test_a_command_whose_output_nobody_reads_ends_without_a_traceback() -> None:
