@@ -100,8 +100,9 @@ def _with_grid(run: list[str]) -> Request:
     given = _texts(run)
     if "strategy" not in given:
         run = [*run, f"strategy={','.join(_strategies(run))}"]
-    if {"world_size", "batch_size"} <= given.keys():
-        return prediction.read(run)
+    sizes_given = given.get("world_size", "1").split(",")
+    if {"world_size", "batch_size"} <= given.keys() or not all(map(_is_count, sizes_given)):
+        return prediction.read(run)  # which refuses what is no number of ranks
     # Ranks and batches follow from the hardware and the profiles, which this reads.
     unit = math.lcm(*_integers(given.get("accumulate", "1")))
     batch = [] if "batch_size" in given else [f"batch_size={unit}"]

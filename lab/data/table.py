@@ -31,6 +31,8 @@ def read_columns(
         there = list(parquet.read_schema(file).names)
     listed = [inputs] if isinstance(inputs, str) else list(inputs or ())
     listed = listed or [name for name in there if name != target]
+    for name in {name for name in listed if listed.count(name) > 1 or name == target}:
+        raise ValueError(f"data.inputs={name}: {file}: is named twice, or is the target")
     for key, name in [*(("inputs", name) for name in listed), ("targets", target)]:
         if name not in there:
             raise ValueError(f"data.{key}={name}: {file} has no such column; {', '.join(there)}")

@@ -67,7 +67,7 @@ class Guarded:
             return
         try:
             action(self._recorder)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             name = type(self._recorder).__name__
             self._recorder = None
             line = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -261,7 +261,7 @@ def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None)
     cause = error.__cause__ or error
     quoted_key = re.search(r"'([^']+)'", str(error))
     key = str(getattr(cause, "full_key", None) or (quoted_key.group(1) if quoted_key else ""))
-    argument = next((a for a in arguments if a.lstrip("+~").split("=")[0] == key), key)
+    argument = next((a for a in reversed(arguments) if a.lstrip("+~").split("=")[0] == key), key)
     if "Could not override" in str(error):
         return _unknown(argument, key, config_dir)
     reason = one_line(cause)

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from lab.simulate.devices import parse as parse_device
 from lab.simulate.hardware import Hardware, Link, Range
@@ -163,7 +163,7 @@ def _link(where: str, figures: Mapping[str, Any]) -> Link:
 
 
 def _check(key: str, value: object, least: float) -> None:
-    if not isinstance(value, int | float) or not least <= value < math.inf:
+    if type(value) not in (int, float) or not least <= cast(float, value) < math.inf:
         raise ValueError(f"{key}={value}: must be a number of at least {least}")
 
 

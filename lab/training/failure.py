@@ -14,6 +14,7 @@ from lab.settings.secrets import without_secrets
 # lost rank, so only their messages tell them apart.
 OUT_OF_MEMORY = ("can't allocate memory",)
 TIMEOUT = ("timed out", "timeout")
+LONGEST = 10_000  # characters of an error's text
 LOST_PEER = ("peer", "connection reset")
 
 
@@ -22,7 +23,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
     If the user's code failed, the line names the place, and the traceback is there as well.
     """
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = _first_line(error)
     line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", line)
@@ -44,7 +45,15 @@ def tell(failure: Failure) -> None:
     print(without_secrets("\n".join(filter(None, lines))), file=sys.stderr)
 
 
+def _first_line(error: BaseException) -> str:
+    try:
+        text = str(error)[:LONGEST].encode(errors="backslashreplace").decode()
+    except Exception:  # a user's error may have no text
+        return "(its text cannot be read)"
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:
     """Return whether the first line of a library's untyped error has one of `words`."""
-    text = next((line for line in str(error).splitlines() if line.strip()), "").lower()
+    text = _first_line(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in words)

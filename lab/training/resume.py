@@ -132,6 +132,11 @@ def replica_of(rank: int | None, size: int, shared: State, ranks: list[State]) -
 
 def _progress(trainer: Trainer, saved: State) -> Progress:
     """Return the saved progress, with this run's total number of steps."""
+    steps = saved["step"], saved["samples"]
+    if any(type(count) is not int or count < 0 for count in steps):
+        raise ValueError(
+            f"resume: step={steps[0]} samples={steps[1]}: must be whole numbers from 0"
+        )
     num_train, batch_size = trainer.data.num_train, trainer.batch_size
     total = total_steps(trainer.config, num_train, batch_size, saved["step"], saved["samples"])
     return Progress(**{**saved, "total_steps": total})

@@ -87,7 +87,7 @@ class Run:
             self.watch.publish(Failure("failed", str(error)))
             self.discard()
             raise
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # a user's code may call exit
+        except BaseException as error:  # a user's code may call exit
             self._end_process(self.watch.publish(failure_of(error, self.world.rank)))
         self.world.barrier()
         self.close()
@@ -176,6 +176,8 @@ class Run:
             self._made_before = [asdict(each) for each in made]
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ConfigError(f"resume={path}: is not what a run saves: {error!r:.200}") from None
         trainer = parts.trainer
         step = trainer.progress.step
         if step > trainer.total_steps:
