@@ -12,8 +12,6 @@ from typing import IO, Any
 CONTROL = re.compile(
     r"[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-    r"[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
 
 
 def visible(text: str) -> str:
