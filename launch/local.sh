@@ -28,7 +28,7 @@ for setting in "$@"; do
 done
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .venv/bin/activate"
 # shellcheck source-path=SCRIPTDIR
-. "${0%/*}/gpus.sh"
+. "$(dirname "$(readlink -f "$0")")/gpus.sh"
 if [ -z "$ranks" ]; then
   ranks=$(num_gpus)
   [ "$ranks" != 0 ] || fail "torch sees no GPU here; say how many ranks: --ranks N"

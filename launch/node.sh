@@ -54,7 +54,7 @@ done
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH; first: . .venv/bin/activate"
 
 # shellcheck source-path=SCRIPTDIR
-. "${0%/*}/gpus.sh"
+. "$(dirname "$(readlink -f "$0")")/gpus.sh"
 
 options=(--rdzv-conf "last_call_timeout=$wait")
 if [ -n "$address" ]; then

@@ -7,6 +7,7 @@ loopback, and unpickles nothing. The rendezvous is torchrun's own extension poin
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import uuid
@@ -75,6 +76,8 @@ def main(arguments: list[str]) -> None:
     rendezvous_handler_registry.register(NAME, _handler)
     job = uuid.uuid4().hex  # each start is a job of its own
     own = (f"--rdzv-backend={NAME}", f"--rdzv-endpoint={HOST}", f"--rdzv-id={job}")
+    # Of ranks whose end a parent lets its children ignore, no exit code would be known.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     run.main([*own, *arguments])
 
 

@@ -26,7 +26,8 @@ from lab.distributed.world import LIBRARY_MARGIN_S, World
 POLL_S = 0.2
 GRACE_S = 1.0  # for training to notice another rank's failure by itself
 STUCK_S = 20.0  # after a signal, an exchange that takes longer hangs
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by SIGUSR1
+# SLURM warns by SIGUSR1, a terminal that closes by SIGHUP.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 CONTROL_EXTRA_S = LIBRARY_MARGIN_S / 2  # for rank 0 to write files while the others wait
 AGREE_S = 20.0  # for the ranks to agree at which step to stop
 
@@ -90,7 +91,8 @@ class Watchdog:
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:  # last: from now on a signal only fills the pipe
-            signal.signal(number, on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, on_signal)
 
     def begin_step(self) -> bool:
         """Return whether to run another step; after a signal, all ranks stop at the same step.

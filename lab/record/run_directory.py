@@ -15,7 +15,7 @@ from typing import IO, Any
 from lab.record.files import write_json
 from lab.record.schema import Record
 from lab.settings.reading import read_json
-from lab.settings.whole import write_atomically
+from lab.settings.whole import open_lock, write_atomically
 
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # time for a killed run to disappear
@@ -74,7 +74,7 @@ class RunDirectory:
     def _lock_out_others(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / LOCK).open("w")
+            self._lock = open_lock(self.path / LOCK)
         except OSError as error:
             raise ValueError(f"runs_dir: cannot write {self.path}: {error.strerror}") from None
         deadline = time.monotonic() + LOCK_WAIT_S

@@ -75,7 +75,8 @@ def _answer(
         report_error(command.name, error)
         return 2
     except Exception as error:
-        if not blame(error):
+        # A file that cannot be written, or read, is no bug of the lab's.
+        if not blame(error) and getattr(error, "filename", None) is None:
             raise
         report_error(command.name, error)
         return 1

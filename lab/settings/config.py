@@ -24,8 +24,10 @@ from lab.settings.blame import reason_of
 from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, keys_of
+from lab.settings.names import DIRECTORY
 from lab.settings.overrides import config_dir_of, parse_overrides
 from lab.settings.own_code import asked_for, callable_at, check_choices, make_importable
+from lab.settings.secrets import without_secrets
 
 GROUPS = (
     *("strategy", "exchange", "sync", "transform"),
@@ -86,10 +88,10 @@ class Settings:
         None, "bucket size in MiB; null: one bucket, 0: one per layer", at_least=0
     )
     batch_size: int = setting(
-        128, "samples per step: global (strong) or per rank (weak)", at_least=1
+        128, "samples per step: global (strong) or per rank (weak)", at_least=1, at_most=2**31
     )
     scaling: str = setting("strong", "what batch_size fixes", ("strong", "weak"))
-    steps: int | None = setting(None, "optimizer steps (instead of epochs)", at_least=1)
+    steps: int | None = setting(None, "optimizer steps, not epochs", at_least=1, at_most=2**53)
     epochs: float | None = setting(
         None, "passes over the data; 30 if steps is not set", above=0, at_most=1e6
     )
@@ -97,9 +99,7 @@ class Settings:
     deterministic: bool = setting(False, "bit-identical reruns, at the price of speed")
     precision: str = setting("fp32", "fp32, or autocast to", ("fp32", "bf16", "fp16"))
     tf32: bool = setting(False, "TF32 in fp32 products and convolutions on GPUs; false: IEEE fp32")
-    accumulate: int = setting(
-        1, "micro-batches per optimizer step; one exchange for all", at_least=1
-    )
+    accumulate: int = setting(1, "micro-batches per step; one exchange for all", at_least=1)
     clip_grad_norm: float | None = setting(None, "largest norm of the averaged gradient", above=0)
     channels_last: bool = setting(False, "channels-last memory format")
     compile: bool = setting(False, "torch.compile the model; with overlap by regions of bucket_mb")
@@ -131,7 +131,7 @@ class Settings:
     runs_dir: str = setting("runs", "root of all run directories")
     study: str = setting("default", "the sweep this run belongs to")
     cell: str | None = setting(None, "name of this run; by default made from its settings")
-    repeat: int = setting(0, "which repetition of the same cell this is", at_least=0)
+    repeat: int = setting(0, "which repetition of the cell this is", at_least=0, at_most=2**31)
     code: dict[str, Any] = setting({}, "hashes of your own files, which the lab sets")
 
 
@@ -232,10 +232,11 @@ def _validate(config: DictConfig) -> None:
         raise ConfigError("runs_dir=: must name a directory")
     for name in ("study", "cell"):
         value = config[name]
-        if value is not None and not re.fullmatch(r"(?!\.)[\w.,=+\-]+", value):
+        as_name = value is None or re.fullmatch(DIRECTORY, value)
+        if not as_name or without_secrets(str(value)) != str(value):
             raise ConfigError(
                 f"{name}={value!r}: names a directory under runs_dir; allowed are letters, "
-                "digits and . , = + _ - (not first a dot)"
+                "digits and . , = + _ - (not first a dot), and no secret"
             )
 
 

@@ -26,6 +26,8 @@ BOOKKEEPING = (
 LOCAL = ("runs_dir", "config_dir", "resume", "data.path")
 # Groups that a strategy may choose, and its own settings: another strategy differs in them anyway.
 OF_STRATEGY = ("exchange", "transform", "sync", "comm", "overlap", "bucket_mb")
+# A name of a directory: none that a study gives to what lies beside its cells.
+DIRECTORY = r"(?!\.|(?:figures|report\.html|study\.json)$)[\w.,=+\-]+"
 LONGEST = 120  # characters of a name; file systems take 255 bytes
 
 

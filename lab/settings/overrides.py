@@ -42,6 +42,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     for index, argument in enumerate(arguments):
         try:
             overrides.append(parser.parse_override(argument))
+        except RecursionError:
+            raise ConfigError(f"{argument:.80}…: is nested too deeply") from None
         except HydraException:
             hint = _hint(arguments, index)
             raise ConfigError(f"{argument!r} is not a setting: {hint}") from None

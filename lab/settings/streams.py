@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ class Messages(Output):
 def safe_streams() -> Iterator[None]:
     """Write to whatever the standard streams are, while the context lasts."""
     _open_closed()
+    for stream in (sys.stdout, sys.stderr):  # which may be ASCII's, as cron's are
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Output(sys.stdout), Messages(sys.stderr)  # type: ignore[assignment]
     try:

@@ -6,6 +6,17 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
+
+
+def open_lock(path: Path) -> IO[str]:
+    """Open a file to lock, which changes nothing in it; a pipe there would not hold it up.
+
+    Raises:
+        OSError: it is a link, perhaps to what its owner keeps, or cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "w")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

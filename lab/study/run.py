@@ -18,6 +18,7 @@ from lab.record.schema import Record
 from lab.settings.command import CommandLine
 from lab.settings.command_line import show
 from lab.settings.errors import ConfigError
+from lab.settings.whole import open_lock
 from lab.study import dry_run, saved
 from lab.study.cells import already, recorded
 from lab.study.grid import Study
@@ -180,7 +181,7 @@ def _make_root(study: Study) -> Path:
     root = Path(study.runs_dir).absolute() / study.name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        (root / ".lock").touch()
+        open_lock(root / ".lock").close()
     except OSError as error:
         message = f"runs_dir={study.runs_dir}: cannot write {root}: {error.strerror}"
         raise ConfigError(message) from None
@@ -190,7 +191,7 @@ def _make_root(study: Study) -> Path:
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[int]:
     """Hold the study's lock and yield its descriptor. A killed sweep's launcher still holds it."""
-    with (root / ".lock").open() as lock:
+    with open_lock(root / ".lock") as lock:
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:

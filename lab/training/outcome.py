@@ -200,6 +200,7 @@ def summary(record: Record, path: Path) -> str:
     lines = [
         f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
         f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
+        *_skipped_lines(record),
         *_metric_lines(record),
         *_step_lines(record),
         *_payload_lines(record),
@@ -214,6 +215,14 @@ def summary(record: Record, path: Path) -> str:
     if record.status == "interrupted":
         lines.append("continue        the same command with resume=auto")
     return "\n".join([*lines, f"record          {path / 'record.json'}"])
+
+
+def _skipped_lines(record: Record) -> Iterator[str]:
+    if record.num_skipped_steps:
+        yield (
+            f"skipped         {record.num_skipped_steps} of {record.num_steps} steps: their "
+            "gradients overflowed fp16, and changed no weight"
+        )
 
 
 def _metric_lines(record: Record) -> Iterator[str]:

@@ -150,6 +150,6 @@ def test_wrong_settings_are_one_line() -> None:
         "batch_size=0: must be a number of at least 1",
         "scaling=both: allowed are strong, weak",
         "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
-        ". , = + _ - (not first a dot)",
+        ". , = + _ - (not first a dot), and no secret",
         "settings: overlap is a name of the lab's; choose another",
     ]
