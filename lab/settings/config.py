@@ -23,10 +23,10 @@ from lab.settings import hints
 from lab.settings.blame import reason_of
 from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.files import choices_of, keys_of
+from lab.settings.files import choices_of, keys_of, make_importable
 from lab.settings.names import DIRECTORY
 from lab.settings.overrides import config_dir_of, parse_overrides
-from lab.settings.own_code import asked_for, callable_at, check_choices, make_importable
+from lab.settings.own_code import asked_for, callable_at, check_choices
 from lab.settings.secrets import without_secrets
 
 GROUPS = (

@@ -1,8 +1,12 @@
-"""The folders of choices: the lab's conf/, and one of the user's (`config_dir`)."""
+"""Folders of choices and of code: the lab's conf/, the user's (`config_dir`), the current one."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,30 @@ def conf_dir() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
+
+
+def make_importable(config_dir: str | None) -> None:
+    """Let Python find modules in the current folder and in the user's folder of choices."""
+    for folder in (str(Path.cwd()), config_dir):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+
+
+@contextmanager
+def standing_here() -> Iterator[None]:
+    """Import a user's module as a script in the current folder does, and stay in that folder.
+
+    The folder is last on Python's path otherwise (lab/__init__.py): files in it, perhaps a
+    stranger's, are not taken for a library's modules.
+    """
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+        os.chdir(here)
 
 
 def choices_of(group: str, config_dir: str | None = None) -> list[str]:

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.settings.blame import blame, is_users
 from lab.settings.errors import ConfigError, one_line
+from lab.settings.files import standing_here
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Where the lab's own choices of a group are. A file of settings may name these, and none of the
@@ -45,13 +45,6 @@ HASH_LENGTH = 8  # hexadecimal digits
 def names_code(choice: str) -> bool:
     """Return whether a choice is the path of a callable, as `mynets.Net` or `mynets:Net`."""
     return bool(PATH.fullmatch(choice)) and not choice.endswith((".yaml", ".yml"))
-
-
-def make_importable(config_dir: str | None) -> None:
-    """Let Python find modules in the current folder and in the user's folder of choices."""
-    for folder in (str(Path.cwd()), config_dir):
-        if folder and folder not in sys.path:
-            sys.path.append(folder)
 
 
 def callable_at(path: str, setting: str) -> Callable[..., Any]:
@@ -203,30 +196,13 @@ def fingerprint(hashes: Mapping[str, str]) -> str:
     return _hash(repr(sorted(hashes.items())).encode()) if hashes else ""
 
 
-@contextmanager
-def _standing_here() -> Iterator[None]:
-    """Import a user's module as a script in the current folder does, and stay in that folder.
-
-    The folder is last on Python's path otherwise (lab/__init__.py): files in it, perhaps a
-    stranger's, are not taken for a library's modules.
-    """
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
-        os.chdir(here)
-
-
 def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
     """Import the longest part of a path that is a module; return it and the names left."""
     parts = path.replace(":", ".").split(".")
     for length in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:length])
         try:
-            with _standing_here():
+            with standing_here():
                 return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
             if not (error.name and (name == error.name or name.startswith(f"{error.name}."))):
