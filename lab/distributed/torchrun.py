@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
     rendezvous_handler_registry.register(NAME, _handler)
     job = uuid.uuid4().hex  # each start is a job of its own
     own = (f"--rdzv-backend={NAME}", f"--rdzv-endpoint={HOST}", f"--rdzv-id={job}")
-    # Of ranks whose end a parent lets its children ignore, no exit code would be known.
+    # If a parent has let SIGCHLD be ignored, no exit code of a rank would be known.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     run.main([*own, *arguments])
 

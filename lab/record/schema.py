@@ -291,7 +291,7 @@ def read_record(path: Path) -> Record:
     value = read_json(path)
     try:
         return Record.from_json(value)
-    except (ValueError, AttributeError, KeyError, TypeError) as error:  # the last of schema 1
+    except ValueError as error:
         raise DamagedFile(f"{path}: {error}") from None
 
 

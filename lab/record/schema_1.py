@@ -33,7 +33,9 @@ def upgraded(record: dict[str, Any]) -> dict[str, Any]:
     return defaults | known
 
 
-def _emulation(sentence: str) -> list[dict[str, str]]:
+def _emulation(sentence: object) -> list[dict[str, str]]:
+    if not isinstance(sentence, str):
+        raise ValueError(f"emulation={sentence!r:.80}; in a record of schema 1 must be str")
     clauses = sentence.split("; ") if sentence not in ("", "none") else []
     return [{"kind": _kind(clause), "detail": clause} for clause in clauses]
 

@@ -76,7 +76,7 @@ def _answer(
         return 2
     except Exception as error:
         # A file that cannot be written, or read, is no bug of the lab's.
-        if not blame(error) and getattr(error, "filename", None) is None:
+        if not blame(error) and not (isinstance(error, OSError) and error.filename):
             raise
         report_error(command.name, error)
         return 1

@@ -62,14 +62,14 @@ def handed_over(arguments: Sequence[str]) -> list[str]:
 
 def _handed_over(word: str) -> str:
     key, _, text = word.partition("=")
+    if "." not in key or "${" in text:
+        return word
     try:
         value = parse_overrides([word])[0].value()
     except ConfigError:  # which whoever reads it will tell
         return word
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     texts = [each.text if isinstance(each, QuotedString) else each for each in values]
-    if "." not in key or "${" in text:
-        return word
     if all(isinstance(each, str) for each in texts):
         references = (_put_away(key, number, str(each)) for number, each in enumerate(texts))
         return f"{key}={','.join(map(repr, references))}"

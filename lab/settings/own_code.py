@@ -123,7 +123,8 @@ def _check_target(group: str, path: str, may_be_own: bool) -> None:
 def _tell(group: str, path: str) -> None:
     """Say what is imported from where, as a file asks for it that may be a stranger's."""
     if os.environ.get("RANK", "0") == "0":
-        found = importlib.util.find_spec(path.partition(".")[0])
+        with standing_here():
+            found = importlib.util.find_spec(path.partition(".")[0])
         where = (found and found.origin) or "nowhere"
         print(f"lab: a file sets {group}: imports {path} from {where}", file=sys.stderr)
 

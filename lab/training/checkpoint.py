@@ -11,7 +11,6 @@ cut short is never found.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -134,6 +133,8 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _was_changed(path: Path, done: Done) -> bool:
+    if not path.is_file():  # it is gone, or a pipe, which would never end
+        return True
     size = path.stat().st_size
     return done.sizes.get(path.name, size) != size or _digest(path) != done.files[path.name]
 
@@ -164,8 +165,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> str:
-    if not path.is_file():  # a pipe would never end
-        raise FileNotFoundError(errno.ENOENT, "is no regular file", str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

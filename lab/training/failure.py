@@ -14,8 +14,8 @@ from lab.settings.secrets import without_secrets
 # lost rank, so only their messages tell them apart.
 OUT_OF_MEMORY = ("can't allocate memory",)
 TIMEOUT = ("timed out", "timeout")
-LONGEST = 10_000  # characters of an error's text
 LOST_PEER = ("peer", "connection reset")
+LONGEST = 10_000  # characters of an error's text
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

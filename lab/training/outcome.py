@@ -196,11 +196,11 @@ def _wall_samples_per_s(trainer: Loop, step_s: np.ndarray, warmup: int) -> float
 def summary(record: Record, path: Path) -> str:
     """Return the few lines that a run prints at its end."""
     ranks = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
-    emulated = worded(record.emulation)
+    emulated, skipped = worded(record.emulation), record.num_skipped_steps
     lines = [
         f"{record.status}: strategy={record.strategy} on {ranks} ({record.backend}, "
         f"{record.device}), {record.num_steps} steps of {record.batch_size} {record.unit}s",
-        *_skipped_lines(record),
+        *([f"skipped         {skipped} steps, which overflowed fp16"] if skipped else []),
         *_metric_lines(record),
         *_step_lines(record),
         *_payload_lines(record),
@@ -215,14 +215,6 @@ def summary(record: Record, path: Path) -> str:
     if record.status == "interrupted":
         lines.append("continue        the same command with resume=auto")
     return "\n".join([*lines, f"record          {path / 'record.json'}"])
-
-
-def _skipped_lines(record: Record) -> Iterator[str]:
-    if record.num_skipped_steps:
-        yield (
-            f"skipped         {record.num_skipped_steps} of {record.num_steps} steps: their "
-            "gradients overflowed fp16, and changed no weight"
-        )
 
 
 def _metric_lines(record: Record) -> Iterator[str]:

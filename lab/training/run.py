@@ -19,6 +19,7 @@ from lab.measure.source import source_hash
 from lab.record.decode import decode
 from lab.record.origin import Stretch, joined, stretches
 from lab.record.run_directory import RunDirectory
+from lab.settings.blame import blame
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
 from lab.settings.secrets import kept_words
@@ -177,6 +178,8 @@ class Run:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         except (AttributeError, IndexError, KeyError, TypeError) as error:
+            if blame(error):  # of the user's own exchange, which shall see where
+                raise
             raise ConfigError(f"resume={path}: is not what a run saves: {error!r:.200}") from None
         trainer = parts.trainer
         step = trainer.progress.step

@@ -229,7 +229,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ranks.train(2, *LONG, f"runs_dir={folder}")[0].record["replica_hash"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_checkpoints_and_resume_auto_ends_as_if_undisturbed(
     environment: dict[str, str],
     tmp_path: Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -23,11 +24,14 @@ STREAMS = {
 TRAIN = "lab.train device=cpu model=mlp data=synthetic data.num_images=64 batch_size=8 steps=3"
 
 
-def shell(module: str, streams: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def shell(
+    module: str, streams: str, folder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     line = f"{shlex.quote(sys.executable)} -m {module} {streams}"
     return subprocess.run(
-        ["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=HANG_S
-    )
+        ["bash", "-c", line],
+        cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("streams", STREAMS)
@@ -52,6 +56,12 @@ def test_a_run_is_recorded_and_done(streams: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     record = json.loads((tmp_path / "runs/default/a/record.json").read_text())
     assert (record["status"], record["num_steps"]) == ("done", 3)
+
+
+def test_a_terminal_of_ascii_gets_the_whole_summary(tmp_path: Path) -> None:
+    done = shell(f"{TRAIN} cell=a", "", tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stdout.startswith("done: ") and "record          /" in done.stdout
 
 
 @pytest.mark.parametrize("module", ["lab.plot --help", "lab.train --cfg job device=cpu"])

@@ -221,6 +221,7 @@ def test_it_predicts_on_what_a_study_measured(
         (["price_per_hour=free", *SMALL], "price_per_hour=free: must be a number above 0"),
         (["price_of=rack", *SMALL], "price_of=rack: allowed are device, node"),
         (["samples=0", *SMALL], "samples=0: must be a number above 0"),
+        (["world_size=0"], "world_size=0: must be an integer of at least 1"),
         (["knee=3", *SMALL], "knee=3: must be a number from 1 to 2"),
         (["top=0", *SMALL], "top=0: must be an integer of at least 1"),
         (["trace=a.json", *SMALL], "trace=a.json: lab.predict writes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ def test_two_runs_at_once_do_not_share_a_directory(tmp_path: Path) -> None:
             claim(tmp_path, resume=resume)
     first.release()
     assert take(tmp_path, resume="auto").path == tmp_path / "a"
+
+
+def test_a_lock_that_is_a_link_changes_no_file_and_a_pipe_holds_nothing_up(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    for cell in ("link", "pipe"):
+        (tmp_path / cell).mkdir()
+    (tmp_path / "link/.lock").symlink_to(precious)
+    os.mkfifo(tmp_path / "pipe/.lock")
+    with pytest.raises(ValueError, match="runs_dir: cannot write .*/link"):
+        claim(tmp_path, "link")
+    assert precious.read_text() == "kept"
+    claim(tmp_path, "pipe").release()
 
 
 def test_a_killed_run_is_continued_or_left_alone(tmp_path: Path) -> None:

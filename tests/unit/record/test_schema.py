@@ -97,6 +97,7 @@ def test_every_attribute_of_a_record_is_explained() -> None:
             r"emulation\[0\].kind='dream'; allowed are hosts, shared_gpus, shared_cores, replay, "
             "straggler",
         ),
+        ({"schema": 1}, r"emulation=\[.*; in a record of schema 1 must be str"),
         ({"schema": 3}, "schema=3; this version of the lab reads 1 and 2"),
     ],
 )

@@ -145,6 +145,10 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("+batch_size=3", "+batch_size=3: Could not append to config"),
         ("hydra.searchpath=[a]", "hydra.searchpath=[a]: Hydra itself has no settings here"),
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
+        ("cell=figures", "cell='figures': names a directory under runs_dir; allowed are"),
+        ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
+        (f"steps={10**20}", f"steps={10**20}: must be at most 9.0072e+15"),
+        (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}…: is nested too deep"),
     ],
 )
 def test_what_no_run_can_use_is_refused(argument: str, message: str) -> None:

@@ -58,6 +58,7 @@ def test_anchors_and_interpolations_stay_what_they_are(tmp_path: Path) -> None:
 
 
 def test_controls_are_shown_instead_of_obeyed() -> None:
+    assert visible("a\ud800") == "a\\ud800"
     assert visible("a\x1b[31mb\u202ec\x07\td\n") == "a\\x1b[31mb\\u202ec\\x07\td\n"
 
 

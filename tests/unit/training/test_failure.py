@@ -30,6 +30,19 @@ def test_status_of_an_error(error: BaseException, status: str) -> None:
     assert failure_of(error, 1).status == status
 
 
+class Mute(Exception):
+    """An error that has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_may_have_no_text_or_one_that_no_file_holds() -> None:
+    assert failure_of(Mute(), 1).error == "rank 1: Mute: (its text cannot be read)"
+    assert failure_of(ValueError("a\ud800"), 0).error == r"rank 0: ValueError: a\ud800"
+    assert len(failure_of(ValueError("x" * 10**6), 0).error) < 11_000
+
+
 def test_a_lost_rank_is_said_so() -> None:
     for error in (
         RuntimeError("\n[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711: \nmore"),
