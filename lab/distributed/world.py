@@ -27,7 +27,7 @@ NUM_QUESTIONS = 20  # by each rank, to compare clocks; the quickest answer is us
 LIBRARY_MARGIN_S = 10.0  # the watchdog comes first: it can name the rank that hangs
 JOIN_LIMIT_S = 600.0  # a busy machine may start one rank minutes after another
 
-_joins = 0  # of this process so far
+_counted = False  # whether this process has registered in the store
 
 
 class Waits:
@@ -222,11 +222,11 @@ def _find_rank_info() -> RankInfo:
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
-    store = _of_this_join(store, size, local_size)
+    store = _of_this_join(store, rank, size, local_size)
     return RankInfo(launcher, rank, size, local_rank, local_size, store)
 
 
-def _of_this_join(store: dist.Store, size: int, local_size: int) -> dist.Store:
+def _of_this_join(store: dist.Store, rank: int, size: int, local_size: int) -> dist.Store:
     """Separate this join's keys from others in the same store, which may outlive its ranks.
 
     A process may join more than once, as often as the other ranks do, but belongs to one start.
@@ -234,17 +234,16 @@ def _of_this_join(store: dist.Store, size: int, local_size: int) -> dist.Store:
     Raises:
         ValueError: the store was used before, and the ranks cannot tell which start this is.
     """
-    global _joins
-    _joins += 1
+    global _counted
     if local_size == size:  # one agent: all ranks see its count of restarts
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"{restarts}/{_joins}", store)
-    if _joins == 1 and store.add("started", 1) > size:
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    elif not _counted and store.add("started", 1) > size:
         raise ValueError(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1 for torchrun on several hosts, as in "
             "launch/node.sh; its store holds what an earlier start left"
         )
-    return dist.PrefixStore(str(_joins), store)
+    _counted = True
+    return dist.PrefixStore(str(store.add(f"joins/{rank}", 1)), store)
 
 
 def _absent(place: RankInfo, event: str, limit_s: float, said: str = "") -> list[int]:

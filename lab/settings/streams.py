@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,11 @@ class Output:
 
     def write(self, text: str) -> int:
         with _told():
-            return self._stream.write(text)
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError as error:  # a stream of ASCII, as cron's are
+                coding = error.encoding
+                return self._stream.write(text.encode(coding, "backslashreplace").decode(coding))
 
     def flush(self) -> None:
         with _told():
@@ -49,9 +52,6 @@ class Messages(Output):
 def safe_streams() -> Iterator[None]:
     """Write to whatever the standard streams are, while the context lasts."""
     _open_closed()
-    for stream in (sys.stdout, sys.stderr):  # which may be ASCII's, as cron's are
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Output(sys.stdout), Messages(sys.stderr)  # type: ignore[assignment]
     try:

@@ -24,13 +24,13 @@ from lab.training.assemble import _require_like_gpus
 
 @pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "_joins", 0)
+    monkeypatch.setattr(world, "_counted", False)
 
 
 def test_a_process_that_joins_again_is_no_start_of_its_own(fresh_process: None) -> None:
     store = dist.HashStore()
     for _ in range(3):  # lab.bench step joins once for each way to communicate
-        joined = world._of_this_join(store, size=2, local_size=1)
+        joined = world._of_this_join(store, 0, size=2, local_size=1)
         assert joined.add("came", 1) == 1  # nothing of an earlier join is taken for this one's
     assert store.add("started", 0) == 1
 
@@ -39,7 +39,7 @@ def test_a_store_that_an_earlier_start_has_used_is_refused(fresh_process: None) 
     store = dist.HashStore()
     store.add("started", 2)
     with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE: must be 1"):
-        world._of_this_join(store, size=2, local_size=1)
+        world._of_this_join(store, 0, size=2, local_size=1)
 
 
 def test_a_rank_without_its_place_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
