@@ -71,8 +71,10 @@ class Watchdog:
         self._stopping = False
         self._stopping_since = math.inf
         self._closed = threading.Event()
+        self._polls = 0  # that the store has answered
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._look_for_silence, name="store", daemon=True).start()
 
     def listen_to_signals(self) -> None:
         """Let a signal stop training at the end of a step; a second SIGINT stops it at once."""
@@ -151,10 +153,26 @@ class Watchdog:
                 failure = Failure("failed", f"rank {self._rank} lost the launcher: {_first(error)}")
             except RuntimeError as error:  # from the device, when its events are queried
                 failure = Failure("failed", f"rank {self._rank}: {_first(error)}")
+            self._polls += 1
             if failure is not None:
                 failed_at = failed_at or time.monotonic()
                 if failure.status == "timeout" or time.monotonic() - failed_at > GRACE_S:
                     self._on_fatal(failure)
+
+    def _look_for_silence(self) -> None:
+        """End the run when neither the store nor training goes on: a lost network tells nobody.
+
+        A question to the store has no limit of its own. This counts its own rounds, not seconds:
+        a process that was stopped for long has heard nothing for long.
+        """
+        limit_s = self._timeout_s + LIBRARY_MARGIN_S
+        seen, rounds = (0, 0), 0
+        while not self._closed.wait(POLL_S):
+            now = self._polls, self._steps_begun
+            seen, rounds = now, rounds + 1 if now == seen else 0
+            if rounds * POLL_S > limit_s:
+                text = f"rank {self._rank} has heard nothing from the launcher for {limit_s:g} s"
+                self._on_fatal(Failure("failed", f"{text}: the network is lost, or torchrun hangs"))
 
     def _read_signals(self) -> None:
         if self._signals is None:

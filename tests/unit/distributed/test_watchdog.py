@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from lab.distributed import watchdog
 from lab.distributed.watchdog import Failure, Watchdog
@@ -30,3 +32,36 @@ def test_a_wait_outside_any_exchange_is_named_too(monkeypatch: pytest.MonkeyPatc
     watch.close()
     text = "exchange_timeout_s=0.1: rank 0 waits in a barrier at step -1; rank 1 is lost"
     assert set(failures) == {Failure("timeout", text)}
+
+
+class Silent(dist.HashStore):
+    """A store beyond a network that is lost: it answers nothing, not even with an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = threading.Event()
+
+    def clone(self) -> Silent:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.back.wait(HANG_S)
+        return False
+
+
+def test_a_store_that_no_longer_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "LIBRARY_MARGIN_S", 0.1)
+    failures: list[Failure] = []
+    found = threading.Event()
+
+    def note(failure: Failure) -> None:
+        failures.append(failure)
+        found.set()
+
+    store = Silent()
+    watch = Watchdog(dataclasses.replace(one_of(2), store=store), 0.1, note)
+    assert found.wait(HANG_S)
+    store.back.set()
+    watch.close()
+    assert "rank 0 has heard nothing from the launcher for 0.2 s" in failures[0].error
