@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import uuid
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import run
@@ -21,6 +22,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+
+from lab.settings.errors import one_line
+from lab.settings.secrets import without_secrets
 
 HOST = "127.0.0.1"
 NAME = "loopback"
@@ -72,13 +76,24 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main(arguments: list[str]) -> None:
-    """Run torchrun with these arguments."""
+    """Run torchrun with these arguments; wrong ones end it with a line and code 2."""
     rendezvous_handler_registry.register(NAME, _handler)
     job = uuid.uuid4().hex  # each start is a job of its own
     own = (f"--rdzv-backend={NAME}", f"--rdzv-endpoint={HOST}", f"--rdzv-id={job}")
     # If a parent has let SIGCHLD be ignored, no exit code of a rank would be known.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    run.main([*own, *arguments])
+    try:
+        run.main([*own, *arguments])
+    except UnicodeError:  # it looks up the host's name, which Linux lets be longer than DNS does
+        _refuse(f"the host's name, {socket.gethostname()}, has more than 63 letters; shorten it")
+    except (AssertionError, OSError, ValueError) as error:  # no rank has begun
+        why = one_line(error) if str(error) else "torchrun accepts no such number"
+        _refuse(f"{' '.join(arguments)}: {why}")
+
+
+def _refuse(why: str) -> NoReturn:
+    print(without_secrets(f"lab.distributed.torchrun: error: {why}"), file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

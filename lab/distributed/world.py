@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lab.distributed import launcher
 from lab.distributed.agreement import Disagreement, Facts, compare_in_store, differences, written
 from lab.distributed.comm import Comm
 from lab.distributed.gpus import pick_device
@@ -209,21 +210,15 @@ def _find_rank_info() -> RankInfo:
         return find_rank_info()
     if "RANK" not in os.environ:
         return RankInfo("python", 0, 1, 0, 1, dist.HashStore())
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if not os.environ.get(name, "").isdecimal():
-            raise ValueError(
-                f"{name}={os.environ.get(name, '')}: must be a number where RANK is set; torchrun "
-                "sets both"
-            )
+    rank, size, local_rank, local_size = launcher.place()
     try:
-        store, rank, size = next(iter(dist.rendezvous("env://")))
+        store = next(iter(dist.rendezvous("env://")))[0]
     except dist.DistNetworkError as error:
         where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
+    started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "env"
     store = _of_this_join(store, rank, size, local_size)
-    return RankInfo(launcher, rank, size, local_rank, local_size, store)
+    return RankInfo(started_by, rank, size, local_rank, local_size, store)
 
 
 def _of_this_join(store: dist.Store, rank: int, size: int, local_size: int) -> dist.Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -65,6 +66,17 @@ class RunDirectory:
             directory.release()
             raise
         return directory
+
+    def require_own(self) -> None:
+        """Check that what the path names is still the directory that this run has claimed.
+
+        Raises:
+            OSError: another is in its place; nothing may be written there.
+        """
+        if self._lock and not os.path.samestat(
+            os.fstat(self._lock.fileno()), (self.path / LOCK).lstat()
+        ):
+            raise OSError(f"{self.path}: another directory has taken the place of this run's")
 
     def release(self) -> None:
         """Let another process claim this directory."""
@@ -204,7 +216,12 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", lambda path: path.write_text(yaml))
 
     def write_record(self, record: Record) -> None:
-        """Write the certificate, if there is one, and the record, the last file of a run."""
+        """Write the certificate, if there is one, and the record, the last file of a run.
+
+        Raises:
+            OSError: the directory cannot be written, or is another by now.
+        """
+        self.require_own()
         if record.certificate:
             write_json(self.path / "certificate.json", asdict(record.certificate))
         record.write(self.record_path)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -18,9 +16,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lab.settings.blame import blame, is_users
+from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import standing_here
+from lab.settings.sources import note_sources, source_hashes
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Where the lab's own choices of a group are. A file of settings may name these, and none of the
@@ -39,7 +38,6 @@ OWN = {
     "straggler": "lab.cluster.straggler.",
 }
 KNOWN = ("lab.", "torch.optim.")  # paths that need no word before they are imported
-HASH_LENGTH = 8  # hexadecimal digits
 
 
 def names_code(choice: str) -> bool:
@@ -175,28 +173,6 @@ def asked_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
-    """Hash the user's files that a callable's module is made of: its own, and those it imports.
-
-    Returns:
-        A hash by file name, relative to the folder that the module was found in; {} for installed
-        packages, whose versions tell them apart.
-    """
-    path = _file_of(function)
-    if path is None or not is_users(str(path)):
-        return {}
-    root = path.parents[function.__module__.count(".") + (path.stem == "__init__")]
-    return {
-        str(each.relative_to(root)).replace(".", "_"): _hash(each.read_bytes())
-        for each in sorted(_closure(path, root, set()))
-    }
-
-
-def fingerprint(hashes: Mapping[str, str]) -> str:
-    """Return one hash for all files; empty if there are none."""
-    return _hash(repr(sorted(hashes.items())).encode()) if hashes else ""
-
-
 def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
     """Import the longest part of a path that is a module; return it and the names left."""
     parts = path.replace(":", ".").split(".")
@@ -204,6 +180,7 @@ def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
         name = ".".join(parts[:length])
         try:
             with standing_here():
+                note_sources(name)
                 return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
             if not (error.name and (name == error.name or name.startswith(f"{error.name}."))):
@@ -254,37 +231,3 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
-
-
-def _file_of(function: Callable[..., Any]) -> Path | None:
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    file = getattr(module, "__file__", None)
-    return Path(file).resolve() if file else None
-
-
-def _closure(path: Path, root: Path, seen: set[Path]) -> set[Path]:
-    """Add `path` and the files under `root` that it imports, and so on, to `seen`."""
-    if path not in seen:
-        seen.add(path)
-        for name in _imported(path, root):
-            for file in (root / f"{name}.py", root / name / "__init__.py"):
-                if file.is_file():
-                    _closure(file, root, seen)
-    return seen
-
-
-def _imported(path: Path, root: Path) -> Iterator[str]:
-    """Yield the modules that a file names in imports, as paths relative to `root`."""
-    package = list(path.parent.relative_to(root).parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.replace(".", "/") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            parts = [*base, *(node.module.split(".") if node.module else [])]
-            yield "/".join(parts)
-            yield from ("/".join([*parts, alias.name]) for alias in node.names)
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]

@@ -20,9 +20,13 @@ def recorded(root: Path, cell: Cell, retries: bool) -> Record | None:
     An interrupted cell must, and with `retries` one that failed.
 
     Raises:
-        ConfigError: the cell's directory holds other files, which must not be lost.
+        ConfigError: the cell's directory holds another's record, or a file that is none, which
+            must not be lost.
     """
     record = _record(root / cell.name)
+    if record and record.cell != cell.name:
+        where = root / cell.name / "record.json"
+        raise ConfigError(f"{where}: is the record of {record.cell}; move it away")
     again = ("interrupted", *(FAILED if retries else ()))
     return None if record is None or record.status in again else record
 

@@ -20,7 +20,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, is_file, read_file
 from lab.settings.names import resolved, run_name, variant
 from lab.settings.overrides import config_dir_of, split
-from lab.settings.own_code import fingerprint
+from lab.settings.sources import fingerprint
 from lab.study.conditions import Condition, refuse_idle, separate, under
 from lab.study.lists import expanded, one_value, positive, values_of
 

@@ -59,9 +59,14 @@ def save(root: Path, step: int, shared: dict[str, Any], own: dict[str, Any], wor
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     world.barrier()
-    _write(unfinished / f"rank_{world.rank:03d}.pt", own)
-    if world.rank == 0:
-        _write(unfinished / "shared.pt", shared)
+    states = {f"rank_{world.rank:03d}.pt": own} | ({} if world.rank else {"shared.pt": shared})
+    try:
+        for name, state in states.items():
+            _write(unfinished / name, state)
+    except OSError:  # a full disk, which shall have room for the record
+        for name in states:
+            (unfinished / name).unlink(missing_ok=True)
+        raise
     world.barrier()
     if world.rank == 0:
         files = sorted(unfinished.glob("*.pt"))

@@ -11,8 +11,8 @@ from lab.distributed.world import World
 from lab.record.run_directory import RunDirectory
 from lab.settings.config import ConfigError
 from lab.settings.names import run_name
-from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept_words
+from lab.settings.sources import fingerprint
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:

@@ -65,9 +65,7 @@ class Run:
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.curves = Curves()
-        self._made_before: list[
-            dict[str, Any]
-        ] = []  # steps, by the runs that this one goes on from
+        self._made_before: list[dict[str, Any]] = []  # steps, by runs that this one goes on from
         self.recorded = False  # a rank lost after this changes nothing
         self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
@@ -144,6 +142,7 @@ class Run:
         shared, of_rank = resume.state_of(parts.trainer)
         step = parts.trainer.progress.step
         shared["made"] = self._made()
+        self.directory.require_own()
         outcome.write_steps(parts.trainer, self.directory)  # rows of a step are written over
         checkpoint.save(self.directory.checkpoints, step, shared, of_rank, self.world)
 
@@ -279,8 +278,10 @@ class Run:
         if self.parts:
             outcome.note_progress(self.parts.trainer, self.record)
         self.record.end(failure.status, failure.error, failure.traceback)
-        with contextlib.suppress(OSError):  # the error itself must still be printed
+        try:
             self._write_record()
+        except OSError as error:  # the failure itself must still be printed
+            tell(Failure("failed", f"the record cannot be written: {error}"))
         return True
 
     def exit_code(self) -> int:

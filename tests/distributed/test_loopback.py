@@ -68,3 +68,12 @@ def test_an_exit_code_and_arguments_are_passed_on(tmp_path: Path) -> None:
     bad = subprocess.run([*line, "1"], capture_output=True, timeout=HANG_S)
     assert (good.returncode, bad.returncode) == (0, 1)
     assert b"exitcode  : 3" in bad.stderr
+
+
+def test_options_that_torchrun_refuses_take_one_line() -> None:
+    """It has many of its own; a number is refused without a text of its own."""
+    line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=0", "script.py"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=HANG_S)
+    refused = "--nproc-per-node=0 script.py: torchrun accepts no such number"
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"lab.distributed.torchrun: error: {refused}\n"

@@ -42,10 +42,24 @@ def test_a_store_that_an_earlier_start_has_used_is_refused(fresh_process: None) 
         world._of_this_join(store, 0, size=2, local_size=1)
 
 
-def test_a_rank_without_its_place_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(ValueError, match="LOCAL_RANK=: must be a number where RANK is set"):
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("LOCAL_RANK", "", "from 0 to 1"),
+        ("RANK", "5", "from 0 to 1"),  # it would wait for ranks that never come
+        ("WORLD_SIZE", "0", "from 1 to 999999"),
+        ("LOCAL_WORLD_SIZE", "two", "from 1 to 999999"),
+    ],
+)
+def test_a_place_where_no_rank_can_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
+) -> None:
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(variable, "2")
+    for variable in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{name}={value}: must be a number {allowed} for a rank"):
         world._find_rank_info()
 
 

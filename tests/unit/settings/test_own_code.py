@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lab.settings.config import ConfigError, build, load
-from lab.settings.own_code import fingerprint, names_code
+from lab.settings.own_code import names_code
+from lab.settings.sources import HASH_LENGTH, fingerprint
 from lab.study import grid
 
 NETS = """\
@@ -104,6 +106,7 @@ def test_an_error_in_a_users_constructor_keeps_its_type(project: Path) -> None:
 
 def test_an_edit_makes_other_cells(project: Path) -> None:
     def name() -> str:
+        sys.modules.pop("nets", None)  # as in another process
         (cell,) = grid.read(["study=mine", "model=nets.Net"]).cells
         return cell.name
 
@@ -111,6 +114,15 @@ def test_an_edit_makes_other_cells(project: Path) -> None:
     assert name() == first and "code_" in first
     (project / "layers.py").write_text("class Wide: pass\n")  # imported by nets
     assert name() != first
+
+
+def test_a_file_that_is_edited_while_it_is_imported_has_the_hash_of_what_ran(
+    project: Path,
+) -> None:
+    edit = "import pathlib\nfile = pathlib.Path(__file__)\nfile.write_text('class Net: pass')\n"
+    (project / "slow.py").write_text(f"{edit}class Net: ...\n")
+    ran = hashlib.sha256((project / "slow.py").read_bytes()).hexdigest()
+    assert load(["model=slow.Net"]).code == {"slow_py": ran[:HASH_LENGTH]}
 
 
 def test_code_of_the_lab_and_of_packages_has_no_hash() -> None:
