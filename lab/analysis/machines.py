@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from os.path import realpath
 from pathlib import Path
 
 from lab.analysis.series import MACHINE
@@ -16,7 +17,7 @@ Differing = Mapping[str, str]
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
     """Name folders by what their paths do not share: `m1` for m1/runs/demo beside m2/runs/demo."""
-    paths = [folder.resolve().parts for folder in folders]
+    paths = [Path(realpath(folder)).parts for folder in folders]
     start = _num_alike(paths)
     end = _num_alike([path[:start:-1] for path in paths])
     labels = ["-".join(path[start : len(path) - end]).replace(" ", "_") for path in paths]

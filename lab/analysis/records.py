@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def load_study(folder: Path, *more: Path) -> Study:
             finished runs of the same cell and repeat.
     """
     folders = (folder, *more)
-    if len({each.resolve() for each in folders}) < len(folders):
+    if len({*map(realpath, folders)}) < len(folders):  # resolve() raises where links go round
         raise ValueError(f"{' '.join(map(str, folders))}: the same folder twice")
     labels = dict(zip(folders, labels_of(folders), strict=True)) if more else {}
     found = {path: record for each in folders for path, record in _records_below(each).items()}

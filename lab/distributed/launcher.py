@@ -61,7 +61,7 @@ def _read(name: str, least: int = 1, end: int = 10**6) -> int:
     text = os.environ.get(name, "")
     if not (text.isdecimal() and len(text) < 8 and least <= int(text) < end):
         allowed = f"from {least} to {end - 1}"
-        raise ConfigError(f"{name}={text}: must be a number {allowed} for a rank; torchrun sets it")
+        raise ConfigError(f"{name}={text}: must be a number {allowed}, as torchrun sets it")
     return int(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -56,7 +57,7 @@ class LoopCheck:
         certificate: the result, once there is one.
 
     Raises:
-        ConfigError: the file's folder does not exist.
+        ConfigError: the file's folder does not exist, or the file is a folder.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class LoopCheck:
         self._file = Path(file) if file else None
         if self._file and not self._file.absolute().parent.is_dir():
             raise ConfigError(f"certificate={file}: its folder does not exist")
+        if self._file and self._file.is_dir():
+            raise ConfigError(f"certificate={file}: is a folder; name a file in it")
         self.certificate: Certificate | None = None
         self._model, self._sync, self._world = model, sync, world
         self._about = About(
@@ -150,9 +153,15 @@ class LoopCheck:
         if self._world.rank:
             return
         if self._file:
-            write_json(self._file, asdict(certificate))
+            self._write(self._file, certificate)
         if certificate.holds and self._world.size > 1:  # an exception says it otherwise
             print(certificate.line, flush=True)
+
+    def _write(self, file: Path, certificate: Certificate) -> None:
+        try:
+            write_json(file, asdict(certificate))
+        except OSError as error:  # no reason to end a training
+            print(f"certificate={file}: cannot be written: {error}", file=sys.stderr)
 
     def _before_update(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,7 +17,7 @@ from lab.settings.config import ConfigError, build
 from lab.sync.fsdp_gradients import WholeGradients
 from lab.sync.fsdp_rules import require_scattered
 from lab.sync.fsdp_scatter import set_reduce_scatter
-from lab.sync.owner import KEY, Owner
+from lab.sync.owner import KEY, Owner, require_state
 
 
 class ReduceScatters:
@@ -47,6 +47,7 @@ class ReduceScatters:
         Raises:
             ValueError: it is of another exchange, or see Owner.check.
         """
+        require_state(state)
         kept = {key: value for key, value in state.items() if key != KEY}
         self._owner.check(state.get(KEY), kept)
         self._exchange.resume(kept, next(self._model.parameters()).device)

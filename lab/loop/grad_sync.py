@@ -25,7 +25,7 @@ from lab.record.certificate import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
-from lab.sync.owner import KEY, Owner
+from lab.sync.owner import KEY, Owner, require_state
 from lab.sync.spoiled import Scaler, SpoiledState
 from lab.training.alike import exchanged_alike
 from lab.training.assemble import require_alike
@@ -121,6 +121,7 @@ class LoopSync(GradSync):
         Raises:
             ValueError: it is of another exchange, or see Owner.check.
         """
+        require_state(state, "step")
         prefix = "exchange."
         kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         self._owner.check(state.get(KEY), kept)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from lab.distributed.world import World
@@ -14,6 +15,7 @@ from lab.measure.environment import git_commit
 from lab.measure.source import source_hash
 from lab.record.schema import Record
 from lab.settings.config import FIELDS, ConfigError, check_batch, load
+from lab.settings.errors import one_line
 from lab.settings.files import choices_of
 from lab.settings.names import OF_STRATEGY, resolved, variant
 from lab.settings.secrets import kept
@@ -39,10 +41,11 @@ def settings_of(
 
     Raises:
         ConfigError: neither strategy nor `composed`, a value that lab.train would refuse, or an own
-            setting with a name of the lab's.
+            setting with a name of the lab's or a value that no file of settings can hold.
     """
     if composed is None and strategy is None:
         raise ConfigError("strategy=None: name how gradients are exchanged, or pass sync=")
+    _require_plain(own)
     if taken := {*FIELDS} & set(own):
         raise ConfigError(f"settings: {min(taken)} is a name of the lab's; choose another")
     known = strategy in choices_of("strategy")
@@ -60,6 +63,16 @@ def settings_of(
             **own,
         }
     )
+
+
+def _require_plain(own: Mapping[str, Any]) -> None:
+    try:
+        OmegaConf.create(dict(own))
+    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "settings: must map names to numbers, texts, and lists and dicts of them: "
+            f"{one_line(error)}"
+        ) from None
 
 
 def identity(

@@ -114,6 +114,7 @@ class Run:
         arguments = [f"batch_size={batch_size}", *([f"repeat={repeat}"] if repeat else [])]
         arguments += [f"{key}={value}" for key, value in (settings or {}).items()]
         self._sync = sync
+        self._is_open = self._in_step = False
         self._loop = OwnLoop(config, self._world, module, sync)
         self._began, self._started_at = time.monotonic(), datetime.now(UTC)
         self._directory = self._claim(arguments)
@@ -141,6 +142,7 @@ class Run:
             self._directory.begin_attempt(first)
             own = kept(OmegaConf.to_container(self._loop.config))
             self._directory.write_config(OmegaConf.to_yaml(own))
+        self._is_open = True
         return self
 
     def __exit__(
@@ -149,6 +151,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._is_open = False
         try:
             if error is not None:
                 self._fail(error)
@@ -164,14 +167,25 @@ class Run:
 
     @contextmanager
     def step(self) -> Generator[Step]:
-        """Time one optimizer step; set its `loss` to have it recorded."""
+        """Time one optimizer step; set its `loss` to have it recorded.
+
+        Raises:
+            RuntimeError: the run has not begun or has ended, or another step is under way.
+        """
+        if not self._is_open or self._in_step:
+            within = "another step" if self._in_step else "no run; it belongs in `with lab.Run(…)`"
+            raise RuntimeError(f"run.step() within {within}")
         loop = self._loop
         loop.before_step()
         current = Step()
         before = self._sent()
-        with loop.clock.step():
-            loop.clock.next_phase("data")
-            yield current
+        self._in_step = True
+        try:
+            with loop.clock.step():
+                loop.clock.next_phase("data")
+                yield current
+        finally:
+            self._in_step = False
         after = self._sent()
         loop.after_step(
             math.nan if current.loss is None else current.loss,

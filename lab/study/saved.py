@@ -74,7 +74,9 @@ def _grids(root: Path) -> list[dict[str, Any]]:
             return grids
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError):
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError):
         pass
     raise ConfigError(f"{path}: holds no grids of a study; delete it, or mend it")
 

@@ -23,7 +23,7 @@ from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, name
 from lab.measure.clock import Clock
 from lab.sync.base import BeforeExchange
 from lab.sync.observed import observed
-from lab.sync.owner import KEY, Owner
+from lab.sync.owner import KEY, Owner, require_state
 from lab.sync.reached import Reached
 from lab.sync.spoiled import SpoiledState
 
@@ -124,6 +124,7 @@ class HookState:
         Raises:
             ValueError: it is of another exchange, or see Owner.check.
         """
+        require_state(state, "step", "exchange")
         self._owner.check(state.get(KEY), state["exchange"])
         self.exchange.resume(state["exchange"], self._device)
         self.step = int(state["step"])

@@ -98,6 +98,21 @@ class Owner:
                 )
 
 
+def require_state(state: object, *keys: str) -> None:
+    """Refuse what `state_dict` cannot have returned.
+
+    Raises:
+        ValueError: it is no mapping, or lacks one of `keys`.
+    """
+    if not isinstance(state, Mapping):
+        found = type(state).__name__
+    elif missing := {*keys} - {*cast(Mapping[str, object], state)}:
+        found = f"a mapping without {', '.join(sorted(missing))}"
+    else:
+        return
+    raise ValueError(f"state_dict: must be what state_dict() returned, and is {found}")
+
+
 def _holds_tensor(value: object) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_tensor, cast(Mapping[str, object], value).values()))

@@ -135,6 +135,7 @@ def wrong_settings() -> list[str]:
         {"strategy": "my way", "scaling": "both"},
         {"strategy": "ddp", "study": "a/b"},
         {"strategy": "ddp", "settings": {"overlap": True}},
+        {"strategy": "ddp", "settings": {"of": object()}},
     ):
         with pytest.raises(lab.ConfigError) as caught:
             lab.Run(**{"study": "mine", "model": "mine", "batch_size": 8, **wrong})
@@ -152,4 +153,26 @@ def test_wrong_settings_are_one_line() -> None:
         "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
         ". , = + _ - (not first a dot), and no secret",
         "settings: overlap is a name of the lab's; choose another",
+        "settings: must map names to numbers, texts, and lists and dicts of them: Value 'object' "
+        "is not a supported primitive type",
     ]
+
+
+def misused_steps(runs: Path) -> int | None:
+    dist.init_process_group("gloo")
+    run = lab.Run(study="mine", model="mine", strategy="ddp", batch_size=8, runs_dir=runs)
+    outside = pytest.raises(RuntimeError, match=r"within no run; it belongs in `with lab\.Run")
+    with outside, run.step():
+        pass
+    with run:
+        for _ in range(3):
+            with run.step(), pytest.raises(RuntimeError, match="within another step"), run.step():
+                pass
+    with outside, run.step():
+        pass
+    dist.destroy_process_group()
+    return read_record(run.path / "record.json").num_steps
+
+
+def test_a_step_counts_within_its_run_and_once(tmp_path: Path) -> None:
+    assert CREW.call(1, misused_steps, tmp_path) == [3]

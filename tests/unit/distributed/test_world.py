@@ -59,7 +59,7 @@ def test_a_place_where_no_rank_can_be_is_refused(
     for variable in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(variable, "0")
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"^{name}={value}: must be a number {allowed} for a rank"):
+    with pytest.raises(ValueError, match=f"^{name}={value}: must be a number {allowed}, as"):
         world._find_rank_info()
 
 
