@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 HIDDEN = "…"
+LEAST = 8  # letters of a secret variable's value that is hidden wherever it stands
 # Parts of a name that make it a secret's: `api_token`, `HOROVOD_AUTH`, `accessToken`, but not
 # `num_tokens`. PASS and SIG are words of their own only in variables and queries.
 PARTS = frozenset(
@@ -54,7 +55,12 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without passwords of URLs, values of secret names, and known tokens."""
+    """Return a text without passwords of URLs, values of secret names, and known tokens.
+
+    Values of variables that are secrets by their name are hidden wherever they stand.
+    """
+    for value in _of_environment(len(os.environ)):
+        text = text.replace(value, HIDDEN)
     text = PRIVATE_KEY.sub(HIDDEN, text)
     text = USER_OF_URL.sub(rf"\1{HIDDEN}@", text)
     text = SCHEME.sub(rf"\1\2{HIDDEN}", text)
@@ -84,6 +90,13 @@ def kept_words(arguments: Sequence[str]) -> list[str]:
         f"{key}={kept(value, key.lstrip('+~'))}" if equals else without_secrets(key)
         for key, equals, value in (word.partition("=") for word in given)
     ]
+
+
+@lru_cache(maxsize=1)
+def _of_environment(_num_variables: int) -> list[str]:
+    """Return values of secret variables; to read them all takes longer than all patterns."""
+    known = {v for name, v in os.environ.items() if len(v) >= LEAST and is_secret(name)}
+    return sorted(known, key=len, reverse=True)  # one may hold another
 
 
 def _without_values(text: str) -> str:

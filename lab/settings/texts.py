@@ -28,9 +28,15 @@ def truth(key: str, text: str) -> bool:
 
 
 def listed(key: str, text: str, allowed: Collection[str] = ()) -> list[str]:
-    """Return the words of `a,b` or `[a,b]`. ConfigError: one is not among `allowed`, if given."""
+    """Return the words of `a,b` or `[a,b]`.
+
+    Raises:
+        ConfigError: where some are `allowed`, there is another among them, or there is none.
+    """
     words = [word.strip() for word in text.strip("[]").split(",")] if text else []
     for word in words:
         if allowed and word not in allowed:
             raise ConfigError(f"{key}={word}: allowed are {', '.join(allowed)}")
+    if allowed and not words:
+        raise ConfigError(f"{key}=: name at least one of {', '.join(allowed)}")
     return words

@@ -157,7 +157,8 @@ def read(arguments: Sequence[str]) -> Study:
     points = _points(expanded(run), sizes, conditions, typed=arguments)
     turns = one_value("turns", texts)
     if len({point.name for point in points}) < len(points):
-        raise ConfigError(f"study={one['study']}: two values of a list differ in signs alone")
+        alike = "in signs that no name has, or in secrets alone"
+        raise ConfigError(f"study={one['study']}: two values of a list differ {alike}")
     if one["baselines"] == "shared":
         points = _sharing(points)
     cells = [

@@ -26,6 +26,12 @@ from lab.web.progress import Progress
 ADDRESS = "127.0.0.1"
 MOST_CONNECTIONS = 16  # at a time; others are closed, so that none can take all descriptors
 LIMIT_S = 10.0  # for a request to arrive
+SAFE_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 class LivePage:
@@ -184,17 +190,15 @@ def _handler(live: LivePage, token: str) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, body: bytes, kind: str) -> None:
             self.send_response(HTTPStatus.OK)
-            for name, value in {
-                "Content-Type": kind,
-                "Content-Length": str(len(body)),
-                "Cache-Control": "no-store",
-                "X-Content-Type-Options": "nosniff",
-                "X-Frame-Options": "DENY",
-                "Referrer-Policy": "no-referrer",
-            }.items():
-                self.send_header(name, value)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def end_headers(self) -> None:
+            for name, value in SAFE_HEADERS.items():
+                self.send_header(name, value)
+            super().end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             """Keep requests out of the sweep's output."""

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from lab.settings.files import conf_dir
 from lab.settings.secrets import HIDDEN, is_secret, without_secrets
 from lab.settings.visible import CONTROL
 
 PATH = re.compile(r"(?<![\w./:<])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+,=-]+){2,}[/\\]?")
-COMMON = ("root", "user", "admin", "ubuntu")  # no one's name, and words of the lab's own
+COMMON = {"root", "user", "admin", "ubuntu"}  # no one's name
+WORDS = {"cell", "data", "lab", "loss", "rank", "step", "study", "test", "train", "training"}
 
 
 def clean(value: Any, name: str = "") -> Any:
@@ -52,4 +54,6 @@ def _user() -> str:
         name = getpass.getuser()
     except (KeyError, OSError):
         return ""
-    return "" if name in COMMON or len(name) < 3 else name
+    # A page that hides its own words, such as a strategy's name, could not be read.
+    words = COMMON | WORDS | {path.stem for path in conf_dir().rglob("*.yaml")}
+    return "" if name in words or len(name) < 3 else name

@@ -32,3 +32,12 @@ def test_the_users_name_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     privacy._user.cache_clear()
     assert clean_text("run by evamaria on h1") == "run by … on h1"
     privacy._user.cache_clear()
+
+
+def test_a_user_who_is_called_as_a_strategy_hides_no_strategy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOGNAME", "ring")
+    privacy._user.cache_clear()
+    assert clean_text("ring was the fastest on 2 ranks") == "ring was the fastest on 2 ranks"
+    privacy._user.cache_clear()
