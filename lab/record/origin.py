@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+SHORT = 10  # digits of a commit in words
+
 
 @dataclass(frozen=True)
 class Stretch:
@@ -36,9 +38,11 @@ class Stretch:
     def made_by(self) -> str:
         """The run, ranks, batch, commit, and other settings, in words."""
         others = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        commit, _, changed = (self.commit or "unknown").partition(" ")
         return (
             f"{self.cell} on {self.world_size} rank{'s' if self.world_size > 1 else ''}, "
-            f"batch_size={self.batch_size}, commit {self.commit or 'unknown'}"
+            f"batch_size={self.batch_size}, commit {commit[:SHORT]}"
+            + (f" {changed}" if changed else "")
             + (f"; {others}" if others else "")
         )
 
