@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lab.cluster import sandbox
-from lab.cluster.settings import cluster_of
+from lab.cluster.settings import cluster_of, num_launched
 from lab.cluster.straggler import straggler_of
 from lab.distributed import launcher
 from lab.settings.command import Command, CommandLine
@@ -49,8 +49,8 @@ def _train(line: CommandLine) -> int:
     refuse_bare_study(line.settings)
     launcher.end_on_signals(COMMAND.name)
     config = load(line.settings)
-    cluster = cluster_of(config, launcher.world_size() if launcher.was_launched() else None)
-    check_batch(config, num_ranks := cluster.num_ranks if cluster else launcher.world_size())
+    cluster = cluster_of(config, num_launched() if launcher.was_launched() else None)
+    check_batch(config, num_ranks := cluster.num_ranks if cluster else num_launched())
     straggler_of(config, num_ranks)
     if line.shows_settings:
         from lab.training.dry import check

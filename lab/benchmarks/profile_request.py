@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lab.distributed.launcher import world_size
+from lab.cluster.settings import num_launched
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.overrides import file_to_write
@@ -54,8 +54,8 @@ def _check(configs: Sequence[DictConfig]) -> None:
     batches = [each.batch_size for each in configs]
     if len(set(batches)) < len(batches):
         raise ConfigError(f"batch_size={batches[0]}: a line needs two different batches")
-    if world_size() > 1:
-        raise ConfigError(f"{world_size()} ranks were started: layers are measured on one")
+    if num_launched() > 1:
+        raise ConfigError(f"{num_launched()} ranks were started: layers are measured on one")
 
 
 def profile_file(text: str) -> Path | None:

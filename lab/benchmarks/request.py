@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, OWN
 from lab.benchmarks.sizes import sizes_in_bytes
-from lab.cluster.settings import Cluster, cluster_of
-from lab.distributed.launcher import was_launched, world_size
+from lab.cluster.settings import Cluster, cluster_of, num_launched
+from lab.distributed.launcher import was_launched
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
 from lab.settings.overrides import (
@@ -93,14 +93,14 @@ def read(arguments: list[str]) -> Request:
         raise ConfigError(f"{name or '(nothing)'}: the first word must be {', '.join(BENCHES)}")
     texts = {key: OWN[key][0] for key in ("out", *BENCHES[name].own)}
     if was_launched():
-        texts |= {"world_size": str(world_size())}
+        texts |= {"world_size": str(num_launched())}
     elif BENCHES[name].num_ranks:
         texts |= {"world_size": str(BENCHES[name].num_ranks)}
     own_texts, others = split(settings, texts)
     texts |= own_texts
-    if was_launched() and texts["world_size"] != str(world_size()):
+    if was_launched() and texts["world_size"] != str(num_launched()):
         raise ConfigError(
-            f"world_size={texts['world_size']}: a launcher has started {world_size()} ranks"
+            f"world_size={texts['world_size']}: a launcher has started {num_launched()} ranks"
         )
     own = {key: PARSERS.get(key, whole_number)(key, text) for key, text in texts.items()}
     variants = _variants(name, others)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from omegaconf import DictConfig
 
-from lab.distributed.launcher import was_launched
+from lab.distributed import launcher
 from lab.settings.config import ConfigError, build
 
 EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
@@ -109,6 +109,18 @@ class Cluster:
         return text
 
 
+def num_launched() -> int:
+    """Return the number of ranks that a launcher has started; 1 without one.
+
+    Raises:
+        ConfigError: its variables do not say.
+    """
+    try:
+        return launcher.world_size()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def cluster_of(config: DictConfig, world_size: int | None = None) -> Cluster | None:
     """Return the cluster that a run's settings ask for; None: the machine's own network.
 
@@ -123,7 +135,7 @@ def cluster_of(config: DictConfig, world_size: int | None = None) -> Cluster | N
         return None
     if "horovod" in config.comm["_target_"]:
         raise ConfigError("comm=horovod: horovodrun starts its ranks, cluster=emulated torchrun")
-    if was_launched() and EMULATION not in os.environ:
+    if launcher.was_launched() and EMULATION not in os.environ:
         raise ConfigError(
             "cluster=emulated: starts its ranks itself; leave the launcher out, as in "
             "python -m lab.train cluster=emulated cluster.hosts=4"

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from lab.settings.errors import ConfigError
-
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
 REPORT_S = 10.0  # for rank 0 to report an error
@@ -28,7 +26,7 @@ def world_size() -> int:
     """Return the number of ranks; they need not have joined yet.
 
     Raises:
-        ConfigError: a launcher's variable says something else than a number of ranks.
+        ValueError: a launcher's variable says something else than a number of ranks.
     """
     return _number("HOROVOD_SIZE", "WORLD_SIZE")
 
@@ -37,7 +35,7 @@ def local_size() -> int:
     """Return the number of ranks on this host.
 
     Raises:
-        ConfigError: see `world_size`.
+        ValueError: see `world_size`.
     """
     return _number("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -46,7 +44,7 @@ def place() -> tuple[int, int, int, int]:
     """Return this rank, their number, and both on this host, as torchrun sets them.
 
     Raises:
-        ConfigError: a variable is missing, or no rank can be there.
+        ValueError: a variable is missing, or no rank can be there.
     """
     size, local_size = _read("WORLD_SIZE"), _read("LOCAL_WORLD_SIZE")
     return _read("RANK", 0, size), size, _read("LOCAL_RANK", 0, local_size), local_size
@@ -61,7 +59,7 @@ def _read(name: str, least: int = 1, end: int = 10**6) -> int:
     text = os.environ.get(name, "")
     if not (text.isdecimal() and len(text) < 8 and least <= int(text) < end):
         allowed = f"from {least} to {end - 1}"
-        raise ConfigError(f"{name}={text}: must be a number {allowed}, as torchrun sets it")
+        raise ValueError(f"{name}={text}: must be a number {allowed}, as torchrun sets it")
     return int(text)
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import uuid
+from itertools import takewhile
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -22,9 +23,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-
-from lab.settings.errors import one_line
-from lab.settings.secrets import without_secrets
 
 HOST = "127.0.0.1"
 NAME = "loopback"
@@ -87,12 +85,13 @@ def main(arguments: list[str]) -> None:
     except UnicodeError:  # it looks up the host's name, which Linux lets be longer than DNS does
         _refuse(f"the host's name, {socket.gethostname()}, has more than 63 letters; shorten it")
     except (AssertionError, OSError, ValueError) as error:  # no rank has begun
-        why = one_line(error) if str(error) else "torchrun accepts no such number"
-        _refuse(f"{' '.join(arguments)}: {why}")
+        why = str(error).partition("\n")[0] or "torchrun accepts no such number"
+        options = takewhile(lambda word: word.startswith("-") and word != "-m", arguments)
+        _refuse(f"{' '.join(options)}: {why}")
 
 
 def _refuse(why: str) -> NoReturn:
-    print(without_secrets(f"lab.distributed.torchrun: error: {why}"), file=sys.stderr)
+    print(f"lab.distributed.torchrun: error: {why}", file=sys.stderr)
     sys.exit(2)
 
 

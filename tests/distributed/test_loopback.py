@@ -74,6 +74,6 @@ def test_options_that_torchrun_refuses_take_one_line() -> None:
     """It has many of its own; a number is refused without a text of its own."""
     line = [sys.executable, "-m", "lab.distributed.torchrun", "--nproc-per-node=0", "script.py"]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=HANG_S)
-    refused = "--nproc-per-node=0 script.py: torchrun accepts no such number"
+    refused = "--nproc-per-node=0: torchrun accepts no such number"
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == f"lab.distributed.torchrun: error: {refused}\n"
