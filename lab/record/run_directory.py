@@ -82,6 +82,7 @@ class RunDirectory:
         """Let another process claim this directory."""
         if self._lock:
             self._lock.close()
+            self._lock = None
 
     def _lock_out_others(self) -> None:
         try:

@@ -95,7 +95,9 @@ def kept_words(arguments: Sequence[str]) -> list[str]:
 @lru_cache(maxsize=1)
 def _of_environment(_num_variables: int) -> list[str]:
     """Return values of secret variables; to read them all takes longer than all patterns."""
-    known = {v for name, v in os.environ.items() if len(v) >= LEAST and is_secret(name)}
+    values = {value for name, value in os.environ.items() if is_secret(name)}
+    # A word or a number, as of TOKEN_TYPE, would be missed in texts that mean no secret.
+    known = (v for v in values if len(v) >= LEAST and not v.isdecimal() and not v.isalpha())
     return sorted(known, key=len, reverse=True)  # one may hold another
 
 
