@@ -24,6 +24,8 @@ from lab.settings.errors import one_line
 LARGEST_BYTES = 256 * 2**20
 LARGEST_YAML_BYTES = 8 * 2**20  # PyYAML takes seconds for a MiB
 LARGEST_YAML = 100_000  # values, as many as anchors make of them
+# 1:30 is 90 in YAML 1.1, and 0777 is 511.
+SURPRISE = re.compile(r":[ \t]+([-+]?(?:0\d+|\d+(?::[0-5]?\d)+))[ \t]*(?:#.*)?$", re.MULTILINE)
 LARGEST_WHOLE = 2**63  # what tables hold is smaller
 
 
@@ -78,6 +80,9 @@ def read_yaml(path: Path) -> Any:
         text = content.decode()
         if "&" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST_YAML:
             raise ValueError(f"anchors make more than {LARGEST_YAML} values")
+        for found in SURPRISE.finditer(text):
+            if isinstance(value := yaml.safe_load(found[1]), int):
+                raise ValueError(f"{found[1]} would be {value}; write a plain number")
         return _bounded(OmegaConf.to_container(OmegaConf.load(io.StringIO(text))))
     except RecursionError:
         raise DamagedFile(f"{path}: not YAML: nested too deeply") from None
