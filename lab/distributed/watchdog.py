@@ -92,8 +92,11 @@ class Watchdog:
         os.set_blocking(self._signals, False)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        # nohup has SIGHUP ignored. A torchrun does not care, and ends its ranks by it all the same.
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        stays_ignored = is_ignored and "TORCHELASTIC_RUN_ID" not in os.environ
         for number in STOP_SIGNALS:  # last: from now on a signal only fills the pipe
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or not stays_ignored:
                 signal.signal(number, on_signal)
 
     def begin_step(self) -> bool:

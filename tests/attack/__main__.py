@@ -17,7 +17,17 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from tests.attack import changes, commands, kills, launchers, numbers, planted, surroundings, twice
+from tests.attack import (
+    changes,
+    commands,
+    kills,
+    launchers,
+    numbers,
+    outsiders,
+    planted,
+    surroundings,
+    twice,
+)
 from tests.attack.outcome import BAD, Attempt, table
 from tests.attack.readers import READERS
 
@@ -39,6 +49,7 @@ PARTS: dict[str, tuple[int, Part]] = {
     "changes": (100, changes.attack),
     "numbers": (100, numbers.attack),
     "twice": (1, lambda seed, count, at: twice.attack(at)),
+    "outsiders": (1, lambda seed, count, at: outsiders.attack(at, outsiders.cases())),
     "surroundings": (1, lambda seed, count, at: surroundings.attack(at)),
 }
 

@@ -121,7 +121,9 @@ def surroundings(folder: Path) -> dict[str, str]:
     }
     grid = "S study=s strategy=allreduce,onebit world_size=1,2"
     whole = f"{grid}; T2 study=s cell=bd measure=breakdown"
-    subprocess.run(["bash", "-ec", whole], cwd=done, env=environment, check=True)
+    subprocess.run(
+        ["bash", "-ec", whole], cwd=done, env=environment, check=True, capture_output=True
+    )
     return environment
 
 

@@ -81,7 +81,7 @@ def joined(change: str) -> str:
                 lab.__version__ = "0.0.1"
             case _:
                 alike.lab_code = lambda: "0123456789ab"  # pyright: ignore[reportAttributeAccessIssue]
-    os.environ["LOCAL_WORLD_SIZE"] = "1"  # of two hosts
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of two hosts
     return executed(*[composed(*BASE, "strategy=none")] * 2)
 
 
