@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,8 @@ def _module_of(path: str, setting: str) -> tuple[Any, list[str]]:
     for length in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:length])
         try:
-            with standing_here():
+            # What the lab itself names is never the user's, such as a folder called torch.
+            with nullcontext() if path.startswith(KNOWN) else standing_here():
                 note_sources(name)
                 return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
