@@ -52,7 +52,8 @@ begun() {
 ranks() {
   for q in /proc/[0-9]*; do
     [ "$(readlink "$q/cwd")" = "$PWD" ] || continue
-    if tr '\0' ' ' 2>/dev/null < "$q/cmdline" | grep -q '^[^ ]*python.*m lab.train'; then echo "${q#/proc/}"; fi
+    if tr '\0' ' ' 2>/dev/null < "$q/cmdline" | grep -q '^[^ ]*python.*m lab.train'
+    then echo "${q#/proc/}"; fi
   done
 }
 record() {
