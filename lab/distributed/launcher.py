@@ -59,7 +59,7 @@ def _read(name: str, least: int = 1, end: int = 10**6) -> int:
     text = os.environ.get(name, "")
     if not (text.isdecimal() and len(text) < 8 and least <= int(text) < end):
         allowed = f"from {least} to {end - 1}"
-        raise ValueError(f"{name}={text}: must be a number {allowed}, as torchrun sets it")
+        raise ValueError(f"{name}={text}: must be a number {allowed}, as launchers set it")
     return int(text)
 
 

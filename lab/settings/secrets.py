@@ -94,7 +94,10 @@ def kept_words(arguments: Sequence[str]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _of_environment(_num_variables: int) -> list[str]:
-    """Return values of secret variables; to read them all takes longer than all patterns."""
+    """Return values of secret variables.
+
+    They are kept until the number of variables changes: to read all takes longer than all patterns.
+    """
     values = {value for name, value in os.environ.items() if is_secret(name)}
     # A word or a number, as of TOKEN_TYPE, would be missed in texts that mean no secret.
     known = (v for v in values if len(v) >= LEAST and not v.isdecimal() and not v.isalpha())

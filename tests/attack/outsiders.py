@@ -45,10 +45,13 @@ class M(nn.Module):
 '
 base() { cp -r "$BASE/runs" .; }
 m() { cat > m.py; }
-begun() {
-  for _ in $(seq 300); do [ -e "runs/default/$1/attempts.json" ] && break; sleep .2; done
-  sleep 2
+until_true() { for _ in $(seq 300); do "$@" > /dev/null 2>&1 && break; sleep .2; done; }
+begun() { until_true test -e "runs/default/$1/attempts.json"; sleep 2; }
+live() {  # starts a sweep with its page: p is its process, u the address
+  env --default-signal=INT S study=s report=live "$@" > o 2>&1 & p=$!
+  until_true grep -q http: o; u=$(grep -o -m1 'http://[^ ]*' o)
 }
+stop_live() { local code=0; kill -INT $p; wait $p || code=$?; test $code = 130; }
 ranks() {
   for q in /proc/[0-9]*; do
     [ "$(readlink "$q/cwd")" = "$PWD" ] || continue
