@@ -124,6 +124,11 @@ class Exchange(ABC):
         return ()
 
     @property
+    def keeps_residuals(self) -> bool:
+        """True if what codecs leave out of gradients is kept for later steps."""
+        return False
+
+    @property
     def settled_at(self) -> int | None:
         """The first step after any trials, in which choices are made; None: they go on."""
         return 0

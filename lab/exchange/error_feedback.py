@@ -36,6 +36,10 @@ class ErrorFeedback(Exchange):
         self.error_feedback = error_feedback
         self.residual: dict[str, Tensor] = {}  # [values] by parameter
 
+    @property
+    def keeps_residuals(self) -> bool:
+        return self.error_feedback
+
     def residual_of(self, name: str, gradient: Tensor) -> Tensor | None:
         """Return parameter `name`'s residual, zeros at first, to be replaced by the caller.
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lab.codec.int8 import codec as int8
+from lab.codec.levels import Int8
 from lab.distributed.comm import Comm
-from lab.exchange.bucket import ScratchBuffers
 
-BLOCK = 1024  # values that share a smallest and a largest one
+CODEC = Int8(block_size=1024)
 
 
-def gather_bytes(output: Tensor, own: Tensor, comm: Comm, buffers: ScratchBuffers) -> None:
+def gather_bytes(output: Tensor, own: Tensor, comm: Comm, plans: dict[object, Any]) -> None:
     """Fill `output` with all ranks' `own`, rounded to a byte for each value, alike on all ranks.
 
     Args:
         output: float32 [N * n].
         own: float32 [n], may be a part of `output`.
-        buffers: memory for messages.
+        plans: keeps layouts and messages for the next call.
     """
-    byte = own.new_empty(0, dtype=torch.uint8)
-    shape = -(-len(own) // BLOCK), int8.HEADER_BYTES + BLOCK
-    sent = buffers["sent"].take(byte, *shape)
-    received = buffers["received"].take(byte, comm.size, *shape)
-    int8.encode(own, sent)
-    comm.all_gather(received, sent)
-    for records, part in zip(received, output.view(comm.size, -1), strict=True):
-        int8.decode(records, part)
+    if (key := (len(own), comm.size)) not in plans:
+        layout = CODEC.layout_of_parts(len(own), comm.size)
+        gathered = own.new_zeros(comm.size, layout.line_bytes, dtype=torch.uint8)
+        finite = torch.ones((), dtype=torch.bool, device=own.device)
+        plans[key] = layout, layout.part(0), gathered, torch.zeros_like(gathered[0]), finite
+    layout, part, gathered, sent, finite = plans[key]
+    kernels = CODEC.kernels(own.device)
+    kernels.encode(part, own, None, sent)
+    comm.all_gather(gathered, sent)
+    kernels.add_up(layout, gathered.view(1, -1), output, 1, finite)

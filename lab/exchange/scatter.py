@@ -10,31 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.codec import int4
-from lab.codec.int8 import codec as int8
-from lab.codec.onebit.message import Matrix, Message
+from lab.codec.base import Codec
 from lab.distributed.collective import Collective, SummedParts
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import ScratchBuffers
-from lab.exchange.error_feedback import ErrorFeedback
-from lab.exchange.int4 import Int4
-from lab.exchange.int8 import Int8
-from lab.exchange.onebit import OneBit
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A parameter's columns in gradients [N, n]: `inner` values for each of its own rows."""
-
-    start: int
-    stop: int
-    inner: int
+from lab.exchange.coded import Coded
+from lab.exchange.memory import Columns
 
 
 @dataclass
@@ -47,6 +35,7 @@ class Layout:
 
     columns: Mapping[str, Columns]
     buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
+    plans: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Scatter(ABC):
@@ -92,124 +81,37 @@ class Exact(Scatter):
         return SummedParts(comm.iall_to_all(received, sent), received, output)
 
 
-class EightBit(Scatter):
-    """Sends a byte for each value, by blocks, as the first stage of Int8."""
+class InCodec(Scatter):
+    """Sends messages of an exchange's codec, and keeps what these leave out in its memory.
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-
-    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
-        num_blocks = -(-gradients.shape[1] // self._block_size)
-        shape = comm.size, num_blocks, int8.HEADER_BYTES + self._block_size
-        byte = gradients.new_empty(0, dtype=torch.uint8)
-        sent = layout.buffers["sent"].take(byte, *shape)
-        received = layout.buffers["received"].take(byte, *shape)
-        for values, records in zip(gradients, sent, strict=True):
-            int8.encode(values, records)
-        comm.all_to_all(received, sent)
-        int8.decode(received[0], output)
-        other = gradients[0]  # encoded, so its memory is free
-        for records in received[1:]:
-            int8.decode(records, other)
-            output += other
-
-
-class FourBit(Scatter):
-    """Sends half a byte for each value, by blocks, with the residual of `exchange` if it has one.
-
-    So delivered sums + residuals = true sums, as in the first stage of Int4.
-    """
-
-    def __init__(self, exchange: Int4) -> None:
-        self._exchange = exchange
-
-    def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
-        block = self._exchange.block_size
-        shape = comm.size, -(-gradients.shape[1] // block), int4.HEADER_BYTES + block // 2
-        byte = gradients.new_empty(0, dtype=torch.uint8)
-        sent = layout.buffers["sent"].take(byte, *shape)
-        received = layout.buffers["received"].take(byte, *shape)
-        residual = residual_of(self._exchange, gradients, layout)
-        if residual is not None:
-            gradients += residual
-        other = torch.empty_like(output)
-        for row, (values, records) in enumerate(zip(gradients, sent, strict=True)):
-            int4.encode(values, records)
-            if residual is not None:
-                int4.decode(records, other)
-                torch.sub(values, other, out=residual[row])
-        comm.all_to_all(received, sent)
-        int4.decode(received[0], output)
-        for records in received[1:]:
-            int4.decode(records, other)
-            output += other
-
-
-class SignBit(Scatter):
-    """Sends a bit for each value and two scales for each block, with the residual of `exchange`.
-
-    So delivered sums + residuals = true sums, as in the first stage of OneBit. Blocks run across
+    So delivered sums + residuals = true sums, as in the first half of the exchange. Rows run across
     parameters, since a unit's gradients are laid out so.
     """
 
-    def __init__(self, exchange: OneBit) -> None:
+    def __init__(self, exchange: Coded) -> None:
         self._exchange = exchange
 
     def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
-        block, (size, n) = self._exchange.block_size, gradients.shape
-        blocks = -(-n // block)
-        padded = layout.buffers["padded"].take(gradients, size, blocks * block)
-        padded[:, :n].copy_(gradients)
-        padded[:, n:].zero_()
-        matrix = Matrix("", 0, size * blocks, block)
-        values = matrix.view(padded.view(-1))
-        residual = residual_of(self._exchange, padded, layout)
-
-        def message(role: str) -> Message:
-            return Message.within(layout.buffers[role], [matrix], size, size, padded)
-
-        sent, received = message("sent"), message("received")
-        flat = None if residual is None else residual.view_as(values)
-        sent.encode([values], [flat], self._exchange.threshold)
-        comm.all_to_all(received.bytes, sent.bytes)
-        received.decode([values])  # rows of each rank's message, one rank after the other
-        output.copy_(padded[0, :n])
-        for other in padded[1:, :n]:
-            output += other
-        if residual is not None:
-            residual[:, n:].zero_()  # of padding, which nobody saves
+        plan = layout.plans.get("plan")
+        if plan is None:
+            plan = layout.plans["plan"] = _Plan(self._exchange.codec, gradients, comm)
+        residual = self._exchange.memory.bind_columns(gradients, layout.columns)
+        plan.kernels.encode(plan.layout, gradients.view(-1), residual, plan.sent)
+        comm.all_to_all(plan.received, plan.sent.view_as(plan.received))
+        plan.kernels.add_up(plan.own, plan.received, output, 1, plan.finite)
 
 
-def residual_of(exchange: ErrorFeedback, gradients: Tensor, layout: Layout) -> Tensor | None:
-    """Return the residual of `gradients` [N, n], of its shape; None without error feedback.
+class _Plan:
+    """What stays from step to step: the layout of messages, and their memory."""
 
-    The exchange holds views of it, by parameter: [N, rows, inner]. After a resume or a rollback it
-    holds other tensors, which are copied; those of another number of ranks are laid out anew.
-    """
-    if not exchange.error_feedback:
-        return None
-    residual = layout.buffers["residual"].take(gradients, *gradients.shape)
-    kept = exchange.residual
-    views = {
-        name: residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
-        for name, at in layout.columns.items()
-    }
-    if all(name in kept and kept[name].data_ptr() == v.data_ptr() for name, v in views.items()):
-        return residual
-    residual.zero_()
-    for name, view in views.items():
-        if name in kept:
-            fill_rows(view, kept[name])
-        kept[name] = view
-    return residual
-
-
-def fill_rows(view: Tensor, saved: Tensor) -> None:
-    """Copy the rows of a parameter, [N, rows, inner], to where another N or none puts them."""
-    laid_out = torch.zeros_like(view, memory_format=torch.contiguous_format).flatten(0, 1)
-    rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
-    laid_out[: len(rows)] = rows
-    view.copy_(laid_out.view_as(view))
+    def __init__(self, codec: Codec, gradients: Tensor, comm: Comm) -> None:
+        size, num_values = gradients.shape
+        self.layout = codec.layout_of_parts(num_values, size)
+        self.own = self.layout.part(comm.rank)
+        self.kernels = codec.kernels(gradients.device)
+        self.sent = gradients.new_zeros(self.layout.num_bytes, dtype=torch.uint8)
+        self.received = self.sent.new_empty(size, self.layout.line_bytes)
+        self.finite = torch.ones((), dtype=torch.bool, device=gradients.device)
 
 
 def scatter_of(exchange: Exchange) -> Scatter:
@@ -220,12 +122,8 @@ def scatter_of(exchange: Exchange) -> Scatter:
     """
     if isinstance(exchange, AllReduce):
         return Exact(exchange.dtype)
-    if isinstance(exchange, Int8):
-        return EightBit(exchange.block_size)
-    if isinstance(exchange, Int4):
-        return FourBit(exchange)
-    if isinstance(exchange, OneBit) and not exchange.warmup_steps:
-        return SignBit(exchange)
+    if isinstance(exchange, Coded) and not getattr(exchange, "warmup_steps", 0):
+        return InCodec(exchange)
     raise ValueError(
         f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed are allreduce, bf16, "
         "fp16, int8, int4, and onebit without warmup_steps"

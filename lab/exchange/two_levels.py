@@ -6,7 +6,6 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.scatter import Layout, Scatter, scatter_of
 
 
@@ -54,7 +53,7 @@ def require_no_residuals(exchange: Exchange) -> None:
     Raises:
         ValueError: it does.
     """
-    if isinstance(exchange, ErrorFeedback) and exchange.error_feedback:
+    if exchange.keeps_residuals:
         raise ValueError(
             "exchange.error_feedback=true: sync.reduce_scatter=two_levels keeps no residuals; "
             "must be false, or sync.reduce_scatter=lab"

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lab.distributed.sharded import whole
 from lab.distributed.torch_comm import TorchComm
-from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.scatter import scatter_of
 from lab.exchange.two_levels import TwoLevels, require_no_residuals
 from lab.sync.base import SyncParts
@@ -227,7 +226,7 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
         raise ValueError("strategy=fsdp: runs over torch.distributed only")
     if parts.module is not parts.model:
         raise ValueError("compile=true: is not supported with strategy=fsdp")
-    if parts.precision == "fp16" and isinstance(parts.exchange, ErrorFeedback):
+    if parts.precision == "fp16" and parts.exchange.keeps_residuals:
         raise ValueError(
             f"precision=fp16: exchange={type(parts.exchange).__name__} needs gradients in true "
             "units, and FSDP scatters scaled ones; allowed are fp32, bf16"

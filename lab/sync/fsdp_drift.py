@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
-from lab.exchange.error_feedback import ErrorFeedback
-from lab.exchange.scatter import Layout, fill_rows
+from lab.exchange.memory import fill_rows
+from lab.exchange.scatter import Layout
 from lab.sync.findings import Findings, products
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
@@ -40,9 +40,8 @@ class FsdpDrift:
     ) -> None:
         self._exchange, self._comm, self._every = exchange, comm, every
         self._turns = [(part, unit) for unit in units for part in parts]
-        feedback = isinstance(exchange, ErrorFeedback) and exchange.error_feedback
         name, window = f"exchange={type(exchange).__name__}", f"in the {every} exchanges up to step"
-        self._of_gradients = Findings(name, comm, window, coarse=not (exchange.exact or feedback))
+        self._of_gradients = Findings(name, comm, window, coarse=not (exchange.exact or exchange.keeps_residuals))
         self._of_weights = Findings("sync.all_gather=int8", comm, "in step")
         self._due: Tensor | None = None
         self._delivered = torch.empty(0)
@@ -112,7 +111,7 @@ class FsdpDrift:
     def _residual(self, gradients: Tensor, layout: Layout) -> Tensor:
         """Return a copy of this rank's residuals, laid out as `gradients` [N, n]."""
         copy = torch.zeros_like(gradients)
-        kept = self._exchange.residual if isinstance(self._exchange, ErrorFeedback) else {}
+        kept = self._exchange.state_dict().get("residual", {})
         for name, at in layout.columns.items():
             if name in kept:
                 view = copy[:, at.start : at.stop].view(len(copy), -1, at.inner)

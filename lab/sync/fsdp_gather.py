@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
-from lab.exchange.bucket import ScratchBuffers
 from lab.exchange.gather import gather_bytes
 from lab.sync.fsdp_hook import UnitHook
 from lab.sync.fsdp_units import modules_of_fsdp
@@ -26,13 +27,13 @@ class UnitAllGather(UnitHook):
         unit: name of the module.
         comm: the ranks that share the weights.
         inside: those that share the second shard; None: there is none.
-        buffers: memory for messages, which all modules of a rank share: FSDP gathers one after the
-            other.
+        plans: layouts and memory for messages, which all modules of a rank share: FSDP gathers one
+            after the other.
     """
 
-    def __init__(self, unit: str, comm: Comm, inside: Comm | None, buffers: ScratchBuffers) -> None:
+    def __init__(self, unit: str, comm: Comm, inside: Comm | None, plans: dict[object, Any]) -> None:
         super().__init__(unit)
-        self._comm, self._inside, self._buffers = comm, inside, buffers
+        self._comm, self._inside, self._plans = comm, inside, plans
         self.exact = False  # evaluations are of the weights that checkpoints hold
 
     def __call__(
@@ -55,13 +56,13 @@ class UnitAllGather(UnitHook):
             self._gather(output_tensor, input_tensor)
 
     def _gather(self, output: Tensor, own: Tensor) -> None:
-        gather_bytes(output, own, self._comm, self._buffers)
+        gather_bytes(output, own, self._comm, self._plans)
 
 
 def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:
     """Give each FSDP module in `model` an all-gather in bytes; return these."""
-    made, buffers = list[UnitAllGather](), ScratchBuffers()
+    made, plans = list[UnitAllGather](), dict[object, Any]()
     for unit, module in modules_of_fsdp(model):
-        made.append(UnitAllGather(unit, comm, inside, buffers))
+        made.append(UnitAllGather(unit, comm, inside, plans))
         module.set_custom_all_gather(made[-1])  # pyright: ignore[reportArgumentType]
     return made

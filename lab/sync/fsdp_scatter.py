@@ -12,7 +12,8 @@ from lab.distributed.comm import Comm, Traffic
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.base import Exchange
 from lab.exchange.layout import named
-from lab.exchange.scatter import Columns, Layout, Scatter, scatter_of
+from lab.exchange.memory import Columns
+from lab.exchange.scatter import Layout, Scatter, scatter_of
 from lab.sync.fsdp_hook import UnitHook
 from lab.sync.fsdp_units import modules_of_fsdp, sharded_parameters
 
