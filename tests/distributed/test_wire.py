@@ -26,6 +26,7 @@ from lab.sync.base import SyncParts
 from tests.support.cases import COUNTED, LINKS, REPEATABLE, exchange_settings
 from tests.support.hosts import enter_network, has_own_network, own_network
 from tests.support.ranks import Crew, join
+from tests.support.slow import some_of
 
 # The interface counts all processes' bytes; in a separate network nobody else sends.
 OWN_NETWORK = has_own_network()
@@ -148,7 +149,7 @@ CASES = [(exchange, 2) for exchange in REPEATABLE]
 CASES += [(e, size) for e in ("allreduce", "tree", "tree_double", "onebit") for size in (3, 4)]
 
 
-@pytest.mark.parametrize(("exchange", "size"), CASES)
+@pytest.mark.parametrize(("exchange", "size"), some_of(CASES, every=3))
 def test_counted_bytes_are_those_that_crossed_and_the_cards(
     on_ranks: OnRanks, exchange: str, size: int
 ) -> None:

@@ -90,6 +90,7 @@ def run_pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=tree, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_readme_says_all_that_a_new_exchange_needs(tmp_path: Path) -> None:
     blocks = additions()
     assert [bool(table) for _, table, _ in blocks] == 3 * [False] + 3 * [True]

@@ -77,6 +77,7 @@ def test_codec_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "torch.add(a, b, out=c)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_fresh_ranks(tmp_path: Path) -> None:
     settings = ["strategy=none", "world_size=1", "batch_size=8", "data.size=16", "device=cpu"]
     assert bench.main(["memory", *settings, "out=memory.json"]) == 0

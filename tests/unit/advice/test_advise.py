@@ -33,6 +33,7 @@ def first(result: dict[str, Any], kind: str) -> dict[str, Any]:
     return result["rows"][result["best"][kind][0]]
 
 
+@pytest.mark.slow
 def test_the_grid_is_chosen_from_the_hardware_and_the_settings() -> None:
     cells = read(["hardware=titanx_x4", "batch_size=2"]).prediction.cells
     assert {cell.world_size for cell in cells} == {1, 2}  # of up to four, those that divide it
@@ -41,6 +42,7 @@ def test_the_grid_is_chosen_from_the_hardware_and_the_settings() -> None:
     assert not names & {"none", "ddp", "horovod", "fc1x1", "caffe", "torch7", "tensorflow", "cntk"}
 
 
+@pytest.mark.slow
 def test_zeropp_is_an_option_where_hosts_have_several_ranks() -> None:
     def sizes(hardware: str) -> set[int]:
         cells = read(

@@ -83,6 +83,7 @@ def test_a_claim_that_fails_is_an_exit_code(
     assert len(failed) == 1 and "1/32" in failed[0]
 
 
+@pytest.mark.slow
 def test_the_page_scores_predictions_and_shows_figures(
     runs: Path,
     tmp_path: Path,

@@ -44,6 +44,7 @@ from tests.support.cases import (
     exchange_settings,
 )
 from tests.support.simulated import FLAT, LINKED, TRUE, leave_study, strategy
+from tests.support.slow import some_of
 
 # Libraries keep a schedule of their own, and `none` exchanges nothing.
 SIMULATED = [name for name in ALL_STRATEGIES if name not in (*LIBRARIES, "none")]
@@ -78,7 +79,7 @@ def test_codecs_of_gpus_are_said_to_be_assumed() -> None:
     assert gpus
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 1024])
+@pytest.mark.parametrize("size", some_of([1, 2, 3, 4, 8, 1024], also=[3, 1024]))
 def test_a_blocking_tree_is_the_closed_form(
     size: int, profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
