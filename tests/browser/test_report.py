@@ -74,7 +74,7 @@ def test_the_timeline_zooms_by_wheel_and_keyboard(opened: Opened) -> None:
 
 @pytest.mark.parametrize(
     ("width", "scheme"),
-    some_of([(360, "light"), (360, "dark"), (1400, "light"), (1400, "dark")], every=3),
+    some_of([(360, "light"), (360, "dark"), (1400, "light"), (1400, "dark")], every=4),
 )
 def test_anyone_can_read_it(browser: Browser, report: Path, width: int, scheme: str) -> None:
     size = {"width": width, "height": 800}

@@ -113,7 +113,7 @@ def test_sharded_strategies_go_on_from_each_others_checkpoints(tmp_path: Path) -
 
 # A copy of the weights in each group, or a second shard; an evaluation gathers them otherwise.
 @pytest.mark.parametrize(
-    "groups", ["strategy=hsdp sync.shard_size=2", "strategy=fsdp sync.reshard=2"]
+    "groups", some_of(["strategy=hsdp sync.shard_size=2", "strategy=fsdp sync.reshard=2"], every=2)
 )
 def test_weights_in_groups_of_ranks_are_equal_and_one_process_s(groups: str) -> None:
     settings = (*RUN, "steps=4", "clip_grad_norm=0.5", "accumulate=2", "eval_every=2")
@@ -165,7 +165,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("settings", "message"), MISTAKES.items())
+@pytest.mark.parametrize(("settings", "message"), some_of(MISTAKES.items(), every=3))
 def test_what_fsdp_cannot_do_is_one_line(settings: str, message: str) -> None:
     with pytest.raises(AssertionError, match=f"ConfigError: {message}"):
         train(1, "strategy=fsdp", *RUN, *settings.split(), "steps=2")

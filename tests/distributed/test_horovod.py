@@ -169,6 +169,7 @@ def test_a_sweep_starts_cells_by_horovodrun_with_the_weights_of_gloo(
     assert line.endswith("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_are_refused() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

@@ -47,7 +47,7 @@ CASES = [
 CASES += [pytest.param(s, 4) for s in ("allreduce", "layerwise", "onebit", "powersgd", "local_sgd")]
 
 
-@pytest.mark.parametrize(("strategy", "size"), some_of(CASES, every=4))
+@pytest.mark.parametrize(("strategy", "size"), some_of(CASES, every=6))
 def test_resumed_run_ends_in_the_same_bits(
     strategy: str, size: int, shared: Path, tmp_path: Path
 ) -> None:

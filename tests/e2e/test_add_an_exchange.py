@@ -109,6 +109,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_is_left_out_is_named_in_a_line(tmp_path: Path) -> None:
     tree = tree_with(tmp_path, [block for block in additions() if block[0] not in MESSAGES])
     done = run_pytest(tree, NAMES_WHO_LACKS)

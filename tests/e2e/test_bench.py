@@ -87,6 +87,7 @@ def test_memory_is_measured_in_fresh_ranks(tmp_path: Path) -> None:
     assert none["total_bytes"] > 1e8
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_no_rank_is_left() -> None:
     line = [sys.executable, "-m", "lab.bench", "collective", "sizes=[1MiB]", "rounds=100000"]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)

@@ -106,6 +106,7 @@ def last_checkpoint(run: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
 def test_killed_rank_is_started_again_and_nothing_is_lost(
     hosts: list[Host], undisturbed: Path, seed: int

@@ -54,7 +54,7 @@ def test_commands(module: str, streams: str, tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize("streams", some_of(STREAMS, every=4))
+@pytest.mark.parametrize("streams", some_of(STREAMS, every=9))
 def test_a_run_is_recorded_and_done(streams: str, tmp_path: Path) -> None:
     done = shell(f"{TRAIN} cell=a", streams, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -164,6 +164,7 @@ def test_throughput_compares_settings_at_one_batch_and_has_no_knee(
     assert legend(saved["a.png"]) == ["training", "inference"]
 
 
+@pytest.mark.slow
 def test_throughput_has_a_curve_and_a_knee_for_each_series_of_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,6 @@ from lab.claims.delivery import delivered_error
 from tests.conftest import ROOT
 from tests.support import mutants
 from tests.support.mutants import INTACT, MUTANTS, Mutant
-from tests.support.slow import some_of
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,8 @@ def test_without_a_mutant_cells_notice_nothing(intact: dict[tuple[Claim, int], s
     assert not mutants.leaves_bounds(mutants.held_out_scores(INTACT))
 
 
-@pytest.mark.parametrize("mutant", some_of(MUTANTS, every=5), ids=lambda mutant: mutant.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_noticed(mutant: Mutant, intact: dict[tuple[Claim, int], str]) -> None:
     by_cells = mutants.leaves_bounds(mutants.held_out_scores(mutant))
     errors = mutants.figure_errors(INTACT)

@@ -109,7 +109,7 @@ def allocated_bytes(make: Callable[[], Any], rank: int, size: int, trace: Path) 
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 4)])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", some_of(EXCHANGES, every=3))
 def test_allocates_what_its_card_says(exchange: str, rank: int, size: int, tmp_path: Path) -> None:
     n = SHAPE.numel()
     settings = exchange_settings(exchange, *STEADY.get(exchange, ()))
