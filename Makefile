@@ -1,4 +1,4 @@
-# make run | test | attack | zoo | fuzz | curves | lint | format | lock | horovod | gpu | gpu-first-hour
+# make run | test | test-all | attack | zoo | fuzz | curves | lint | format | lock | horovod | gpu | gpu-first-hour
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -18,7 +18,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 
-.PHONY: run test attack zoo fuzz curves lint format lock horovod gpu gpu-first-hour
+.PHONY: run test test-all attack zoo fuzz curves lint format lock horovod gpu gpu-first-hour
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, each of which would compile the lab anew.
@@ -31,7 +31,11 @@ curves: $(VENV)/.run
 	$(BIN)/python -m lab.sweep study=demo
 	$(BIN)/python -m lab.plot runs/demo
 
+# In some minutes; the slow tests, which are of the same kinds or of whole attacks, are in test-all.
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow"
+
+test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 attack: $(VENV)/.dev

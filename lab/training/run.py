@@ -125,6 +125,7 @@ class Run:
         Raises:
             ConfigError: see `execute`.
         """
+        resumed = self._resumed()
         self.parts = assemble(self.config, self.world, self.watch)
         self._note_samples(self.parts)
         self.record.model_source = source_hash(self.parts.trainer.model)
@@ -134,7 +135,8 @@ class Run:
             self.record.compute = compute_of(self.config, self.parts.trainer, self.world)
         if "_target_" in self.config.recorder:
             self.curves = Curves(build(self.config.recorder))  # rank 0 alone starts it
-        self._resume(self.parts)
+        if resumed:
+            self._restore(self.parts, resumed)
         return self.parts
 
     def save(self, parts: Assembly) -> None:
@@ -159,16 +161,19 @@ class Run:
         record.predictions_per_sample = parts.predictions_per_sample
         record.prediction = parts.trainer.task.prediction
 
-    def _resume(self, parts: Assembly) -> None:
+    def _resumed(self) -> Path | None:
+        """Return the checkpoint from which all ranks continue, if any."""
         # Rank 0 decides: other hosts may see an old state of a shared directory.
         answer = self.world.broadcast_text("" if self.world.rank else self._checkpoint())
-        if not answer:
-            return
         verdict, _, text = answer.partition(" ")
         if verdict == "no":
             raise ConfigError(text)
-        path = Path(text)
-        require_alike(self.world, checkpoint_facts(path))
+        if not text:
+            return None
+        require_alike(self.world, checkpoint_facts(Path(text)))
+        return Path(text)
+
+    def _restore(self, parts: Assembly, path: Path) -> None:
         try:
             shared, by_rank = checkpoint.load(path)
             resume.restore(parts.trainer, shared, by_rank)

@@ -32,6 +32,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_names_of_others_run_nothing(browser: Browser, attacked: Path, report: Path) -> None:
     opened = open_page(browser, attacked.as_uri())
     assert opened.charts() == open_page(browser, report.as_uri()).charts()
@@ -50,6 +51,7 @@ def _rest_on_marks(page: Page) -> None:
     assert page.locator(".tip").is_visible()
 
 
+@pytest.mark.slow
 def test_the_policy_admits_no_other_script(browser: Browser, attacked: Path) -> None:
     opened = open_page(browser, attacked.as_uri())
     opened.page.evaluate(INJECTED)

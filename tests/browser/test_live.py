@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.browser.conftest import open_page
@@ -11,6 +12,7 @@ from tests.e2e.test_live import address_of, sweep
 from tests.support import HANG_S
 
 
+@pytest.mark.slow
 def test_a_sweep_is_followed_and_stopped(
     browser: Browser, environment: dict[str, str], tmp_path: Path
 ) -> None:

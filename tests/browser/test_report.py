@@ -9,6 +9,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from tests.browser.conftest import Opened, open_page
+from tests.support.slow import some_of
 from tests.support.studies import STRATEGIES
 
 NUM_POINTS = len(STRATEGIES) * 3 * 2
@@ -71,8 +72,10 @@ def test_the_timeline_zooms_by_wheel_and_keyboard(opened: Opened) -> None:
     assert figure.screenshot() != picture
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1400])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    some_of([(360, "light"), (360, "dark"), (1400, "light"), (1400, "dark")], every=4),
+)
 def test_anyone_can_read_it(browser: Browser, report: Path, width: int, scheme: str) -> None:
     size = {"width": width, "height": 800}
     opened = open_page(

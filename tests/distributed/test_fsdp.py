@@ -20,6 +20,7 @@ from lab.distributed.world import stop
 from lab.sync.fsdp_units import units
 from tests.distributed.test_strategies import distance
 from tests.support.ranks import CREW, Outcome, composed, execute, join, spawn, train
+from tests.support.slow import some_of
 
 # Adam divides by a gradient's own size, so eps stands above rounding errors.
 ADAMW = ("optim=adamw", "optim.eps=1e-3", "optim.decay_vectors=false")
@@ -64,7 +65,7 @@ def gradients(exchanges: list[str | None]) -> list[tuple[dict[str, Tensor], int]
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", some_of([2, 3], every=2))
 def test_gradients_of_fsdp2_are_those_of_one_process(size: int) -> None:
     net = Net()
     net(torch.cat([inputs(rank) for rank in range(size)])).square().mean().backward()
@@ -112,7 +113,7 @@ def test_sharded_strategies_go_on_from_each_others_checkpoints(tmp_path: Path) -
 
 # A copy of the weights in each group, or a second shard; an evaluation gathers them otherwise.
 @pytest.mark.parametrize(
-    "groups", ["strategy=hsdp sync.shard_size=2", "strategy=fsdp sync.reshard=2"]
+    "groups", some_of(["strategy=hsdp sync.shard_size=2", "strategy=fsdp sync.reshard=2"], every=2)
 )
 def test_weights_in_groups_of_ranks_are_equal_and_one_process_s(groups: str) -> None:
     settings = (*RUN, "steps=4", "clip_grad_norm=0.5", "accumulate=2", "eval_every=2")
@@ -130,6 +131,7 @@ def execute_on_hosts(per_host: int, *run: Any) -> Outcome:
     return execute(*run)
 
 
+@pytest.mark.slow
 def test_zeropp_trains_on_two_hosts_of_two_ranks() -> None:
     run = composed(
         "strategy=zeropp", "model=mlp", "model.hidden=[128,128]", "batch_size=64", "steps=24",
@@ -163,7 +165,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("settings", "message"), MISTAKES.items())
+@pytest.mark.parametrize(("settings", "message"), some_of(MISTAKES.items(), every=3))
 def test_what_fsdp_cannot_do_is_one_line(settings: str, message: str) -> None:
     with pytest.raises(AssertionError, match=f"ConfigError: {message}"):
         train(1, "strategy=fsdp", *RUN, *settings.split(), "steps=2")

@@ -25,6 +25,7 @@ from lab.distributed.world import stop
 from lab.settings.config import build, load
 from lab.sync.base import SyncParts
 from tests.support.ranks import CREW, join, spawn
+from tests.support.slow import some_of
 
 WIDTH, STEPS = 12, 3
 
@@ -351,7 +352,9 @@ def assert_equal(name: str, found: dict[str, Tensor] | str, size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("settings", ["", "sync.reduce_scatter=lab exchange=allreduce"])
+@pytest.mark.parametrize(
+    "settings", some_of(["", "sync.reduce_scatter=lab exchange=allreduce"], every=2)
+)
 def test_any_model_trains_as_in_one_process(settings: str) -> None:
     names = [name for name in RIGHT if not settings or name not in BY_TORCH_ALONE]
     for name, found in CREW.call(2, train_all, names, *settings.split())[0].items():
@@ -359,7 +362,9 @@ def test_any_model_trains_as_in_one_process(settings: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("settings", ["sync.shard_size=2", "sync.reshard=2", "bucket_mb=null"])
+@pytest.mark.parametrize(
+    "settings", some_of(["sync.shard_size=2", "sync.reshard=2", "bucket_mb=null"])
+)
 def test_any_model_trains_in_two_levels_and_as_one_unit(settings: str) -> None:
     for name, found in CREW.call(4, train_all, list(RIGHT), settings)[0].items():
         assert_equal(name, found, 4)
@@ -370,7 +375,7 @@ def refuse(name: str, settings: str) -> str | dict[str, Tensor]:
 
 
 # An error in backward may leave collectives under way: these ranks do nothing else.
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", some_of(REFUSED, every=3))
 def test_what_fsdp_cannot_train_is_named(name: str) -> None:
     for found in spawn(2, refuse, name, ""):
         assert isinstance(found, str) and "\n" not in found

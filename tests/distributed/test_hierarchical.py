@@ -46,6 +46,7 @@ def exchange(inter: str, nodes: list[list[int]], in_turns: bool) -> list[torch.T
     return means
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
 def test_overlapping_levels_leave_the_same_bits(nodes: list[list[int]]) -> None:
     in_line, *_ = spawn(4, exchange, "onebit", nodes, False)

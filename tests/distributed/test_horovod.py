@@ -59,6 +59,7 @@ def weights(cell: Path) -> dict[str, Tensor]:
     return shared["model"]
 
 
+@pytest.mark.slow
 def test_overlap_gives_the_weights_that_it_gives_over_gloo(
     horovodrun: Callable[..., Finished],
 ) -> None:
@@ -89,6 +90,7 @@ def test_onebit_is_the_same_over_horovod_bit_for_bit(horovodrun: Callable[..., F
     )
 
 
+@pytest.mark.slow
 def test_three_ranks_and_compression_and_accumulation(horovodrun: Callable[..., Finished]) -> None:
     fp16 = ("strategy=horovod", "sync.compression=fp16", "accumulate=2")
     done = horovodrun(*fp16, *RUN, "cell=horovod", ranks=3)
@@ -110,6 +112,7 @@ class Silent(nn.Linear):
         return super().forward(input.flatten(1))
 
 
+@pytest.mark.slow
 def test_weight_decay_moves_no_weight_that_no_rank_used(
     horovodrun: Callable[..., Finished],
 ) -> None:
@@ -120,6 +123,7 @@ def test_weight_decay_moves_no_weight_that_no_rank_used(
     compare_with_gloo(Path("runs/default/horovod"), *settings)
 
 
+@pytest.mark.slow
 def test_what_needs_send_and_recv_is_refused(horovodrun: Callable[..., Finished]) -> None:
     done = horovodrun("strategy=tree", *RUN)
     assert done.code != 0
@@ -128,6 +132,7 @@ def test_what_needs_send_and_recv_is_refused(horovodrun: Callable[..., Finished]
     assert not Path("runs/default").exists() or not list(Path("runs").rglob("record.json"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(real_environment: dict[str, str]) -> None:
     process = start(real_environment, "strategy=horovod", *SMALL, *ENDLESS)
     wait_for(lambda: list(Path("runs").rglob("step_*/DONE")))
@@ -149,6 +154,7 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [each for each in processes if "python" in each.name() and "lab.train" in each.cmdline()]
 
 
+@pytest.mark.slow
 def test_a_sweep_starts_cells_by_horovodrun_with_the_weights_of_gloo(
     command: Callable[..., Finished],
 ) -> None:
@@ -163,6 +169,7 @@ def test_a_sweep_starts_cells_by_horovodrun_with_the_weights_of_gloo(
     assert line.endswith("launcher=slurm: starts no ranks of comm=horovod; horovodrun does")
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_are_refused() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

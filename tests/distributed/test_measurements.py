@@ -116,6 +116,7 @@ def noise(path: Path, *settings: str) -> dict[str, float | None] | None:
     return record.gradient_noise
 
 
+@pytest.mark.slow
 def test_gradient_noise_is_the_same_whatever_exact_exchange_finds_it(tmp_path: Path) -> None:
     found = [
         spawn(2, noise, tmp_path, f"strategy={name}") for name in ("allreduce", "overlap", "tree")

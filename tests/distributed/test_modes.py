@@ -7,6 +7,7 @@ import torch
 
 from tests.distributed.test_strategies import distance
 from tests.support.ranks import Outcome, train
+from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=10", "warmup_steps=2")
 
@@ -51,7 +52,7 @@ def test_channels_last_changes_the_layout_alone() -> None:
     assert apart(train(2, "channels_last=true", *RUN), train(2, *RUN)) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "onebit", "ddp"])
+@pytest.mark.parametrize("strategy", some_of(["allreduce", "onebit", "ddp"], every=3))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_trains(strategy: str, precision: str) -> None:
     outcomes = train(2, f"strategy={strategy}", f"precision={precision}", *RUN)
@@ -90,7 +91,10 @@ def test_hooks_of_ddp_train_and_their_bytes_are_counted(
 
 @pytest.mark.parametrize(
     ("strategy", "more"),
-    [("onebit", ()), ("onebit", ("precision=fp16", "accumulate=2")), ("tree_overlap", ())],
+    some_of(
+        [("onebit", ()), ("onebit", ("precision=fp16", "accumulate=2")), ("tree_overlap", ())],
+        every=3,
+    ),
 )
 def test_the_labs_hook_in_ddp_does_what_the_labs_own_sync_does(
     strategy: str, more: tuple[str, ...]

@@ -15,6 +15,7 @@ from lab.training.dry import assembled
 from lab.training.resume import state_of
 from lab.training.trainer import Trainer
 from tests.support.ranks import join, spawn
+from tests.support.slow import some_of
 
 # All cases run in one process for each rank.
 pytestmark = pytest.mark.xdist_group("not finite")
@@ -103,7 +104,7 @@ def found() -> list[dict[str, tuple[str, int]]]:
     return spawn(2, failures)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_of(CASES, every=3))
 def test_all_ranks_name_step_and_parameter(
     case: str, found: list[dict[str, tuple[str, int]]]
 ) -> None:

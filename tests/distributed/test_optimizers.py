@@ -15,6 +15,7 @@ from lab.training.resume import replica_of
 from tests.distributed.test_strategies import distance
 from tests.support.cases import BY_THE_CLOCK, STRATEGIES, keeps_replicas_equal
 from tests.support.ranks import Outcome, train
+from tests.support.slow import some_of
 
 ADAMW = ("optim=adamw", "optim.schedule=linear", "optim.decay_vectors=false", "warmup_steps=1")
 RUN = (*ADAMW, "data.size=16", "batch_size=24")
@@ -57,6 +58,7 @@ def states_at(step: int, rank: int) -> list[dict[str, Any]]:
     return [*part["optimizer"]["state"].values()]
 
 
+@pytest.mark.slow
 def test_each_sync_takes_adamw_but_those_of_frameworks_that_want_sgd() -> None:
     assert [s for s in STRATEGIES if pattern_of(load([f"strategy={s}"])).only_sgd] == OF_SGD
 
@@ -65,7 +67,7 @@ def test_each_sync_takes_adamw_but_those_of_frameworks_that_want_sgd() -> None:
 
 
 # DDP has other buckets after a resume, which on two ranks changes no sum.
-@pytest.mark.parametrize("strategy", RESUMED)
+@pytest.mark.parametrize("strategy", some_of(RESUMED, every=4))
 def test_a_resumed_run_ends_in_the_same_bits(strategy: str) -> None:
     settings = ("steps=10", "checkpoint_every=5", "cell=a")
     whole = run(2, strategy, *settings)

@@ -30,6 +30,7 @@ import lab
 from lab.settings.files import choices_of
 from tests.conftest import ROOT
 from tests.support.ranks import CREW, spawn
+from tests.support.slow import some_of
 
 STEPS, WIDTH, CLASSES = 5, 64, 10
 Optimizers = list[torch.optim.Optimizer]
@@ -191,7 +192,7 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_of(CASES, every=3))
 def test_a_loop_of_ones_own_works(name: str) -> None:
     first, second = CREW.call(2, all_ways, name)
     assert all(apart(first[way], second[way]) == 0 for way in WAYS)
@@ -213,6 +214,7 @@ def by_hook_and_sync(names: list[str]) -> dict[str, float]:
         }
 
 
+@pytest.mark.slow
 def test_on_two_ranks_any_exchange_gives_the_same_bits_in_any_buckets() -> None:
     found, _ = CREW.call(2, by_hook_and_sync, ANY)
     assert len(found) > 10
@@ -276,7 +278,7 @@ def with_and_without_scaler(strategy: str) -> list[list[dict[str, Tensor]]]:
         ]
 
 
-@pytest.mark.parametrize("strategy", ["onebit", "topk", "randomk", "allreduce"])
+@pytest.mark.parametrize("strategy", some_of(["onebit", "topk", "randomk", "allreduce"], every=3))
 def test_a_step_that_a_scaler_skips_leaves_no_trace(strategy: str) -> None:
     """Scales are powers of two, so residuals in true units are the same bits."""
     first, second = CREW.call(2, with_and_without_scaler, strategy)
@@ -466,7 +468,9 @@ def whole_and_resumed(way: str) -> list[dict[str, Tensor]]:
 RESUMED = [f"hook {name}" for name in ("onebit", "topk", "randomk", "signsgd_ef", "powersgd")]
 
 
-@pytest.mark.parametrize("way", [*RESUMED, "sync onebit", "sync powersgd", "sync int8"])
+@pytest.mark.parametrize(
+    "way", some_of([*RESUMED, "sync onebit", "sync powersgd", "sync int8"], every=3)
+)
 def test_a_resumed_loop_goes_on_with_the_same_bits(way: str) -> None:
     for whole, resumed in CREW.call(2, whole_and_resumed, way):
         assert apart(whole, resumed) == 0

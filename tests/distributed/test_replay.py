@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import Outcome, train
+from tests.support.slow import some_of
 
 RUN = (
     *("model=replay", "profile=alexnet_titanx", "model.bytes_scale=0.002", "model.time_scale=0.01"),
@@ -21,7 +22,7 @@ def single_process(directory: str) -> Outcome:
     return train(1, "strategy=none", f"runs_dir={directory}", *RUN)[0]
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "overlap", "ddp", "onebit"])
+@pytest.mark.parametrize("strategy", some_of(["allreduce", "overlap", "ddp", "onebit"], every=2))
 def test_strategies_average_its_gradients(
     strategy: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

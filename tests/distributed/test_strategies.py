@@ -22,6 +22,7 @@ from tests.support.cases import (
     steps_of_a_round,
 )
 from tests.support.ranks import Outcome, train, train_once
+from tests.support.slow import some_of
 
 RUN = ("data.size=16", "batch_size=24", "optim.lr=0.01", "steps=20", "warmup_steps=2")
 SIZES = (1, 3)
@@ -59,8 +60,8 @@ def single_process(transform: str, shared: Path) -> dict[str, Tensor]:
     return train_once(1, *settings, *RUN)[0].weights
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("strategy", BY_STRATEGY)
+@pytest.mark.parametrize("size", some_of(SIZES, also=[3]))
+@pytest.mark.parametrize("strategy", some_of(BY_STRATEGY, every=2))
 def test_trains_and_keeps_replicas_equal(strategy: str, size: int, shared: Path) -> None:
     outcomes = undisturbed(size, strategy, shared, "cell=a")
     for outcome in outcomes:
@@ -92,7 +93,7 @@ def bitwise(outcomes: list[Outcome]) -> str:
     return found
 
 
-@pytest.mark.parametrize("exchange", REPEATABLE)
+@pytest.mark.parametrize("exchange", some_of(REPEATABLE, every=6))
 def test_overlapped_is_blocking_bit_for_bit(exchange: str) -> None:
     settings = ("strategy=allreduce", f"exchange={exchange}", "bucket_mb=0.05", *RUN, "steps=4")
     settings += (

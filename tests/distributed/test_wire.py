@@ -26,6 +26,7 @@ from lab.sync.base import SyncParts
 from tests.support.cases import COUNTED, LINKS, REPEATABLE, exchange_settings
 from tests.support.hosts import enter_network, has_own_network, own_network
 from tests.support.ranks import Crew, join
+from tests.support.slow import some_of
 
 # The interface counts all processes' bytes; in a separate network nobody else sends.
 OWN_NETWORK = has_own_network()
@@ -148,7 +149,7 @@ CASES = [(exchange, 2) for exchange in REPEATABLE]
 CASES += [(e, size) for e in ("allreduce", "tree", "tree_double", "onebit") for size in (3, 4)]
 
 
-@pytest.mark.parametrize(("exchange", "size"), CASES)
+@pytest.mark.parametrize(("exchange", "size"), some_of(CASES, every=5))
 def test_counted_bytes_are_those_that_crossed_and_the_cards(
     on_ranks: OnRanks, exchange: str, size: int
 ) -> None:
@@ -170,17 +171,20 @@ def test_all_bytes_of_a_step_are_counted(
 # Two units, each gathered twice, and reduced by torch as an all-reduce or by the lab in half of it.
 @pytest.mark.parametrize(
     ("settings", "size", "shares"),
-    [
-        ("sync.reduce_scatter=torch", 2, 4),
-        ("sync.reduce_scatter=lab exchange=allreduce", 2, 3),
-        ("sync.reduce_scatter=lab exchange=allreduce sync.shard_size=2", 4, 3 + 1),
-        ("sync.reduce_scatter=lab exchange=allreduce sync.reshard=2", 4, 1.5 + 1 + 1.5),
-        (
-            "sync.all_gather=int8 sync.reshard=2 sync.reduce_scatter=lab exchange=int4",
-            4,
-            1.5 * 1032 / 4096 + 1 + 1.5 * 72 / 512,
-        ),
-    ],
+    some_of(
+        [
+            ("sync.reduce_scatter=torch", 2, 4),
+            ("sync.reduce_scatter=lab exchange=allreduce", 2, 3),
+            ("sync.reduce_scatter=lab exchange=allreduce sync.shard_size=2", 4, 3 + 1),
+            ("sync.reduce_scatter=lab exchange=allreduce sync.reshard=2", 4, 1.5 + 1 + 1.5),
+            (
+                "sync.all_gather=int8 sync.reshard=2 sync.reduce_scatter=lab exchange=int4",
+                4,
+                1.5 * 1032 / 4096 + 1 + 1.5 * 72 / 512,
+            ),
+        ],
+        every=2,
+    ),
 )
 def test_fsdp_sends_what_its_sync_computes(
     on_ranks: OnRanks, settings: str, size: int, shares: int

@@ -90,6 +90,7 @@ def run_pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=tree, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_readme_says_all_that_a_new_exchange_needs(tmp_path: Path) -> None:
     blocks = additions()
     assert [bool(table) for _, table, _ in blocks] == 3 * [False] + 3 * [True]
@@ -108,6 +109,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_is_left_out_is_named_in_a_line(tmp_path: Path) -> None:
     tree = tree_with(tmp_path, [block for block in additions() if block[0] not in MESSAGES])
     done = run_pytest(tree, NAMES_WHO_LACKS)

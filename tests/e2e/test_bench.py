@@ -77,6 +77,7 @@ def test_codec_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "torch.add(a, b, out=c)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_fresh_ranks(tmp_path: Path) -> None:
     settings = ["strategy=none", "world_size=1", "batch_size=8", "data.size=16", "device=cpu"]
     assert bench.main(["memory", *settings, "out=memory.json"]) == 0
@@ -86,6 +87,7 @@ def test_memory_is_measured_in_fresh_ranks(tmp_path: Path) -> None:
     assert none["total_bytes"] > 1e8
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_no_rank_is_left() -> None:
     line = [sys.executable, "-m", "lab.bench", "collective", "sizes=[1MiB]", "rounds=100000"]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)

@@ -106,6 +106,7 @@ def last_checkpoint(run: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
 def test_killed_rank_is_started_again_and_nothing_is_lost(
     hosts: list[Host], undisturbed: Path, seed: int
@@ -135,6 +136,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(
                 assert torch.equal(own["exchange"][kind][name], residual)
 
 
+@pytest.mark.slow
 def test_first_rank_lost_for_good_leaves_a_record(hosts: list[Host]) -> None:
     """The store in which ranks publish their errors is lost with the rank."""
     settings = ("exchange._target_=tests.support.faults.OneBitKilled", f"steps={STEPS}", "cell=a")
@@ -148,6 +150,7 @@ def test_first_rank_lost_for_good_leaves_a_record(hosts: list[Host]) -> None:
     assert "lost another rank" in found["error"]
 
 
+@pytest.mark.slow
 def test_lost_host_leaves_half_the_ranks_which_go_on(hosts: list[Host]) -> None:
     settings = ("checkpoint_every=10", "steps=150")
     staying, lost = (start(host, hosts[0], "1:2", *settings, ranks=2) for host in hosts)

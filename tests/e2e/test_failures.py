@@ -17,6 +17,7 @@ from PIL import Image
 from lab.record.schema import SCHEMA, Record
 from tests.conftest import LAUNCHER, Finished, record, wait_for
 from tests.support import HANG_S, ranks
+from tests.support.slow import some_of
 
 Train = Callable[..., Finished]
 QUICK = ("batch_size=24", "data.size=16", "optim.lr=0.01", "steps=6")
@@ -229,7 +230,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ranks.train(2, *LONG, f"runs_dir={folder}")[0].record["replica_hash"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", some_of([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], every=3))
 def test_a_signal_checkpoints_and_resume_auto_ends_as_if_undisturbed(
     environment: dict[str, str],
     tmp_path: Path,

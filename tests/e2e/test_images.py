@@ -137,6 +137,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     return Image(tmp_path_factory.mktemp("image"), CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("image")
 def test_cpu_image_installs_and_trains_without_the_checkout(image: Image) -> None:
     assert [line.split()[0] for line in image.skipped] == ["useradd", "apt-get"]
@@ -176,6 +177,7 @@ def anybody(image: Image, tmp_path: Path) -> Callable[[str, Path], Finished]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("image")
 def test_wheel_runs_without_root_home_compiler_and_git(
     anybody: Callable[[str, Path], Finished], image: Image, tmp_path: Path

@@ -67,6 +67,7 @@ def test_bench_pairs_two_strategies(command: Callable[..., Finished], tmp_path: 
     assert "a comparison needs two" in wrong.err
 
 
+@pytest.mark.slow
 def test_compiled_model_trains(command: Callable[..., Finished], tmp_path: Path) -> None:
     settings = ("model=mlp", "batch_size=24", "steps=6", "device=cpu", "strategy=overlap")
     for cell, switch in (("a", "compile=true"), ("b", "compile=false")):

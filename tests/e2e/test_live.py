@@ -47,6 +47,7 @@ def get(url: str, host: str | None = None) -> str:
         return answer.read().decode()
 
 
+@pytest.mark.slow
 def test_a_sweep_is_watched_stopped_and_resumed(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

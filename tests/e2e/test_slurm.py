@@ -83,6 +83,7 @@ def test_a_task_is_a_rank_and_sees_all_gpus_that_the_job_has_on_its_node(
         assert lines.count(setting) == 1, setting
 
 
+@pytest.mark.slow
 def test_a_job_preempted_by_a_signal_ends_as_an_undisturbed_one(
     cluster: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_sweep_gives_the_same_records_as_a_local_one(
     assert again.out.count("done already") == 2
 
 
+@pytest.mark.slow
 def test_cells_that_fail_or_are_killed_are_recorded_and_the_others_run(
     cluster: Callable[..., str], environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_cell_that_runs_too_long_is_a_timeout(
     assert cluster(*QUEUE) == ""
 
 
+@pytest.mark.slow
 def test_no_second_sweep_beside_a_killed_ones_jobs_and_none_left_by_an_interrupted_one(
     cluster: Callable[..., str], environment: dict[str, str], command: Command, tmp_path: Path
 ) -> None:

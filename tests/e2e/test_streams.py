@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import HANG_S
+from tests.support.slow import some_of
 
 STREAMS = {
     ">/dev/full": 1,
@@ -36,7 +37,11 @@ def shell(
 
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize(
-    "module", ["lab.plot --help", "lab.train --cfg job device=cpu", "lab.explain nowhere"]
+    "module",
+    some_of(
+        ["lab.plot --help", "lab.train --cfg job device=cpu", "lab.explain nowhere"],
+        also=["lab.plot --help"],
+    ),
 )
 def test_commands(module: str, streams: str, tmp_path: Path) -> None:
     done = shell(module, streams, tmp_path)
@@ -49,7 +54,7 @@ def test_commands(module: str, streams: str, tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("streams", some_of(STREAMS, every=9))
 def test_a_run_is_recorded_and_done(streams: str, tmp_path: Path) -> None:
     done = shell(f"{TRAIN} cell=a", streams, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -64,7 +69,9 @@ def test_a_terminal_of_ascii_gets_the_whole_summary(tmp_path: Path) -> None:
     assert done.stdout.startswith("done: ") and "record          /" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["lab.plot --help", "lab.train --cfg job device=cpu"])
+@pytest.mark.parametrize(
+    "module", some_of(["lab.plot --help", "lab.train --cfg job device=cpu"], every=2)
+)
 def test_a_reader_that_has_enough_ends_a_command_without_a_word(
     module: str, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ def cells(root: Path) -> list[Path]:
     return [path.parent for path in root.glob("*/record.json")]
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_leaves_nothing_running_and_goes_on(
     command: Command, real_environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def shortened(word: str) -> str:
     return f"strategy={found[1]},{found[2]}" if found else word
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(5 * HANG_S)
 @pytest.mark.parametrize("folder", sorted({folder for folder, _ in LINES}))
 def test_the_commands_of_a_section_work_in_order(

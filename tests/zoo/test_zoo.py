@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.slow import some_of
 from tests.zoo import __main__ as command
 from tests.zoo.drive import (
     BAD,
@@ -50,7 +51,9 @@ def turned(names: tuple[str, ...] | list[str], by: str) -> str:
     return names[sum(by.encode()) % len(names)]
 
 
-@pytest.mark.parametrize("model", [name for name, model in MODELS.items() if not model.slow])
+@pytest.mark.parametrize(
+    "model", some_of([name for name, model in MODELS.items() if not model.slow], every=5)
+)
 def test_every_model_is_right_or_refused(model: str, driver: Driver) -> None:
     cases = [Case(model, "plain", turned(LIVELY, model), "grad_sync")]
     cases += [Case(model, "trained", turned([*SYNCS][:-1], model), "sync")]
@@ -59,7 +62,7 @@ def test_every_model_is_right_or_refused(model: str, driver: Driver) -> None:
     assert faults(driver, cases) == []
 
 
-@pytest.mark.parametrize("loop", FREE)
+@pytest.mark.parametrize("loop", some_of(FREE, every=4))
 def test_every_loop_is_right_or_refused(loop: str, driver: Driver) -> None:
     cases = [Case(turned(HARD[:6], loop), loop, turned(EXCHANGES, loop), "grad_sync")]
     entrance = "attach" if LOOPS[loop].ddp else "grad_sync"
@@ -67,13 +70,13 @@ def test_every_loop_is_right_or_refused(loop: str, driver: Driver) -> None:
     assert faults(driver, cases) == []
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", some_of(EXCHANGES, every=4))
 def test_every_exchange_takes_hard_models(exchange: str, driver: Driver) -> None:
     cases = [Case(model, "plain", exchange, "grad_sync") for model in HARD[:3]]
     assert faults(driver, cases) == []
 
 
-@pytest.mark.parametrize("strategy", SYNCS)
+@pytest.mark.parametrize("strategy", some_of(SYNCS, every=3))
 def test_every_sync_of_the_trainer_takes_hard_models(strategy: str, driver: Driver) -> None:
     loops = [name for name, loop in LOOPS.items() if loop.of_trainer]
     assert faults(driver, list(cases_of(HARD[:2], loops, [strategy], ["sync"]))) == []

@@ -56,6 +56,7 @@ def test_regret_is_of_measured_steps() -> None:
     assert report([]) == []
 
 
+@pytest.mark.slow
 def test_a_simulated_study_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study, scale = tmp_path / "study", "model.bytes_scale=0.02"
     names = ("allreduce", "overlap", "onebit")

@@ -13,10 +13,11 @@ from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
 from lab.draw.looks import LOOKS, looks_of
 from tests.support.cases import ALL_STRATEGIES
+from tests.support.slow import some_of
 from tests.unit.analysis.test_plot import write_run
 
 
-@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
+@pytest.mark.parametrize("strategy", some_of(ALL_STRATEGIES, every=5))
 def test_figures_draw_a_strategy_as_its_look_says(strategy: str, tmp_path: Path) -> None:
     for name in {"none", strategy}:
         for num_ranks in (1, 2, 4):

@@ -18,6 +18,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.study import grid
 from tests.support.fake_gpu import CUDA, FakeGpu
+from tests.support.slow import some_of
 from tests.unit.benchmarks.test_bench import results
 
 
@@ -53,7 +54,7 @@ def test_one_gpu_has_nothing_to_exchange_and_one_line_says_what_to_do(
     assert "device=cpu" in error and "share_gpus=true backend=gloo" in error
 
 
-@pytest.mark.parametrize("name", ["kim2017", "codecs", "error_feedback"])
+@pytest.mark.parametrize("name", some_of(["kim2017", "codecs", "error_feedback"], every=3))
 def test_studies_that_ask_nothing_of_gpus_stay_on_cpus(name: str) -> None:
     assert {cell.config.device for cell in grid.read([f"study={name}"]).cells} == {"cpu"}
 

@@ -89,6 +89,7 @@ def test_sums_take_the_library_for_what_is_refused_and_leave_out_what_no_step_ne
     assert (found["gemm"]["num_own"], found["gemm"]["num_passes"]) == (1, 2)
 
 
+@pytest.mark.slow
 def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +164,7 @@ def test_throughput_compares_settings_at_one_batch_and_has_no_knee(
     assert legend(saved["a.png"]) == ["training", "inference"]
 
 
+@pytest.mark.slow
 def test_throughput_has_a_curve_and_a_knee_for_each_series_of_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,6 +354,7 @@ def test_counts_join_their_layers_less_what_calling_costs(
     assert legend(saved["counted.png"])[:2] == ["loads", "stores"]
 
 
+@pytest.mark.slow
 def test_computed_memory_is_compared_with_that_of_a_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from lab.sync.base import Sync
 from lab.sync.local import LocalSync
 from tests.support.certified import MODELS, MORE, UNCHECKED, Case, certified, clean_cases
 from tests.support.misaveraged import Bypassed, Uncompressed
+from tests.support.slow import some_of
 
 
 def other_weights(model: nn.Module, _sync: Sync, rank: int) -> None:
@@ -98,7 +99,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", some_of(FAULTS, every=2))
 def test_a_fault_is_named(name: str) -> None:
     case, broken, line = FAULTS[name]
     first, *others = certified(case)
@@ -116,7 +117,7 @@ def test_there_are_200_clean_cases() -> None:
     assert {case.model for case in CLEAN} == set(MODELS)
 
 
-@pytest.mark.parametrize("case", CLEAN[::9], ids=str)
+@pytest.mark.parametrize("case", some_of(CLEAN[::9], every=4), ids=str)
 def test_a_right_run_is_not_accused(case: Case) -> None:
     """`python -m tests.support.certified` runs all of them."""
     certificate = certified(case)[0]

@@ -22,6 +22,7 @@ def test_without_a_mutant_cells_notice_nothing(intact: dict[tuple[Claim, int], s
     assert not mutants.leaves_bounds(mutants.held_out_scores(INTACT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_noticed(mutant: Mutant, intact: dict[tuple[Claim, int], str]) -> None:
     by_cells = mutants.leaves_bounds(mutants.held_out_scores(mutant))
@@ -30,6 +31,7 @@ def test_a_mutant_is_noticed(mutant: Mutant, intact: dict[tuple[Claim, int], str
     assert mutants.noticed_by(mutant, intact) or by_figures or by_cells
 
 
+@pytest.mark.slow
 def test_the_documented_table_is_todays() -> None:
     assert "\n".join(mutants.table()) in (ROOT / "docs/results/mutants.md").read_text()
 

@@ -83,6 +83,7 @@ def test_a_claim_that_fails_is_an_exit_code(
     assert len(failed) == 1 and "1/32" in failed[0]
 
 
+@pytest.mark.slow
 def test_the_page_scores_predictions_and_shows_figures(
     runs: Path,
     tmp_path: Path,
@@ -115,6 +116,7 @@ def test_the_page_scores_predictions_and_shows_figures(
         assert figure.get_supxlabel().startswith("Kim et al., Performance Analysis")
 
 
+@pytest.mark.slow
 def test_findings_hold_what_the_page_says(runs: Path) -> None:
     findings = verify_paper("kim2017", runs, reproduce=True)
     assert [v.claim.published for v in findings.verdicts if v.outcome == "fails"] == [1.5, 2.62]

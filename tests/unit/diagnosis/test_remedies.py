@@ -119,6 +119,7 @@ def train(configs: dict[str, DictConfig]) -> list[str]:
     return refused
 
 
+@pytest.mark.slow
 def test_every_remedy_is_accepted_and_trains(tmp_path: Path) -> None:
     results: dict[str, DictConfig] = {}
     for number, run in enumerate(RUNS):
@@ -135,6 +136,7 @@ def test_every_remedy_is_accepted_and_trains(tmp_path: Path) -> None:
     assert spawn(2, train, different(results)) == [[], []]
 
 
+@pytest.mark.slow
 def test_remedies_for_slow_input_train(command: Callable[..., Finished], tmp_path: Path) -> None:
     for name in ("train/a", "train/b", "test/a", "test/b"):
         (tmp_path / name).mkdir(parents=True)

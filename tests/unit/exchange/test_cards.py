@@ -29,6 +29,7 @@ from tests.support.cases import (
     exchange_settings,
     maker,
 )
+from tests.support.slow import some_of
 
 SHAPE = torch.Size((384, 2048))  # 2, 3, 4 and 8 ranks share it equally, in whole lines of a message
 
@@ -53,7 +54,7 @@ def exchange_once(exchange: str, size: int) -> tuple[list[torch.Tensor], list[to
     return gradients, list(means), max(payloads)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", some_of([1, 2, 3, 4, 8], also=[2, 3]))
 @pytest.mark.parametrize("exchange", REPEATABLE)
 def test_sends_what_its_card_says_and_leaves_all_ranks_the_same(exchange: str, size: int) -> None:
     gradients, means, payload = exchange_once(exchange, size)
@@ -108,7 +109,7 @@ def allocated_bytes(make: Callable[[], Any], rank: int, size: int, trace: Path) 
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 4)])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", some_of(EXCHANGES, every=3))
 def test_allocates_what_its_card_says(exchange: str, rank: int, size: int, tmp_path: Path) -> None:
     n = SHAPE.numel()
     settings = exchange_settings(exchange, *STEADY.get(exchange, ()))

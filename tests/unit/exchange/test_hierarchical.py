@@ -20,6 +20,7 @@ from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 from lab.exchange.rails import part_shapes
 from tests.support.cases import COMPRESSES_LITTLE, EXACT, MEANS, maker
+from tests.support.slow import some_of
 
 Nodes = list[list[int]]
 NODES: dict[str, Nodes] = {
@@ -134,7 +135,9 @@ def test_divided_gradients_are_summed(nodes: Nodes, shapes: dict[str, torch.Size
         torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("nodes", [NODES[name] for name in TWO_LEVELS], ids=TWO_LEVELS)
+@pytest.mark.parametrize(
+    "nodes", some_of([NODES[name] for name in TWO_LEVELS], every=2), ids=TWO_LEVELS
+)
 @pytest.mark.parametrize("inter", WITH_FEEDBACK)
 def test_delivered_and_residuals_make_the_true_sum(inter: str, nodes: Nodes) -> None:
     gradients = drawn(20, nodes)

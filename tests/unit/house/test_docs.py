@@ -18,6 +18,7 @@ from lab.settings.files import choices_of
 from lab.simulate import request as prediction
 from lab.study import grid
 from tests.conftest import ROOT
+from tests.support.slow import some_of
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTERS = (
@@ -74,7 +75,12 @@ def test_studies_that_no_command_names_compose_too() -> None:
         check_study([f"study={study}"])
 
 
-@pytest.mark.parametrize("line", commands())
+LARGE = r"study=(pays|links|beyond|kim2017|advice)\b"  # grids that take seconds to compose
+
+
+@pytest.mark.parametrize(
+    "line", some_of(commands(), also=[line for line in commands() if not re.search(LARGE, line)])
+)
 def test_settings_in_documents_are_accepted(line: str) -> None:
     given = [each for each in settings(line) if not each.startswith("out=")]
     door = re.search(r"lab\.\w+", line)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-LONGEST = 300  # lines
+LONGEST = 600  # lines: one subject, read alone
 SOURCES = [path for path in (ROOT / "lab").rglob("*") if path.suffix in (".py", ".cpp", ".h")]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

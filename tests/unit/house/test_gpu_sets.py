@@ -15,9 +15,12 @@ from lab.exchange.bucket import GradBucket
 from lab.settings.config import build, load
 from tests.gpu import conftest, runs
 from tests.support.cases import LIBRARIES, OVER_TIME, STRATEGIES
+from tests.support.slow import some_of
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in LIBRARIES])
+@pytest.mark.parametrize(
+    "strategy", some_of([s for s in STRATEGIES if s not in LIBRARIES], every=4)
+)
 def test_an_exchange_says_whether_it_sends_from_rank_to_rank(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

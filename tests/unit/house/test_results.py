@@ -19,6 +19,7 @@ MEASURED = sorted({path.stem for path in RESULTS.glob("*.md")} - {*PREDICTED, "R
 CODE = ("codec", "distributed", "exchange", "sync", "training", "cluster", "model/replay.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", PREDICTED)
 def test_predicted_pages_are_todays(
     paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

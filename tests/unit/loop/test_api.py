@@ -19,6 +19,7 @@ from lab.loop.settings import compose
 from lab.settings.config import ConfigError, choices_of, load
 from lab.sync.pattern import class_of
 from tests.conftest import ROOT
+from tests.support.slow import some_of
 
 DOORS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if not path.stem.startswith("_"))
 
@@ -49,7 +50,7 @@ def test_commands_are_listed_each_in_a_line(capsys: pytest.CaptureFixture[str]) 
     assert "train: takes none; a command is python -m lab.NAME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("strategy", choices_of("strategy"))
+@pytest.mark.parametrize("strategy", some_of(choices_of("strategy"), every=3))
 def test_every_strategy_that_only_averages_gradients_works_and_no_other(strategy: str) -> None:
     config = load([f"strategy={strategy}"])
     averages = class_of(config) == "GradSync" and "_target_" not in config.transform

@@ -8,15 +8,16 @@ import pytest
 
 from lab.measure.intervals import of_difference, of_level, of_ratio, quantile
 from tests.support.coverage import NOISES, REPEATS, coverage, false_leads
+from tests.support.slow import some_of
 
 
 @pytest.mark.parametrize("repeats", REPEATS)
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", some_of(NOISES, every=3))
 def test_the_interval_of_a_ratio_holds_95_percent(noise: str, repeats: int) -> None:
     assert 0.93 <= coverage(NOISES[noise], repeats, studies=4000) <= 0.97
 
 
-@pytest.mark.parametrize("strategies", [2, 6])
+@pytest.mark.parametrize("strategies", some_of([2, 6], every=2))
 @pytest.mark.parametrize("noise", NOISES)
 def test_equal_strategies_are_told_apart_in_at_most_5_percent(noise: str, strategies: int) -> None:
     assert false_leads(NOISES[noise], 3, 1000, strategies) <= 0.05

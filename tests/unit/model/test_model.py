@@ -14,6 +14,7 @@ from lab.model.convnet import ConvNet
 from lab.model.lenet import lenet
 from lab.model.mlp import mlp
 from lab.settings.config import build, choices_of, load
+from tests.support.slow import some_of
 
 LANGUAGE = ("lstm", "transformer")
 
@@ -22,7 +23,7 @@ def size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("name", choices_of("model"))
+@pytest.mark.parametrize("name", some_of(choices_of("model"), every=3))
 def test_every_config_makes_a_model_that_trains(name: str) -> None:
     settings = load([f"model={name}", "profile=alexnet_titanx"])  # only replay reads the profile
     tokens = {"vocabulary": 7} | ({"context": 5} if name == "transformer" else {})

@@ -23,6 +23,7 @@ from lab.model.vgg import vgg11, vgg16, vgg19
 from lab.settings.config import build, choices_of, load
 from lab.transform.fc1x1 import Fc1x1
 from tests.conftest import ROOT
+from tests.support.slow import some_of
 
 Make = Callable[..., nn.Module]
 IMAGENET, MNIST = (3, 224, 224), (1, 28, 28)
@@ -74,7 +75,7 @@ def made(settings: str, **arguments: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("settings", "shape", "classes", "parameters"), [row[:4] for row in PUBLISHED]
+    ("settings", "shape", "classes", "parameters"), some_of([row[:4] for row in PUBLISHED], every=3)
 )
 def test_has_its_published_parameters(
     settings: str, shape: tuple[int, ...], classes: int, parameters: int
@@ -172,16 +173,19 @@ def test_images_may_be_as_small_as_is_said(make: Make, smallest: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "channels", "pixels"),
-    [
-        (partial(vgg19, hidden=32, dropout=0.0), 1, 32),
-        (partial(googlenet, dropout=0.0), 3, 32),
-        (inception_bn, 1, 64),
-        (resnet50, 3, 64),
-        (resnet56, 1, 8),
-        (partial(keras_cnn, hidden=32, block_dropout=0.0, dropout=0.0), 1, 16),
-        (partial(keras_mlp, dropout=0.0), 1, 8),
-        (partial(fcn5, hidden=[32, 64, 16]), 1, 8),
-    ],
+    some_of(
+        [
+            (partial(vgg19, hidden=32, dropout=0.0), 1, 32),
+            (partial(googlenet, dropout=0.0), 3, 32),
+            (inception_bn, 1, 64),
+            (resnet50, 3, 64),
+            (resnet56, 1, 8),
+            (partial(keras_cnn, hidden=32, block_dropout=0.0, dropout=0.0), 1, 16),
+            (partial(keras_mlp, dropout=0.0), 1, 8),
+            (partial(fcn5, hidden=[32, 64, 16]), 1, 8),
+        ],
+        every=3,
+    ),
 )
 def test_a_step_reduces_the_loss(make: Make, channels: int, pixels: int) -> None:
     torch.manual_seed(0)

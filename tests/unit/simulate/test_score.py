@@ -59,6 +59,7 @@ def test_only_held_out_cells_with_an_exchange_count() -> None:
     assert held_out([none, fitted, CELL]) == [CELL]
 
 
+@pytest.mark.slow
 def test_a_study_is_fitted_on_one_link_and_scored_on_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

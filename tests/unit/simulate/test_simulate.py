@@ -44,6 +44,7 @@ from tests.support.cases import (
     exchange_settings,
 )
 from tests.support.simulated import FLAT, LINKED, TRUE, leave_study, strategy
+from tests.support.slow import some_of
 
 # Libraries keep a schedule of their own, and `none` exchanges nothing.
 SIMULATED = [name for name in ALL_STRATEGIES if name not in (*LIBRARIES, "none")]
@@ -62,7 +63,7 @@ def profile() -> Profile:
     return replace(whole, bytes_scale=0.02)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", some_of([1, 2, 8], every=3))
 def test_onebit_has_three_calls_a_matrix(size: int, strategies: dict[str, Strategy]) -> None:
     counting = Network(replace(FLAT, codec_s=1.0), size)
     shapes = [(2048, 1024), (7,), (64, 3, 11, 11)]
@@ -78,7 +79,7 @@ def test_codecs_of_gpus_are_said_to_be_assumed() -> None:
     assert gpus
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 1024])
+@pytest.mark.parametrize("size", some_of([1, 2, 3, 4, 8, 1024], also=[3, 1024]))
 def test_a_blocking_tree_is_the_closed_form(
     size: int, profile: Profile, strategies: dict[str, Strategy]
 ) -> None:
@@ -136,7 +137,7 @@ def test_a_message_pays_alpha_each_time(profile: Profile) -> None:
         assert exposed_s == pytest.approx(messages * 2 * 0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("library", ["gloo", "nccl"])
+@pytest.mark.parametrize("library", some_of(["gloo", "nccl"], every=3))
 @pytest.mark.parametrize("name", SIMULATED)
 def test_overlap_is_never_worse_than_blocking(
     name: str, library: str, profile: Profile, strategies: dict[str, Strategy]
@@ -209,7 +210,7 @@ def test_buckets_are_those_that_training_plans(bucket_mb: float | None) -> None:
     assert grouping.group(arriving, bucket_mb) == real
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", some_of(EXCHANGES, every=3))
 def test_cards_take_time_where_bytes_move_and_say_what_is_staged(exchange: str) -> None:
     settings = exchange_settings(exchange)
     stages = stages_of([(2048, 1024), (7,)], settings, Network(FLAT, 4))

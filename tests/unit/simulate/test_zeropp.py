@@ -22,6 +22,7 @@ from lab.simulate.units import costs_of_units
 from lab.sync.base import SyncParts
 from tests.support.process_groups import run_ranks
 from tests.support.simulated import strategy
+from tests.support.slow import some_of
 
 PROFILE = profile_of("alexnet_titanx", 0.01)
 QWZ, HPZ = "sync.all_gather=int8", "sync.reshard=node"
@@ -68,7 +69,7 @@ def step_of(settings: str, hosts: int, per_host: int) -> list[tuple[int, int]]:
     return run_ranks(hosts, per_host, rank_main)
 
 
-@pytest.mark.parametrize(("name", "hosts", "per_host"), CASES)
+@pytest.mark.parametrize(("name", "hosts", "per_host"), some_of(CASES, every=9))
 def test_bytes_are_those_that_the_sync_counts(name: str, hosts: int, per_host: int) -> None:
     size = hosts * per_host
     step = simulate(PROFILE, nodes(per_host), parts_of(name), size, 64)

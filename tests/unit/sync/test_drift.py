@@ -34,6 +34,7 @@ from tests.support.cases import (
     bytes_per_value,
     maker,
 )
+from tests.support.slow import some_of
 
 SHAPES = {"fc": torch.Size((12, 70)), "bias": torch.Size((12,)), "conv": torch.Size((6, 5, 3, 3))}
 NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
@@ -69,7 +70,7 @@ def windows_of(make: Make, size: int, num_steps: int = 3 * EVERY) -> list[dict[s
     return results[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", some_of([1, 2, 3], every=3))
 @pytest.mark.parametrize("exchange", SENDING)
 def test_no_sound_exchange_alarms(exchange: str, size: int) -> None:
     make = maker(exchange, *COMPRESSES_LITTLE.get(exchange, ()))

@@ -21,6 +21,7 @@ from lab.distributed.worker import make_worker
 from lab.exchange.topology import binomial_node
 from lab.settings.config import build, load
 from lab.sync.base import Sync, SyncParts
+from tests.support.slow import some_of
 
 CPU = torch.device("cpu")
 NUM_STEPS, LR, MOMENTUM, WEIGHT_DECAY = 6, 0.1, 0.9, 0.01
@@ -222,7 +223,7 @@ REFERENCES: dict[str, Callable[[int], list[Weights]]] = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", some_of(SIZES, every=2))
 @pytest.mark.parametrize("settings", REFERENCES)
 def test_weights_are_those_of_a_naive_float64_reference(settings: str, size: int) -> None:
     references = REFERENCES[settings](size)

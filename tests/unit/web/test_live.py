@@ -34,6 +34,7 @@ def ask(url: Any, method: str, path: str, **headers: str) -> int:
     return connection.getresponse().status
 
 
+@pytest.mark.slow
 def test_half_sent_requests_are_bounded_and_end(
     address: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_names_of_others_stay_text(tmp_path: Path) -> None:
     assert len(json.loads(found.scripts[0])["records"]) == 150
 
 
+@pytest.mark.slow
 def test_two_studies_of_one_thing_do_not_differ(study: Path, tmp_path: Path) -> None:
     again = page_of(study, make_study(tmp_path / "again", seed=1))
     assert "again is at 30 not distinguishable" in again
