@@ -78,8 +78,8 @@ class Codec(ABC):
         """Yield the rows of a bucket of parameters, in their order; others travel as they are."""
 
     @abstractmethod
-    def blocks(self, num_values: int) -> Iterator[Rows]:
-        """Yield the rows of values that are divided regardless of parameters; none is left out."""
+    def row_of(self, num_values: int) -> Rows:
+        """Return the rows of values that are divided regardless of parameters; none is left out."""
 
     @abstractmethod
     def row_bytes(self, columns: int) -> RowBytes:
@@ -110,16 +110,9 @@ class Codec(ABC):
 
     def layout_of_parts(self, num_values: int, parts: int) -> Layout:
         """Lay out a bucket whose parts are given: `num_values` each."""
-        rows = list(self.blocks(num_values))
-        starts = [part * num_values for part in range(parts)]
-        return lay_out(
-            [Rows(start + row.start, row.rows, row.columns) for start in starts for row in rows],
-            parts * num_values,
-            parts,
-            self.row_bytes,
-            cuts_rows=self.cuts_rows,
-            bounds=[*starts, parts * num_values],
-        )
+        rows = [self.row_of(num_values)] if num_values else []
+        one = lay_out(rows, num_values, 1, self.row_bytes, cuts_rows=self.cuts_rows)
+        return one.repeated(parts, num_values)
 
     def kernels(self, device: torch.device) -> Kernels:
         """Return the fastest kernels for tensors of `device`."""
@@ -202,12 +195,3 @@ def _sum_of_floats(messages: Tensor, at: int, count: int) -> Tensor:
     for message in messages[1:]:
         total += _floats(message, at, count)
     return total
-
-
-def blocks(num_values: int, block_size: int) -> Iterator[Rows]:
-    """Yield rows of `block_size` values; the last one may be shorter."""
-    whole, rest = divmod(num_values, block_size)
-    if whole:
-        yield Rows(0, whole, block_size)
-    if rest:
-        yield Rows(whole * block_size, 1, rest)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Shapes, blocks
+from lab.codec.base import Codec, Shapes
 from lab.codec.layout import RowBytes, Rows
 
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,10 +30,11 @@ class Cast(Codec):
         self.dtype = SHORT[dtype]
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        return self.blocks(sum(map(math.prod, shapes.values())))
+        if num_values := sum(map(math.prod, shapes.values())):
+            yield self.row_of(num_values)
 
-    def blocks(self, num_values: int) -> Iterator[Rows]:
-        return blocks(num_values, num_values) if num_values else iter(())
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, num_values)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, 2 * columns)
@@ -66,10 +67,11 @@ class Float8(Codec):
         self.block_size = block_size
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        return self.blocks(sum(map(math.prod, shapes.values())))
+        if num_values := sum(map(math.prod, shapes.values())):
+            yield self.row_of(num_values)
 
-    def blocks(self, num_values: int) -> Iterator[Rows]:
-        return blocks(num_values, self.block_size)
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, self.block_size)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, columns)

@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LINE_BYTES = 128  # lines are multiples of it: NCCL and GPUs copy aligned memory in wide words
-ALIGNED = 16  # headers and payloads begin at multiples of it
+WORD = 16  # bytes that GPUs and NCCL copy at once: lines, headers and payloads begin at multiples
 FLOAT_BYTES = 4
 CUT_VALUES = 1024  # rows that may be cut are cut at multiples of it
 PIECE_VALUES = 2**16  # that a thread of a CPU takes at a time
 
 
 class Rows(NamedTuple):
-    """Values of a bucket that a codec encodes row by row: `rows` x `columns` from `start` on."""
+    """Values of a bucket, `start` to `stop`, that a codec encodes in rows of `columns` values.
+
+    The last row may be shorter.
+    """
 
     start: int
-    rows: int
+    stop: int
     columns: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.rows * self.columns
 
 
 class RowBytes(NamedTuple):
@@ -38,7 +35,7 @@ class RowBytes(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows of one part in a message: headers, one after the other, and then payloads.
+    """Whole rows of one part in a message: headers, one after the other, and then payloads.
 
     Attributes:
         start: place of the first value.
@@ -51,6 +48,10 @@ class Piece(NamedTuple):
     header: int
     payload: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
 
 class Copy(NamedTuple):
     """Values that travel as they are: `count` from `start` on, from byte `at` of the message on."""
@@ -62,48 +63,76 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A message with a line for each part of a bucket; parts are consecutive values.
+    """A message with a line for each part of a bucket.
 
     Attributes:
-        bounds: first value of each part, and the end of the last one.
-        line_bytes: bytes of a line, the same for all; the shorter ones end in zeros.
-        pieces: encoded rows, in the order of values.
-        copies: values that are not encoded, in the order of values.
+        parts: their number.
+        line_bytes: of a line, the same for all, a multiple of WORD; shorter ones end in zeros.
+        pieces: encoded rows. copies: values that are not encoded. Both by part, and in the order of
+            values within it.
+        row_bytes: returns the bytes of a row of a number of values.
     """
 
-    bounds: tuple[int, ...]
+    parts: int
     line_bytes: int
     pieces: tuple[Piece, ...]
     copies: tuple[Copy, ...]
     row_bytes: Callable[[int], RowBytes]
 
     @property
-    def parts(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the message."""
         return self.parts * self.line_bytes
-
-    def part(self, number: int) -> Layout:
-        """Return the layout of one part: its message is the line, its first value is value 0."""
-        low, high = self.bounds[number : number + 2]
-        at = number * self.line_bytes
-        pieces = [p for p in self.pieces if low <= p.start < high]
-        copies = [c for c in self.copies if low <= c.start < high]
-        return Layout(
-            (0, high - low),
-            self.line_bytes,
-            tuple(Piece(p.start - low, *p[1:3], p.header - at, p.payload - at) for p in pieces),
-            tuple(Copy(c.start - low, c.count, c.at - at) for c in copies),
-            self.row_bytes,
-        )
 
     @cached_property
     def num_encoded(self) -> int:
         """Number of values that are encoded."""
         return sum(piece.rows * piece.columns for piece in self.pieces)
+
+    @property
+    def num_values(self) -> int:
+        """Number of values."""
+        return self.num_encoded + sum(copy.count for copy in self.copies)
+
+    def part(self, number: int) -> Layout:
+        """Return the layout of one part, whose values lie close together, in their order."""
+        low, high = number * self.line_bytes, (number + 1) * self.line_bytes
+        pieces = [piece for piece in self.pieces if low <= piece.payload < high]
+        copies = [copy for copy in self.copies if low <= copy.at < high]
+        places, place = dict[int, int](), 0
+        for start, count in sorted(
+            [*((p.start, p.rows * p.columns) for p in pieces), *(copy[:2] for copy in copies)]
+        ):
+            places[start] = place
+            place += count
+        return Layout(
+            1,
+            self.line_bytes,
+            tuple(
+                Piece(places[p.start], *p[1:3], p.header - low, p.payload - low) for p in pieces
+            ),
+            tuple(Copy(places[c.start], c.count, c.at - low) for c in copies),
+            self.row_bytes,
+        )
+
+    def repeated(self, parts: int, num_values: int) -> Layout:
+        """Return the layout of `parts` parts of `num_values` consecutive values, each as this."""
+        lines = [(part * num_values, part * self.line_bytes) for part in range(parts)]
+        return Layout(
+            parts,
+            self.line_bytes,
+            tuple(
+                Piece(p.start + value, *p[1:3], p.header + byte, p.payload + byte)
+                for value, byte in lines
+                for p in self.pieces
+            ),
+            tuple(
+                Copy(c.start + value, c.count, c.at + byte)
+                for value, byte in lines
+                for c in self.copies
+            ),
+            self.row_bytes,
+        )
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -129,123 +158,85 @@ def lay_out(
     parts: int,
     row_bytes: Callable[[int], RowBytes],
     cuts_rows: bool = False,
-    bounds: Sequence[int] | None = None,
 ) -> Layout:
-    """Divide a bucket into parts of about as many bytes, and lay out their messages.
+    """Divide a bucket into parts, and lay out their messages.
+
+    Each of `rows` is divided evenly, so that a parameter's share of a part is the same in any
+    bucket. Values that are not encoded are divided evenly all together.
 
     Args:
         rows: what is encoded, in the order of values; all others are copied.
         num_values: of the bucket.
         parts: one for each rank that sums a part of the bucket, or one.
-        row_bytes: returns the bytes of a row of a number of values.
-        cuts_rows: a row may be cut in two; otherwise rows stay whole.
-        bounds: of the parts, where these are given; no row may cross them.
+        cuts_rows: a row may be cut into several.
     """
-    regions = _regions(rows, num_values, row_bytes, cuts_rows)
-    edges = _balanced(regions, parts) if bounds is None else list(bounds)
-    pieces: list[tuple[int, Piece]] = []
-    copies: list[tuple[int, Copy]] = []
-    longest = 0
-    place = 0
-    for part, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
-        at = 0
-        while place < len(regions) and regions[place].start < high:
-            region = regions[place]
-            own = region.clipped(low, high)
-            if own.codes:
-                header, payload = row_bytes(own.columns)
-                payload_at = _aligned(at + own.rows * header)
-                pieces.append((part, Piece(own.start, own.rows, own.columns, at, payload_at)))
-                at = _aligned(payload_at + own.rows * payload)
-            else:
-                copies.append((part, Copy(own.start, own.columns, at)))
-                at = _aligned(at + FLOAT_BYTES * own.columns)
-            if region.stop > high:
-                break
-            place += 1
+    shares: list[list[Rows]] = [[] for _ in range(parts)]  # columns 0: values that are copied
+    for each in rows:
+        unit = CUT_VALUES if cuts_rows else each.columns
+        share = -(-(each.stop - each.start) // (unit * parts)) * unit
+        for part, low in enumerate(range(each.start, each.stop, share)):
+            high = min(low + share, each.stop)
+            shares[part].append(Rows(low, high, high - low if cuts_rows else each.columns))
+    _share_out(_gaps(rows, num_values), shares)
+    pieces, copies, longest = list[list[Piece]](), list[list[Copy]](), 0
+    for share in shares:
+        own_pieces, own_copies, at = list[Piece](), list[Copy](), 0
+        for start, stop, columns in sorted(share):
+            if not columns:
+                own_copies.append(Copy(start, stop - start, at))
+                at = _aligned(at + FLOAT_BYTES * (stop - start))
+                continue
+            for first, number, width in _whole_and_rest(start, stop, columns):
+                header, payload = row_bytes(width)
+                payload_at = _aligned(at + number * header)
+                own_pieces.append(Piece(first, number, width, at, payload_at))
+                at = _aligned(payload_at + number * payload)
+        pieces.append(own_pieces)
+        copies.append(own_copies)
         longest = max(longest, at)
-    line = -(-longest // LINE_BYTES) * LINE_BYTES
+    line = -(-longest // WORD) * WORD
     return Layout(
-        tuple(edges),
+        parts,
         line,
-        tuple(Piece(*p[:3], n * line + p.header, n * line + p.payload) for n, p in pieces),
-        tuple(Copy(*c[:2], n * line + c.at) for n, c in copies),
+        tuple(
+            Piece(*p[:3], n * line + p.header, n * line + p.payload)
+            for n, own in enumerate(pieces)
+            for p in own
+        ),
+        tuple(Copy(*c[:2], n * line + c.at) for n, own in enumerate(copies) for c in own),
         row_bytes,
     )
 
 
+def _gaps(rows: Sequence[Rows], num_values: int) -> list[range]:
+    """Return the ranges of values between encoded ones."""
+    ends = [0, *(each.stop for each in rows)]
+    starts = [*(each.start for each in rows), num_values]
+    return [range(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+
+
+def _share_out(gaps: Sequence[range], shares: list[list[Rows]]) -> None:
+    """Divide values that are copied among parts, in their order."""
+    size = -(-sum(map(len, gaps)) // len(shares))
+    part, room = 0, size
+    for gap in gaps:
+        low = gap.start
+        while low < gap.stop:
+            if not room:
+                part, room = part + 1, size
+            high = min(gap.stop, low + room)
+            shares[part].append(Rows(low, high, 0))
+            low, room = high, room - (high - low)
+
+
+def _whole_and_rest(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first value, number and length of the whole rows, and of a shorter last one."""
+    number, rest = divmod(stop - start, columns)
+    if number:
+        yield start, number, columns
+    if rest:
+        yield stop - rest, 1, rest
+
+
 def _aligned(at: int) -> int:
-    return -(-at // ALIGNED) * ALIGNED
-
-
-class _Region(NamedTuple):
-    """Values that are cut into parts at multiples of `unit` values from `start` on.
-
-    Attributes:
-        columns: values of a row; of values that are not encoded, all of them.
-        unit_bytes: of `unit` values in a message.
-        codes: they are encoded.
-        whole: they are one row, of which each part has a piece.
-    """
-
-    start: int
-    stop: int
-    columns: int
-    unit: int
-    unit_bytes: float
-    codes: bool
-    whole: bool
-
-    @property
-    def rows(self) -> int:
-        return (self.stop - self.start) // self.columns
-
-    @property
-    def num_units(self) -> int:
-        return -(-(self.stop - self.start) // self.unit)
-
-    def clipped(self, low: int, high: int) -> _Region:
-        start, stop = max(self.start, low), min(self.stop, high)
-        columns = stop - start if self.whole else self.columns
-        return self._replace(start=start, stop=stop, columns=columns)
-
-
-def _regions(
-    rows: Sequence[Rows], num_values: int, row_bytes: Callable[[int], RowBytes], cuts_rows: bool
-) -> list[_Region]:
-    """List encoded rows, and the values between them, in the order of values."""
-    found: list[_Region] = []
-    end = 0
-    for each in [*rows, Rows(num_values, 0, 1)]:
-        if end < each.start:
-            found.append(_Region(end, each.start, each.start - end, 1, FLOAT_BYTES, False, True))
-        if cuts_rows:
-            share = sum(row_bytes(each.columns)) / max(1, each.columns) * CUT_VALUES
-            for row in range(each.rows):
-                start = each.start + row * each.columns
-                stop = start + each.columns
-                found.append(_Region(start, stop, each.columns, CUT_VALUES, share, True, True))
-        elif each.rows:
-            size = sum(row_bytes(each.columns))
-            found.append(_Region(*each[:1], each.stop, each.columns, each.columns, size, True, False))
-        end = each.stop
-    return found
-
-
-def _balanced(regions: Sequence[_Region], parts: int) -> list[int]:
-    """Return the bounds of parts of about as many bytes, at the ends of units."""
-    sizes = [region.num_units * region.unit_bytes for region in regions]
-    before = [0.0, *accumulate(sizes)]
-    end = regions[-1].stop if regions else 0
-    bounds, place = [0], 0
-    for part in range(1, parts):
-        wanted = before[-1] * part / parts
-        while place < len(regions) and before[place + 1] < wanted:
-            place += 1
-        if place == len(regions):
-            bounds.append(end)
-            continue
-        region = regions[place]
-        units = -(-(wanted - before[place]) // region.unit_bytes)
-        bounds.append(min(region.start + int(units) * region.unit, region.stop))
-    return [*bounds, end] if parts else bounds
+    return -(-at // WORD) * WORD

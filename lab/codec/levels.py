@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Shapes, blocks
+from lab.codec.base import Codec, Shapes
 from lab.codec.layout import RowBytes, Rows
 
 SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a block of equal values has one too
@@ -39,10 +39,11 @@ class Levels(Codec):
         self.block_size = block_size
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        return self.blocks(sum(map(math.prod, shapes.values())))
+        if num_values := sum(map(math.prod, shapes.values())):
+            yield self.row_of(num_values)
 
-    def blocks(self, num_values: int) -> Iterator[Rows]:
-        return blocks(num_values, self.block_size)
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, self.block_size)
 
     def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
         ends = header.view(torch.float32)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Shapes, blocks
+from lab.codec.base import Codec, Shapes
 from lab.codec.bits import packed, unpacked
 from lab.codec.layout import RowBytes, Rows
 
@@ -62,14 +62,14 @@ class OneBit(Codec):
         for shape in shapes.values():
             size = math.prod(shape)
             if self.granularity == "block":
-                if size >= self.block_size:
-                    yield Rows(start, size // self.block_size, self.block_size)
+                if whole := size // self.block_size * self.block_size:
+                    yield Rows(start, start + whole, self.block_size)
             elif len(shape) > 1 and size and size // shape[0] >= self.min_columns:
-                yield Rows(start, shape[0], size // shape[0])
+                yield Rows(start, start + size, size // shape[0])
             start += size
 
-    def blocks(self, num_values: int) -> Iterator[Rows]:
-        return blocks(num_values, self.block_size)
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, self.block_size)
 
     def left_out(self, key: str) -> str:
         """Say which values travel as they are. `key` names the settings of the exchange."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Shapes, blocks
+from lab.codec.base import Codec, Shapes
 from lab.codec.bits import packed, unpacked
 from lab.codec.layout import RowBytes, Rows
 
@@ -36,11 +36,11 @@ class Signs(Codec):
         for shape in shapes.values():
             size = math.prod(shape)
             if size >= self.min_values:
-                yield Rows(start, 1, size)
+                yield Rows(start, start + size, size)
             start += size
 
-    def blocks(self, num_values: int) -> Iterator[Rows]:
-        return blocks(num_values, num_values) if num_values else iter(())
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, num_values)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, (columns + 7) // 8)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Shapes, blocks
+from lab.codec.base import Codec, Shapes
 from lab.codec.layout import RowBytes, Rows
 
 INDEX_BYTES = VALUE_BYTES = 4
@@ -40,11 +40,11 @@ class TopK(Codec):
         start = 0
         for shape in shapes.values():
             if size := math.prod(shape):
-                yield Rows(start, 1, size)
+                yield Rows(start, start + size, size)
             start += size
 
-    def blocks(self, num_values: int) -> Iterator[Rows]:
-        return blocks(num_values, num_values) if num_values else iter(())
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, num_values)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, (INDEX_BYTES + VALUE_BYTES) * math.ceil(self.ratio * columns))

@@ -74,7 +74,7 @@ class _Plan:
         flat = bucket.flat
         self.layout = exchange.layout(bucket, parts)
         self.kernels = exchange.codec.kernels(flat.device)
-        self.coded = [range(p.start, p.start + p.rows * p.columns) for p in self.layout.pieces]
+        self.coded = sorted((p.start, p.stop) for p in self.layout.pieces)
         self.outgoing = flat.new_zeros(self.layout.num_bytes, dtype=torch.uint8)
         self.finite = torch.ones((), dtype=torch.bool, device=flat.device)
         self.residual = exchange.memory.bind(bucket, self.coded)
@@ -92,11 +92,20 @@ class _TwoStagePlan(_Plan):
 
     def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
         super().__init__(exchange, bucket, comm.size)
-        low, high = self.layout.bounds[comm.rank : comm.rank + 2]
         self.own = self.layout.part(comm.rank)
         self.received = self.outgoing.new_empty(comm.size, self.layout.line_bytes)
         self.reply = self.outgoing.new_zeros(self.layout.line_bytes)
-        self.owned = exchange.memory.bind_owned(bucket, self.coded, range(low, high))
+        self.owned = exchange.memory.bind_owned(bucket, *self._owned(comm.rank))
+
+    def _owned(self, rank: int) -> tuple[list[tuple[int, int, int]], int]:
+        """Return where the encoded values of this rank's part lie: see Memory.bind_owned."""
+        low, high = (n * self.layout.line_bytes for n in (rank, rank + 1))
+        pieces = [piece for piece in self.layout.pieces if low <= piece.payload < high]
+        owned = [
+            (piece.start, own.start, piece.stop - piece.start)
+            for piece, own in zip(pieces, self.own.pieces, strict=True)
+        ]
+        return owned, self.own.num_values
 
 
 class TwoStage(Coded, Relayed):

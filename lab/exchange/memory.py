@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,8 +43,8 @@ class Memory:
     run fails, or the trainer restores the state.
 
     Residuals lie in one tensor for each bucket, in the order of its values, so that a kernel takes
-    them all at once. When buckets change, or the number of ranks does, an owner's residual joins
-    that of its own gradients, wherever it would have another owner.
+    them all at once. Where a sum has another owner than before, since buckets or the number of
+    ranks have changed, its residual joins that of the earlier owner's own gradients.
 
     Args:
         keeps: False drops what codecs leave out, to show what that costs.
@@ -64,11 +65,11 @@ class Memory:
         """Return whether what `bind` has returned for a bucket is still what is kept."""
         return residual is None or self._bound.get(next(iter(bucket.shapes), "")) is residual
 
-    def bind(self, bucket: GradBucket, coded: Sequence[range]) -> Tensor | None:
+    def bind(self, bucket: GradBucket, coded: Sequence[tuple[int, int]]) -> Tensor | None:
         """Return the residuals of a bucket's gradients, laid out like it; None: nothing is kept.
 
         Args:
-            coded: the places of values that a codec encodes.
+            coded: first and end of the ranges that a codec encodes, in their order.
         """
         if not self.keeps:
             return None
@@ -81,25 +82,28 @@ class Memory:
         self._bound[next(iter(bucket.shapes), "")] = residual
         return residual
 
-    def bind_owned(self, bucket: GradBucket, coded: Sequence[range], part: range) -> Tensor | None:
-        """Return the residuals of a bucket's part whose sums this rank encodes.
+    def bind_owned(
+        self, bucket: GradBucket, owned: Sequence[tuple[int, int, int]], num_values: int
+    ) -> Tensor | None:
+        """Return the residuals of sums that this rank encodes, [num_values]; None: none are kept.
 
         Args:
-            part: the places of its values.
+            owned: the places of encoded values in the bucket, in their order: the first one, its
+                place in what is returned, and their number.
         """
         if not self.keeps:
             return None
-        residual = bucket.flat.new_zeros(len(part))
-        for name, start, stop in _coded_spans(bucket, coded):
-            before = self._owned.pop(name, None)
-            low, high = max(start, part.start), min(stop, part.stop)
-            values = residual[low - part.start : max(low, high) - part.start]
-            if before and before.start == low - start and len(before.values) == len(values):
-                values.copy_(record_stream(before.values))
+        residual = bucket.flat.new_zeros(num_values)
+        own = {name: Owned(start, residual[place : place + count])
+               for name, start, place, count in _by_parameter(bucket, owned)}
+        for name in bucket.shapes:
+            before, now = self._owned.pop(name, None), own.get(name)
+            if before and now and (before.start, len(before.values)) == (now.start, len(now.values)):
+                now.values.copy_(record_stream(before.values))
             elif before:
                 self._merge(name, before)
-            if len(values):
-                self._owned[name] = Owned(low - start, values)
+            if now:
+                self._owned[name] = now
         return residual
 
     def _merge(self, name: str, owned: Owned) -> None:
@@ -197,14 +201,33 @@ class Memory:
         }
 
 
-def _coded_spans(bucket: GradBucket, coded: Iterable[range]) -> Iterator[tuple[str, int, int]]:
+def _by_parameter(
+    bucket: GradBucket, owned: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each parameter's owned values: first one, place, number. They follow each other."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for first, place, count in owned:
+        for name, start, stop in bucket.spans():
+            low, high = max(start, first), min(stop, first + count)
+            if low < high and name in found:
+                begin, at, number = found[name]
+                assert begin + number == low - start, f"{name}: is owned in several places"
+                found[name] = begin, at, number + high - low
+            elif low < high:
+                found[name] = low - start, place + low - first, high - low
+    yield from ((name, *each) for name, each in found.items())
+
+
+def _coded_spans(
+    bucket: GradBucket, coded: Iterable[tuple[int, int]]
+) -> Iterator[tuple[str, int, int]]:
     """Yield the spans of parameters of which a codec encodes any value."""
     ranges = iter(coded)
-    current = next(ranges, None)
+    first, end = next(ranges, (math.inf, math.inf))
     for name, start, stop in bucket.spans():
-        while current is not None and current.stop <= start:
-            current = next(ranges, None)
-        if current is not None and current.start < stop:
+        while end <= start:
+            first, end = next(ranges, (math.inf, math.inf))
+        if first < stop:
             yield name, start, stop
 
 

@@ -50,5 +50,5 @@ class OneBit(TwoStage):
             which = f"all of a run of {self.total_steps} steps, with {key}.warmup_steps="
             yield num_values, f"{which}{self.warmup_steps}"
             return
-        coded = sum(row.rows * row.columns for row in self.codec.rows(shapes))
+        coded = sum(rows.stop - rows.start for rows in self.codec.rows(shapes))
         yield num_values - coded, self.codec.left_out(key)

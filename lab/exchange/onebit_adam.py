@@ -123,10 +123,10 @@ class OneBitAdam(Staged, Direction):
         parts = [self.signed.part(bucket, *span) for span in bucket.spans()]
         for part in parts:
             self._leave_what_travels(part)
-        ratios = self.signed.views_of_shard(self.moments["ratio"], parts, comm)
+        ratios = [self.moments["ratio"][part.name] for part in parts]
 
-        def correct(sums: list[Tensor]) -> None:
-            torch._foreach_mul_(sums, ratios)
+        def correct(sums: Tensor) -> None:
+            torch._foreach_mul_(sums.split([len(ratio) for ratio in ratios]), ratios)
 
         yield from self.signed.stages(bucket, parts, comm, between=correct)
         if not self.of_momentum:

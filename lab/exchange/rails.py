@@ -133,7 +133,9 @@ class Blocks:
     def _part(self, bucket: GradBucket, rail: int, rails: int) -> GradBucket:
         shapes = part_shapes(bucket.shapes, rail, rails)
         flat = self.memory[rail, : sum(shape.numel() for shape in shapes.values())]
-        return GradBucket(shapes, flat, bucket.step, bucket.divided, buffers=bucket.buffers)
+        plans = bucket.plans.setdefault(("rail", rail, rails), {})
+        kept = {"buffers": bucket.buffers, "plans": plans}
+        return GradBucket(shapes, flat, bucket.step, bucket.divided, **kept)
 
     def arriving(self, inside: Comm) -> Tensor | None:
         """Return memory like the blocks for a reduce-scatter; None where it needs none: NCCL."""

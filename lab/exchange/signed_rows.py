@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.codec.onebit.message import Matrix
+from lab.codec.base import Shapes
+from lab.codec.layout import Rows
+from lab.codec.onebit_rows import OneBit
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange import blocks
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.direction import Moments, copies, require_integer
 from lab.exchange.error_feedback import shares
-from lab.exchange.two_stage import TwoStageSum
 
 KINDS = ("active", "late", "residual", "shard_residual")
+
+
+class Blocks(OneBit):
+    """1-bit SGD's codec of blocks, of which the last of a parameter may be shorter."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(granularity="block", block_size=block_size)
+
+    def rows(self, shapes: Shapes) -> Iterator[Rows]:
+        start = 0
+        for shape in shapes.values():
+            if size := math.prod(shape):
+                yield Rows(start, start + size, self.block_size)
+            start += size
+
+    def share(self, num_values: int, rank: int, size: int) -> slice:
+        """Return the values of a parameter whose sums `rank` of `size` ranks encodes."""
+        values = -(-num_values // (self.block_size * size)) * self.block_size
+        return slice(min(rank * values, num_values), min((rank + 1) * values, num_values))
 
 
 @dataclass
@@ -29,19 +49,52 @@ class Part:
     Attributes:
         flat: float32 [rows, columns], its place in the bucket.
         active: float32 [active rows, columns], its active rows: `flat` itself, or a copy.
-        matrices: blocks of the active values.
     """
 
     name: str
     flat: Tensor
     active: Tensor
-    matrices: list[Matrix]
 
-    def put_back(self, keep: Tensor) -> None:
-        """Write active rows to their place in the bucket, and zeros to the others."""
-        if self.active is not self.flat:
-            self.flat.zero_()
-            self.flat[keep] = self.active
+    def put_back(self, values: Tensor, keep: Tensor) -> None:
+        """Write active rows, [active values], to their place in the bucket, and zeros elsewhere."""
+        if self.active is self.flat:
+            self.flat.copy_(values.view_as(self.flat))
+            return
+        self.flat.zero_()
+        self.flat[keep] = values.view_as(self.active)
+
+
+class _Plan:
+    """What stays from step to step: a bucket's active values in messages, and their residuals."""
+
+    def __init__(self, codec: Blocks, parts: Sequence[Part], comm: Ranks, kept: Any) -> None:
+        sizes = {part.name: (part.active.numel(),) for part in parts}
+        self.num_values = sum(size for (size,) in sizes.values())
+        self.layout = codec.layout(sizes, self.num_values, comm.size)
+        self.own = self.layout.part(comm.rank)
+        like = parts[0].flat
+        self.kernels = codec.kernels(like.device)
+        self.sent = like.new_zeros(self.layout.num_bytes, dtype=torch.uint8)
+        self.received = self.sent.new_empty(comm.size, self.layout.line_bytes)
+        self.reply = self.sent.new_zeros(self.layout.line_bytes)
+        self.finite = torch.ones((), dtype=torch.bool, device=like.device)
+        self.residual = _together(kept["residual"], sizes, like)
+        self.owned = _together(kept["shard_residual"], sizes, like)
+        self._first = parts[0].name
+        self._views = tuple(kept[kind][self._first] for kind in ("residual", "shard_residual"))
+
+    def holds(self, kept: Any) -> bool:
+        """Return whether these are still the residuals that are kept."""
+        kinds = "residual", "shard_residual"
+        return all(kept[kind][self._first] is v for kind, v in zip(kinds, self._views, strict=True))
+
+
+def _together(kept: Moments, names: Iterable[str], like: Tensor) -> Tensor:
+    """Move what is kept of some parameters into one tensor, of which the kept ones are views."""
+    whole = torch.cat([like.new_empty(0), *(kept[name] for name in names)])
+    views = whole.split([kept[name].numel() for name in names])
+    kept.update(zip(names, views, strict=True))
+    return whole
 
 
 class SignedRows:
@@ -61,7 +114,7 @@ class SignedRows:
 
     def __init__(self, block_size: int) -> None:
         require_integer("block_size", block_size, 8)
-        self.block_size = block_size
+        self.codec = Blocks(block_size)
         self.kept: dict[str, Moments] = {kind: {} for kind in KINDS}
         self._rows: Moments = {}  # indices of active rows
 
@@ -81,22 +134,23 @@ class SignedRows:
         self.kept["active"][name], self.kept["late"][name] = active, late
         self._rows.pop(name, None)
         keep = self.rows(name)
-        residual = torch.zeros(len(keep), columns, device=active.device)
+        # Zeros without memory: a plan moves them into memory of its own.
+        residual = torch.zeros((), device=active.device).expand(len(keep) * columns)
         if before:
+            residual = residual.clone()
             place = torch.zeros_like(active, dtype=torch.int64)
             place[keep] = torch.arange(len(keep), device=active.device)
-            residual[place[before[0]]] = before[1].view(-1, columns)
-        self.kept["residual"][name] = residual.flatten()
-        shard = self.shard_of(name, self.kept["residual"][name], comm)
-        self.kept["shard_residual"][name] = shard.zero_()
+            residual.view(-1, columns)[place[before[0]]] = before[1].view(-1, columns)
+        self.kept["residual"][name] = residual
+        share = self.codec.share(len(residual), comm.rank, comm.size)
+        owned = torch.zeros(share.stop - share.start, device=active.device)
+        self.kept["shard_residual"][name] = owned
 
     def _merged(self, name: str, comm: Ranks) -> Tensor:
         """Return this rank's residual with its shard's residual added, in the residual's memory."""
-        residual, parts = self.kept["residual"][name], self.blocks(name)
-        shard = self.kept["shard_residual"][name]
-        cut = blocks.views_of_shard(shard, parts, comm.rank, comm.size)
-        for part, rows in zip(parts, cut, strict=True):
-            part.view(residual)[part.shard(comm.rank, comm.size)] += rows
+        residual = self.kept["residual"][name]
+        share = self.codec.share(residual.numel(), comm.rank, comm.size)
+        residual[share] += self.kept["shard_residual"][name]
         return residual
 
     def scale_residuals(self, name: str, factors: Tensor, comm: Ranks) -> None:
@@ -123,44 +177,48 @@ class SignedRows:
             late = self.kept["late"]
             late[name] = late[name] | ((flat != 0).any(dim=1) & ~active)
             chosen = flat[rows]
-        return Part(name, flat, chosen, self.blocks(name))
+        return Part(name, flat, chosen)
 
     def stages(
         self,
         bucket: GradBucket,
         parts: Sequence[Part],
         comm: Comm,
-        between: Callable[[list[Tensor]], None] | None = None,
+        between: Callable[[Tensor], None] | None = None,
     ) -> Iterator[Collective]:
         """Replace the parts' values by their sums over the ranks, and put them into `bucket`.
 
         Args:
-            between: changes the sums that this rank owns in place before they are sent on.
+            between: changes the sums that this rank owns, [values], in place before they are sent
+                on: of each parameter a part, in their order.
         """
-        matrices = [matrix for part in parts for matrix in part.matrices]
-        values = [m.view(part.active.view(-1)) for part in parts for m in part.matrices]
-        residuals = [m.view(self.kept["residual"][m.name]) for m in matrices]
-        shard_residuals = self.views_of_shard(self.kept["shard_residual"], parts, comm)
-        total = TwoStageSum(matrices, comm, bucket.flat, bucket.buffers)
-        sums = total.message("gathered", comm.size)
-        yield from total.stages(values, residuals, shard_residuals, sums, between=between)
-        bucket.finite = sums.deliver(values)
-        for part in parts:
-            part.put_back(self.rows(part.name))
-
-    def blocks(self, name: str) -> list[Matrix]:
-        return blocks.blocks(name, self.kept["residual"][name].numel(), self.block_size)
+        plan = bucket.plans.get(key := ("signed rows", id(self), comm.size))
+        if plan is None or not plan.holds(self.kept):
+            plan = bucket.plans[key] = _Plan(self.codec, parts, comm, self.kept)
+        whole = all(part.active is part.flat for part in parts)
+        values = bucket.flat[: plan.num_values]
+        if not whole:
+            values = torch.cat([part.active.view(-1) for part in parts])
+        plan.kernels.encode(plan.layout, values, plan.residual, plan.sent)
+        yield comm.iall_to_all(plan.received, plan.sent.view_as(plan.received))
+        if between is None:
+            plan.kernels.reduce(plan.own, plan.received, plan.owned, plan.reply)
+        else:
+            sums = values[: plan.own.num_values]  # the values have been encoded: memory is free
+            plan.kernels.add_up(plan.own, plan.received, sums, 1, plan.finite)
+            between(sums)
+            plan.kernels.encode(plan.own, sums, plan.owned, plan.reply)
+        yield comm.iall_gather(plan.sent.view_as(plan.received), plan.reply)
+        plan.kernels.add_up(plan.layout, plan.sent.view(1, -1), values, 1, plan.finite)
+        bucket.finite = plan.finite
+        if not whole:
+            sizes = [part.active.numel() for part in parts]
+            for part, own in zip(parts, values.split(sizes), strict=True):
+                part.put_back(own, self.rows(part.name))
 
     def shard_of(self, name: str, values: Tensor, comm: Ranks) -> Tensor:
         """Copy those of a parameter's active values that this rank sums."""
-        parts = blocks.blocks(name, values.numel(), self.block_size)
-        return blocks.shard_of(values, parts, comm.rank, comm.size)
-
-    def views_of_shard(self, shards: Moments, parts: Sequence[Part], comm: Ranks) -> list[Tensor]:
-        """Return this rank's rows of what is kept in shards, for each matrix of `parts`."""
-        where = comm.rank, comm.size
-        each = [blocks.views_of_shard(shards[p.name], p.matrices, *where) for p in parts]
-        return [rows for views in each for rows in views]
+        return values[self.codec.share(values.numel(), comm.rank, comm.size)].clone()
 
     def counts(self) -> dict[str, int]:
         """Count the rows that are not sent, and those that this rank found too late."""
@@ -188,8 +246,6 @@ class SignedRows:
         """Return this rank's shards of what other ranks kept in theirs."""
         new: Moments = {}
         for name in states[0][kind]:
-            num_values = states[0]["residual"][name].numel()
-            parts = blocks.blocks(name, num_values, self.block_size)
-            whole = blocks.joined([state[kind][name] for state in states], parts)
-            new[name] = blocks.shard_of(whole, parts, rank, size)
+            whole = torch.cat([state[kind][name] for state in states])
+            new[name] = whole[self.codec.share(whole.numel(), rank, size)].clone()
         return new

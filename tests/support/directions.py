@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lab.codec.onebit.message import Matrix
-from lab.distributed.collective import Collective
+from lab.codec.layout import FLOAT_BYTES, RowBytes
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
+from lab.exchange.signed_rows import Blocks
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -72,34 +72,19 @@ def deliver(
     return ledgers
 
 
-class UncompressedSum:
-    """Stands for TwoStageSum where a test looks at all of an exchange but its signs."""
+class Uncompressed(Blocks):
+    """Stands for Blocks where a test looks at all of an exchange but its signs."""
 
-    def __init__(self, matrices: Sequence[Matrix], comm: Comm, *_: Any) -> None:
-        self.matrices, self.comm = matrices, comm
+    name = "none"  # no kernels
 
-    def message(self, _role: str, _lines: int) -> UncompressedSum:
-        return self
+    def row_bytes(self, columns: int) -> RowBytes:
+        return RowBytes(0, FLOAT_BYTES * columns)
 
-    def stages(
-        self,
-        values: Sequence[Tensor],
-        *_: Any,
-        between: Callable[[list[Tensor]], None] | None = None,
-    ) -> Iterator[Collective]:
-        """Leave the sums in `values`, each rank's rows changed by their owner."""
-        for value, matrix in zip(values, self.matrices, strict=True):
-            yield self.comm.iall_reduce(value)
-            own = value[matrix.shard(self.comm.rank, self.comm.size)].clone()
-            value.zero_()[matrix.shard(self.comm.rank, self.comm.size)] = own
-        if between is not None:
-            pairs = zip(values, self.matrices, strict=True)
-            between([v[m.shard(self.comm.rank, self.comm.size)] for v, m in pairs])
-        for value in values:
-            yield self.comm.iall_reduce(value)
+    def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
+        payload.view(torch.float32).copy_(values)
 
-    def deliver(self, values: Sequence[Tensor]) -> Tensor:
-        return torch.stack([value.isfinite().all() for value in values]).all()
+    def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
+        return payload.view(torch.float32).clone()
 
 
 def adam(

@@ -95,11 +95,11 @@ class EchoComm(Comm):
 
 def allocated_bytes(make: Callable[[], Any], rank: int, size: int, trace: Path) -> int:
     """The most that a rank has allocated for its exchange at once, in three steps of a bucket."""
-    flat, buffers = torch.randn(SHAPE.numel()), ScratchBuffers()
+    flat, buffers, plans = torch.randn(SHAPE.numel()), ScratchBuffers(), dict[object, Any]()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         exchange = make()
         for step in range(3):
-            bucket = GradBucket({"w": SHAPE}, flat, step, buffers=buffers)
+            bucket = GradBucket({"w": SHAPE}, flat, step, buffers=buffers, plans=plans)
             exchange.average(bucket, EchoComm(rank, size))
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]

@@ -13,10 +13,10 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.int4 import Int4
 from lab.exchange.int8 import Int8
 from lab.exchange.powersgd import PowerSGD
+from lab.exchange.rails import Place
 from lab.exchange.randomk import RandomK
 from lab.exchange.signsgd_ef import SignSGD
 from lab.exchange.topk import TopK
@@ -33,12 +33,8 @@ SHAPES = {
 NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
 SIZES = [1, 2, 3, 4, 8]
 Make = Callable[[], Any]
-# Those with one residual; onebit has two, see test_onebit.py.
-WITH_FEEDBACK = [
-    exchange
-    for exchange in COMPRESSING
-    if isinstance(maker(exchange)(), ErrorFeedback) and exchange != "onebit"
-]
+_ALONE = Place(None, 0, 1)
+WITH_FEEDBACK = [exchange for exchange in COMPRESSING if maker(exchange)().keeps_residuals]
 
 
 def compressor(exchange: str, **arguments: Any) -> Make:
@@ -57,9 +53,9 @@ class Ledger:
 
     def residual(self) -> Tensor:
         """Return the residual, laid out like the bucket."""
-        kept = self.exchange.residual
-        parts = [kept.get(n, torch.zeros(shape.numel())) for n, shape in SHAPES.items()]
-        return torch.cat(parts).double()
+        bucket = GradBucket(SHAPES, torch.zeros(NUM_VALUES, dtype=torch.float64))
+        self.exchange.add_residual(bucket, _ALONE)
+        return bucket.flat
 
 
 def exchange_steps(gradients: Tensor, make: Make) -> list[Ledger]:
@@ -167,7 +163,7 @@ def test_without_error_feedback_nothing_is_kept(name: str) -> None:
     gradients = torch.randn(2, 2, NUM_VALUES)
     (first, _) = exchange_steps(gradients[:1], compressor(name))
     without = exchange_steps(gradients, compressor(name, error_feedback=False))
-    assert not any(ledger.exchange.residual for ledger in without)
+    assert not any(ledger.residual().any() for ledger in without)
     at_first = exchange_steps(gradients[:1], compressor(name, error_feedback=False))
     torch.testing.assert_close(at_first[0].mean, first.mean)  # there is no residual yet
 
@@ -181,7 +177,8 @@ def test_a_residual_is_flushed_once(name: str) -> None:
         bucket = GradBucket(SHAPES, torch.ones(NUM_VALUES), 1)
         exchange.flush_residual(bucket, comm)
         torch.testing.assert_close(bucket.flat.double(), residual + 1)
-        assert not exchange.residual
+        left = Ledger(torch.empty(0), True, torch.empty(0), exchange).residual()
+        assert not left.any()
 
     run_ranks(2, rank_main)
 
@@ -194,7 +191,7 @@ def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
         own = [[1.0, -8, 2, 0, 4, 3, 2, 1], [6.0, 1, 1, 1, 2, 2, 8, 2]][comm.rank]
         bucket = GradBucket(shapes, torch.tensor(own))
         exchange.average(bucket, comm)
-        return bucket.flat.tolist(), {n: r.tolist() for n, r in exchange.residual.items()}
+        return bucket.flat.tolist(), {n: r.tolist() for n, r in exchange.state_dict()["residual"].items()}
 
     (mean, kept), (other_mean, other_kept) = run_ranks(2, rank_main)
     assert mean == other_mean == [3, -4, 0, 0, 2, 0, 4, 0]
@@ -257,7 +254,7 @@ def test_redistribution_keeps_the_sum_of_residuals(name: str, new_size: int) -> 
     news = [compressor(name)() for _ in range(new_size)]
     for rank, new in enumerate(news):
         new.load_state_dict(new.redistribute(states, rank, new_size))
-        for kind in states[0].keys() - {"residual"}:  # equal on all ranks
+        for kind in states[0].keys() - {"residual", "owner", "owner_start"}:  # equal on all ranks
             for parameter, value in states[0][kind].items():
                 assert torch.equal(new.state_dict()[kind][parameter], value)
     ledgers = [Ledger(total, True, total, new) for new in news]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codec.onebit import codec as onebit
+from lab.codec import onebit_rows as onebit
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
@@ -47,14 +47,9 @@ def exchange_steps(gradients: Tensor, **settings: object) -> list[Ledger]:
 
 def residual_of(exchange: OneBit, bucket: GradBucket, comm: Comm) -> Tensor:
     """Return both residuals of a rank, laid out like its bucket."""
-    flat = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
-    for matrix in exchange.matrices(bucket):
-        if matrix.name not in exchange.residual:  # all steps were exact
-            continue
-        rows = matrix.view(flat)
-        rows += exchange.residual[matrix.name]
-        rows[matrix.shard(comm.rank, comm.size)] += exchange.shard_residual[matrix.name]
-    return flat
+    kept = GradBucket(bucket.shapes, torch.zeros(bucket.flat.numel(), dtype=torch.float64))
+    exchange.add_residual(kept, comm)
+    return kept.flat
 
 
 def num_values() -> int:
@@ -89,12 +84,12 @@ def test_warm_up_steps_are_exact_and_leave_no_residual() -> None:
     gradients = torch.randn(2, 2, num_values())
     ledger = exchange_steps(gradients[:1], warmup_steps=1, granularity="block", block_size=64)
     torch.testing.assert_close(ledger[0].delivered, gradients[0].double().sum(dim=0))
-    assert not ledger[0].exchange.residual
+    assert not ledger[0].residual.any()
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:
     ledgers = exchange_steps_without_feedback()
-    assert all(not e.residual and not e.shard_residual for e in ledgers)
+    assert all(not exchange.state_dict() for exchange in ledgers)
 
 
 def exchange_steps_without_feedback() -> list[OneBit]:
@@ -145,7 +140,6 @@ def test_redistribution_keeps_the_sum_of_residuals(new_size: int) -> None:
     new = [OneBit().redistribute(states, rank, new_size) for rank in range(new_size)]
     for name in states[0]["residual"]:
         old_sum = torch.stack([s["residual"][name].double() for s in states]).sum(dim=0)
+        old_sum += torch.cat([s["owner"][name] for s in states if name in s["owner"]])
         new_sum = torch.stack([s["residual"][name].double() for s in new]).sum(dim=0)
         assert (new_sum - old_sum).norm() <= 1e-6 * old_sum.norm()
-        old_rows = torch.cat([s["stripe_residual"][name] for s in states])
-        assert torch.equal(torch.cat([s["stripe_residual"][name] for s in new]), old_rows)

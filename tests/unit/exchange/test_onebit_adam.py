@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.exchange import blocks
 from lab.exchange.onebit_adam import OneBitAdam
 from tests.support.directions import (
     Ledger,
-    UncompressedSum,
+    Uncompressed,
     adam,
     deliver,
     num_values,
@@ -58,7 +57,7 @@ def test_until_it_is_frozen_the_run_is_adamws(size: int) -> None:
 def test_without_signs_it_is_adam_with_a_frozen_variance(
     size: int, signs_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lab.exchange.signed_rows.TwoStageSum", UncompressedSum)
+    monkeypatch.setattr("lab.exchange.signed_rows.Blocks", Uncompressed)
     given = of_like_sizes(FREEZE + 20, size, NUM)
     directions = deliver(make(signs_of=signs_of), SHAPES, given)[0].directions.double()
     reference = adam(given.mean(dim=1), FREEZE)
@@ -70,9 +69,8 @@ def owed(ledgers: list[Ledger]) -> Tensor:
     parts = []
     for name, columns in (("fc", 50), ("bias", 1), ("conv", 45), ("table", 32)):
         kept = [ledger.exchange.state_dict() for ledger in ledgers]
-        matrices = ledgers[0].exchange.signed.blocks(name)
         ratio, second = (
-            blocks.joined([k[kind][name] for k in kept], matrices).double()
+            torch.cat([k[kind][name] for k in kept]).double()
             for kind in ("ratio", "shard_residual")
         )
         first = torch.stack([k["residual"][name].double() for k in kept]).sum(dim=0)
@@ -254,10 +252,9 @@ def test_other_numbers_of_ranks_keep_momentum_and_sums_of_residuals(signs_of: st
                 torch.testing.assert_close(sums(new, kind, name), sums(states, kind, name))
             if signs_of == "gradient":
                 assert torch.equal(new[-1]["momentum"][name], states[0]["momentum"][name])
-            parts = blocks.blocks(name, new[0]["residual"][name].numel(), 64)
             for kind in ("ratio", "shard_residual"):
-                then = blocks.joined([state[kind][name] for state in states], parts)
-                now = blocks.joined([state[kind][name] for state in new], parts)
+                then = torch.cat([state[kind][name] for state in states])
+                now = torch.cat([state[kind][name] for state in new])
                 assert torch.equal(then, now)
         assert len(states) == old
         ledgers = deliver(made, SHAPES, gradients(5, size), new, FREEZE + 10)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.exchange import blocks
 from lab.exchange.doubling import Doubling
 from lab.exchange.zero_one_adam import ZeroOneAdam
-from tests.support.directions import UncompressedSum, adam, deliver, num_values, of_like_sizes
+from tests.support.directions import Uncompressed, adam, deliver, num_values, of_like_sizes
 
 SHAPES = {"fc": (24, 50), "bias": (24,), "conv": (6, 5, 3, 3), "table": (20, 32)}
 NUM = num_values(SHAPES)
@@ -54,7 +53,7 @@ def test_exact_steps_leave_adams_direction() -> None:
 def test_without_signs_it_is_adam_with_a_variance_of_the_steps_that_are_due(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lab.exchange.signed_rows.TwoStageSum", UncompressedSum)
+    monkeypatch.setattr("lab.exchange.signed_rows.Blocks", Uncompressed)
     given = of_like_sizes(LAST + 20, size, NUM)
     directions = deliver(make(), SHAPES, given)[0].directions.double()
     reference = adam(given.mean(dim=1), LAST, due=Doubling(EACH, 4).is_due)
@@ -84,8 +83,7 @@ def owed(states: list[dict[str, Any]]) -> Tensor:
     found: list[Tensor] = []
     for name in SHAPES:
         active, root = states[0]["active"][name], states[0]["root"][name].double()
-        parts = blocks.blocks(name, states[0]["residual"][name].numel(), 64)
-        held = blocks.joined([state["shard_residual"][name] for state in states], parts).double()
+        held = torch.cat([state["shard_residual"][name] for state in states]).double()
         for state in states:
             held += state["residual"][name].double()
         rows = torch.zeros(len(active), len(root) // len(active), dtype=torch.float64)
