@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class GradBucket:
         divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
         finite: 0-dim bool tensor, set by an exchange that checks; None: not checked.
         buffers: see ScratchBuffers.
+        plans: what exchanges keep for this bucket from step to step.
         copied: gradients that are no views of `flat`, each with its values in `flat`, to which
             `unpack` copies the mean.
         lacking: names of parameters without a gradient on this rank, which count as zeros.
@@ -51,6 +53,7 @@ class GradBucket:
     divided: bool = False
     finite: Tensor | None = None
     buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
+    plans: dict[object, Any] = field(default_factory=dict[object, Any])
     copied: Sequence[tuple[Tensor, Tensor]] = ()
     lacking: Sequence[str] = ()
 
@@ -110,6 +113,7 @@ class BucketPlan:
         self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
         self._buffers = ScratchBuffers()
+        self._plans: dict[object, Any] = {}
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
 
@@ -130,10 +134,10 @@ class BucketPlan:
         """
         flat = self._in_place()
         if flat is not None:
-            return GradBucket(self.shapes, flat, step, divided, buffers=self._buffers)
+            return self._bucket(flat, step, divided)
         if self._buffer is None:
             self._buffer = self._allocated()
-        bucket = GradBucket(self.shapes, self._buffer, step, divided, buffers=self._buffers)
+        bucket = self._bucket(self._buffer, step, divided)
         parameters = list(self._in_flat.values())
         gradients = [parameter.grad for parameter in parameters]
         present = [g for g in gradients if g is not None and not g.is_sparse]
@@ -147,6 +151,10 @@ class BucketPlan:
 
     def __str__(self) -> str:
         return label(self.shapes)
+
+    def _bucket(self, flat: Tensor, step: int, divided: bool) -> GradBucket:
+        kept = {"buffers": self._buffers, "plans": self._plans}
+        return GradBucket(self.shapes, flat, step, divided, **kept)
 
     @cached_property
     def _are_views(self) -> list[bool]:

@@ -42,3 +42,12 @@ void each_piece(int64_t count, int64_t values, int64_t threads, F f) {
     for (int64_t begin; (begin = size * next++) < count;) f(begin, std::min(begin + size, count));
   });
 }
+
+// Calls f(item) for all items, which have `values` values in all, on up to `threads` threads.
+template <class F>
+void each_item(int64_t count, int64_t values, int64_t threads, F f) {
+  std::atomic<int64_t> next{0};
+  on_threads(std::min(threads, values / VALUES_PER_THREAD), [&next, count, f] {
+    for (int64_t item; (item = next++) < count;) f(item);
+  });
+}

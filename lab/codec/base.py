@@ -1,0 +1,195 @@
+"""Codec: what the values of a bucket become on the wire, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lab.codec.kernels import native
+from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+class Kernels(Protocol):
+    """The functions of a codec that move values into messages and back, on one kind of device."""
+
+    def encode(
+        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        """Fill `message` with values + residual; what it leaves out becomes the new residual.
+
+        Args:
+            values: float32 [values of the layout].
+            residual: like `values`, replaced. None: no error feedback.
+            message: uint8 [layout.num_bytes].
+        """
+        ...
+
+    def add_up(
+        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+    ) -> None:
+        """Fill `out` with the sum of messages, in their order, over `divisor`.
+
+        Args:
+            messages: uint8 [number of messages, layout.num_bytes].
+            out: float32 [values of the layout].
+            finite: bool [], receives whether all values are.
+        """
+        ...
+
+    def reduce(
+        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+    ) -> None:
+        """Fill `out` with the sum of messages, in their order, + residual, encoded again.
+
+        Args:
+            messages: uint8 [number of messages, layout.num_bytes].
+            residual: float32 [values of the layout], replaced. None: no error feedback.
+            out: uint8 [layout.num_bytes], another memory.
+        """
+        ...
+
+
+class Codec(ABC):
+    """A way to write rows of float32 values as bytes: for each row a header and a payload.
+
+    `write` and `read` define it, in plain torch on any device. C++ kernels of the same name
+    (cpp/NAME.cpp) take their place on CPUs, and give the same bytes. A row with a value that is not
+    finite must be read as values that are not.
+
+    Attributes:
+        name: of its kernels.
+        option: a number that these are given.
+        cuts_rows: a row may be cut into several, each with a header of its own.
+    """
+
+    name: ClassVar[str]
+    option = 0
+    cuts_rows = False
+
+    @abstractmethod
+    def rows(self, shapes: Shapes) -> Iterator[Rows]:
+        """Yield the rows of a bucket of parameters, in their order; others travel as they are."""
+
+    @abstractmethod
+    def row_of(self, num_values: int) -> Rows:
+        """Return the rows of values that are divided regardless of parameters; none is left out."""
+
+    @abstractmethod
+    def row_bytes(self, columns: int) -> RowBytes:
+        """Return the bytes of a row of `columns` values."""
+
+    @abstractmethod
+    def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
+        """Encode rows.
+
+        Args:
+            values: float32 [rows, columns].
+            header, payload: uint8 [rows, bytes of each row].
+        """
+
+    @abstractmethod
+    def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
+        """Return the values of encoded rows, float32 [rows, columns]. Arguments: see `write`."""
+
+    def left_out(self, key: str) -> str:
+        """Say which values travel as they are. `key` names the settings of the exchange."""
+        raise NotImplementedError
+
+    def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
+        """Lay out a bucket of parameters for messages of `parts` lines."""
+        return lay_out(
+            list(self.rows(shapes)), num_values, parts, self.row_bytes, cuts_rows=self.cuts_rows
+        )
+
+    def layout_of_parts(self, num_values: int, parts: int) -> Layout:
+        """Lay out a bucket whose parts are given: `num_values` each."""
+        rows = [self.row_of(num_values)] if num_values else []
+        one = lay_out(rows, num_values, 1, self.row_bytes, cuts_rows=self.cuts_rows)
+        return one.repeated(parts, num_values)
+
+    def kernels(self, device: torch.device) -> Kernels:
+        """Return the fastest kernels for tensors of `device`."""
+        if device.type == "cpu":
+            return native(self.name, self.option) or Reference(self)
+        return Reference(self)
+
+
+class Reference:
+    """The kernels of a codec in plain torch: row after row as its definition says."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def encode(
+        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        for piece in layout.pieces:
+            self._encode(piece, _of(piece, values), residual, message)
+        for start, count, at in layout.copies:
+            _floats(message, at, count).copy_(values[start : start + count])
+
+    def add_up(
+        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+    ) -> None:
+        for piece in layout.pieces:
+            torch.div(self._sum(piece, messages), divisor, out=_of(piece, out))
+        for start, count, at in layout.copies:
+            own = out[start : start + count]
+            torch.div(_sum_of_floats(messages, at, count), divisor, out=own)
+        finite.copy_(out.isfinite().all())
+
+    def reduce(
+        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+    ) -> None:
+        for piece in layout.pieces:
+            self._encode(piece, self._sum(piece, messages), residual, out)
+        for _, count, at in layout.copies:
+            _floats(out, at, count).copy_(_sum_of_floats(messages, at, count))
+
+    def _encode(self, piece: Piece, rows: Tensor, residual: Tensor | None, message: Tensor) -> None:
+        written = self._parts(piece, message)
+        if residual is None:
+            self._codec.write(rows, *written)
+            return
+        kept = _of(piece, residual)
+        rows = rows + kept
+        self._codec.write(rows, *written)
+        torch.sub(rows, self._codec.read(*written, piece.columns), out=kept)
+
+    def _sum(self, piece: Piece, messages: Tensor) -> Tensor:
+        read = partial(self._codec.read, columns=piece.columns)
+        each = (read(*self._parts(piece, message)) for message in messages)
+        total = next(each)
+        for other in each:
+            total += other
+        return total
+
+    def _parts(self, piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
+        header, payload = self._codec.row_bytes(piece.columns)
+        return (
+            message[piece.header :][: piece.rows * header].view(piece.rows, header),
+            message[piece.payload :][: piece.rows * payload].view(piece.rows, payload),
+        )
+
+
+def _of(piece: Piece, values: Tensor) -> Tensor:
+    rows = values[piece.start : piece.start + piece.rows * piece.columns]
+    return rows.view(piece.rows, piece.columns)
+
+
+def _floats(message: Tensor, at: int, count: int) -> Tensor:
+    return message[at : at + count * FLOAT_BYTES].view(torch.float32)
+
+
+def _sum_of_floats(messages: Tensor, at: int, count: int) -> Tensor:
+    total = _floats(messages[0], at, count).clone()
+    for message in messages[1:]:
+        total += _floats(message, at, count)
+    return total

@@ -1,0 +1,240 @@
+"""Layout: where the values of a bucket lie in the messages that carry them, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORD = 16  # bytes that GPUs and NCCL copy at once: lines, headers and payloads begin at multiples
+FLOAT_BYTES = 4
+CUT_VALUES = 1024  # rows that may be cut are cut at multiples of it
+PIECE_VALUES = 2**16  # that a thread of a CPU takes at a time
+
+
+class Rows(NamedTuple):
+    """Values of a bucket, `start` to `stop`, that a codec encodes in rows of `columns` values.
+
+    The last row may be shorter.
+    """
+
+    start: int
+    stop: int
+    columns: int
+
+
+class RowBytes(NamedTuple):
+    """Bytes of an encoded row: of its header (scales) and of its payload (a code per value)."""
+
+    header: int
+    payload: int
+
+
+class Piece(NamedTuple):
+    """Whole rows of one part in a message: headers, one after the other, and then payloads.
+
+    Attributes:
+        start: place of the first value.
+        header, payload: first byte of either in the message.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    header: int
+    payload: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+
+class Copy(NamedTuple):
+    """Values that travel as they are: `number` from `start` on, from byte `at` of the message."""
+
+    start: int
+    number: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A message with a line for each part of a bucket.
+
+    Attributes:
+        parts: their number.
+        line_bytes: of a line, the same for all, a multiple of WORD; shorter ones end in zeros.
+        pieces: encoded rows. copies: values that are not encoded. Both by part, and in the order of
+            values within it.
+        row_bytes: returns the bytes of a row of a number of values.
+    """
+
+    parts: int
+    line_bytes: int
+    pieces: tuple[Piece, ...]
+    copies: tuple[Copy, ...]
+    row_bytes: Callable[[int], RowBytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the message."""
+        return self.parts * self.line_bytes
+
+    @cached_property
+    def num_encoded(self) -> int:
+        """Number of values that are encoded."""
+        return sum(piece.rows * piece.columns for piece in self.pieces)
+
+    @property
+    def num_values(self) -> int:
+        """Number of values."""
+        return self.num_encoded + sum(copy.number for copy in self.copies)
+
+    def part(self, number: int) -> Layout:
+        """Return the layout of one part, whose values lie close together, in their order."""
+        low, high = number * self.line_bytes, (number + 1) * self.line_bytes
+        pieces = [piece for piece in self.pieces if low <= piece.payload < high]
+        copies = [copy for copy in self.copies if low <= copy.at < high]
+        places, place = dict[int, int](), 0
+        for start, count in sorted(
+            [*((p.start, p.rows * p.columns) for p in pieces), *(copy[:2] for copy in copies)]
+        ):
+            places[start] = place
+            place += count
+        return Layout(
+            1,
+            self.line_bytes,
+            tuple(Piece(places[p.start], *p[1:3], p.header - low, p.payload - low) for p in pieces),
+            tuple(Copy(places[c.start], c.number, c.at - low) for c in copies),
+            self.row_bytes,
+        )
+
+    def repeated(self, parts: int, num_values: int) -> Layout:
+        """Return the layout of `parts` parts of `num_values` consecutive values, each as this."""
+        lines = [(part * num_values, part * self.line_bytes) for part in range(parts)]
+        return Layout(
+            parts,
+            self.line_bytes,
+            tuple(
+                Piece(p.start + value, *p[1:3], p.header + byte, p.payload + byte)
+                for value, byte in lines
+                for p in self.pieces
+            ),
+            tuple(
+                Copy(c.start + value, c.number, c.at + byte)
+                for value, byte in lines
+                for c in self.copies
+            ),
+            self.row_bytes,
+        )
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Pieces, cut for threads, and copies: int64 [number, 5] and [number, 3], on the CPU."""
+        pieces = [cut for piece in self.pieces for cut in self._cut(piece)]
+        return (
+            torch.tensor(pieces, dtype=torch.int64).view(len(pieces), len(Piece._fields)),
+            torch.tensor(self.copies, dtype=torch.int64).view(len(self.copies), len(Copy._fields)),
+        )
+
+    def _cut(self, piece: Piece) -> Iterator[Piece]:
+        header, payload = self.row_bytes(piece.columns)
+        step = max(1, PIECE_VALUES // piece.columns)
+        for row in range(0, piece.rows, step):
+            rows = min(step, piece.rows - row)
+            at = piece.header + row * header, piece.payload + row * payload
+            yield Piece(piece.start + row * piece.columns, rows, piece.columns, *at)
+
+
+def lay_out(
+    rows: Sequence[Rows],
+    num_values: int,
+    parts: int,
+    row_bytes: Callable[[int], RowBytes],
+    cuts_rows: bool = False,
+) -> Layout:
+    """Divide a bucket into parts, and lay out their messages.
+
+    Each of `rows` is divided evenly, so that a parameter's share of a part is the same in any
+    bucket. Values that are not encoded are divided evenly all together.
+
+    Args:
+        rows: what is encoded, in the order of values; all others are copied.
+        num_values: of the bucket.
+        parts: one for each rank that sums a part of the bucket, or one.
+        cuts_rows: a row may be cut into several.
+    """
+    shares: list[list[Rows]] = [[] for _ in range(parts)]  # columns 0: values that are copied
+    for each in rows:
+        unit = CUT_VALUES if cuts_rows else each.columns
+        share = -(-(each.stop - each.start) // (unit * parts)) * unit
+        for part, low in enumerate(range(each.start, each.stop, share)):
+            high = min(low + share, each.stop)
+            shares[part].append(Rows(low, high, high - low if cuts_rows else each.columns))
+    _share_out(_gaps(rows, num_values), shares)
+    pieces, copies, longest = list[list[Piece]](), list[list[Copy]](), 0
+    for share in shares:
+        own_pieces, own_copies, at = list[Piece](), list[Copy](), 0
+        for start, stop, columns in sorted(share):
+            if not columns:
+                own_copies.append(Copy(start, stop - start, at))
+                at = _aligned(at + FLOAT_BYTES * (stop - start))
+                continue
+            for first, number, width in _whole_and_rest(start, stop, columns):
+                header, payload = row_bytes(width)
+                payload_at = _aligned(at + number * header)
+                own_pieces.append(Piece(first, number, width, at, payload_at))
+                at = _aligned(payload_at + number * payload)
+        pieces.append(own_pieces)
+        copies.append(own_copies)
+        longest = max(longest, at)
+    line = -(-longest // WORD) * WORD
+    return Layout(
+        parts,
+        line,
+        tuple(
+            Piece(*p[:3], n * line + p.header, n * line + p.payload)
+            for n, own in enumerate(pieces)
+            for p in own
+        ),
+        tuple(Copy(*c[:2], n * line + c.at) for n, own in enumerate(copies) for c in own),
+        row_bytes,
+    )
+
+
+def _gaps(rows: Sequence[Rows], num_values: int) -> list[range]:
+    """Return the ranges of values between encoded ones."""
+    ends = [0, *(each.stop for each in rows)]
+    starts = [*(each.start for each in rows), num_values]
+    return [range(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+
+
+def _share_out(gaps: Sequence[range], shares: list[list[Rows]]) -> None:
+    """Divide values that are copied among parts, in their order."""
+    size = -(-sum(map(len, gaps)) // len(shares))
+    part, room = 0, size
+    for gap in gaps:
+        low = gap.start
+        while low < gap.stop:
+            if not room:
+                part, room = part + 1, size
+            high = min(gap.stop, low + room)
+            shares[part].append(Rows(low, high, 0))
+            low, room = high, room - (high - low)
+
+
+def _whole_and_rest(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first value, number and length of the whole rows, and of a shorter last one."""
+    number, rest = divmod(stop - start, columns)
+    if number:
+        yield start, number, columns
+    if rest:
+        yield stop - rest, 1, rest
+
+
+def _aligned(at: int) -> int:
+    return -(-at // WORD) * WORD

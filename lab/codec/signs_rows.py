@@ -1,0 +1,55 @@
+"""A sign for each value and one magnitude for all of a parameter: the codec of EF-SignSGD."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lab.codec.base import Codec, Shapes
+from lab.codec.bits import packed, unpacked
+from lab.codec.layout import RowBytes, Rows
+
+
+class Signs(Codec):
+    """Signs and the mean magnitude of a row (Karimireddy et al. 2019, Algorithm 1).
+
+    Args:
+        min_values: smaller parameters travel exactly.
+
+    Raises:
+        ValueError: `min_values` is no integer of at least 1.
+    """
+
+    name = "signs"
+    cuts_rows = True
+
+    def __init__(self, min_values: int = 4096) -> None:
+        if not isinstance(min_values, int) or min_values < 1:
+            raise ValueError(f"exchange.min_values={min_values}: must be an integer of at least 1")
+        self.min_values = min_values
+
+    def rows(self, shapes: Shapes) -> Iterator[Rows]:
+        start = 0
+        for shape in shapes.values():
+            size = math.prod(shape)
+            if size >= self.min_values:
+                yield Rows(start, start + size, size)
+            start += size
+
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, num_values)
+
+    def row_bytes(self, columns: int) -> RowBytes:
+        return RowBytes(4, (columns + 7) // 8)
+
+    def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
+        magnitude = values.abs().mean(dim=1, keepdim=True, dtype=torch.float64)
+        header.view(torch.float32).copy_(magnitude)
+        payload.copy_(packed(torch.signbit(values)))
+
+    def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
+        magnitude = header.view(torch.float32)
+        return torch.where(unpacked(payload, columns), -magnitude, magnitude)

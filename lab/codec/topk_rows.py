@@ -1,0 +1,67 @@
+"""The values of largest magnitude, each with its index: the codec of top-k."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lab.codec.base import Codec, Shapes
+from lab.codec.layout import RowBytes, Rows
+
+INDEX_BYTES = VALUE_BYTES = 4
+
+
+class TopK(Codec):
+    """A share of the values of each parameter, those of largest magnitude; others are read as 0.
+
+    NaN is the largest of all. Of equal magnitudes, which are taken is not defined.
+
+    Args:
+        ratio: the share, above 0 and at most 1; rounded up.
+
+    Raises:
+        ValueError: `ratio` is out of range.
+    """
+
+    name = "topk"
+    cuts_rows = True
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+            raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")
+        self.ratio = ratio
+        (self.option,) = struct.unpack("<q", struct.pack("<d", ratio))
+
+    def rows(self, shapes: Shapes) -> Iterator[Rows]:
+        start = 0
+        for shape in shapes.values():
+            if size := math.prod(shape):
+                yield Rows(start, start + size, size)
+            start += size
+
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, num_values)
+
+    def row_bytes(self, columns: int) -> RowBytes:
+        return RowBytes(0, (INDEX_BYTES + VALUE_BYTES) * math.ceil(self.ratio * columns))
+
+    def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
+        indices, kept = self._parts(payload)
+        chosen = values.abs().topk(indices.shape[1], sorted=False).indices.sort().values
+        indices.copy_(chosen)
+        kept.copy_(values.gather(1, chosen))
+
+    def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
+        indices, kept = self._parts(payload)
+        out = kept.new_zeros(len(kept), columns)
+        return out.scatter_(1, indices.long(), kept)
+
+    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Return indices, int32, and values, float32, of a payload: [rows, k] each."""
+        words = payload.view(torch.int32)
+        half = words.shape[1] // 2
+        return words[:, :half], words[:, half:].view(torch.float32)

@@ -1,0 +1,184 @@
+"""Messages of a codec between ranks: in two stages, or from each rank to all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.codec.base import Codec
+from lab.codec.layout import Layout
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
+from lab.exchange.base import Kept, Ranks, Relayed, Shapes, Staged
+from lab.exchange.bucket import GradBucket
+from lab.exchange.memory import Memory
+
+
+class Coded(Staged):
+    """A mean of gradients that travel as messages of a codec, with error feedback."""
+
+    exact = False
+
+    def __init__(self, codec: Codec, memory: Memory) -> None:
+        self.codec, self.memory = codec, memory
+
+    @property
+    def keeps_residuals(self) -> bool:
+        return self.memory.keeps
+
+    def is_coded(self, bucket: GradBucket) -> bool:
+        """Return whether the codec encodes `bucket` in its step; otherwise values travel as is."""
+        return True
+
+    def layout(self, bucket: GradBucket, parts: int) -> Layout:
+        """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
+        key = "layout", id(self.codec), parts, self.is_coded(bucket)
+        if key not in bucket.plans:
+            shapes = bucket.shapes if self.is_coded(bucket) else {}
+            bucket.plans[key] = self.codec.layout(shapes, len(bucket.flat), parts)
+        return bucket.plans[key]
+
+    def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.memory.add_to(bucket)
+
+    def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
+        self.memory.flush_to(bucket)
+
+    def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
+        return self.memory.kept()
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return 0.0 if self.memory.keeps else math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)
+
+    def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+        return self.memory.shares(states, size)
+
+
+class _Plan:
+    """The part that stays from step to step: where values lie in messages, and memory for these.
+
+    Attributes:
+        outgoing: uint8, a message of this rank's gradients; lines end in zeros.
+        finite: bool [], receives whether all values are.
+        residual: see Memory.bind.
+    """
+
+    def __init__(self, exchange: Coded, bucket: GradBucket, parts: int) -> None:
+        flat = bucket.flat
+        self.layout = exchange.layout(bucket, parts)
+        self.kernels = exchange.codec.kernels(flat.device)
+        self.coded = sorted((p.start, p.stop) for p in self.layout.pieces)
+        self.outgoing = flat.new_zeros(self.layout.num_bytes, dtype=torch.uint8)
+        self.finite = torch.ones((), dtype=torch.bool, device=flat.device)
+        self.residual = exchange.memory.bind(bucket, self.coded)
+
+
+class _TwoStagePlan(_Plan):
+    """The same for a rank that sums one part of the bucket.
+
+    Attributes:
+        own: the layout of this part.
+        received: uint8 [ranks, line], other ranks' messages of it.
+        reply: uint8 [line], their sum.
+        owned: see Memory.bind_owned.
+    """
+
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+        super().__init__(exchange, bucket, comm.size)
+        self.own = self.layout.part(comm.rank)
+        self.received = self.outgoing.new_empty(comm.size, self.layout.line_bytes)
+        self.reply = self.outgoing.new_zeros(self.layout.line_bytes)
+        self.owned = exchange.memory.bind_owned(bucket, *self._owned(comm.rank))
+
+    def _owned(self, rank: int) -> tuple[list[tuple[int, int, int]], int]:
+        """Return where the encoded values of this rank's part lie: see Memory.bind_owned."""
+        low, high = (n * self.layout.line_bytes for n in (rank, rank + 1))
+        pieces = [piece for piece in self.layout.pieces if low <= piece.payload < high]
+        owned = [
+            (piece.start, own.start, piece.stop - piece.start)
+            for piece, own in zip(pieces, self.own.pieces, strict=True)
+        ]
+        return owned, self.own.num_values
+
+
+class TwoStage(Coded, Relayed):
+    """Sums in two stages (Seide et al. 2014, section 3), each of which encodes.
+
+    1. Each rank encodes its gradients and keeps what that leaves out. Part r of every rank's
+       message goes to rank r.
+    2. Rank r decodes these parts, its own too, adds them in rank order and encodes the sum, of
+       which it keeps what that leaves out. Every rank receives all sums, decodes them and divides
+       by N.
+
+    So a rank sends 2(N-1)/N messages, whatever N is. A row with a value that is not finite is read
+    as such by all ranks, which mark the bucket.
+    """
+
+    def message_bytes(self, bucket: GradBucket, size: int) -> int:
+        return self.layout(bucket, size).num_bytes
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        plan = self._plan(bucket, comm)
+        yield from self._stages(plan, bucket.flat, comm, plan.outgoing)
+        self._deliver(plan, plan.outgoing, bucket, comm.size)
+
+    def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
+        yield from self._stages(self._plan(bucket, comm), bucket.flat, comm, message)
+
+    def _stages(
+        self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, message: Tensor
+    ) -> Iterator[Collective]:
+        """Fill `message` with the sums; it may be the memory of what was sent."""
+        plan.kernels.encode(plan.layout, flat, plan.residual, plan.outgoing)
+        yield comm.iall_to_all(plan.received, plan.outgoing.view_as(plan.received))
+        plan.kernels.reduce(plan.own, plan.received, plan.owned, plan.reply)
+        yield comm.iall_gather(message.view_as(plan.received), plan.reply)
+
+    def _deliver(self, plan: _Plan, message: Tensor, bucket: GradBucket, divisor: int) -> None:
+        plan.kernels.add_up(plan.layout, message.view(1, -1), bucket.flat, divisor, plan.finite)
+        bucket.finite = plan.finite
+
+    def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
+        bucket.finite = torch.ones((), dtype=torch.bool, device=message.device)
+        kernels, layout = self.codec.kernels(message.device), self.layout(bucket, size)
+        kernels.add_up(layout, message.view(1, -1), bucket.flat, divisor, bucket.finite)
+
+    def _plan(self, bucket: GradBucket, comm: Ranks) -> _TwoStagePlan:
+        key = type(self).__name__, id(self), comm.size, self.is_coded(bucket)
+        plan = bucket.plans.get(key)
+        if plan is None or not self.memory.holds(bucket, plan.residual):
+            plan = bucket.plans[key] = _TwoStagePlan(self, bucket, comm)
+        return plan
+
+
+class AllGather(Coded):
+    """Each rank sends its message to all, which decode it and add in rank order.
+
+    A rank sends N-1 messages, so it is for few ranks, or for messages that are short.
+    """
+
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        key = type(self).__name__, id(self), comm.size, self.is_coded(bucket)
+        plan = bucket.plans.get(key)
+        if plan is None or not self.memory.holds(bucket, plan.residual):
+            plan = bucket.plans[key] = _AllGatherPlan(self, bucket, comm)
+        plan.kernels.encode(plan.layout, bucket.flat, plan.residual, plan.outgoing)
+        yield comm.iall_gather(plan.received, plan.outgoing)
+        plan.kernels.add_up(plan.layout, plan.received, bucket.flat, comm.size, plan.finite)
+        bucket.finite = plan.finite
+
+
+class _AllGatherPlan(_Plan):
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+        super().__init__(exchange, bucket, 1)
+        self.received = self.outgoing.new_empty(comm.size, self.layout.num_bytes)

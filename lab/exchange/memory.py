@@ -1,0 +1,244 @@
+"""Memory: what lossy codecs leave out of gradients and of their sums, kept for later steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lab.exchange.base import Kept
+from lab.exchange.bucket import GradBucket
+from lab.exchange.error_feedback import record_stream
+
+LEGACY = "stripe_residual"  # of checkpoints before residuals of sums were kept by place
+
+
+class Owned(NamedTuple):
+    """Residuals of a parameter's values from `start` on, whose sum this rank encodes."""
+
+    start: int
+    values: Tensor
+
+    @property
+    def place(self) -> range:
+        """The places of the values in the parameter."""
+        return range(self.start, self.start + len(self.values))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A parameter's columns in gradients [N, n]: `inner` values for each of its own rows."""
+
+    start: int
+    stop: int
+    inner: int
+
+
+class Memory:
+    """Error feedback of one rank, by parameter name.
+
+    A codec sends a part of gradient + residual and leaves the rest as the new residual. Where a
+    path encodes sums a second time, their owner keeps what that leaves out. So, summed over the
+    ranks, delivered + residuals = true gradients at any time (Seide et al. 2014, section 3;
+    Karimireddy et al. 2019, Algorithm 2). A gradient that is not finite spoils residuals too: the
+    run fails, or the trainer restores the state.
+
+    Residuals lie in one tensor for each bucket, in the order of its values, so that a kernel takes
+    them all at once. Where a sum has another owner than before, since buckets or the number of
+    ranks have changed, its residual joins that of the earlier owner's own gradients.
+
+    Args:
+        keeps: False drops what codecs leave out, to show what that costs.
+
+    Raises:
+        ValueError: `keeps` is not a bool.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        if not isinstance(keeps, bool):
+            raise ValueError(f"exchange.error_feedback={keeps}: must be true or false")
+        self.keeps = keeps
+        self._own: dict[str, Tensor] = {}  # [values] by parameter, views of a bucket's residuals
+        self._owned: dict[str, Owned] = {}
+        self._bound: dict[str, Tensor] = {}  # residuals of buckets, by their first parameter
+
+    def holds(self, bucket: GradBucket, residual: Tensor | None) -> bool:
+        """Return whether what `bind` has returned for a bucket is still what is kept."""
+        return residual is None or self._bound.get(next(iter(bucket.shapes), "")) is residual
+
+    def bind(self, bucket: GradBucket, coded: Sequence[tuple[int, int]]) -> Tensor | None:
+        """Return the residuals of a bucket's gradients, laid out like it; None: nothing is kept.
+
+        Args:
+            coded: first and end of the ranges that a codec encodes, in their order.
+        """
+        if not self.keeps:
+            return None
+        residual = torch.zeros_like(bucket.flat)
+        for name, start, stop in _coded_spans(bucket, coded):
+            own = residual[start:stop]
+            if name in self._own:
+                own.copy_(record_stream(self._own[name]).view(-1))
+            self._own[name] = own
+        self._bound[next(iter(bucket.shapes), "")] = residual
+        return residual
+
+    def bind_owned(
+        self, bucket: GradBucket, owned: Sequence[tuple[int, int, int]], num_values: int
+    ) -> Tensor | None:
+        """Return the residuals of sums that this rank encodes, [num_values]; None: none are kept.
+
+        Args:
+            owned: the places of encoded values in the bucket, in their order: the first one, its
+                place in what is returned, and their number.
+        """
+        if not self.keeps:
+            return None
+        residual = bucket.flat.new_zeros(num_values)
+        own = {
+            name: Owned(start, residual[place : place + count])
+            for name, start, place, count in _by_parameter(bucket, owned)
+        }
+        for name in bucket.shapes:
+            before, now = self._owned.pop(name, None), own.get(name)
+            if before and now and before.place == now.place:
+                now.values.copy_(record_stream(before.values))
+            elif before:
+                kept = self._own[name][before.start :][: len(before.values)]
+                kept += record_stream(before.values)
+            if now:
+                self._owned[name] = now
+        return residual
+
+    def bind_columns(self, gradients: Tensor, columns: Mapping[str, Columns]) -> Tensor | None:
+        """Return the residuals of gradients that are laid out by the rank they go to, [N, n].
+
+        They are kept as [N, rows, inner] by parameter; those of another number of ranks are laid
+        out anew. None: nothing is kept.
+        """
+        if not self.keeps:
+            return None
+        first = next(iter(columns), "")
+        residual = self._bound.get(first)
+        if residual is not None and residual.shape == gradients.shape:
+            return residual
+        residual = self._bound[first] = torch.zeros_like(gradients)
+        for name, at in columns.items():
+            own = residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
+            if name in self._own:
+                fill_rows(own, record_stream(self._own[name]))
+            self._own[name] = own
+        return residual
+
+    def add_to(self, bucket: GradBucket) -> None:
+        """Add this rank's residuals to `bucket.flat`."""
+        for name, start, stop in bucket.spans():
+            if name in self._own:
+                bucket.flat[start:stop] += record_stream(self._own[name]).view(-1)
+            if name in self._owned:
+                first, values = self._owned[name]
+                bucket.flat[start + first :][: len(values)] += record_stream(values)
+
+    def flush_to(self, bucket: GradBucket) -> None:
+        """Add this rank's residuals to `bucket.flat`, and forget them."""
+        self.add_to(bucket)
+        for name in bucket.shapes:
+            if name in self._own:
+                self._own[name].zero_()
+            if name in self._owned:
+                self._owned[name].values.zero_()
+
+    def kept(self) -> Iterator[Kept]:
+        """Yield residuals: a parameter, the place of the first value, and values [n]."""
+        for name, values in self._own.items():
+            yield name, 0, values.view(-1)
+        for name, (start, values) in self._owned.items():
+            yield name, start, values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals, by kind and parameter; {} if none are kept."""
+        if not self.keeps:
+            return {}
+        return {
+            "residual": dict(self._own),
+            "owner": {name: owned.values for name, owned in self._owned.items()},
+            "owner_start": {n: torch.tensor(owned.start) for n, owned in self._owned.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state_dict` of the same rank.
+
+        Raises:
+            ValueError: an earlier version of the lab wrote it.
+        """
+        if LEGACY in state:
+            raise ValueError(
+                "state_dict: an earlier version of the lab wrote these residuals, which lie "
+                "otherwise now; start anew, or from the weights alone"
+            )
+        own, owned = state.get("residual", {}), state.get("owner", {})
+        self._own = {name: value.clone() for name, value in own.items()}
+        self._owned = {
+            name: Owned(int(state["owner_start"][name]), values.clone())
+            for name, values in owned.items()
+        }
+        self._bound = {}
+
+    def shares(self, states: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
+        """Return the state of each of `size` ranks, which share what others kept: its sum stays."""
+        if not states[0]:
+            return {}
+        own = states[0]["residual"]
+        total = {name: torch.zeros_like(v, dtype=torch.float64) for name, v in own.items()}
+        for state in states:
+            for name, values in state["residual"].items():
+                total[name] += values
+            for name, values in state["owner"].items():
+                total[name][int(state["owner_start"][name]) :][: len(values)] += values
+        return {
+            "residual": {name: (values / size).float() for name, values in total.items()},
+            "owner": {},
+            "owner_start": {},
+        }
+
+
+def _by_parameter(
+    bucket: GradBucket, owned: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each parameter's owned values: first one, place, number. They follow each other."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for first, place, count in owned:
+        for name, start, stop in bucket.spans():
+            low, high = max(start, first), min(stop, first + count)
+            if low < high and name in found:
+                begin, at, number = found[name]
+                assert begin + number == low - start, f"{name}: is owned in several places"
+                found[name] = begin, at, number + high - low
+            elif low < high:
+                found[name] = low - start, place + low - first, high - low
+    yield from ((name, *each) for name, each in found.items())
+
+
+def _coded_spans(
+    bucket: GradBucket, coded: Iterable[tuple[int, int]]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the spans of parameters of which a codec encodes any value."""
+    ranges = iter(coded)
+    first, end = next(ranges, (math.inf, math.inf))
+    for name, start, stop in bucket.spans():
+        while end <= start:
+            first, end = next(ranges, (math.inf, math.inf))
+        if first < stop:
+            yield name, start, stop
+
+
+def fill_rows(view: Tensor, saved: Tensor) -> None:
+    """Copy the rows of a parameter, [N, rows, inner], to where another N or none puts them."""
+    laid_out = torch.zeros_like(view, memory_format=torch.contiguous_format).flatten(0, 1)
+    rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
+    laid_out[: len(rows)] = rows
+    view.copy_(laid_out.view_as(view))
