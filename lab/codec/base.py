@@ -17,7 +17,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class Kernels(Protocol):
-    """What moves values into messages and back, on one kind of device."""
+    """The functions of a codec that move values into messages and back, on one kind of device."""
 
     def encode(
         self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
@@ -153,9 +153,7 @@ class Reference:
         for _, count, at in layout.copies:
             _floats(out, at, count).copy_(_sum_of_floats(messages, at, count))
 
-    def _encode(
-        self, piece: Piece, rows: Tensor, residual: Tensor | None, message: Tensor
-    ) -> None:
+    def _encode(self, piece: Piece, rows: Tensor, residual: Tensor | None, message: Tensor) -> None:
         written = self._parts(piece, message)
         if residual is None:
             self._codec.write(rows, *written)

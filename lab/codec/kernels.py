@@ -17,7 +17,7 @@ SOURCES = Path(__file__).with_name("cpp")
 
 
 def native(name: str, option: int) -> Native | None:
-    """Return the C++ kernels of a codec for this processor; None, after a warning: there are none."""
+    """Return the C++ kernels of a codec for this processor; None: there are none, or none built."""
     library = _library(name, torch.backends.cpu.get_cpu_capability())
     return None if library is None else Native(library, name, option)
 

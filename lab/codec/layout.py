@@ -54,10 +54,10 @@ class Piece(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Values that travel as they are: `count` from `start` on, from byte `at` of the message on."""
+    """Values that travel as they are: `number` from `start` on, from byte `at` of the message."""
 
     start: int
-    count: int
+    number: int
     at: int
 
 
@@ -92,7 +92,7 @@ class Layout:
     @property
     def num_values(self) -> int:
         """Number of values."""
-        return self.num_encoded + sum(copy.count for copy in self.copies)
+        return self.num_encoded + sum(copy.number for copy in self.copies)
 
     def part(self, number: int) -> Layout:
         """Return the layout of one part, whose values lie close together, in their order."""
@@ -108,10 +108,8 @@ class Layout:
         return Layout(
             1,
             self.line_bytes,
-            tuple(
-                Piece(places[p.start], *p[1:3], p.header - low, p.payload - low) for p in pieces
-            ),
-            tuple(Copy(places[c.start], c.count, c.at - low) for c in copies),
+            tuple(Piece(places[p.start], *p[1:3], p.header - low, p.payload - low) for p in pieces),
+            tuple(Copy(places[c.start], c.number, c.at - low) for c in copies),
             self.row_bytes,
         )
 
@@ -127,7 +125,7 @@ class Layout:
                 for p in self.pieces
             ),
             tuple(
-                Copy(c.start + value, c.count, c.at + byte)
+                Copy(c.start + value, c.number, c.at + byte)
                 for value, byte in lines
                 for c in self.copies
             ),

@@ -14,7 +14,7 @@ from lab.codec.layout import RowBytes, Rows
 
 
 class Signs(Codec):
-    """The sign of each value and the mean magnitude of a row (Karimireddy et al. 2019, Algorithm 1).
+    """Signs and the mean magnitude of a row (Karimireddy et al. 2019, Algorithm 1).
 
     Args:
         min_values: smaller parameters travel exactly.
@@ -46,7 +46,8 @@ class Signs(Codec):
         return RowBytes(4, (columns + 7) // 8)
 
     def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
-        header.view(torch.float32).copy_(values.abs().mean(dim=1, keepdim=True, dtype=torch.float64))
+        magnitude = values.abs().mean(dim=1, keepdim=True, dtype=torch.float64)
+        header.view(torch.float32).copy_(magnitude)
         payload.copy_(packed(torch.signbit(values)))
 
     def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:

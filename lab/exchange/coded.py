@@ -35,9 +35,12 @@ class Coded(Staged):
         return True
 
     def layout(self, bucket: GradBucket, parts: int) -> Layout:
-        """Lay out the messages of `bucket`, of `parts` lines."""
-        shapes = bucket.shapes if self.is_coded(bucket) else {}
-        return self.codec.layout(shapes, len(bucket.flat), parts)
+        """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
+        key = "layout", id(self.codec), parts, self.is_coded(bucket)
+        if key not in bucket.plans:
+            shapes = bucket.shapes if self.is_coded(bucket) else {}
+            bucket.plans[key] = self.codec.layout(shapes, len(bucket.flat), parts)
+        return bucket.plans[key]
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         self.memory.add_to(bucket)
@@ -62,7 +65,7 @@ class Coded(Staged):
 
 
 class _Plan:
-    """What stays from step to step: where a bucket's values lie in messages, and their memory.
+    """The part that stays from step to step: where values lie in messages, and memory for these.
 
     Attributes:
         outgoing: uint8, a message of this rank's gradients; lines end in zeros.
@@ -146,11 +149,9 @@ class TwoStage(Coded, Relayed):
         bucket.finite = plan.finite
 
     def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
-        layout = self.layout(bucket, size)
         bucket.finite = torch.ones((), dtype=torch.bool, device=message.device)
-        self.codec.kernels(message.device).add_up(
-            layout, message.view(1, -1), bucket.flat, divisor, bucket.finite
-        )
+        kernels, layout = self.codec.kernels(message.device), self.layout(bucket, size)
+        kernels.add_up(layout, message.view(1, -1), bucket.flat, divisor, bucket.finite)
 
     def _plan(self, bucket: GradBucket, comm: Ranks) -> _TwoStagePlan:
         key = type(self).__name__, id(self), comm.size, self.is_coded(bucket)

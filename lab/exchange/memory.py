@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lab.exchange.base import Kept
 from lab.exchange.bucket import GradBucket
+from lab.exchange.error_feedback import record_stream
 
-KINDS = ("residual", "owner", "owner_start")
 LEGACY = "stripe_residual"  # of checkpoints before residuals of sums were kept by place
 
 
@@ -22,6 +22,11 @@ class Owned(NamedTuple):
 
     start: int
     values: Tensor
+
+    @property
+    def place(self) -> range:
+        """The places of the values in the parameter."""
+        return range(self.start, self.start + len(self.values))
 
 
 @dataclass(frozen=True)
@@ -94,20 +99,20 @@ class Memory:
         if not self.keeps:
             return None
         residual = bucket.flat.new_zeros(num_values)
-        own = {name: Owned(start, residual[place : place + count])
-               for name, start, place, count in _by_parameter(bucket, owned)}
+        own = {
+            name: Owned(start, residual[place : place + count])
+            for name, start, place, count in _by_parameter(bucket, owned)
+        }
         for name in bucket.shapes:
             before, now = self._owned.pop(name, None), own.get(name)
-            if before and now and (before.start, len(before.values)) == (now.start, len(now.values)):
+            if before and now and before.place == now.place:
                 now.values.copy_(record_stream(before.values))
             elif before:
-                self._merge(name, before)
+                kept = self._own[name][before.start :][: len(before.values)]
+                kept += record_stream(before.values)
             if now:
                 self._owned[name] = now
         return residual
-
-    def _merge(self, name: str, owned: Owned) -> None:
-        self._own[name][owned.start :][: len(owned.values)] += record_stream(owned.values)
 
     def bind_columns(self, gradients: Tensor, columns: Mapping[str, Columns]) -> Tensor | None:
         """Return the residuals of gradients that are laid out by the rank they go to, [N, n].
@@ -172,8 +177,8 @@ class Memory:
         """
         if LEGACY in state:
             raise ValueError(
-                "state_dict: an earlier version of the lab wrote its residuals, which lie otherwise "
-                "now; start anew, or from the weights alone"
+                "state_dict: an earlier version of the lab wrote these residuals, which lie "
+                "otherwise now; start anew, or from the weights alone"
             )
         own, owned = state.get("residual", {}), state.get("owner", {})
         self._own = {name: value.clone() for name, value in own.items()}
@@ -237,14 +242,3 @@ def fill_rows(view: Tensor, saved: Tensor) -> None:
     rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
     laid_out[: len(rows)] = rows
     view.copy_(laid_out.view_as(view))
-
-
-def record_stream(residual: Tensor) -> Tensor:
-    """Return `residual`, kept in memory until the current stream has read it.
-
-    Exchanges run on a side stream, but a residual from a checkpoint or a rollback was allocated on
-    the main one, which would otherwise reuse its memory before the side stream has read it.
-    """
-    if residual.is_cuda:
-        residual.record_stream(torch.cuda.current_stream(residual.device))
-    return residual

@@ -1,0 +1,191 @@
+"""Codecs of rows: kernels against the definition, sums and residuals against arithmetic."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.codec.base import Codec, Kernels, Reference
+from lab.codec.casts import Cast, Float8
+from lab.codec.kernels import Native
+from lab.codec.layout import WORD, Layout
+from lab.codec.levels import Int4, Int8
+from lab.codec.onebit_rows import OneBit
+from lab.codec.signs_rows import Signs
+from lab.codec.topk_rows import TopK
+
+CPU = torch.device("cpu")
+SHAPES = {"fc": (10, 100), "bias": (7,), "conv": (33, 13, 5), "none": (0, 3), "head": (70, 1000)}
+NUM_VALUES = sum(map(math.prod, SHAPES.values()))
+NATIVE: dict[str, Codec] = {
+    "onebit": OneBit(),
+    "onebit mean": OneBit("mean"),
+    "onebit blocks": OneBit(granularity="block", block_size=64),
+    "int8": Int8(128),
+    "int4": Int4(24),
+    "signs": Signs(100),
+    "topk": TopK(0.05),
+}
+CODECS = {**NATIVE, "bfloat16": Cast("bfloat16"), "float8": Float8(32)}
+
+
+class Ended(NamedTuple):
+    """Messages of all ranks, their residuals, those of sums, the mean, and whether it is finite."""
+
+    messages: Tensor
+    residuals: Tensor
+    owned: Tensor
+    mean: Tensor
+    finite: Tensor
+
+
+def averaged(
+    kernels: Kernels, layout: Layout, gradients: Tensor, residuals: Tensor | None
+) -> Ended:
+    """Average in two stages, or by messages of one part that all ranks decode."""
+    size = len(gradients)
+    messages = torch.zeros(size, layout.num_bytes, dtype=torch.uint8)
+    for rank, (gradient, message) in enumerate(zip(gradients, messages, strict=True)):
+        kept = None if residuals is None else residuals[rank]
+        kernels.encode(layout, gradient, kept, message)
+    mean, finite = torch.full((NUM_VALUES,), 7.0), torch.zeros((), dtype=torch.bool)
+    owned = torch.zeros(NUM_VALUES)
+    if layout.parts == 1:
+        kernels.add_up(layout, messages, mean, size, finite)
+    else:
+        sums = torch.zeros(layout.parts, layout.line_bytes, dtype=torch.uint8)
+        for rank in range(size):
+            own, lines = layout.part(rank), messages.view(size, size, -1)[:, rank].contiguous()
+            kept = None if residuals is None else torch.zeros(own.num_values)
+            kernels.reduce(own, lines, kept, sums[rank])
+            if kept is not None:
+                owned += whole(layout, rank, kept)
+        kernels.add_up(layout, sums.view(1, -1), mean, size, finite)
+    none = torch.empty(0)
+    return Ended(messages, none if residuals is None else residuals, owned, mean, finite)
+
+
+def whole(layout: Layout, rank: int, own: Tensor) -> Tensor:
+    """Return a part's values at their places in the bucket."""
+    out = torch.zeros(NUM_VALUES)
+    low, high = rank * layout.line_bytes, (rank + 1) * layout.line_bytes
+    pieces = [piece for piece in layout.pieces if low <= piece.payload < high]
+    for piece, packed in zip(pieces, layout.part(rank).pieces, strict=True):
+        out[piece.start : piece.stop] = own[packed.start : packed.stop]
+    return out
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("name", NATIVE)
+def test_kernels_give_what_the_definition_says(name: str, feedback: bool) -> None:
+    codec = NATIVE[name]
+    kernels = codec.kernels(CPU)
+    assert isinstance(kernels, Native)
+    for size, two_stages in product((1, 3), (True, False)):
+        layout = codec.layout(SHAPES, NUM_VALUES, size if two_stages else 1)
+        gradients = torch.randn(size, NUM_VALUES)
+        kept = torch.randn(size, NUM_VALUES) if feedback else None
+        fast = averaged(kernels, layout, gradients, None if kept is None else kept.clone())
+        slow = averaged(Reference(codec), layout, gradients, kept)
+        assert torch.equal(fast.messages, slow.messages)
+        for one, other in zip(fast[1:4], slow[1:4], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        assert fast.finite and slow.finite
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CODECS)
+def test_delivered_and_residuals_make_the_true_sum(name: str, size: int) -> None:
+    codec = CODECS[name]
+    for parts in {1, size}:
+        layout = codec.layout(SHAPES, NUM_VALUES, parts)
+        gradients, kept = torch.randn(size, NUM_VALUES), torch.randn(size, NUM_VALUES)
+        truth = gradients.double().sum(dim=0)
+        for piece in layout.pieces:
+            at = slice(piece.start, piece.stop)
+            truth[at] += kept[:, at].double().sum(dim=0)
+        for copy in layout.copies:
+            kept[:, copy.start : copy.start + copy.number] = 0
+        ended = averaged(codec.kernels(CPU), layout, gradients, kept)
+        found = size * ended.mean.double() + ended.residuals.double().sum(dim=0) + ended.owned
+        assert (found - truth).norm() <= 1e-6 * truth.norm()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_value_that_is_not_finite_is_read_as_such(name: str, bad: float) -> None:
+    codec = CODECS[name]
+    for place in (5, 1003, NUM_VALUES - 1):
+        gradients = torch.randn(2, NUM_VALUES)
+        gradients[1, place] = bad
+        layout = codec.layout(SHAPES, NUM_VALUES, 2)
+        ended = averaged(codec.kernels(CPU), layout, gradients, torch.zeros(2, NUM_VALUES))
+        assert not ended.finite
+        assert not averaged(Reference(codec), layout, gradients, None).finite
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_layout_holds_each_value_once_and_parts_are_lines(name: str, parts: int) -> None:
+    codec = CODECS[name]
+    layout = codec.layout(SHAPES, NUM_VALUES, parts)
+    seen = torch.zeros(NUM_VALUES, dtype=torch.int64)
+    spans: list[tuple[int, int]] = []
+    for piece in layout.pieces:
+        seen[piece.start : piece.stop] += 1
+        header, payload = codec.row_bytes(piece.columns)
+        spans += [(piece.header, piece.rows * header), (piece.payload, piece.rows * payload)]
+    for copy in layout.copies:
+        seen[copy.start : copy.start + copy.number] += 1
+        spans.append((copy.at, 4 * copy.number))
+    assert seen.eq(1).all()
+    spans = sorted(span for span in spans if span[1])
+    assert all(a + n <= b for (a, n), (b, _) in zip(spans, spans[1:], strict=False))
+    assert all(
+        at % WORD == 0 and (at + n - 1) // layout.line_bytes == at // layout.line_bytes
+        for at, n in spans
+    )
+    assert sum(layout.part(part).num_values for part in range(parts)) == NUM_VALUES
+
+
+def test_parts_that_are_given_are_lines_alike() -> None:
+    layout = Int8(64).layout_of_parts(100, 3)
+    assert [(p.start, p.rows, p.columns) for p in layout.pieces[2:4]] == [
+        (100, 1, 64),
+        (164, 1, 36),
+    ]
+    assert layout.part(1).pieces == layout.part(2).pieces
+
+
+def test_a_parameters_share_is_the_same_in_any_bucket() -> None:
+    codec = OneBit()
+    alone = codec.layout({"fc": (10, 100)}, 1000, 3)
+    among = codec.layout({"fc": (10, 100), "more": (9, 80)}, 1720, 3)
+    own = [
+        [(p.start, p.rows) for p in layout.pieces if p.start < 1000] for layout in (alone, among)
+    ]
+    assert own[0] == own[1] == [(0, 4), (400, 4), (800, 2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OneBit("median"), r"exchange.threshold=median: allowed are zero, mean"),
+        (lambda: OneBit(granularity="row"), r"exchange.granularity=row: allowed are column, block"),
+        (lambda: OneBit(block_size=4), r"exchange.block_size=4: must be an integer of at least 8"),
+        (lambda: Int8(10), r"exchange.block_size=10: must be a multiple of 4 above 0"),
+        (lambda: Int4(12), r"exchange.block_size=12: must be a multiple of 8 above 0"),
+        (lambda: Float8(4), r"exchange.block_size=4: must be an integer of at least 8"),
+        (lambda: Cast("float64"), r"exchange.dtype=float64: allowed are bfloat16, float16"),
+        (lambda: Signs(0), r"exchange.min_values=0: must be an integer of at least 1"),
+        (lambda: TopK(0), r"exchange.ratio=0: must be above 0 and at most 1"),
+    ],
+)
+def test_wrong_settings_are_named(make: type[Codec], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
