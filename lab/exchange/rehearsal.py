@@ -111,9 +111,10 @@ def rehearse(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[float,
         Seconds of this rank's work, messages, and bytes as `costs` wants them.
     """
     silent, one = SilentComm(comm), deepcopy(exchange)
-    own, own_s = GradBucket(bucket.shapes, bucket.flat, bucket.step), 0.0
+    own, own_s = GradBucket(bucket.shapes, bucket.flat.clone(), bucket.step), 0.0
     for _ in range(2):  # the first allocates memory
-        own.flat, silent.traffic = bucket.flat.clone(), type(silent.traffic)()
+        silent.traffic = type(silent.traffic)()
+        own.flat.copy_(bucket.flat)
         own_s = timed(partial(one.average, own, silent), bucket.flat.device)
     return own_s, silent.traffic.num_messages, _sent(silent)
 

@@ -143,8 +143,8 @@ class SignedRows:
             residual.view(-1, columns)[place[before[0]]] = before[1].view(-1, columns)
         self.kept["residual"][name] = residual
         share = self.codec.share(len(residual), comm.rank, comm.size)
-        owned = torch.zeros(share.stop - share.start, device=active.device)
-        self.kept["shard_residual"][name] = owned
+        none = torch.zeros((), device=active.device).expand(share.stop - share.start)
+        self.kept["shard_residual"][name] = none
 
     def _merged(self, name: str, comm: Ranks) -> Tensor:
         """Return this rank's residual with its shard's residual added, in the residual's memory."""

@@ -203,8 +203,8 @@ CARDS: dict[str, Card] = {
         codecs.onebit,
         staged=True,
         lossy=_always,
-        # Both residuals, and four messages: sent, received, the shard's sum, and all sums.
-        kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (3 + 1 / s.N),
+        # Both residuals, and three messages: sent, which then holds all sums, received, the shard's.
+        kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (2 + 1 / s.N),
         relay=Relay(
             codecs.onebit_sum,
             codecs.onebit_message_bytes,
@@ -229,11 +229,10 @@ CARDS: dict[str, Card] = {
         codecs.int4,
         staged=True,
         lossy=_always,
-        # While a bucket is decoded to find what was left out: its levels, blocks and values.
-        scratch=lambda s, e: (
-            (8.5 if e["error_feedback"] else 5.5) * s.largest + s.n * (1 / 2 + 8 / e["block_size"])
+        kept=lambda s, e: (
+            (4 * s.n * (1 + 1 / s.N) if e["error_feedback"] else 0)
+            + s.n * (1 / 2 + 8 / e["block_size"]) * (2 + 1 / s.N)
         ),
-        kept=lambda s, e: 4 * s.n if e["error_feedback"] else 0,
     ),
     "TopK": Card(
         codecs.topk,

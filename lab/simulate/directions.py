@@ -59,8 +59,8 @@ def zero_one_adam_kept(s: Sizes, adam: Settings) -> float:
 
 
 def _messages(s: Sizes, adam: Settings) -> float:
-    """Count the bytes sent, received, of the shard's sum, and of all sums."""
-    return s.n * (1 / 8 + 8 / adam["block_size"]) * (3 + 1 / s.N)
+    """Count the bytes sent, in whose memory all sums arrive, received, and of the shard's sum."""
+    return s.n * (1 / 8 + 8 / adam["block_size"]) * (2 + 1 / s.N)
 
 
 def muon(load: Load) -> None:
