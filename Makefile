@@ -31,7 +31,7 @@ curves: $(VENV)/.run
 	$(BIN)/python -m lab.sweep study=demo
 	$(BIN)/python -m lab.plot runs/demo
 
-# In some minutes; the slow tests, which are of the same kinds or of whole attacks, are in test-all.
+# Without the slow ones: whole attacks, images, long sweeps, and most cases of long series of cases.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -73,9 +74,13 @@ class Codec(ABC):
     option = 0
     cuts_rows = False
 
-    @abstractmethod
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        """Yield the rows of a bucket of parameters, in their order; others travel as they are."""
+        """Yield the rows of a bucket of parameters, in their order; others travel as they are.
+
+        Unless a codec says otherwise, they run across parameters.
+        """
+        if num_values := sum(map(math.prod, shapes.values())):
+            yield self.row_of(num_values)
 
     @abstractmethod
     def row_of(self, num_values: int) -> Rows:
@@ -97,10 +102,6 @@ class Codec(ABC):
     @abstractmethod
     def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
         """Return the values of encoded rows, float32 [rows, columns]. Arguments: see `write`."""
-
-    def left_out(self, key: str) -> str:
-        """Say which values travel as they are. `key` names the settings of the exchange."""
-        raise NotImplementedError
 
     def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
         """Lay out a bucket of parameters for messages of `parts` lines."""

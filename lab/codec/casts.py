@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Shapes
+from lab.codec.base import Codec
 from lab.codec.layout import RowBytes, Rows
 
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,10 +25,6 @@ class Cast(Codec):
         if dtype not in SHORT:
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(SHORT)}")
         self.dtype = SHORT[dtype]
-
-    def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        if num_values := sum(map(math.prod, shapes.values())):
-            yield self.row_of(num_values)
 
     def row_of(self, num_values: int) -> Rows:
         return Rows(0, num_values, num_values)
@@ -65,10 +58,6 @@ class Float8(Codec):
         if not isinstance(block_size, int) or block_size < 8:
             raise ValueError(f"exchange.block_size={block_size}: must be an integer of at least 8")
         self.block_size = block_size
-
-    def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        if num_values := sum(map(math.prod, shapes.values())):
-            yield self.row_of(num_values)
 
     def row_of(self, num_values: int) -> Rows:
         return Rows(0, num_values, self.block_size)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Shapes
+from lab.codec.base import Codec
 from lab.codec.layout import RowBytes, Rows
 
 SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a block of equal values has one too
@@ -37,10 +34,6 @@ class Levels(Codec):
                 f"exchange.block_size={block_size}: must be a multiple of {least} above 0"
             )
         self.block_size = block_size
-
-    def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        if num_values := sum(map(math.prod, shapes.values())):
-            yield self.row_of(num_values)
 
     def row_of(self, num_values: int) -> Rows:
         return Rows(0, num_values, self.block_size)

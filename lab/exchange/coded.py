@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Kept, Ranks, Relayed, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.memory import Memory
+
+P = TypeVar("P", bound="_Plan")
 
 
 class Coded(Staged):
@@ -30,17 +32,22 @@ class Coded(Staged):
     def keeps_residuals(self) -> bool:
         return self.memory.keeps
 
-    def is_coded(self, bucket: GradBucket) -> bool:
-        """Return whether the codec encodes `bucket` in its step; otherwise values travel as is."""
-        return True
-
     def layout(self, bucket: GradBucket, parts: int) -> Layout:
         """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
-        key = "layout", id(self.codec), parts, self.is_coded(bucket)
+        key = "layout", id(self.codec), parts
         if key not in bucket.plans:
-            shapes = bucket.shapes if self.is_coded(bucket) else {}
-            bucket.plans[key] = self.codec.layout(shapes, len(bucket.flat), parts)
+            bucket.plans[key] = self.codec.layout(bucket.shapes, len(bucket.flat), parts)
         return bucket.plans[key]
+
+    def planned(
+        self, bucket: GradBucket, comm: Ranks, make: Callable[[Coded, GradBucket, Ranks], P]
+    ) -> P:
+        """Return what stays from step to step for `bucket`, made anew where residuals moved."""
+        key = make, id(self), comm.size
+        plan = bucket.plans.get(key)
+        if plan is None or not self.memory.holds(bucket, plan.residual):
+            plan = bucket.plans[key] = make(self, bucket, comm)
+        return plan
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         self.memory.add_to(bucket)
@@ -128,12 +135,16 @@ class TwoStage(Coded, Relayed):
         return self.layout(bucket, size).num_bytes
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        plan = self._plan(bucket, comm)
+        plan = self.planned(bucket, comm, _TwoStagePlan)
         yield from self._stages(plan, bucket.flat, comm, plan.outgoing)
-        self._deliver(plan, plan.outgoing, bucket, comm.size)
+        message = plan.outgoing.view(1, -1)
+        plan.kernels.add_up(plan.layout, message, bucket.flat, comm.size, plan.finite)
+        bucket.finite = plan.finite
 
     def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
-        yield from self._stages(self._plan(bucket, comm), bucket.flat, comm, message)
+        yield from self._stages(
+            self.planned(bucket, comm, _TwoStagePlan), bucket.flat, comm, message
+        )
 
     def _stages(
         self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, message: Tensor
@@ -144,21 +155,10 @@ class TwoStage(Coded, Relayed):
         plan.kernels.reduce(plan.own, plan.received, plan.owned, plan.reply)
         yield comm.iall_gather(message.view_as(plan.received), plan.reply)
 
-    def _deliver(self, plan: _Plan, message: Tensor, bucket: GradBucket, divisor: int) -> None:
-        plan.kernels.add_up(plan.layout, message.view(1, -1), bucket.flat, divisor, plan.finite)
-        bucket.finite = plan.finite
-
     def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
         bucket.finite = torch.ones((), dtype=torch.bool, device=message.device)
         kernels, layout = self.codec.kernels(message.device), self.layout(bucket, size)
         kernels.add_up(layout, message.view(1, -1), bucket.flat, divisor, bucket.finite)
-
-    def _plan(self, bucket: GradBucket, comm: Ranks) -> _TwoStagePlan:
-        key = type(self).__name__, id(self), comm.size, self.is_coded(bucket)
-        plan = bucket.plans.get(key)
-        if plan is None or not self.memory.holds(bucket, plan.residual):
-            plan = bucket.plans[key] = _TwoStagePlan(self, bucket, comm)
-        return plan
 
 
 class AllGather(Coded):
@@ -168,10 +168,7 @@ class AllGather(Coded):
     """
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        key = type(self).__name__, id(self), comm.size, self.is_coded(bucket)
-        plan = bucket.plans.get(key)
-        if plan is None or not self.memory.holds(bucket, plan.residual):
-            plan = bucket.plans[key] = _AllGatherPlan(self, bucket, comm)
+        plan = self.planned(bucket, comm, _AllGatherPlan)
         plan.kernels.encode(plan.layout, bucket.flat, plan.residual, plan.outgoing)
         yield comm.iall_gather(plan.received, plan.outgoing)
         plan.kernels.add_up(plan.layout, plan.received, bucket.flat, comm.size, plan.finite)

@@ -24,6 +24,6 @@ def some_of(cases: Iterable[Any], every: int = 0, also: Iterable[Any] = ()) -> l
 
 
 def _slow(case: Any) -> Any:
-    if isinstance(case, tuple) and hasattr(case, "marks"):  # a pytest.param
+    if hasattr(case, "marks"):  # a pytest.param
         return pytest.param(*case.values, marks=(*case.marks, pytest.mark.slow), id=case.id)
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
