@@ -103,6 +103,10 @@ class Codec(ABC):
     def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
         """Return the values of encoded rows, float32 [rows, columns]. Arguments: see `write`."""
 
+    def left_out(self, key: str) -> str:
+        """Say which values travel as they are. `key` names the settings of the exchange."""
+        raise NotImplementedError
+
     def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
         """Lay out a bucket of parameters for messages of `parts` lines."""
         return lay_out(

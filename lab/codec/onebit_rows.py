@@ -71,6 +71,12 @@ class OneBit(Codec):
     def row_of(self, num_values: int) -> Rows:
         return Rows(0, num_values, self.block_size)
 
+    def left_out(self, key: str) -> str:
+        """Say which values travel as they are. `key` names the settings of the exchange."""
+        if self.granularity == "block":
+            return f"what fills no block of {key}.block_size={self.block_size}"
+        return f"vectors, and rows shorter than {key}.min_columns={self.min_columns}"
+
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(8, (columns + 7) // 8)
 

@@ -32,18 +32,23 @@ class Coded(Staged):
     def keeps_residuals(self) -> bool:
         return self.memory.keeps
 
+    def is_coded(self, bucket: GradBucket) -> bool:
+        """Return whether the codec encodes `bucket` in its step; otherwise values travel as is."""
+        return True
+
     def layout(self, bucket: GradBucket, parts: int) -> Layout:
         """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
-        key = "layout", id(self.codec), parts
+        key = "layout", id(self.codec), parts, self.is_coded(bucket)
         if key not in bucket.plans:
-            bucket.plans[key] = self.codec.layout(bucket.shapes, len(bucket.flat), parts)
+            shapes = bucket.shapes if self.is_coded(bucket) else {}
+            bucket.plans[key] = self.codec.layout(shapes, len(bucket.flat), parts)
         return bucket.plans[key]
 
     def planned(
         self, bucket: GradBucket, comm: Ranks, make: Callable[[Coded, GradBucket, Ranks], P]
     ) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved."""
-        key = make, id(self), comm.size
+        key = make, id(self), comm.size, self.is_coded(bucket)
         plan = bucket.plans.get(key)
         if plan is None or not self.memory.holds(bucket, plan.residual):
             plan = bucket.plans[key] = make(self, bucket, comm)

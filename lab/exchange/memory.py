@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,15 @@ class Owned(NamedTuple):
     def place(self) -> range:
         """The places of the values in the parameter."""
         return range(self.start, self.start + len(self.values))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A parameter's columns in gradients [N, n]: `inner` values for each of its own rows."""
+
+    start: int
+    stop: int
+    inner: int
 
 
 class Memory:
@@ -102,6 +112,26 @@ class Memory:
                 kept += record_stream(before.values)
             if now:
                 self._owned[name] = now
+        return residual
+
+    def bind_columns(self, gradients: Tensor, columns: Mapping[str, Columns]) -> Tensor | None:
+        """Return the residuals of gradients that are laid out by the rank they go to, [N, n].
+
+        They are kept as [N, rows, inner] by parameter; those of another number of ranks are laid
+        out anew. None: nothing is kept.
+        """
+        if not self.keeps:
+            return None
+        first = next(iter(columns), "")
+        residual = self._bound.get(first)
+        if residual is not None and residual.shape == gradients.shape:
+            return residual
+        residual = self._bound[first] = torch.zeros_like(gradients)
+        for name, at in columns.items():
+            own = residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
+            if name in self._own:
+                fill_rows(own, record_stream(self._own[name]))
+            self._own[name] = own
         return residual
 
     def add_to(self, bucket: GradBucket) -> None:
@@ -204,3 +234,11 @@ def _coded_spans(
             first, end = next(ranges, (math.inf, math.inf))
         if first < stop:
             yield name, start, stop
+
+
+def fill_rows(view: Tensor, saved: Tensor) -> None:
+    """Copy the rows of a parameter, [N, rows, inner], to where another N or none puts them."""
+    laid_out = torch.zeros_like(view, memory_format=torch.contiguous_format).flatten(0, 1)
+    rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
+    laid_out[: len(rows)] = rows
+    view.copy_(laid_out.view_as(view))
