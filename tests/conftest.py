@@ -14,16 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from lab.distributed.gpus import is_available
 from tests.support import HANG_S, rank_server
 from tests.support.commands import Finished, run_module
 from tests.support.operations import lock_lookups
 
 __all__ = ["Finished"]
-
-# Kernels for GPUs run in Triton's interpreter where there is none; it asks when it is imported.
-if not is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 lock_lookups()
 

@@ -21,25 +21,24 @@ from lab.benchmarks.catalogue import NUM_VALUES
 from lab.benchmarks.compressors import (
     CastCodec,
     Codec,
-    Int8Codec,
-    OneBitCodec,
+    Messages,
     PowerSGDCodec,
     RandomKCodec,
-    SignsCodec,
-    TopKCodec,
+    TopKMessages,
 )
 from lab.benchmarks.request import Request
 from lab.benchmarks.sizes import VALUE_BYTES
 from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
 from lab.codec import build
-from lab.codec.int8 import codec as int8
-from lab.codec.onebit import codec as onebit
-from lab.codec.onebit import native, reference
+from lab.codec.base import Codec as RowCodec
+from lab.codec.base import Reference
+from lab.codec.levels import Int4, Int8
+from lab.codec.onebit import OneBit
 from lab.codec.powersgd import codec as powersgd
 from lab.codec.powersgd import reference as powersgd_reference
 from lab.codec.randomk import codec as randomk
-from lab.codec.signs import codec as signs
-from lab.codec.topk import codec as topk
+from lab.codec.signs import Signs
+from lab.codec.topk import TopK
 from lab.distributed.gpus import check_gpus
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.measure.turns import order
@@ -58,16 +57,22 @@ def _both(
     return {name: partial(make, codec), name + IN_TORCH: partial(make, reference)}
 
 
+def _messages(
+    name: str, codec: RowCodec, make: type[Messages] = Messages, **settings: bool
+) -> dict[str, Callable[[int, int, torch.device], Codec]]:
+    return _both(name, partial(make, codec, **settings), False, True)
+
+
 # A new codec is one line here: functions of rows, columns and device.
 CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
-    "onebit": partial(OneBitCodec, onebit, "zero"),
-    "onebit_mean": partial(OneBitCodec, onebit, "mean"),
-    "onebit_reference": partial(OneBitCodec, reference, "zero"),
+    **_messages("onebit", OneBit()),
+    **_messages("onebit_mean", OneBit("mean")),
     "grace_like": GraceLike,
     "deepspeed_like": DeepSpeedLike,
-    **_both("int8", Int8Codec, int8, Int8Codec.reference),
-    **_both("signs", SignsCodec, signs, SignsCodec.reference),
-    **_both("topk", TopKCodec, topk, TopKCodec.reference),
+    **_messages("int8", Int8(1024), feedback=False),
+    **_messages("int4", Int4(128), feedback=False),
+    **_messages("signs", Signs(1)),
+    **_messages("topk", TopK(), TopKMessages),
     **_both("randomk", RandomKCodec, randomk, RandomKCodec.reference),
     **_both("powersgd", PowerSGDCodec, powersgd, powersgd_reference),
     **_both("bf16", partial(CastCodec, torch.bfloat16), True, False),
@@ -261,13 +266,14 @@ def _emulation(threads: int, device: torch.device) -> str:
 
 def kernels(device: torch.device) -> dict[str, Any]:
     """Describe the kernels of "onebit": their level, and the compiler that built them."""
+    in_torch = isinstance(OneBit().kernels(device), Reference)
     if device.type == "cuda":
-        level = "Triton" if onebit.triton_kernels(device) else "plain torch"
+        level = "plain torch" if in_torch else "Triton"
         return {"level": level, "device": torch.cuda.get_device_name(device)}
-    level = torch.backends.cpu.get_cpu_capability()
-    if native.kernels(level) is None:
+    if in_torch:
         return {"level": "plain torch", "compiler": None}
     done = subprocess.run(
         [*build.compiler(), "--version"], capture_output=True, text=True, check=False
     )
+    level = torch.backends.cpu.get_cpu_capability()
     return {"level": level, "compiler": done.stdout.partition("\n")[0]}

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.codec.int8 import reference as int8_reference
-from lab.codec.onebit import codec as onebit
-from lab.codec.onebit import reference as onebit_reference
+from lab.codec.base import Codec as RowCodec
+from lab.codec.base import Reference
 from lab.codec.randomk import reference as randomk_reference
-from lab.codec.signs import codec as signs
-from lab.codec.signs import reference as signs_reference
-from lab.codec.topk import reference as topk_reference
 from lab.exchange.compressible import num_sent
 
-BLOCK, TOPK_RATIO, RANDOMK_RATIO, RANK, SEED = 1024, 0.01, 0.3, 2, 0  # the exchanges' defaults
+RANDOMK_RATIO, RANK, SEED = 0.3, 2, 0  # the exchanges' defaults
 
 
 class Codec(ABC):
@@ -54,35 +50,63 @@ class Codec(ABC):
         return []
 
 
-class OneBitCodec(Codec):
-    """The lab's 1-bit codec in one of its implementations."""
+class Messages(Codec):
+    """A codec of the lab, by its fastest kernels or by its definition, for one matrix.
 
-    passes = 3, 2
+    Args:
+        in_torch: by its definition, in plain torch.
+        feedback: with error feedback.
+    """
 
     def __init__(
-        self, implementation: Any, threshold: str, rows: int, columns: int, device: torch.device
+        self,
+        codec: RowCodec,
+        in_torch: bool,
+        rows: int,
+        columns: int,
+        device: torch.device,
+        feedback: bool = True,
     ) -> None:
-        self.implementation, self.threshold = implementation, threshold
-        self.shape = rows, columns, device
-        self.scales = torch.zeros(1, rows, 2, device=device)
-        width = onebit.bit_bytes(columns)
-        self.bits = torch.zeros(1, rows, width, dtype=torch.uint8, device=device)
-        self.payload_bytes = self.scales.nbytes + self.bits.nbytes
+        self.codec, self.shape, self.feedback = codec, (rows, columns, device), feedback
+        self.passes = (3, 1) if feedback else (1, 1)
+        self.layout = codec.layout({"matrix": (rows, columns)}, rows * columns, 1)
+        self.kernels = Reference(codec) if in_torch else codec.kernels(device)
+        self.message = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.payload_bytes = len(self.message)
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        self.implementation.encode(gradient, residual, self.threshold, self.scales, self.bits)
+        kept = residual.view(-1) if self.feedback else None
+        self.kernels.encode(self.layout, gradient.view(-1), kept, self.message)
 
     def decode(self, out: Tensor) -> None:
-        self.implementation.decode(self.scales, self.bits, out, add=True)
+        self.kernels.add_up(self.layout, self.message[None], out.view(-1), 1, self.finite)
 
     def definition(self) -> Codec:
-        return OneBitCodec(onebit_reference, self.threshold, *self.shape)
+        return type(self)(self.codec, True, *self.shape, feedback=self.feedback)
 
     def exact(self) -> list[Tensor]:
-        return [self.bits]
+        return [payload for _, payload in self._parts()]
 
     def near(self) -> list[Tensor]:
-        return [self.scales]
+        return [header.view(torch.float32) for header, _ in self._parts()]
+
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the headers and payloads of the message, of each piece."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for piece in self.layout.pieces:
+            header, payload = (piece.rows * size for size in self.codec.row_bytes(piece.columns))
+            starts = self.message[piece.header :], self.message[piece.payload :]
+            found.append((starts[0][:header], starts[1][:payload]))
+        return found
+
+
+class TopKMessages(Messages):
+    """Top-k: which of equal magnitudes are sent is not defined."""
+
+    def exact(self) -> list[Tensor]:
+        kept = [payload.view(torch.float32).chunk(2)[1] for _, payload in self._parts()]
+        return [values.abs().sort().values.view(torch.uint8) for values in kept]
 
 
 class VectorCodec(Codec):
@@ -120,71 +144,6 @@ class VectorCodec(Codec):
 
     def near(self) -> list[Tensor]:
         return [part for part in self.message if not part.dim()]
-
-
-class Int8Codec(VectorCodec):
-    """ByteGrad's codec."""
-
-    passes, feedback, reference = (1, 1), False, int8_reference
-
-    def make_message(self, device: torch.device) -> list[Tensor]:
-        shape = -(-self.num_values // BLOCK), int8_reference.HEADER_BYTES + BLOCK
-        return [torch.zeros(shape, dtype=torch.uint8, device=device)]
-
-    def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        self.implementation.encode(self.own(gradient), *self.message)
-
-    def decode(self, out: Tensor) -> None:
-        self.implementation.decode(*self.message, out.view(-1))
-
-    def exact(self) -> list[Tensor]:
-        return [self.message[0][:, int8_reference.HEADER_BYTES :]]
-
-    def near(self) -> list[Tensor]:
-        header = self.message[0][:, : int8_reference.HEADER_BYTES]
-        return [header.contiguous().view(torch.float32)]
-
-
-class SignsCodec(VectorCodec):
-    """EF-SignSGD's codec, for one tensor."""
-
-    reference = signs_reference
-
-    def make_message(self, device: torch.device) -> list[Tensor]:
-        size = signs.bit_bytes(self.num_values)
-        return [
-            torch.zeros((), device=device),
-            torch.zeros(size, dtype=torch.uint8, device=device),
-        ]
-
-    def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        self.implementation.encode(self.own(gradient), residual.view(-1), *self.message)
-
-    def decode(self, out: Tensor) -> None:
-        magnitude, bits = self.message
-        self.implementation.decode(magnitude[None], bits[None], out.view(-1))
-
-
-class TopKCodec(VectorCodec):
-    """The codec of top-k, for one tensor."""
-
-    reference = topk_reference
-
-    def make_message(self, device: torch.device) -> list[Tensor]:
-        sent = num_sent((self.num_values,), TOPK_RATIO)
-        return [torch.zeros(2, sent, dtype=torch.int32, device=device)]
-
-    def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        indices, values = self.message[0]
-        sent = indices, values.view(torch.float32)
-        self.implementation.encode(gradient.view(-1), residual.view(-1), *sent, 0)
-
-    def decode(self, out: Tensor) -> None:
-        self.implementation.decode(self.message[0][None], out.view(-1))
-
-    def exact(self) -> list[Tensor]:  # which of equal magnitudes are sent is not defined
-        magnitudes = self.message[0][1].view(torch.float32).abs()
-        return [magnitudes.sort().values.view(torch.uint8)]
 
 
 class RandomKCodec(VectorCodec):

@@ -121,9 +121,13 @@ class Codec(ABC):
 
     def kernels(self, device: torch.device) -> Kernels:
         """Return the fastest kernels for tensors of `device`."""
-        if device.type == "cpu":
-            return native(self.name, self.option) or Reference(self)
-        return Reference(self)
+        on_cpu = device.type == "cpu"
+        fast = native(self.name, self.option) if on_cpu else self.gpu_kernels(device)
+        return fast or Reference(self)
+
+    def gpu_kernels(self, device: torch.device) -> Kernels | None:
+        """Return kernels for a GPU; None: there are none, or none that work."""
+        return None
 
 
 class Reference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,11 @@ class Layout:
     def num_values(self) -> int:
         """Number of values."""
         return self.num_encoded + sum(copy.number for copy in self.copies)
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """What kernels compute once for a layout, by a key of theirs."""
+        return {}
 
     def part(self, number: int) -> Layout:
         """Return the layout of one part, whose values lie close together, in their order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lab.codec.onebit_rows import OneBit as Codec
+from lab.codec.onebit import OneBit as Codec
 from lab.exchange.base import Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import TwoStage

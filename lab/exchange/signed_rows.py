@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.codec.base import Shapes
 from lab.codec.layout import Rows
-from lab.codec.onebit_rows import OneBit
+from lab.codec.onebit import OneBit
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lab.codec.signs_rows import Signs
+from lab.codec.signs import Signs
 from lab.exchange.base import Shapes
 from lab.exchange.coded import AllGather
 from lab.exchange.memory import Memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.codec.topk_rows import TopK as Codec
+from lab.codec.topk import TopK as Codec
 from lab.exchange.coded import AllGather
 from lab.exchange.memory import Memory
 

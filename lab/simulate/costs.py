@@ -203,7 +203,7 @@ CARDS: dict[str, Card] = {
         codecs.onebit,
         staged=True,
         lossy=_always,
-        # Both residuals, and three messages: sent, which then holds all sums, received, the shard's.
+        # Both residuals, and three messages: sent, later all sums; received; the shard's.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (2 + 1 / s.N),
         relay=Relay(
             codecs.onebit_sum,

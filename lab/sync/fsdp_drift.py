@@ -41,7 +41,9 @@ class FsdpDrift:
         self._exchange, self._comm, self._every = exchange, comm, every
         self._turns = [(part, unit) for unit in units for part in parts]
         name, window = f"exchange={type(exchange).__name__}", f"in the {every} exchanges up to step"
-        self._of_gradients = Findings(name, comm, window, coarse=not (exchange.exact or exchange.keeps_residuals))
+        self._of_gradients = Findings(
+            name, comm, window, coarse=not (exchange.exact or exchange.keeps_residuals)
+        )
         self._of_weights = Findings("sync.all_gather=int8", comm, "in step")
         self._due: Tensor | None = None
         self._delivered = torch.empty(0)

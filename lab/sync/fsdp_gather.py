@@ -31,7 +31,9 @@ class UnitAllGather(UnitHook):
             after the other.
     """
 
-    def __init__(self, unit: str, comm: Comm, inside: Comm | None, plans: dict[object, Any]) -> None:
+    def __init__(
+        self, unit: str, comm: Comm, inside: Comm | None, plans: dict[object, Any]
+    ) -> None:
         super().__init__(unit)
         self._comm, self._inside, self._plans = comm, inside, plans
         self.exact = False  # evaluations are of the weights that checkpoints hold

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from lab.codec import build
+from lab.codec.base import Codec, Kernels
+from lab.codec.kernels import SOURCES, Native
+from lab.codec.layout import Layout
 
 LEVELS = ("DEFAULT", "AVX2", "AVX512")
 HERE = torch.backends.cpu.get_cpu_capability()
@@ -22,6 +28,42 @@ def kernels_at(level: str, native: ModuleType) -> Any:
     kernels = native.kernels(level)
     assert kernels is not None
     return kernels
+
+
+def of_codec(codec: Codec, level: str) -> Kernels:
+    """Return the kernels of a codec for a processor's level or "triton"; skip without either."""
+    if level == "triton":
+        pytest.importorskip("triton", reason="no triton here")
+        return OnGPU(importlib.import_module("lab.codec.onebit_gpu").Triton(bool(codec.option)))
+    if LEVELS.index(level) > LEVELS.index(HERE):
+        pytest.skip(f"this processor has no {level}")
+    library = build.load(SOURCES / f"{codec.name}.cpp", level)
+    assert library is not None
+    return Native(library, codec.name, codec.option)
+
+
+class OnGPU:
+    """Triton's kernels given copies on the GPU; without one, conftest.py has its interpreter on."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def encode(self, layout: Layout, *arguments: Tensor | None) -> None:
+        self._call(self._kernels.encode, layout, *arguments)
+
+    def add_up(self, layout: Layout, *arguments: Any) -> None:
+        self._call(self._kernels.add_up, layout, *arguments)
+
+    def reduce(self, layout: Layout, *arguments: Tensor | None) -> None:
+        self._call(self._kernels.reduce, layout, *arguments)
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        copies = {id(tensor): tensor.to(self._device) for tensor in tensors}
+        function(*(copies.get(id(argument), argument) for argument in arguments))
+        for tensor in tensors:
+            tensor.copy_(copies[id(tensor)])
 
 
 def values_of(kind: str, *shape: int) -> Tensor:

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from lab.codec.onebit import codec as onebit
+from lab.codec import onebit
+from lab.codec.base import Codec
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket, plan
 from lab.exchange.onebit import OneBit
-from lab.model.alexnet import alexnet
 
 pytest.importorskip("triton", reason="no triton here")
 # Without a GPU, conftest.py has Triton's interpreter on.
@@ -36,7 +36,8 @@ from pathlib import Path
 import torch, triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
-from lab.codec.onebit import triton_codec as gpu
+from lab.codec import onebit_gpu as gpu
+from lab.codec.onebit import OneBit
 
 class Driver:
     def get_current_device(self): return self.arch
@@ -64,14 +65,15 @@ def describe(kernel):
         "spilled": used["STACK"], "shared": kernel.metadata.shared, **widths,
     }
 
-def compiled(arch, columns, threshold="zero"):
+def compiled(arch, columns):
     driver.arch = arch
     made.clear()
-    values, scales = torch.zeros(4, columns), torch.zeros(2, 2, 2)
-    bits = torch.zeros(2, 2, (columns + 7) // 8, dtype=torch.uint8)
-    gpu.encode(values, values.clone(), threshold, scales, bits)
-    gpu.reduce(scales, bits, values[:2], values[2:], threshold, scales[0], bits[0])
-    gpu.decode(scales, bits, values, False)
+    layout = OneBit().layout({"w": (2, columns)}, 2 * columns, 1)
+    values, message = torch.zeros(2 * columns), torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    kernels, finite = gpu.Triton(False), torch.ones((), dtype=torch.bool)
+    kernels.encode(layout, values, values.clone(), message)
+    kernels.reduce(layout, message[None], values.clone(), message.clone())
+    kernels.add_up(layout, message[None], values, 2, finite)
     names = ("encode", "sum", "decode")
     return {f"{name} {columns} sm_{arch}": describe(k) for name, k in zip(names, made)}
 
@@ -128,12 +130,13 @@ class Counter:
         self.launches += 1
 
 
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Triton's kernels, which the codec takes for every tensor from here on.
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Triton's kernels, which 1-bit SGD takes for every tensor from here on.
 
     One at a time: the interpreter is not made for ranks that are threads.
     """
-    kernels = importlib.import_module("lab.codec.onebit.triton_codec")
+    module = importlib.import_module("lab.codec.onebit_gpu")
     lock = threading.Lock()
 
     def alone(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -143,45 +146,34 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
         return call
 
-    for name in ("encode", "reduce", "decode"):
-        monkeypatch.setattr(kernels, name, alone(getattr(kernels, name)))
-    monkeypatch.setattr(onebit, "_implementation", lambda *_: kernels)
-    return kernels
+    for name in ("encode", "reduce", "add_up"):
+        monkeypatch.setattr(module.Triton, name, alone(getattr(module.Triton, name)))
+    monkeypatch.setattr(Codec, "kernels", lambda codec, _: module.Triton(bool(codec.option)))
+    return module
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_a_step_of_alexnet_takes_three_launches_a_matrix(
-    monkeypatch: pytest.MonkeyPatch, size: int
+def test_launches_of_a_bucket_depend_on_no_number_of_matrices(
+    monkeypatch: pytest.MonkeyPatch, gpu: ModuleType, size: int
 ) -> None:
-    kernels = gpu_kernels(monkeypatch)
+    """Of rows of 64 and of 400 values, even and odd: three kernels each, and three of copies."""
     counter = Counter()
-    monkeypatch.setattr(kernels, "encode_rows", counter)
-    monkeypatch.setattr(kernels, "decode_rows", counter)
-    shapes = _small_shapes()
+    for name in ("encode_rows", "decode_rows", "copy_rows"):
+        monkeypatch.setattr(gpu, name, counter)
+    kinds = {"a": (8, 64), "b": (24, 400), "c": (8, 401), "bias": (8,)}
+    shapes = {f"{kind}{n}": torch.Size(shape) for kind, shape in kinds.items() for n in range(5)}
     num_values = sum(shape.numel() for shape in shapes.values())
 
-    def rank_main(comm: Comm) -> int:
-        exchange, bucket = OneBit(), GradBucket(shapes, torch.zeros(num_values))
-        exchange.average(bucket, comm)
-        return len(exchange.matrices(bucket))
+    def rank_main(comm: Comm) -> None:
+        OneBit().average(GradBucket(shapes, torch.zeros(num_values)), comm)
 
-    assert run_ranks(size, rank_main) == [8] * size
-    assert counter.launches == size * 8 * 3
-
-
-def _small_shapes() -> dict[str, torch.Size]:
-    """Return AlexNet's matrices, made smaller: launches depend only on their number."""
-    with torch.device("meta"):
-        model = alexnet(input_shape=(3, 224, 224), output_size=1000)
-    return {
-        name: torch.Size((min(p.shape[0], 64), 64) if p.dim() > 1 else p.shape)
-        for name, p in model.named_parameters()
-    }
+    run_ranks(size, rank_main)
+    assert counter.launches == size * (3 * 3 + 3)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_exchange_by_these_kernels_is_the_cpus(
-    monkeypatch: pytest.MonkeyPatch, size: int
+    request: pytest.FixtureRequest, size: int
 ) -> None:
     shapes = {"fc": torch.Size((10, 70)), "bias": torch.Size((10,)), "conv": torch.Size((3, 64))}
     gradients = torch.randn(2, size, 902)
@@ -199,7 +191,7 @@ def test_an_exchange_by_these_kernels_is_the_cpus(
     device = torch.device("cpu")
     on_cpu = run_ranks(size, rank_main)
     device = DEVICE
-    gpu_kernels(monkeypatch)
+    request.getfixturevalue("gpu")
     for ours, theirs in zip(run_ranks(size, rank_main), on_cpu, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -212,18 +204,19 @@ def untried() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("kernel", ["encode", "reduce", "decode"])
+@pytest.mark.parametrize("kernel", ["encode", "reduce", "add_up"])
 def test_a_kernel_that_fails_its_trial_is_replaced_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable")
 
-    monkeypatch.setattr(importlib.import_module("lab.codec.onebit.triton_codec"), kernel, fail)
+    gpu = importlib.import_module("lab.codec.onebit_gpu")
+    monkeypatch.setattr(gpu.Triton, kernel, fail)
     with pytest.warns(UserWarning, match=r"RuntimeError: Failed to find C compiler\.\); plain"):
-        assert onebit.triton_kernels(DEVICE) is None
+        assert onebit.triton_kernels(False, DEVICE) is None
     with warnings.catch_warnings(action="error"):
-        assert onebit.triton_kernels(DEVICE) is None
+        assert onebit.triton_kernels(False, DEVICE) is None
 
 
 @pytest.mark.usefixtures("untried")
@@ -231,14 +224,16 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(importlib.import_module("lab.codec.onebit.triton_codec"), "encode", fail)
+    gpu = importlib.import_module("lab.codec.onebit_gpu")
+    monkeypatch.setattr(gpu.Triton, "encode", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        onebit.triton_kernels(DEVICE)
+        onebit.triton_kernels(False, DEVICE)
 
 
 @pytest.mark.usefixtures("untried")
 def test_kernels_that_pass_their_trial_are_used() -> None:
-    assert onebit.triton_kernels(DEVICE) is importlib.import_module("lab.codec.onebit.triton_codec")
+    gpu = importlib.import_module("lab.codec.onebit_gpu")
+    assert isinstance(onebit.triton_kernels(False, DEVICE), gpu.Triton)
 
 
 def test_matrices_of_a_gathered_bucket_begin_where_wide_loads_can() -> None:

@@ -15,9 +15,9 @@ from lab.codec.casts import Cast, Float8
 from lab.codec.kernels import Native
 from lab.codec.layout import WORD, Layout
 from lab.codec.levels import Int4, Int8
-from lab.codec.onebit_rows import OneBit
-from lab.codec.signs_rows import Signs
-from lab.codec.topk_rows import TopK
+from lab.codec.onebit import OneBit
+from lab.codec.signs import Signs
+from lab.codec.topk import TopK
 
 CPU = torch.device("cpu")
 SHAPES = {"fc": (10, 100), "bias": (7,), "conv": (33, 13, 5), "none": (0, 3), "head": (70, 1000)}

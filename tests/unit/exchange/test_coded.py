@@ -12,9 +12,9 @@ from torch import Tensor
 from lab.codec.base import Codec
 from lab.codec.casts import Cast, Float8
 from lab.codec.levels import Int4, Int8
-from lab.codec.onebit_rows import OneBit
-from lab.codec.signs_rows import Signs
-from lab.codec.topk_rows import TopK
+from lab.codec.onebit import OneBit
+from lab.codec.signs import Signs
+from lab.codec.topk import TopK
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket

@@ -191,7 +191,9 @@ def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
         own = [[1.0, -8, 2, 0, 4, 3, 2, 1], [6.0, 1, 1, 1, 2, 2, 8, 2]][comm.rank]
         bucket = GradBucket(shapes, torch.tensor(own))
         exchange.average(bucket, comm)
-        return bucket.flat.tolist(), {n: r.tolist() for n, r in exchange.state_dict()["residual"].items()}
+        return bucket.flat.tolist(), {
+            n: r.tolist() for n, r in exchange.state_dict()["residual"].items()
+        }
 
     (mean, kept), (other_mean, other_kept) = run_ranks(2, rank_main)
     assert mean == other_mean == [3, -4, 0, 0, 2, 0, 4, 0]

@@ -17,8 +17,8 @@ from lab.exchange.base import Exchange
 from lab.exchange.int4 import Int4
 from lab.exchange.int8 import Int8
 from lab.exchange.onebit import OneBit
-from lab.exchange.scatter import Columns, Layout, scatter_of
 from lab.exchange.powersgd import PowerSGD
+from lab.exchange.scatter import Columns, Layout, scatter_of
 from lab.exchange.two_levels import TwoLevels
 
 ROWS = {"w": (10, 7), "b": (5, 1), "e": (3, 4)}  # rows and inner values of three parameters

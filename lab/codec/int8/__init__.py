@@ -1,1 +1,0 @@
-"""Eight bits per value between the ends of its block."""

@@ -1,1 +1,0 @@
-"""1-bit SGD's codec: the definition in plain torch, and fast kernels in C++ and Triton."""

@@ -1,1 +1,0 @@
-"""Signs of values, and one magnitude for all."""

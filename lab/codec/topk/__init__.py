@@ -1,1 +1,0 @@
-"""The values of largest magnitude, each with its index."""

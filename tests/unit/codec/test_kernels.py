@@ -1,0 +1,155 @@
+"""Kernels of each processor level and of GPUs, against the definition in plain torch."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.codec import build, kernels
+from lab.codec.base import Codec, Kernels, Reference
+from lab.codec.layout import Layout
+from lab.codec.levels import Int4, Int8
+from lab.codec.onebit import OneBit
+from lab.codec.signs import Signs
+from tests.support.kernels import HERE, KINDS, LEVELS, close, of_codec, unaligned, values_of
+from tests.support.slow import some_of
+
+Shape = tuple[int, int]
+ROWS: tuple[Shape, ...] = ((1, 1), (3, 7), (35, 33), (2, 64), (2, 2050))
+LONG: tuple[Shape, ...] = ((1, 1), (1, 33), (1, 1000), (1, 70_001))  # more than a thread's piece
+CODECS: dict[str, tuple[Codec, tuple[Shape, ...]]] = {
+    "onebit": (OneBit(min_columns=1), (*ROWS, (1, 70_001))),
+    "onebit mean": (OneBit("mean", min_columns=1), (*ROWS, (1, 70_001))),
+    "int8": (Int8(64), LONG),
+    "int8 blocks of 12": (Int8(12), LONG),
+    "int4": (Int4(64), LONG),
+    "signs": (Signs(1), LONG),
+}
+CASES = [(level, name) for name in CODECS for level in LEVELS]
+CASES += [("triton", "onebit"), ("triton", "onebit mean")]
+TAIL = 5  # values that a codec of columns does not encode
+
+
+class Ended(NamedTuple):
+    """What three ranks' kernels leave: see lab.codec.base.Kernels."""
+
+    messages: Tensor
+    residual: Tensor
+    sums: Tensor
+    owned: Tensor
+    mean: Tensor
+    finite: Tensor
+
+
+def run(kernels: Kernels, layout: Layout, gradients: Tensor, feedback: bool) -> Ended:
+    """Encode three gradients, and sum their messages into another message and into values."""
+    count = layout.num_values
+    generator = torch.Generator().manual_seed(3)
+    residual, owned = (unaligned(torch.randn(count, generator=generator)) for _ in range(2))
+    messages = torch.zeros(3, layout.num_bytes, dtype=torch.uint8)
+    for gradient, message in zip(gradients, messages, strict=True):
+        kernels.encode(layout, unaligned(gradient), residual if feedback else None, message)
+    sums = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    kernels.reduce(layout, messages, owned if feedback else None, sums)
+    mean, finite = unaligned(torch.full((count,), 7.0)), torch.ones((), dtype=torch.bool)
+    kernels.add_up(layout, messages, mean, 3, finite)
+    return Ended(messages, residual, sums, owned, mean, finite)
+
+
+def assert_same_message(codec: Codec, layout: Layout, ours: Tensor, theirs: Tensor) -> None:
+    """Compare payloads of rows that are finite bit by bit, and scales to rounding."""
+    for piece in layout.pieces:
+        header, payload = (piece.rows * size for size in codec.row_bytes(piece.columns))
+        one, other = (m[piece.header :][:header].view(torch.float32) for m in (ours, theirs))
+        assert close(one, other)
+        finite = one.view(piece.rows, -1).isfinite().all(dim=1)
+        bits = (m[piece.payload :][:payload].view(piece.rows, -1) for m in (ours, theirs))
+        assert torch.equal(*(each[finite] for each in bits))
+    for _, number, at in layout.copies:
+        assert close(*(m[at : at + 4 * number].view(torch.float32) for m in (ours, theirs)))
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, interpreting
+@pytest.mark.parametrize("kind", some_of(KINDS, every=5, also=("nan",)))
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_kernels_repeat_the_definition(level: str, name: str, feedback: bool, kind: str) -> None:
+    codec, shapes = CODECS[name]
+    fast, slow = of_codec(codec, level), Reference(codec)
+    for rows, columns in shapes:
+        if level == "triton" and columns > 2050:
+            continue  # the interpreter is slow; see test_rows_too_long_for_registers
+        count = rows * columns + TAIL
+        layout = codec.layout({"w": (rows, columns), "tail": (TAIL,)}, count, 1)
+        gradients = torch.stack([values_of(kind, count) for _ in range(3)])
+        ours, theirs = (run(kernels, layout, gradients, feedback) for kernels in (fast, slow))
+        assert_same_messages(codec, layout, ours, theirs)
+        assert close(ours.residual, theirs.residual) and close(ours.owned, theirs.owned)
+        assert close(ours.mean, theirs.mean) and ours.finite == theirs.finite
+
+
+def assert_same_messages(codec: Codec, layout: Layout, ours: Ended, theirs: Ended) -> None:
+    for one, other in zip(ours.messages, theirs.messages, strict=True):
+        assert_same_message(codec, layout, one, other)
+    assert_same_message(codec, layout, ours.sums, theirs.sums)
+
+
+@pytest.mark.parametrize("name", ["onebit", "onebit mean"])
+def test_rows_too_long_for_registers_are_read_again(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pytest.importorskip("triton", reason="no triton here")
+    gpu = importlib.import_module("lab.codec.onebit_gpu")
+    monkeypatch.setattr(gpu, "WIDTHS", (64,))
+    monkeypatch.setattr(gpu, "LONG_TILE", 32)
+    monkeypatch.setattr(gpu, "TILE", 64)
+    codec, gradients = CODECS[name][0], torch.randn(3, 455)
+    layout = codec.layout({"w": (3, 150), "tail": (5,)}, 455, 1)
+    ours, theirs = (
+        run(kernels, layout, gradients, True)
+        for kernels in (of_codec(codec, "triton"), Reference(codec))
+    )
+    assert_same_messages(codec, layout, ours, theirs)
+    assert close(ours.residual, theirs.residual) and close(ours.mean, theirs.mean)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_threads_change_nothing(name: str) -> None:
+    codec, _ = CODECS[name]
+    layout = codec.layout({"w": (70, 9000)}, 630_000, 1)
+    gradients, before, ended = torch.randn(3, 630_000), torch.get_num_threads(), list[Ended]()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        ended.append(run(of_codec(codec, HERE), layout, gradients, True))
+    torch.set_num_threads(before)
+    for one, three in zip(*ended, strict=True):
+        assert torch.equal(one, three)
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Start the test as a process that has loaded no kernels."""
+    for cached in (build.load, kernels._library):
+        cached.cache_clear()
+    yield
+    for cached in (build.load, kernels._library):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_without_a_compiler_plain_torch_serves_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match="^cpp/onebit.cpp cannot be built .*no-such-compiler"):
+        assert isinstance(OneBit().kernels(torch.device("cpu")), Reference)
+    with warnings.catch_warnings(action="error"):
+        assert isinstance(OneBit().kernels(torch.device("cpu")), Reference)
