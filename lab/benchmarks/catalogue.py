@@ -19,7 +19,8 @@ OWN = {
     "runs": ("100", "straggler: runs with a planted delay, and as many without one"),
     "rounds": (
         "20",
-        "certificate, collective, reduce_scatter, codec, convolution, layout, layers, throughput",
+        "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
+        "throughput",
     ),
     "sizes": (
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
@@ -125,6 +126,15 @@ BENCHES = {
         apart=True,
         # glibc then returns freed blocks at once, so that resident memory is memory in use.
         environment=(("MALLOC_MMAP_THRESHOLD_", "262144"),),
+    ),
+    "host": Bench(
+        "processor time that strategy=A,B,... adds to the training thread, beside torch's DDP",
+        ("rounds",),
+        default="overlap,onebit,int8,topk,powersgd",
+        only=(
+            *("model", "data", "task", "transform", "strategy", "exchange", "sync", "overlap"),
+            *("bucket_mb", "precision", "seed"),
+        ),
     ),
     "recording": Bench(
         "what the lab's own book-keeping adds to a step",

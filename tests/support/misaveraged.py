@@ -138,8 +138,8 @@ class ForgetsResidual(OneBit):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)
-        for values in self.residual.values():
-            values.view(-1)[: values.numel() // 8].zero_()
+        for _, _, values in self.memory.kept():
+            values[: len(values) // 8].zero_()
 
 
 class SummedInt8(Int8):

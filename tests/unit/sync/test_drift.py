@@ -109,8 +109,8 @@ class ShiftedRows(OneBit):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)
-        (matrix, *_) = self.matrices(bucket)
-        rows = matrix.view(bucket.flat)
+        first = self.layout(bucket, 1).pieces[0]
+        rows = bucket.flat[first.start : first.stop].view(first.rows, first.columns)
         rows.copy_(rows.roll(1, dims=0))
 
 
@@ -119,7 +119,8 @@ class LosesResidual(OneBit):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)
-        self.residual.clear()
+        for _, _, values in self.memory.kept():
+            values.zero_()
 
 
 def as_made(kind: type[OneBit]) -> Make:

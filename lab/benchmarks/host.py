@@ -1,0 +1,193 @@
+"""Host time of an exchange: what a strategy adds to the thread that trains, without a device.
+
+It is rank 0 of NUM_RANKS, of which no other exists: collectives of torch's `fake` process group end
+at once. Parameters are the model's with few of their rows, and backward gives them gradients and
+does nothing else, so what takes time is to launch work rather than to do it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lab.benchmarks import interleave
+from lab.benchmarks.request import Request, Variant
+from lab.distributed.torch_comm import TorchComm
+from lab.distributed.worker import InlineWorker
+from lab.measure.environment import environment, git_commit
+from lab.measure.turns import order
+from lab.problem.build import blueprint
+from lab.settings.config import ConfigError, build
+from lab.sync.base import SyncParts
+
+NUM_RANKS = 8
+ROW_SHARE = 512  # of so many rows a parameter has one
+WARMUP, STEPS = 6, 4  # steps before any is timed, and those that are timed together
+DDP, BUCKET_MB = "torch's DDP, gradients as views", 25.0  # torch's own size of a bucket
+CPU = torch.device("cpu")
+
+Step = Callable[[], None]
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure all variants in turns, each beside a backward alone, and torch's DDP.
+
+    Raises:
+        ConfigError: a setting does not fit the model, or a strategy does not fit this benchmark.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ExitStack() as stack:
+            comm = stack.enter_context(_fake_comm())
+            first = request.variants[0].config
+            candidates = [Candidate(DDP, _ddp(first), _plain(first))]
+            for variant in request.variants:
+                step = stack.enter_context(_exchanging(variant, comm))
+                candidates.append(Candidate(variant.label, step, _plain(variant.config)))
+            times = _in_turns(candidates, request.own["rounds"])
+    finally:
+        torch.set_num_threads(threads)
+    added = times[:, 0] - times[:, 1]
+    return {
+        "rows": [
+            {
+                "name": candidate.name,
+                "added_s": interleave.interval(lambda a: a, own),
+                "over_ddp": interleave.ratio(own, added[0]),
+            }
+            for candidate, own in zip(candidates, added, strict=True)
+        ],
+        "plain_s": interleave.middle(times[0, 1]),
+        "num_rounds": times.shape[2],
+        "num_parameters": sum(p.requires_grad for p in _skeleton(first).parameters()),
+        "num_ranks": NUM_RANKS,
+        "emulation": f"{NUM_RANKS} ranks of which one exists, and 1/{ROW_SHARE} of the rows",
+        "environment": environment(1),
+        "git_commit": git_commit(),
+    }
+
+
+class Candidate(NamedTuple):
+    """A step that exchanges, and one of the same model that does not."""
+
+    name: str
+    step: Step
+    plain: Step
+
+
+def _skeleton(config: DictConfig) -> nn.Module:
+    """Return a model with few rows of each parameter, whose output adds up all of them."""
+    model = blueprint(config).model
+    before = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    few: dict[int, nn.Parameter] = {}  # by the parameter that it stands for
+    for module in model.modules():
+        for name, whole in module.named_parameters(recurse=False):
+            if id(whole) not in few:
+                shape = (-(-whole.shape[0] // ROW_SHARE), *whole.shape[1:]) if whole.dim() else ()
+                few[id(whole)] = nn.Parameter(torch.randn(shape), whole.requires_grad)
+            setattr(module, name, few[id(whole)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros(1, dtype=buffer.dtype))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    built: Any = model
+    built.bytes_scale = sum(p.numel() for p in trained) / before  # buckets are the real model's
+
+    def forward(total: Tensor) -> Tensor:
+        for parameter in trained:
+            total = total + parameter.sum()
+        return total
+
+    built.forward = forward
+    return model
+
+
+@contextmanager
+def _fake_comm() -> Iterator[TorchComm]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    try:
+        groups = [dist.new_group() for _ in range(2)]
+        yield TorchComm(groups[0], groups[1], CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _exchanging(variant: Variant, comm: TorchComm) -> Iterator[Step]:
+    config, model = variant.config, _skeleton(variant.config)
+    try:
+        parts = SyncParts(
+            *(model, model, build(config.exchange), comm, InlineWorker()),
+            *(config.overlap, config.bucket_mb, config.precision),
+        )
+        sync = build(config.sync, parts)
+    except ValueError as error:
+        raise ConfigError(f"{variant.label}: {error}") from None
+
+    def step() -> None:
+        with sync.micro_batch(last=True):
+            (sync.module(torch.zeros(())) * sync.loss_factor).backward()
+        sync.finish()
+        sync.step += 1
+
+    with sync:
+        yield _cleared(model, step)
+
+
+def _plain(config: DictConfig) -> Step:
+    model = _skeleton(config)
+    return _cleared(model, lambda: model(torch.zeros(())).backward())
+
+
+def _ddp(config: DictConfig) -> Step:
+    model: Any = _skeleton(config)
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=BUCKET_MB * model.bytes_scale, gradient_as_bucket_view=True
+    )
+    # Its own all-reduce cannot run over the fake group; a hook that sends nothing takes as long.
+    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+    return _cleared(model, lambda: wrapped(torch.zeros(())).backward())
+
+
+def _cleared(model: nn.Module, step: Step) -> Step:
+    parameters = list(model.parameters())
+
+    def run() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        step()
+
+    return run
+
+
+def _in_turns(candidates: list[Candidate], num_rounds: int) -> np.ndarray:
+    """Return processor seconds of a step: [candidates, with and without exchange, rounds]."""
+    steps = [step for candidate in candidates for step in candidate[1:]]
+    for step in steps:
+        for _ in range(WARMUP):
+            step()
+    times = np.zeros((len(steps), num_rounds))
+    gc.collect()
+    gc.freeze()  # what the collector looks at would grow with each candidate
+    try:
+        for number in interleave.progress(range(num_rounds), 0):
+            for index in order(len(steps), number):
+                began = time.thread_time()
+                for _ in range(STEPS):
+                    steps[index]()
+                times[index, number] = (time.thread_time() - began) / STEPS
+    finally:
+        gc.unfreeze()
+    return times.reshape(len(candidates), 2, num_rounds)
