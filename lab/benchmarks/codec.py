@@ -34,9 +34,6 @@ from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
 from lab.codec.levels import Int4, Int8
 from lab.codec.onebit import OneBit
-from lab.codec.powersgd import codec as powersgd
-from lab.codec.powersgd import reference as powersgd_reference
-from lab.codec.randomk import codec as randomk
 from lab.codec.signs import Signs
 from lab.codec.topk import TopK
 from lab.distributed.gpus import check_gpus
@@ -73,8 +70,8 @@ CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
     **_messages("int4", Int4(128), feedback=False),
     **_messages("signs", Signs(1)),
     **_messages("topk", TopK(), TopKMessages),
-    **_both("randomk", RandomKCodec, randomk, RandomKCodec.reference),
-    **_both("powersgd", PowerSGDCodec, powersgd, powersgd_reference),
+    **_both("randomk", RandomKCodec, False, True),
+    **_both("powersgd", PowerSGDCodec, False, True),
     **_both("bf16", partial(CastCodec, torch.bfloat16), True, False),
     **_both("fp16", partial(CastCodec, torch.float16), True, False),
 }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.codec import low_rank, randomk
 from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
-from lab.codec.randomk import reference as randomk_reference
 from lab.exchange.compressible import num_sent
 
 RANDOMK_RATIO, RANK, SEED = 0.3, 2, 0  # the exchanges' defaults
@@ -109,65 +108,38 @@ class TopKMessages(Messages):
         return [values.abs().sort().values.view(torch.uint8) for values in kept]
 
 
-class VectorCodec(Codec):
-    """A codec of vectors in one of its implementations. Subclasses say which messages it fills.
-
-    Plain torch may compute in the gradient's memory, so encode gets a copy, made once: after its
-    first call the values mean nothing, but take as long.
-    """
-
-    reference: Any
-
-    def __init__(self, implementation: Any, rows: int, columns: int, device: torch.device) -> None:
-        self.implementation = implementation
-        self.shape = rows, columns, device
-        self.num_values = rows * columns
-        self.message = self.make_message(device)
-        self.payload_bytes = sum(part.nbytes for part in self.message)
-        self._gradient: Tensor | None = None
-
-    @abstractmethod
-    def make_message(self, device: torch.device) -> list[Tensor]:
-        """Return the parts of the message, unfilled."""
-
-    def definition(self) -> Codec:
-        return type(self)(self.reference, *self.shape)
-
-    def own(self, gradient: Tensor) -> Tensor:
-        """Return this codec's copy of the gradient: float32 [values]."""
-        if self._gradient is None:
-            self._gradient = gradient.flatten().clone()
-        return self._gradient
-
-    def exact(self) -> list[Tensor]:
-        return [part.view(torch.uint8) for part in self.message if part.dim()]
-
-    def near(self) -> list[Tensor]:
-        return [part for part in self.message if not part.dim()]
-
-
-class RandomKCodec(VectorCodec):
+class RandomKCodec(Codec):
     """The codec of random-k, for one tensor."""
 
-    reference = randomk_reference
-
-    def make_message(self, device: torch.device) -> list[Tensor]:
-        sent = num_sent((self.num_values,), RANDOMK_RATIO)
-        return [torch.zeros(sent, device=device), torch.zeros((), device=device)]
+    def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
+        self.kernels = randomk.Reference() if in_torch else randomk.kernels(device)
+        self.shape = rows, columns, device
+        sent = num_sent((rows * columns,), RANDOMK_RATIO)
+        self.values, self.probe = torch.zeros(sent, device=device), torch.zeros((), device=device)
+        self.payload_bytes = self.values.nbytes + self.probe.nbytes
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
         flat = gradient.view(-1), residual.view(-1)
-        self.implementation.encode(*flat, *self.message, SEED)
+        self.kernels.encode(*flat, self.values, self.probe, SEED)
 
     def decode(self, out: Tensor) -> None:
-        self.implementation.decode(self.message[0], out.view(-1), SEED)
+        self.kernels.decode(self.values, out.view(-1), SEED)
+
+    def definition(self) -> Codec:
+        return RandomKCodec(True, *self.shape)
+
+    def exact(self) -> list[Tensor]:
+        return [self.values.view(torch.uint8)]
+
+    def near(self) -> list[Tensor]:
+        return [self.probe]
 
 
 class PowerSGDCodec(Codec):
     """PowerSGD's products on one rank, with the orthogonalisation between them."""
 
-    def __init__(self, implementation: Any, rows: int, columns: int, device: torch.device) -> None:
-        self.implementation = implementation
+    def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
+        self.kernels = low_rank.Reference() if in_torch else low_rank.kernels(device, RANK)
         self.p = torch.zeros(rows, RANK, device=device)
         generator = torch.Generator().manual_seed(SEED)
         self.warm = torch.randn(RANK, columns, generator=generator).to(device)
@@ -175,12 +147,12 @@ class PowerSGDCodec(Codec):
         self.payload_bytes = self.p.nbytes + self.q.nbytes
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        self.implementation.project(gradient, residual, self.warm, self.p)
-        self.p = torch.linalg.qr(self.p).Q.contiguous()
-        self.implementation.project_back(residual, self.p, self.q, True)
+        self.kernels.project(gradient, residual, self.warm, self.p)
+        self.p = low_rank.orthonormal(self.p)
+        self.kernels.project_back(residual, self.p, self.q, True)
 
     def decode(self, out: Tensor) -> None:
-        self.implementation.rebuild(self.p, self.q, out)
+        self.kernels.rebuild(self.p, self.q, out)
 
 
 class CastCodec(Codec):

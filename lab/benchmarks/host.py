@@ -33,7 +33,7 @@ from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 
 NUM_RANKS = 8
-ROW_SHARE = 512  # of so many rows a parameter has one
+ROW_SHARE = 4096  # of so many rows a parameter has one
 WARMUP, STEPS = 6, 4  # steps before any is timed, and those that are timed together
 DDP, BUCKET_MB = "torch's DDP, gradients as views", 25.0  # torch's own size of a bucket
 CPU = torch.device("cpu")

@@ -78,7 +78,7 @@ def calls_over(world: World) -> dict[str, Callable[[Buffers], None]]:
         raise ConfigError("comm: reduce_scatter compares with torch's; must be comm=torch")
 
     def of_torch(buffers: Buffers) -> None:
-        reduce_scatter_flat(buffers.output, buffers.tensor.view(-1), group=comm.group)
+        reduce_scatter_flat(comm.group, buffers.output, buffers.tensor.view(-1)).wait()
 
     def of_lab(buffers: Buffers) -> None:
         comm.ireduce_scatter(buffers.output, buffers.tensor, buffers.parts).wait()

@@ -18,8 +18,13 @@ SOURCES = Path(__file__).with_name("cpp")
 
 def native(name: str, option: int) -> Native | None:
     """Return the C++ kernels of a codec for this processor; None: there are none, or none built."""
-    library = _library(name, torch.backends.cpu.get_cpu_capability())
-    return None if library is None else Native(library, name, option)
+    found = library(name)
+    return None if found is None else Native(found, name, option)
+
+
+def library(name: str) -> ctypes.CDLL | None:
+    """Return the compiled cpp/NAME.cpp for this processor; None: there is none, or none built."""
+    return _library(name, torch.backends.cpu.get_cpu_capability())
 
 
 @functools.cache
@@ -33,41 +38,41 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL, name: str, option: int) -> None:
         self._option = option
-        self._encode = _bound(library, f"{name}_encode", tensors=5, numbers=5)
-        self._add_up = _bound(library, f"{name}_add_up", tensors=5, numbers=8)
-        self._reduce = _bound(library, f"{name}_reduce", tensors=5, numbers=7)
+        self._encode = bound(library, f"{name}_encode", tensors=5, numbers=5)
+        self._add_up = bound(library, f"{name}_add_up", tensors=5, numbers=8)
+        self._reduce = bound(library, f"{name}_reduce", tensors=5, numbers=7)
 
     def encode(
         self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
     ) -> None:
-        where = _where(layout)
         kept = None if residual is None else residual.data_ptr()
         self._encode(
-            *(values.data_ptr(), kept, message.data_ptr()),
-            *(*where, self._option, torch.get_num_threads()),
+            *(values.data_ptr(), kept, message.data_ptr(), *_where(layout)),
+            *(self._option, torch.get_num_threads()),
         )
 
     def add_up(
         self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
     ) -> None:
-        where = _where(layout)
+        count, stride = messages.shape[0], messages.stride(0)
         self._add_up(
-            *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *where),
-            *(len(messages), messages.stride(0), divisor, self._option, torch.get_num_threads()),
+            *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *_where(layout)),
+            *(count, stride, divisor, self._option, torch.get_num_threads()),
         )
 
     def reduce(
         self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
     ) -> None:
-        where = _where(layout)
         kept = None if residual is None else residual.data_ptr()
+        count, stride = messages.shape[0], messages.stride(0)
         self._reduce(
-            *(messages.data_ptr(), kept, out.data_ptr(), *where),
-            *(len(messages), messages.stride(0), self._option, torch.get_num_threads()),
+            *(messages.data_ptr(), kept, out.data_ptr(), *_where(layout)),
+            *(count, stride, self._option, torch.get_num_threads()),
         )
 
 
-def _bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:
+def bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:
+    """Return a function that takes addresses of tensors (None: a null pointer) and then int64."""
     function = library[name]
     function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * numbers
     function.restype = None
@@ -76,5 +81,8 @@ def _bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:
 
 def _where(layout: Layout) -> tuple[int, ...]:
     """Return the addresses of a layout's tables, their lengths, and how many values are encoded."""
-    pieces, copies = layout.tables
-    return pieces.data_ptr(), copies.data_ptr(), len(pieces), len(copies), layout.num_encoded
+    if (found := layout.plans.get(_where)) is None:
+        pieces, copies = layout.tables
+        found = pieces.data_ptr(), copies.data_ptr(), len(pieces), len(copies), layout.num_encoded
+        layout.plans[_where] = found
+    return found

@@ -15,10 +15,12 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm, Transfer
 from lab.distributed.rank_info import RankInfo
 
-# Renamed in torch 2.13.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
+# Collectives are the process group's own methods: torch.distributed's functions check and log each
+# call, which takes several times as long. Two were renamed in torch 2.13.
+Group = dist.ProcessGroup
+all_gather_flat = getattr(Group, "all_gather_single", None) or Group._allgather_base
+all_to_all_flat = getattr(Group, "all_to_all_single", None) or Group.alltoall_base
+reduce_scatter_flat = getattr(Group, "reduce_scatter_single", None) or Group._reduce_scatter_base
 
 # A message to one rank from which all_to_all pays for a second call, about 0.2 ms over loopback.
 TWO_WAY_BYTES = 2**18
@@ -65,11 +67,10 @@ class TorchComm(Comm):
             self.no_send_recv = "Gloo has none for tensors on GPUs; use backend=nccl"
 
     def _iall_reduce(self, tensor: Tensor) -> Collective:
-        return _begun(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return self.group.allreduce([tensor])
 
     def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
-        flat = output.view(-1), tensor.view(-1)
-        return _begun(all_gather_flat(*flat, group=self._second, async_op=True))
+        return all_gather_flat(self._second, output.view(-1), tensor.view(-1))
 
     def _iall_gather_rows(self, rows: Tensor) -> Collective:
         if self.backend == "nccl" or self.no_send_recv:
@@ -83,7 +84,7 @@ class TorchComm(Comm):
     def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         if self.backend == "gloo" and tensor[0].nbytes >= TWO_WAY_BYTES:
             return self._both_ways(output, tensor)
-        return _begun(dist.all_to_all_single(output, tensor, group=self.group, async_op=True))
+        return all_to_all_flat(self.group, output, tensor, [], [])
 
     def _both_ways(self, output: Tensor, tensor: Tensor) -> Works:
         """Begin an all_to_all over two sets of connections, one to higher and one to lower ranks.
@@ -99,18 +100,17 @@ class TorchComm(Comm):
         def one_way(come: range, go: range, group: dist.ProcessGroup) -> dist.Work:
             rows = output[come.start : come.stop], tensor[go.start : go.stop]
             splits = [[int(rank in way) for rank in range(self.size)] for way in (come, go)]
-            return _begun(dist.all_to_all_single(*rows, *splits, group=group, async_op=True))
+            return all_to_all_flat(group, *rows, *splits)
 
         return Works([one_way(low, high, self.group), one_way(high, low, self._down)])
 
     def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
         if self.backend != "nccl":
             return super()._ireduce_scatter(output, tensor, parts)
-        flat = output.view(-1), tensor.view(-1)
-        return _begun(reduce_scatter_flat(*flat, group=self.group, async_op=True))
+        return reduce_scatter_flat(self.group, output.view(-1), tensor.view(-1))
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
-        return _begun(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+        return self.group.broadcast(tensor, source)
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
@@ -127,7 +127,8 @@ class TorchComm(Comm):
 
     def _split(self, color: int) -> tuple[TorchComm, list[int]]:
         colors = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        all_gather_flat(colors, torch.tensor([color], device=self.device), group=self.group)
+        own = torch.tensor([color], device=self.device)
+        all_gather_flat(self.group, colors, own).wait()
         everyones = cast(list[int], colors.tolist())  # pyright: ignore[reportUnknownMemberType]
         members = [rank for rank, other in enumerate(everyones) if other == color]
         group = self._group_of(members)
@@ -226,8 +227,3 @@ def _group(
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # only ranks outside the group get None
-    return work

@@ -97,7 +97,7 @@ class World:
         values = values.cpu().contiguous()
         out = torch.empty(self.size * values.numel(), dtype=values.dtype)
         with self.waits.of("a gather outside exchanges"):
-            all_gather_flat(out, values.view(-1), group=self.control)
+            all_gather_flat(self.control, out, values.view(-1)).wait()
         return out.view(self.size, *values.shape)
 
     def gather_text(self, text: str) -> list[str]:
@@ -197,7 +197,7 @@ def start(
     store = dist.PrefixStore("lab", place.store)
     places = torch.empty(place.size, 2, dtype=torch.int64)
     on_host = torch.tensor([place.local_rank, place.local_size])
-    all_gather_flat(places.view(-1), on_host, group=control)
+    all_gather_flat(control, places.view(-1), on_host).wait()
     comm.nodes = nodes_of([(row[0], row[1]) for row in places.tolist()])
     return World(place, where, store, comm, control, len(comm.nodes))
 

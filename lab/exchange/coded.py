@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,42 +17,40 @@ from lab.exchange.base import Kept, Ranks, Relayed, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.memory import Memory
 
-P = TypeVar("P", bound="_Plan")
+P = TypeVar("P", bound="Planned")
 
 
-class Coded(Staged):
-    """A mean of gradients that travel as messages of a codec, with error feedback."""
+class Lossy(Staged):
+    """An exchange that leaves something out of gradients, which a memory keeps for later steps."""
 
     exact = False
 
-    def __init__(self, codec: Codec, memory: Memory) -> None:
-        self.codec, self.memory = codec, memory
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
 
     @property
     def keeps_residuals(self) -> bool:
         return self.memory.keeps
 
     def is_coded(self, bucket: GradBucket) -> bool:
-        """Return whether the codec encodes `bucket` in its step; otherwise values travel as is."""
+        """Return whether `bucket` is compressed in its step; if not, values travel as they are."""
         return True
 
-    def layout(self, bucket: GradBucket, parts: int) -> Layout:
-        """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
-        key = "layout", id(self.codec), parts, self.is_coded(bucket)
-        if key not in bucket.plans:
-            shapes = bucket.shapes if self.is_coded(bucket) else {}
-            bucket.plans[key] = self.codec.layout(shapes, len(bucket.flat), parts)
-        return bucket.plans[key]
+    def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
+        """Return what stays from step to step for `bucket`, made anew where residuals moved.
 
-    def planned(
-        self, bucket: GradBucket, comm: Ranks, make: Callable[[Coded, GradBucket, Ranks], P]
-    ) -> P:
-        """Return what stays from step to step for `bucket`, made anew where residuals moved."""
+        Args:
+            make: called with this exchange, `bucket` and `comm`.
+        """
         key = make, id(self), comm.size, self.is_coded(bucket)
         plan = bucket.plans.get(key)
-        if plan is None or not self.memory.holds(bucket, plan.residual):
+        if plan is None or not self.is_current(plan, bucket):
             plan = bucket.plans[key] = make(self, bucket, comm)
         return plan
+
+    def is_current(self, plan: Planned, bucket: GradBucket) -> bool:
+        """Return whether a plan still has what this exchange keeps."""
+        return self.memory.holds(bucket, plan.residual)
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         self.memory.add_to(bucket)
@@ -74,6 +72,32 @@ class Coded(Staged):
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         return self.memory.shares(states, size)
+
+
+class Planned(Protocol):
+    """What an exchange keeps for a bucket; see Lossy.planned.
+
+    Attributes:
+        residual: see Memory.bind.
+    """
+
+    residual: Tensor | None
+
+
+class Coded(Lossy):
+    """A mean of gradients that travel as messages of a codec."""
+
+    def __init__(self, codec: Codec, memory: Memory) -> None:
+        super().__init__(memory)
+        self.codec = codec
+
+    def layout(self, bucket: GradBucket, parts: int) -> Layout:
+        """Lay out the messages of `bucket`, of `parts` lines; once for as many."""
+        key = "layout", id(self.codec), parts, self.is_coded(bucket)
+        if key not in bucket.plans:
+            shapes = bucket.shapes if self.is_coded(bucket) else {}
+            bucket.plans[key] = self.codec.layout(shapes, len(bucket.flat), parts)
+        return bucket.plans[key]
 
 
 class _Plan:
@@ -100,6 +124,7 @@ class _TwoStagePlan(_Plan):
 
     Attributes:
         own: the layout of this part.
+        lines, line: `outgoing` as uint8 [ranks, line] and [1, bytes].
         received: uint8 [ranks, line], other ranks' messages of it.
         reply: uint8 [line], their sum.
         owned: see Memory.bind_owned.
@@ -108,6 +133,7 @@ class _TwoStagePlan(_Plan):
     def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
         super().__init__(exchange, bucket, comm.size)
         self.own = self.layout.part(comm.rank)
+        self.lines, self.line = self.outgoing.view(comm.size, -1), self.outgoing.view(1, -1)
         self.received = self.outgoing.new_empty(comm.size, self.layout.line_bytes)
         self.reply = self.outgoing.new_zeros(self.layout.line_bytes)
         self.owned = exchange.memory.bind_owned(bucket, *self._owned(comm.rank))
@@ -136,29 +162,31 @@ class TwoStage(Coded, Relayed):
     as such by all ranks, which mark the bucket.
     """
 
+    def __init__(self, codec: Codec, memory: Memory) -> None:
+        super().__init__(codec, memory)
+        memory.of_sums = True
+
     def message_bytes(self, bucket: GradBucket, size: int) -> int:
         return self.layout(bucket, size).num_bytes
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.planned(bucket, comm, _TwoStagePlan)
-        yield from self._stages(plan, bucket.flat, comm, plan.outgoing)
-        message = plan.outgoing.view(1, -1)
-        plan.kernels.add_up(plan.layout, message, bucket.flat, comm.size, plan.finite)
+        yield from self._stages(plan, bucket.flat, comm, plan.lines)
+        plan.kernels.add_up(plan.layout, plan.line, bucket.flat, comm.size, plan.finite)
         bucket.finite = plan.finite
 
     def sum(self, bucket: GradBucket, comm: Comm, message: Tensor) -> Iterator[Collective]:
-        yield from self._stages(
-            self.planned(bucket, comm, _TwoStagePlan), bucket.flat, comm, message
-        )
+        plan = self.planned(bucket, comm, _TwoStagePlan)
+        return self._stages(plan, bucket.flat, comm, message.view_as(plan.lines))
 
     def _stages(
-        self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, message: Tensor
+        self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, sums: Tensor
     ) -> Iterator[Collective]:
-        """Fill `message` with the sums; it may be the memory of what was sent."""
+        """Fill `sums`, uint8 [ranks, line]; it may be the memory of what was sent."""
         plan.kernels.encode(plan.layout, flat, plan.residual, plan.outgoing)
-        yield comm.iall_to_all(plan.received, plan.outgoing.view_as(plan.received))
+        yield comm.iall_to_all(plan.received, plan.lines)
         plan.kernels.reduce(plan.own, plan.received, plan.owned, plan.reply)
-        yield comm.iall_gather(message.view_as(plan.received), plan.reply)
+        yield comm.iall_gather(sums, plan.reply)
 
     def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
         bucket.finite = torch.ones((), dtype=torch.bool, device=message.device)

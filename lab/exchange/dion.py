@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.codec.powersgd import codec as powersgd
+from lab.codec import low_rank
+from lab.codec.low_rank import orthonormal, random_factor, together
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import rank_of
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, zeros
-from lab.exchange.error_feedback import shares
-from lab.exchange.low_rank import orthonormal, random_factor, together
+from lab.exchange.memory import shares
 from lab.exchange.newton_schulz import rms_factor
 
 ROUNDING = 1e-6  # a column of R is nothing else, if its norm is this share of the largest one's
@@ -99,7 +99,8 @@ class Dion(MatrixDirection):
             torch._foreach_copy_(means, list(others.values()))
         for name, gradient in matrices.items():
             share = zeros(self.moments["share"], name, gradient)
-            powersgd.project(gradient, share, qs[name], ps[name])
+            of = low_rank.kernels(gradient.device, len(qs[name]))
+            of.project(gradient, share, qs[name], ps[name])
         comm.all_reduce(message)
         if means:
             torch._foreach_copy_(list(others.values()), means)
@@ -116,7 +117,8 @@ class Dion(MatrixDirection):
         rs = dict(zip(matrices, parts, strict=True))
         for name, r in rs.items():
             share = self.moments["share"][name]
-            powersgd.project_back(share, ps[name], r, subtract=False)
+            of = low_rank.kernels(share.device, len(r))
+            of.project_back(share, ps[name], r, subtract=False)
             share.addmm_(ps[name], r, alpha=self.momentum - 1)
         comm.all_reduce(message)
         return rs
@@ -130,7 +132,7 @@ class Dion(MatrixDirection):
         lengths = r.norm(dim=1, keepdim=True)
         unknown = lengths <= ROUNDING * lengths.max()  # false for NaN, which spreads
         unit = r.div_(lengths).masked_fill_(unknown, 0)
-        powersgd.rebuild(p, unit, out)
+        low_rank.kernels(out.device, len(unit)).rebuild(p, unit, out)
         out.mul_(rms_factor(*out.shape))
         q = self.moments["q"][name]
         torch.where(unknown, q, unit, out=q)

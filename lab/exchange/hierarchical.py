@@ -17,7 +17,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.nodes import each_alone
 from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
 from lab.exchange.bucket import ALIGNED, GradBucket
-from lab.exchange.error_feedback import record_stream
+from lab.exchange.memory import record_stream
 from lab.exchange.rails import (
     Blocks,
     Levels,

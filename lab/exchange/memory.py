@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lab.exchange.base import Kept
 from lab.exchange.bucket import GradBucket
-from lab.exchange.error_feedback import record_stream
 
 LEGACY = "stripe_residual"  # of checkpoints before residuals of sums were kept by place
 
@@ -54,9 +53,14 @@ class Memory:
     Args:
         keeps: False drops what codecs leave out, to show what that costs.
 
+    Attributes:
+        of_sums: it keeps what is left out of sums, too.
+
     Raises:
         ValueError: `keeps` is not a bool.
     """
+
+    of_sums = False
 
     def __init__(self, keeps: bool = True) -> None:
         if not isinstance(keeps, bool):
@@ -163,11 +167,12 @@ class Memory:
         """Return this rank's residuals, by kind and parameter; {} if none are kept."""
         if not self.keeps:
             return {}
-        return {
-            "residual": dict(self._own),
-            "owner": {name: owned.values for name, owned in self._owned.items()},
-            "owner_start": {n: torch.tensor(owned.start) for n, owned in self._owned.items()},
-        }
+        state: dict[str, Any] = {"residual": dict(self._own)}
+        if self.of_sums:
+            state["owner"] = {name: owned.values for name, owned in self._owned.items()}
+            starts = {n: torch.tensor(owned.start) for n, owned in self._owned.items()}
+            state["owner_start"] = starts
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict` of the same rank.
@@ -197,13 +202,10 @@ class Memory:
         for state in states:
             for name, values in state["residual"].items():
                 total[name] += values
-            for name, values in state["owner"].items():
+            for name, values in state.get("owner", {}).items():
                 total[name][int(state["owner_start"][name]) :][: len(values)] += values
-        return {
-            "residual": {name: (values / size).float() for name, values in total.items()},
-            "owner": {},
-            "owner_start": {},
-        }
+        shared = {name: (values / size).float() for name, values in total.items()}
+        return {"residual": shared, **({"owner": {}, "owner_start": {}} if self.of_sums else {})}
 
 
 def _by_parameter(
@@ -242,3 +244,26 @@ def fill_rows(view: Tensor, saved: Tensor) -> None:
     rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
     laid_out[: len(rows)] = rows
     view.copy_(laid_out.view_as(view))
+
+
+def record_stream(residual: Tensor) -> Tensor:
+    """Return `residual`, kept in memory until the current stream has read it.
+
+    Exchanges run on a side stream, but a residual from a checkpoint or a rollback was allocated on
+    the main one, which would otherwise reuse its memory before the side stream has read it.
+    """
+    if residual.is_cuda:
+        residual.record_stream(torch.cuda.current_stream(residual.device))
+    return residual
+
+
+def shares(kept: list[dict[str, Tensor]], size: int) -> dict[str, Tensor]:
+    """Return an equal share for each of `size` ranks of what others kept, by parameter."""
+    return {name: _share([tensors[name] for tensors in kept], size) for name in kept[0]}
+
+
+def _share(tensors: list[Tensor], size: int) -> Tensor:
+    total = tensors[0].double()
+    for other in tensors[1:]:
+        total += other
+    return total.div_(size).float()

@@ -19,8 +19,8 @@ from lab.exchange.direction import (
     require_integer,
     zeros,
 )
-from lab.exchange.error_feedback import shares
 from lab.exchange.frozen import divide, freeze, scaled
+from lab.exchange.memory import shares
 from lab.exchange.settling import Settling
 from lab.exchange.signed_rows import Part, SignedRows
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lab.codec.powersgd import codec as powersgd
-from lab.distributed.collective import Collective
+from lab.codec import low_rank
+from lab.codec.low_rank import orthonormal, random_factor, together
+from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
-from lab.exchange.base import Shapes, Staged
+from lab.exchange import compressible
+from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.compressible import low_rank
-from lab.exchange.error_feedback import ErrorFeedback
-from lab.exchange.low_rank import orthonormal, random_factor, together
-from lab.exchange.uncompressed import ExactMeans, gaps
+from lab.exchange.coded import Lossy
+from lab.exchange.memory import Memory
 
 
-class PowerSGD(Staged, ErrorFeedback):
+class PowerSGD(Lossy):
     """Rank-r approximation, error feedback and warm start (Vogels et al. 2019, Algorithms 1, 2).
 
     M = gradient + residual of one tensor, as a matrix [outputs, the rest]. P = MQ is summed over
@@ -32,7 +33,7 @@ class PowerSGD(Staged, ErrorFeedback):
 
     Args:
         rank: r. Vectors, and tensors with r(rows + columns) >= rows * columns, travel exactly.
-        error_feedback: see ErrorFeedback.
+        error_feedback: see Memory.
 
     Raises:
         ValueError: an argument out of range.
@@ -41,79 +42,57 @@ class PowerSGD(Staged, ErrorFeedback):
     needs_like_gpus = True  # each rank orthogonalises P and multiplies it by Q
 
     def __init__(self, rank: int = 2, error_feedback: bool = True) -> None:
-        super().__init__(error_feedback)
+        super().__init__(Memory(error_feedback))
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"exchange.rank={rank}: must be an integer of at least 1")
         self.rank = rank
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        second = comm.beside("second stage")
-        spans = {
-            name: slice(start, stop)
-            for name, start, stop in bucket.spans()
-            if low_rank(bucket.shapes[name], self.rank)
-        }
-        exact = ExactMeans(bucket, gaps(spans.values(), len(bucket.flat)), comm)
-        if not spans:
-            yield exact.collective
-            exact.put_back()
-            return
-        means = [bucket.flat[span].view(bucket.shapes[n][0], -1) for n, span in spans.items()]
-        qs = [self._warm_start(name, mean) for name, mean in zip(spans, means, strict=True)]
-        message, ps, matrices = self._project(dict(zip(spans, means, strict=True)), qs)
-        summed = comm.iall_reduce(message)
-        yield exact.collective
-        exact.put_back()
+        plan, second = self.planned(bucket, comm, _Plan), comm.beside("second stage")
+        exact = [bucket.flat[part] for part in plan.exact]
+        if exact:
+            torch._foreach_copy_(plan.exact_sums, exact)
+            exchanged = comm.iall_reduce(plan.exact_message)
+        else:
+            exchanged = Done()
+        gradients = [bucket.flat[span].view(shape) for span, shape in plan.matrices]
+        for each in zip(gradients, plan.residuals, plan.warm, plan.ps, strict=True):
+            plan.kernels.project(*each)
+        summed = comm.iall_reduce(plan.p_message) if gradients else Done()
+        yield exchanged
+        if exact:
+            plan.exact_message.div_(comm.size)
+            torch._foreach_copy_(exact, plan.exact_sums)
         yield summed
-        ps = [orthonormal(p) for p in ps]
-        message, new_qs = self._project_back(matrices, ps)
-        yield second.iall_reduce(message)
-        message.div_(comm.size)
-        for p, q, kept, mean in zip(ps, new_qs, qs, means, strict=True):
-            kept.copy_(q)
-            powersgd.rebuild(p, q, mean)
+        ps, keeps = [orthonormal(p) for p in plan.ps], self.memory.keeps
+        sums = zip(gradients, plan.residuals, strict=True)  # M = gradient + residual
+        matrices = [gradient if residual is None else residual for gradient, residual in sums]
+        for matrix, p, q in zip(matrices, ps, plan.qs, strict=True):
+            plan.kernels.project_back(matrix, p, q, subtract=keeps)
+        yield second.iall_reduce(plan.q_message) if gradients else Done()
+        plan.q_message.div_(comm.size)
+        plan.warm_message.copy_(plan.q_message)
+        for each in zip(ps, plan.qs, gradients, strict=True):
+            plan.kernels.rebuild(*each)
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         which = f"vectors, and matrices no larger than factors of {key}.rank={self.rank}"
-        sizes = (shape.numel() for shape in shapes.values() if not low_rank(shape, self.rank))
+        sizes = (
+            shape.numel()
+            for shape in shapes.values()
+            if not compressible.low_rank(shape, self.rank)
+        )
         yield sum(sizes), which
 
-    def _project(
-        self, gradients: dict[str, Tensor], qs: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Add the residuals to the gradients, and multiply by the last step's Q.
+    def is_current(self, plan: Any, bucket: GradBucket) -> bool:
+        same = not plan.warm or self.q.get(plan.first) is plan.warm[0]
+        return same and super().is_current(plan, bucket)
 
-        Returns:
-            Each parameter's MQ, [rows, r], as a message and as views of it, and its
-            M = gradient + residual, [rows, columns].
-        """
-        shapes = [(len(gradient), self.rank) for gradient in gradients.values()]
-        message, ps = together(shapes, qs[0])
-        matrices = []
-        for (name, gradient), q, p in zip(gradients.items(), qs, ps, strict=True):
-            residual = self.residual_of(name, gradient.view(-1))
-            kept = None if residual is None else residual.view_as(gradient)
-            powersgd.project(gradient, kept, q, p)
-            matrices.append(gradient if kept is None else kept)
-        return message, ps, matrices
-
-    def _project_back(
-        self, matrices: list[Tensor], ps: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return each matrix's (M^T P)^T, [r, columns], as a message and as views of it.
-
-        P Q^T is subtracted from each M.
-        """
-        message, qs = together([(self.rank, matrix.shape[1]) for matrix in matrices], matrices[0])
-        for matrix, p, q in zip(matrices, ps, qs, strict=True):
-            powersgd.project_back(matrix, p, q, subtract=self.error_feedback)
-        return message, qs
-
-    def _warm_start(self, name: str, matrix: Tensor) -> Tensor:
+    def warm_start(self, name: str, columns: int, device: torch.device) -> Tensor:
         """Return the last step's Q^T; in the first step random values, the same on all ranks."""
         if name not in self.q:
-            self.q[name] = random_factor(name, self.rank, matrix.shape[1], matrix.device)
+            self.q[name] = random_factor(name, self.rank, columns, device)
         return self.q[name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,5 +103,54 @@ class PowerSGD(Staged, ErrorFeedback):
         self.q = {name: value.clone() for name, value in state["q"].items()}
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        """Share residuals as ErrorFeedback does; every rank had the same Q."""
+        """Share residuals as others do; every rank had the same Q."""
         return super().redistribute(states, rank, size) | {"q": dict(states[0]["q"])}
+
+
+class _Plan:
+    """A bucket's matrices, and messages for their factors and for all other values.
+
+    Attributes:
+        matrices: place and shape of each in the bucket. residuals: like these, or None.
+        warm: Q^T of each, views of `warm_message`, which the exchange keeps by name.
+        first: name of the first matrix.
+        ps, qs: views of the messages of P and of Q^T.
+        exact: places of values that travel as they are. exact_sums: views of their message.
+    """
+
+    def __init__(self, exchange: PowerSGD, bucket: GradBucket, comm: Ranks) -> None:
+        flat, rank = bucket.flat, exchange.rank
+        found = {
+            name: (slice(start, stop), matrix)
+            for name, start, stop in bucket.spans()
+            if (matrix := compressible.low_rank(bucket.shapes[name], rank))
+        }
+        self.kernels = low_rank.kernels(flat.device, rank)
+        self.matrices = list(found.values())
+        spans = [span for span, _ in self.matrices]
+        self.residual = exchange.memory.bind(bucket, [(span.start, span.stop) for span in spans])
+        self.residuals = [
+            None if self.residual is None else self.residual[span].view(shape)
+            for span, shape in self.matrices
+        ]
+        self.p_message, self.ps = together([(shape[0], rank) for _, shape in self.matrices], flat)
+        shapes = [(rank, shape[1]) for _, shape in self.matrices]
+        self.q_message, self.qs = together(shapes, flat)
+        self.warm_message, self.warm = together(shapes, flat)
+        self.first = next(iter(found), "")
+        for name, warm in zip(found, self.warm, strict=True):
+            warm.copy_(exchange.warm_start(name, warm.shape[1], flat.device))
+            exchange.q[name] = warm
+        self.exact = _gaps(spans, len(flat))
+        sizes = [(part.stop - part.start,) for part in self.exact]
+        self.exact_message, self.exact_sums = together(sizes, flat)
+
+
+def _gaps(covered: Iterable[slice], num_values: int) -> list[slice]:
+    """Return the slices of `num_values` values between the ordered slices `covered`."""
+    between, start = [], 0
+    for part in covered:
+        if start < part.start:
+            between.append(slice(start, part.start))
+        start = part.stop
+    return [*between, slice(start, num_values)] if start < num_values else between

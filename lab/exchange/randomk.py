@@ -5,22 +5,26 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from lab.codec.randomk import codec as randomk
+from lab.codec import randomk
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.sparse import Sparse
+from lab.exchange.coded import Lossy
+from lab.exchange.compressible import num_sent
+from lab.exchange.memory import Memory
 
 
-class RandomK(Sparse):
+class RandomK(Lossy):
     """The same random values on all ranks, and error feedback (Stich et al. 2018, Algorithm 1).
 
-    The draw (lab.codec.randomk.codec) depends on seed, step and parameter name alone, so that ranks
-    agree and a resumed run draws the same. A rank sends 8(k+1)(N-1)/N bytes: one more value tells
-    whether all gradients were finite.
+    The draw (lab.codec.randomk) depends on seed, step and parameter name alone, so that ranks agree
+    and a resumed run draws the same. A rank sends 8(k+1)(N-1)/N bytes: one more value tells whether
+    all gradients were finite.
 
     Args:
-        ratio, error_feedback: see Sparse.
+        ratio: k is this share of the values of each parameter, rounded up.
+        error_feedback: see Memory.
         seed: of the draw.
 
     Raises:
@@ -28,25 +32,40 @@ class RandomK(Sparse):
     """
 
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
-        super().__init__(ratio, error_feedback)
+        super().__init__(Memory(error_feedback))
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+            raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")
         if not isinstance(seed, int):
             raise ValueError(f"exchange.seed={seed}: must be an integer")
-        self.seed = seed
+        self.ratio, self.seed = ratio, seed
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
-        counts = self.counts(bucket)
-        message = bucket.buffers["message"].take(bucket.flat, sum(counts) + 1)
-        probe = message[-1].zero_()  # or NaN if any value is not finite, drawn or not
-        values = message[:-1].split(counts)
-        gradients = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
-        for (name, gradient), sent in zip(gradients.items(), values, strict=True):
-            seed = self._seed(name, bucket.step)
-            randomk.encode(gradient, self.residual_of(name, gradient), sent, probe, seed)
-        yield comm.iall_reduce(message)
-        bucket.finite = probe.isfinite()
-        message.div_(comm.size)
-        for (name, gradient), mean in zip(gradients.items(), values, strict=True):
-            randomk.decode(mean, gradient, self._seed(name, bucket.step))
+        plan = self.planned(bucket, comm, _Plan)
+        plan.probe.zero_()  # or NaN if any value is not finite, drawn or not
+        gradients = bucket.flat[: plan.num_values].split(plan.sizes)
+        seeds = [zlib.crc32(f"{self.seed} {bucket.step} {name}".encode()) for name in bucket.shapes]
+        for gradient, residual, sent, seed in zip(
+            gradients, plan.residuals, plan.sent, seeds, strict=True
+        ):
+            plan.kernels.encode(gradient, residual, sent, plan.probe, seed)
+        yield comm.iall_reduce(plan.message)
+        bucket.finite = plan.probe.isfinite()
+        plan.message.div_(comm.size)
+        for gradient, mean, seed in zip(gradients, plan.sent, seeds, strict=True):
+            plan.kernels.decode(mean, gradient, seed)
 
-    def _seed(self, name: str, step: int) -> int:
-        return zlib.crc32(f"{self.seed} {step} {name}".encode())
+
+class _Plan:
+    """A bucket's message: the values drawn from each parameter, in their order, and a probe."""
+
+    def __init__(self, exchange: RandomK, bucket: GradBucket, comm: Ranks) -> None:
+        self.kernels = randomk.kernels(bucket.flat.device)
+        self.sizes = [shape.numel() for shape in bucket.shapes.values()]
+        self.num_values = sum(self.sizes)
+        counts = [num_sent(shape, exchange.ratio) for shape in bucket.shapes.values()]
+        self.message = bucket.flat.new_zeros(sum(counts) + 1)
+        self.probe, self.sent = self.message[-1], self.message[:-1].split(counts)
+        self.residual = exchange.memory.bind(bucket, [(0, self.num_values)])
+        nothing = [None] * len(self.sizes)
+        kept = self.residual
+        self.residuals = nothing if kept is None else kept[: self.num_values].split(self.sizes)

@@ -18,7 +18,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.direction import Moments, copies, require_integer
-from lab.exchange.error_feedback import shares
+from lab.exchange.memory import shares
 
 KINDS = ("active", "late", "residual", "shard_residual")
 

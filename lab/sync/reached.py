@@ -13,7 +13,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
-from lab.exchange.error_feedback import record_stream
+from lab.exchange.memory import record_stream
 
 
 class Reached:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from ctypes import CDLL
 from typing import Any
 
 import pytest
@@ -21,13 +21,13 @@ KINDS = ("normal", "zero", "equal", "negative", "denormal", "huge", "nan", "-inf
 LENGTHS = (1, 7, 16, 33, 1000, 70_001)  # the last is more than a piece of a thread
 
 
-def kernels_at(level: str, native: ModuleType) -> Any:
-    """Return a codec's kernels for `level`, or skip the test where the processor lacks it."""
+def library_at(level: str, name: str) -> CDLL:
+    """Return the compiled kernels of a codec for `level`; skip where the processor lacks it."""
     if LEVELS.index(level) > LEVELS.index(HERE):
         pytest.skip(f"this processor has no {level}")
-    kernels = native.kernels(level)
-    assert kernels is not None
-    return kernels
+    found = build.load(SOURCES / f"{name}.cpp", level)
+    assert found is not None
+    return found
 
 
 def of_codec(codec: Codec, level: str) -> Kernels:
@@ -35,11 +35,7 @@ def of_codec(codec: Codec, level: str) -> Kernels:
     if level == "triton":
         pytest.importorskip("triton", reason="no triton here")
         return OnGPU(importlib.import_module("lab.codec.onebit_gpu").Triton(bool(codec.option)))
-    if LEVELS.index(level) > LEVELS.index(HERE):
-        pytest.skip(f"this processor has no {level}")
-    library = build.load(SOURCES / f"{codec.name}.cpp", level)
-    assert library is not None
-    return Native(library, codec.name, codec.option)
+    return Native(library_at(level, codec.name), codec.name, codec.option)
 
 
 class OnGPU:

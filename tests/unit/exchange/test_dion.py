@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.codec.low_rank import random_factor
 from lab.exchange.dion import Dion
-from lab.exchange.low_rank import random_factor
 from tests.support.directions import deliver
 from tests.unit.exchange.test_muon import SHAPES, Net, gradients
 

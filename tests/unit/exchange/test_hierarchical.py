@@ -14,8 +14,8 @@ from torch import Tensor
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.error_feedback import ErrorFeedback
 from lab.exchange.hierarchical import Hierarchical
+from lab.exchange.memory import ErrorFeedback
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
 from lab.exchange.rails import part_shapes

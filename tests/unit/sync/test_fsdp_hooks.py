@@ -60,7 +60,9 @@ def test_gathered_copies_are_rounded_alike_and_the_rank_s_own_weights_stay() -> 
         assert torch.equal(copy, results[0][0])
         assert 1e-4 < (copy - true).norm() / true.norm() < 0.02
         assert torch.equal(exact, true)
-        assert sent == (SIZE - 1) * (1024 + 480 + 2 * 16)  # headers and payloads of two rows, in words
+        assert sent == (SIZE - 1) * (
+            1024 + 480 + 2 * 16
+        )  # headers and payloads of two rows, in words
 
 
 def test_a_second_shard_is_gathered_inside_its_group_as_it_is() -> None:

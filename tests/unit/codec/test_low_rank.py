@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from lab.codec.powersgd import codec as powersgd
-from lab.codec.powersgd import native, reference
-from tests.support.kernels import HERE, LEVELS, kernels_at
+from lab.codec.low_rank import HIGHEST_RANK, Kernels, Native, Reference, kernels
+from tests.support.kernels import HERE, LEVELS, library_at
 
 SHAPES = [(0, 3), (1, 1), (3, 7), (64, 33), (300, 1000), (10, 9000), (5000, 10)]
 
 
-def implementation(level: str) -> Any:
-    return reference if level == "reference" else kernels_at(level, native)
+CPU = torch.device("cpu")
+
+
+def implementation(level: str) -> Kernels:
+    return Reference() if level == "reference" else Native(library_at(level, "low_rank"))
 
 
 def near(ours: Tensor, true: Tensor, sizes: Tensor, level: str) -> bool:
@@ -66,7 +66,7 @@ def test_all_levels_and_threads_rebuild_the_same_bits() -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             out = torch.empty(700, 1003)
-            kernels_at(level, native).rebuild(p, q, out)
+            implementation(level).rebuild(p, q, out)
             results.append(out)
     torch.set_num_threads(before)
     assert all(torch.equal(out, results[0]) for out in results)
@@ -78,22 +78,22 @@ def test_threads_change_no_bit_of_a_projection() -> None:
     for threads in (1, 3):
         torch.set_num_threads(threads)
         forth, back, rest = torch.empty(700, 2), torch.empty(2, 1003), gradient.clone()
-        powersgd.project(gradient, None, q, forth)
-        powersgd.project_back(rest, p, back, True)
+        kernels(CPU, 2).project(gradient, None, q, forth)
+        kernels(CPU, 2).project_back(rest, p, back, True)
         results.append((forth, back, rest))
     torch.set_num_threads(before)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_more_columns_than_the_kernels_take_go_to_blas() -> None:
-    rank = powersgd.HIGHEST_RANK + 1
+    rank = HIGHEST_RANK + 1
     gradient, q, p = torch.randn(20, 30), torch.randn(rank, 30), torch.empty(20, rank)
-    powersgd.project(gradient, None, q, p)
+    kernels(CPU, len(q)).project(gradient, None, q, p)
     torch.testing.assert_close(p, gradient @ q.T)
 
 
 def test_what_is_not_finite_reaches_every_column_of_its_row() -> None:
     gradient, q, p = torch.randn(9, 70), torch.randn(2, 70), torch.empty(9, 2)
     gradient[4, 66] = torch.nan
-    powersgd.project(gradient, None, q, p)
+    kernels(CPU, len(q)).project(gradient, None, q, p)
     assert p.isfinite().all(dim=1).tolist() == [row != 4 for row in range(9)]

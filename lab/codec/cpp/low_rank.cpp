@@ -1,6 +1,6 @@
 // Products of a matrix with factors of a few columns, at the speed of memory.
 //
-// Implements the definition in lab/codec/powersgd/reference.py. Each value of a result is summed in
+// Implements the definition in lab/codec/low_rank.py. Each value of a result is summed in
 // an order that does not depend on the number of threads; `rebuild` rounds alike at each level.
 
 #include <algorithm>
@@ -111,7 +111,7 @@ extern "C" {
 
 // residual += gradient, unless that is null; p [rows, rank] = the sum [rows, columns] times q^T.
 // q: [rank, columns].
-void powersgd_project(const float* gradient, float* residual, const float* q, float* p,
+void low_rank_project(const float* gradient, float* residual, const float* q, float* p,
                       int64_t rows, int64_t columns, int64_t rank, int64_t threads) {
   with_rank(rank, [=](auto r) {
     each_row(rows, columns, threads, [=](int64_t row) {
@@ -122,7 +122,7 @@ void powersgd_project(const float* gradient, float* residual, const float* q, fl
 }
 
 // q = p^T matrix, and, if told so, matrix -= p q.
-void powersgd_project_back(float* matrix, const float* p, float* q, int64_t rows, int64_t columns,
+void low_rank_project_back(float* matrix, const float* p, float* q, int64_t rows, int64_t columns,
                            int64_t rank, int64_t subtract, int64_t threads) {
   with_rank(rank, [=](auto r) {
     each_block(rows, columns, threads, [=](int64_t begin, int64_t end) {
@@ -140,7 +140,7 @@ void powersgd_project_back(float* matrix, const float* p, float* q, int64_t rows
 }
 
 // out [rows, columns] = p q.
-void powersgd_rebuild(const float* p, const float* q, float* out, int64_t rows, int64_t columns,
+void low_rank_rebuild(const float* p, const float* q, float* out, int64_t rows, int64_t columns,
                       int64_t rank, int64_t threads) {
   const bool far = streams(out) && columns % W == 0;
   with_rank(rank, [=](auto r) {

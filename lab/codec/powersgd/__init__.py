@@ -1,1 +1,0 @@
-"""Products of a matrix and two factors of low rank."""

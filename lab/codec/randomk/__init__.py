@@ -1,1 +1,0 @@
-"""Random values, at places that all ranks draw alike."""
