@@ -15,13 +15,6 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm, Transfer
 from lab.distributed.rank_info import RankInfo
 
-# Collectives are the process group's own methods: torch.distributed's functions check and log each
-# call, which takes several times as long. Two were renamed in torch 2.13.
-Group = dist.ProcessGroup
-all_gather_flat = getattr(Group, "all_gather_single", None) or Group._allgather_base
-all_to_all_flat = getattr(Group, "all_to_all_single", None) or Group.alltoall_base
-reduce_scatter_flat = getattr(Group, "reduce_scatter_single", None) or Group._reduce_scatter_base
-
 # A message to one rank from which all_to_all pays for a second call, about 0.2 ms over loopback.
 TWO_WAY_BYTES = 2**18
 
@@ -110,7 +103,9 @@ class TorchComm(Comm):
         return reduce_scatter_flat(self.group, output.view(-1), tensor.view(-1))
 
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
-        return self.group.broadcast(tensor, source)
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self.group.broadcast([tensor], options)
 
     def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Works:
         if self.backend == "nccl":
@@ -227,3 +222,27 @@ def _group(
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+# Collectives are a process group's own methods: torch.distributed's functions check and log each
+# call, which takes several times as long. Three were renamed in torch 2.13.
+
+
+def all_gather_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
+    """Begin to fill `output` [ranks * n] with every rank's `tensor` [n]."""
+    call: Any = getattr(group, "all_gather_single", None) or group._allgather_base
+    return call(output, tensor)
+
+
+def all_to_all_flat(
+    group: dist.ProcessGroup, output: Tensor, tensor: Tensor, come: list[int], go: list[int]
+) -> dist.Work:
+    """Begin to send parts of `tensor` [n, ...] to ranks: `go` rows to each; [] as many to all."""
+    call: Any = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return call(output, tensor, come, go)
+
+
+def reduce_scatter_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
+    """Begin to fill `output` [n] with the sum of a part of the ranks' `tensor` [ranks * n]."""
+    call: Any = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return call(output, tensor)

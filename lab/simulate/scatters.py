@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from lab.simulate.load import FSDP, Load, Settings, class_of
 
+WORD = 16  # bytes, as in lab/codec/layout.py
+
 
 def scatter_of(exchange: Settings) -> Callable[[Load], None]:
     """Return what appends the stages of a reduce-scatter to a Load of padded shapes.
@@ -44,6 +46,17 @@ def in_two_levels(load: Load) -> None:
     scatter(Load(sums, load.exchange, network.rail(network.local), load.stages))
 
 
+def line_bytes(num_values: int, block_size: int, bits: int) -> int:
+    """Count the bytes of values that a codec of blocks sends to one rank.
+
+    As lab/codec/layout.py lays them out: headers of 8 bytes and payloads each fill whole words.
+    """
+    rows, rest = divmod(num_values, block_size)
+    pieces = [(rows, block_size), (1, rest)] if rest else [(rows, block_size)]
+    each = [(8 * number, number * math.ceil(bits * width / 8)) for number, width in pieces]
+    return sum(math.ceil(part / WORD) * WORD for piece in each for part in piece)
+
+
 def _of_torch(load: Load) -> None:
     """Over Gloo it is an all-reduce, of which each rank keeps a part."""
     if load.network.hardware.library == "gloo":
@@ -63,9 +76,7 @@ def _exact(load: Load) -> None:
 
 
 def _eight_bit(load: Load) -> None:
-    line = math.ceil(load.n / load.N / load.exchange["block_size"]) * (
-        8 + load.exchange["block_size"]
-    )
+    line = line_bytes(load.n // load.N, load.exchange["block_size"], bits=8)
     message = line * load.N
     load.codec(4 * load.n + message, in_torch=29 * load.n)
     load.wire(load.network.all_to_all(line))
@@ -75,7 +86,7 @@ def _eight_bit(load: Load) -> None:
 def _four_bit(load: Load) -> None:
     block, n = load.exchange["block_size"], load.n
     kept = 62 * n if load.exchange["error_feedback"] else 0  # decoded again, and subtracted
-    line = math.ceil(n / load.N / block) * (8 + block / 2)
+    line = line_bytes(n // load.N, block, bits=4)
     load.codec(50 * n + kept)
     load.wire(load.network.all_to_all(line))
     load.codec((22 + 12) * n)
@@ -83,7 +94,7 @@ def _four_bit(load: Load) -> None:
 
 def _sign_bit(load: Load) -> None:
     block = load.exchange["block_size"]
-    line = math.ceil(load.n / load.N / block) * (block / 8 + 8)
+    line = line_bytes(load.n // load.N, block, bits=1)
     message = line * load.N
     load.codec((8 + 12) * load.n + message)
     load.wire(load.network.all_to_all(line))

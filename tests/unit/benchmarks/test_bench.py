@@ -235,15 +235,15 @@ def test_eager_baselines_quantise_as_their_formulas_say() -> None:
         torch.testing.assert_close(out, scale * torch.tensor([values]).float())
 
 
-class Broken(codec.OneBitCodec):
+class Broken(codec.Messages):
     """A broken codec: the first bit is flipped, and one residual is wrong."""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        super().__init__(codec.reference, "zero", rows, columns, device)
+        super().__init__(codec.OneBit(), True, rows, columns, device)
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
         super().encode(gradient, residual)
-        self.bits[0, 0, 0] ^= 1
+        self.message[self.layout.pieces[0].payload] ^= 1
         residual[1, 1] += 1
 
 

@@ -143,7 +143,7 @@ def outcomes(certificate: Certificate) -> dict[str, str]:
             "strategy=priority sync.trials=0 sync.chunk_mb=0.01",
             "gradients averaged once over 3 of 3, 3 of 3 parameters, as many bytes as fp32",
         ),
-        ("strategy=topk", "3 of 3 parameters, 33.3x less than fp32 (not counted: threads"),
+        ("strategy=topk", "3 of 3 parameters, 33.0x less than fp32 (not counted: threads"),
         ("strategy=none", "not checked, because strategy=none exchanges nothing"),
         (
             "strategy=overlap exchange=none",

@@ -14,6 +14,7 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import StreamWorker
 from lab.exchange.bucket import GradBucket
+from lab.exchange.memory import Owned
 from lab.exchange.onebit import OneBit
 from lab.exchange.topk import TopK
 from tests.support.worlds import one_of
@@ -58,12 +59,12 @@ def test_a_flushed_residual_stays_until_the_side_stream_has_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"side stream of {device}")
-    shapes = ((64,), (1, 64), (1, 64))
-    residuals = [torch.ones(shape).as_subclass(OnGPU) for shape in shapes]
+    residuals = [torch.ones(64).as_subclass(OnGPU) for _ in range(3)]
     for residual in residuals:
         residual.kept_for = []
     top_k, one_bit = TopK(ratio=0.5), OneBit()
-    top_k.residual["w"], one_bit.residual["w"], one_bit.shard_residual["w"] = residuals
+    top_k.memory._own["w"], one_bit.memory._own["w"] = residuals[:2]
+    one_bit.memory._owned["w"] = Owned(0, residuals[2])
 
     def flush(comm: Comm) -> Tensor:
         bucket = GradBucket({"w": torch.Size((1, 64))}, torch.zeros(64))
@@ -73,5 +74,5 @@ def test_a_flushed_residual_stays_until_the_side_stream_has_read_it(
 
     (flat,) = run_ranks(1, flush)
     assert flat.tolist() == [3.0] * 64
-    assert not (top_k.residual or one_bit.residual or one_bit.shard_residual)
+    assert not any(residual.any() for residual in residuals)
     assert [residual.kept_for for residual in residuals] == [["side stream of cpu"]] * 3
