@@ -68,11 +68,14 @@ class Codec(ABC):
         name: of its kernels.
         option: a number that these are given.
         cuts_rows: a row may be cut into several, each with a header of its own.
+        in_torch: bytes that `write` and `read` move for a value, which a GPU's time follows from;
+            None: GPUs have kernels.
     """
 
     name: ClassVar[str]
     option = 0
     cuts_rows = False
+    in_torch: ClassVar[tuple[float, float] | None] = (16.0, 8.0)
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
         """Yield the rows of a bucket of parameters, in their order; others travel as they are.
@@ -106,6 +109,10 @@ class Codec(ABC):
     def left_out(self, key: str) -> str:
         """Say which values travel as they are. `key` names the settings of the exchange."""
         raise NotImplementedError
+
+    def also_moved(self, layout: Layout) -> float:
+        """Return the bytes of memory that encoding moves besides a pass over all that it takes."""
+        return 0.0
 
     def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
         """Lay out a bucket of parameters for messages of `parts` lines."""

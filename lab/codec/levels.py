@@ -64,6 +64,7 @@ class Int8(Levels):
     """A byte for each value (ByteGrad of Bagua: Gan et al., VLDB 2022, as MinMaxUInt8)."""
 
     name = "int8"
+    in_torch = 29.0, 13.0
     num_levels = 256
     multiple = 4
 
@@ -75,6 +76,7 @@ class Int4(Levels):
     """Half a byte for each value, the first of two in the lower half."""
 
     name = "int4"
+    in_torch = 50.0, 22.0
     num_levels = 16
     multiple = 8
 

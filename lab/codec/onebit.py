@@ -39,6 +39,7 @@ class OneBit(Codec):
     """
 
     name = "onebit"
+    in_torch = None
 
     def __init__(
         self,

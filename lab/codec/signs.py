@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
 from lab.codec.bits import packed, unpacked
-from lab.codec.layout import RowBytes, Rows
+from lab.codec.layout import Layout, RowBytes, Rows
 
 
 class Signs(Codec):
@@ -25,6 +25,7 @@ class Signs(Codec):
 
     name = "signs"
     cuts_rows = True
+    in_torch = 16.0, 8.0
 
     def __init__(self, min_values: int = 4096) -> None:
         if not isinstance(min_values, int) or min_values < 1:
@@ -41,6 +42,10 @@ class Signs(Codec):
 
     def row_of(self, num_values: int) -> Rows:
         return Rows(0, num_values, num_values)
+
+    def also_moved(self, layout: Layout) -> float:
+        """Count a second pass over gradient and residual: the magnitude must be known first."""
+        return 8.0 * layout.num_values
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, (columns + 7) // 8)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
-from lab.codec.layout import RowBytes, Rows
+from lab.codec.layout import Layout, RowBytes, Rows
 
 INDEX_BYTES = VALUE_BYTES = 4
+LINE_BYTES = 64  # of a cache, which a value alone moves in each direction
 
 
 class TopK(Codec):
@@ -29,6 +30,7 @@ class TopK(Codec):
 
     name = "topk"
     cuts_rows = True
+    in_torch = 16.0, 4.0
 
     def __init__(self, ratio: float = 0.01) -> None:
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
@@ -45,6 +47,11 @@ class TopK(Codec):
 
     def row_of(self, num_values: int) -> Rows:
         return Rows(0, num_values, num_values)
+
+    def also_moved(self, layout: Layout) -> float:
+        """Count what candidates move: each is read and written several times, a line at a time."""
+        sent = layout.num_bytes / (INDEX_BYTES + VALUE_BYTES)
+        return (2 * LINE_BYTES + 72) * sent
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, (INDEX_BYTES + VALUE_BYTES) * math.ceil(self.ratio * columns))

@@ -25,7 +25,7 @@ from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, keys_of, make_importable
 from lab.settings.names import DIRECTORY
-from lab.settings.overrides import config_dir_of, parse_overrides
+from lab.settings.overrides import config_dir_of, parse_overrides, with_parts_of_exchange
 from lab.settings.own_code import asked_for, callable_at, check_choices
 from lab.settings.secrets import without_secrets
 
@@ -148,7 +148,7 @@ def load(arguments: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: an unknown group, choice or key, a wrong type or a value out of range.
     """
-    overrides = parse_overrides(arguments)
+    overrides = parse_overrides(with_parts_of_exchange(arguments))
     for override in overrides:
         _refuse(override)
     config_dir = config_dir_of(arguments)

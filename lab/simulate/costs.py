@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
-from lab.simulate import codecs, directions, hierarchy
+from lab.simulate import codecs, directions, hierarchy, recorded
 from lab.simulate.load import Load, Relay, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Network
 from lab.simulate.phases import phases_of, ways_of
@@ -200,33 +200,28 @@ CARDS: dict[str, Card] = {
         kept=lambda s, e: s.chunks(s.largest / s.N, e),
     ),
     "OneBit": Card(
-        codecs.onebit,
+        recorded.add_stages,
         staged=True,
         lossy=_always,
         # Both residuals, and three messages: sent, later all sums; received; the shard's.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (2 + 1 / s.N),
-        relay=Relay(
-            codecs.onebit_sum,
-            codecs.onebit_message_bytes,
-            codecs.onebit_decode,
-            kept=lambda num_values: num_values / 8,
-        ),
+        relay=recorded.relay(),
     ),
     "Int8": Card(
-        codecs.int8,
+        recorded.add_stages,
         staged=True,
         lossy=_always,
         # Messages: sent, received, and this rank's part of the mean.
         kept=lambda s, e: s.n * (2 + 1 / s.N) * (1 + 8 / e["block_size"]),
     ),
     "SignSGD": Card(
-        codecs.signsgd,
+        recorded.add_stages,
         staged=True,
         lossy=_always,
         kept=lambda s, e: 4 * s.n + s.n / 8 * (1 + s.N),
     ),
     "Int4": Card(
-        codecs.int4,
+        recorded.add_stages,
         staged=True,
         lossy=_always,
         kept=lambda s, e: (
@@ -235,7 +230,7 @@ CARDS: dict[str, Card] = {
         ),
     ),
     "TopK": Card(
-        codecs.topk,
+        recorded.add_stages,
         staged=True,
         lossy=_always,
         # An int32 index and a value each, of this rank and of all.

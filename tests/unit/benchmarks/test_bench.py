@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lab import bench
-from lab.benchmarks import certificate, codec, collective, memory, step
+from lab.benchmarks import certificate, codec, collective, host, memory, step
 from lab.benchmarks.crossing import Crossing
 from lab.benchmarks.request import read
 from lab.benchmarks.sizes import size_name
@@ -463,3 +463,20 @@ def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
     assert gossip["of_theory"] is None and gossip["extra_bytes"] == pytest.approx(1.1e8)
     assert tree["theory_bytes"] == pytest.approx(3.3e8)
     assert tree["of_theory"] == pytest.approx(3.5 / 3.3)
+
+
+def test_host_time_is_measured_beside_ddp(tmp_path: Path) -> None:
+    request = read(["host", "strategy=overlap,onebit", "model=mlp", "rounds=6"])
+    result = host.measure(request)
+    assert [row["name"] for row in result["rows"]] == [host.DDP, "overlap", "onebit"]
+    assert all(row["added_s"]["median"] > 0 for row in result["rows"])
+    assert result["rows"][0]["over_ddp"]["median"] == 1
+    assert result["num_parameters"] == 4 and not dist.is_initialized()
+    shown = json.loads(json.dumps({"bench": "host", **result}, allow_nan=False))
+    assert "8 ranks of which one exists" in show.table(shown)
+    assert show.draw(shown, tmp_path / "host.png")
+
+
+def test_host_time_of_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="strategy=fsdp"):
+        host.measure(read(["host", "strategy=fsdp", "model=mlp", "rounds=1"]))
