@@ -134,7 +134,7 @@ def _exchanging(variant: Variant, comm: TorchComm) -> Iterator[Step]:
         )
         sync = build(config.sync, parts)
     except ValueError as error:
-        raise ConfigError(f"{variant.label}: {error}") from None
+        raise ConfigError(f"strategy={config.strategy}: {error}") from None
 
     def step() -> None:
         with sync.micro_batch(last=True):

@@ -96,7 +96,7 @@ class Layout:
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
-        """What kernels compute once for a layout, by a key of theirs."""
+        """Results that kernels compute once for a layout, by a key of theirs."""
         return {}
 
     def part(self, number: int) -> Layout:

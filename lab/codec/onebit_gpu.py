@@ -43,7 +43,7 @@ class Program(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for.
+    """The constants of a compiled kernel.
 
     Attributes:
         width: values of a row that it reads at once, a power of two.

@@ -75,7 +75,7 @@ class Lossy(Staged):
 
 
 class Planned(Protocol):
-    """What an exchange keeps for a bucket; see Lossy.planned.
+    """The part of a bucket's exchange that stays; see Lossy.planned.
 
     Attributes:
         residual: see Memory.bind.

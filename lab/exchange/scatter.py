@@ -102,7 +102,7 @@ class InCodec(Scatter):
 
 
 class _Plan:
-    """What stays from step to step: the layout of messages, and their memory."""
+    """The part that stays from step to step: the layout of messages, and their memory."""
 
     def __init__(self, codec: Codec, gradients: Tensor, comm: Comm) -> None:
         size, num_values = gradients.shape

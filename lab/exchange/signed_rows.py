@@ -65,7 +65,7 @@ class Part:
 
 
 class _Plan:
-    """What stays from step to step: a bucket's active values in messages, and their residuals."""
+    """The part that stays from step to step: where active values lie in messages, and residuals."""
 
     def __init__(self, codec: Blocks, parts: Sequence[Part], comm: Ranks, kept: Any) -> None:
         sizes = {part.name: (part.active.numel(),) for part in parts}

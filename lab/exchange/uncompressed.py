@@ -1,4 +1,4 @@
-"""What compressing exchanges send as it is."""
+"""Values that compressing exchanges send as they are."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lab.settings import hints
+from lab.settings import hints, method
 from lab.settings.blame import reason_of
 from lab.settings.composition import composed
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.files import choices_of, keys_of, make_importable
 from lab.settings.names import DIRECTORY
-from lab.settings.overrides import config_dir_of, parse_overrides, with_parts_of_exchange
+from lab.settings.overrides import config_dir_of, parse_overrides
 from lab.settings.own_code import asked_for, callable_at, check_choices
 from lab.settings.secrets import without_secrets
 
@@ -148,9 +148,10 @@ def load(arguments: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: an unknown group, choice or key, a wrong type or a value out of range.
     """
-    overrides = parse_overrides(with_parts_of_exchange(arguments))
+    overrides = parse_overrides(arguments)
     for override in overrides:
         _refuse(override)
+    method_parts, overrides = method.apart(overrides)
     config_dir = config_dir_of(arguments)
     # A run's study is a name; Hydra would take it for a choice among the files of conf/study.
     studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
@@ -158,6 +159,8 @@ def load(arguments: Sequence[str]) -> DictConfig:
         config = _compose([o for o in overrides if o.key_or_group != "study"], config_dir)
         if studies:
             config.study = studies[-1]
+        if method_parts:
+            config.exchange = method.exchange_of(method_parts, config_dir)
         _validate(config)
         make_importable(config_dir)
         config.code = check_choices(config, OFFERED, arguments)

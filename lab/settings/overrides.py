@@ -16,8 +16,6 @@ from lab.settings.files import choices_of
 from lab.settings.hints import lonely_hint
 from lab.settings.secrets import kept_words
 
-# Parts of exchange=coded, and where they stand in its settings.
-PARTS = {"path": "exchange", "codec": "exchange.codec", "memory": "exchange.memory"}
 OF_RUNS = ("record.json", "attempts.json", "timeline.json", "study.json")
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "parse_overrides",
     "quoted",
     "split",
-    "with_parts_of_exchange",
 ]
 
 
@@ -53,33 +50,6 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         if overrides[-1].key_or_group.split(".")[0] == "hydra":
             raise ConfigError(f"{argument}: Hydra itself has no settings here (--help)")
     return overrides
-
-
-def with_parts_of_exchange(arguments: Sequence[str]) -> list[str]:
-    """Write path=, codec= and memory= as Hydra takes the parts of exchange=coded.
-
-    Raises:
-        ConfigError: another exchange is chosen as well.
-    """
-    words = list(map(_as_part, arguments))
-    if words == [*arguments]:
-        return words
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key == "exchange" and value != "coded":
-            raise ConfigError(
-                f"{argument}: path=, codec= and memory= make an exchange; leave exchange= out"
-            )
-    return ["exchange=coded", *(word for word in words if word != "exchange=coded")]
-
-
-def _as_part(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    added = key[: len(key) - len(key.lstrip("+"))]
-    part, dot, rest = key[len(added) :].partition(".")
-    if not equals or part not in PARTS:
-        return argument
-    return f"{added}{PARTS[part]}.{rest}={value}" if dot else f"{part}@{PARTS[part]}={value}"
 
 
 def handed_over(arguments: Sequence[str]) -> list[str]:

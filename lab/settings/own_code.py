@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.files import standing_here
+from lab.settings.files import choices_of, read_file, standing_here
 from lab.settings.sources import note_sources, source_hashes
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
@@ -109,9 +109,18 @@ def _targets(value: Any) -> Iterator[str]:
             yield from _targets(each)
 
 
+@cache
+def _codecs() -> frozenset[str]:
+    """Return the lab's codecs, which an exchange may have."""
+    choices = choices_of("codec")
+    return frozenset(str(read_file("codec", choice)["_target_"]) for choice in choices)
+
+
 def _check_target(group: str, path: str, may_be_own: bool) -> None:
     """Refuse what no choice of a group is: the lab's other functions, or code where none may be."""
     is_labs = path.startswith("lab.")
+    if group == "exchange" and path in _codecs():
+        return
     if (is_labs and (not path.startswith(OWN[group]) or "._" in path)) or not (
         is_labs or may_be_own
     ):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lab.exchange.chunks import chunk_mb_over
 from lab.exchange.topology import binomial_node, in_order_node
-from lab.simulate import codecs, directions, hierarchy, recorded
+from lab.simulate import codecs, directions, hierarchy
 from lab.simulate.load import Load, Relay, Settings, Shape, Sizes, Stage, class_of
 from lab.simulate.network import Network
 from lab.simulate.phases import phases_of, ways_of
@@ -109,6 +110,18 @@ def _schedule(load: Load) -> None:
             load.stages.append(stage.scaled(share))
 
 
+def _in_messages(load: Load, part: str = "whole") -> None:
+    from lab.simulate import recorded  # with torch, which settings and help do not need
+
+    recorded.add_stages(load, part)
+
+
+def _message_bytes(load: Load) -> float:
+    from lab.simulate import recorded
+
+    return recorded.message_bytes(load)
+
+
 def _hierarchical(load: Load) -> None:
     inter = card_of(load.exchange["inter"])
     hierarchy.add_stages(load, inter.add_stages, inter.relay)
@@ -200,28 +213,33 @@ CARDS: dict[str, Card] = {
         kept=lambda s, e: s.chunks(s.largest / s.N, e),
     ),
     "OneBit": Card(
-        recorded.add_stages,
+        _in_messages,
         staged=True,
         lossy=_always,
         # Both residuals, and three messages: sent, later all sums; received; the shard's.
         kept=lambda s, e: 4 * s.n * (1 + 1 / s.N) + s.n / 8 * (2 + 1 / s.N),
-        relay=recorded.relay(),
+        relay=Relay(
+            partial(_in_messages, part="sum"),
+            _message_bytes,
+            partial(_in_messages, part="decode"),
+            kept=lambda num_values: num_values / 8,
+        ),
     ),
     "Int8": Card(
-        recorded.add_stages,
+        _in_messages,
         staged=True,
         lossy=_always,
         # Messages: sent, received, and this rank's part of the mean.
         kept=lambda s, e: s.n * (2 + 1 / s.N) * (1 + 8 / e["block_size"]),
     ),
     "SignSGD": Card(
-        recorded.add_stages,
+        _in_messages,
         staged=True,
         lossy=_always,
         kept=lambda s, e: 4 * s.n + s.n / 8 * (1 + s.N),
     ),
     "Int4": Card(
-        recorded.add_stages,
+        _in_messages,
         staged=True,
         lossy=_always,
         kept=lambda s, e: (
@@ -230,7 +248,7 @@ CARDS: dict[str, Card] = {
         ),
     ),
     "TopK": Card(
-        recorded.add_stages,
+        _in_messages,
         staged=True,
         lossy=_always,
         # An int32 index and a value each, of this rank and of all.

@@ -22,7 +22,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Coded, TwoStage
 from lab.settings.config import build
-from lab.simulate.load import Load, Relay, Settings, Shape
+from lab.simulate.load import Load, Settings, Shape
 
 META = torch.device("meta")
 AFTER_WARMUP = 2**62  # a step
@@ -45,27 +45,23 @@ class Collected(NamedTuple):
 Event = Moved | Collected
 
 
-def add_stages(load: Load) -> None:
-    """Append the stages of a bucket."""
-    _append(load, "whole")
+def add_stages(load: Load, part: str = "whole") -> None:
+    """Append the stages of a bucket.
 
-
-def relay() -> Relay:
-    """Return what two levels do with an exchange whose ranks decode the same message at last."""
-    return Relay(
-        lambda load: _append(load, "sum"),
-        lambda load: _message_bytes(_key(load.exchange), tuple(load.shapes), load.N),
-        lambda load: _append(load, "decode"),
-        kept=lambda num_values: num_values / 8,
-    )
-
-
-def _append(load: Load, part: str) -> None:
+    Args:
+        part: "whole"; of an exchange whose ranks decode the same message at last (see Relay), "sum"
+            until they have it, and "decode" after that.
+    """
     for event in _events(_key(load.exchange), tuple(load.shapes), load.N, part):
         if isinstance(event, Moved):
             load.codec(event.num_bytes, in_torch=event.in_torch)
         else:
             load.wire(getattr(load.network, event.call)(event.num_bytes))
+
+
+def message_bytes(load: Load) -> int:
+    """Return the bytes of the message that all ranks decode at last."""
+    return _message_bytes(_key(load.exchange), tuple(load.shapes), load.N)
 
 
 def _key(settings: Settings) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.coded import Lossy
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.none import NoExchange
 from lab.exchange.onebit import OneBit
@@ -44,7 +43,7 @@ NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
 LEVELS_OF_THEIR_OWN = [e for e in MEANS if not e.startswith("hierarchical")]
 INTER_EXACT = [e for e in LEVELS_OF_THEIR_OWN if e in EXACT]
 INTER = [e for e in LEVELS_OF_THEIR_OWN if e not in EXACT]
-WITH_FEEDBACK = [e for e in INTER if isinstance(maker(e)(), Lossy)]
+WITH_FEEDBACK = [e for e in INTER if maker(e)().keeps_residuals]
 
 
 def hierarchy(inter: str) -> Callable[[], Hierarchical]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codec import onebit_rows as onebit
+from lab.codec import onebit
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket

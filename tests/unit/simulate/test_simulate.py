@@ -64,11 +64,11 @@ def profile() -> Profile:
 
 
 @pytest.mark.parametrize("size", some_of([1, 2, 8], every=3))
-def test_onebit_has_three_calls_a_matrix(size: int, strategies: dict[str, Strategy]) -> None:
+def test_onebit_has_three_calls_a_bucket(size: int, strategies: dict[str, Strategy]) -> None:
     counting = Network(replace(FLAT, codec_s=1.0), size)
     shapes = [(2048, 1024), (7,), (64, 3, 11, 11)]
     stages = stages_of(shapes, strategies["onebit"].exchange, counting)
-    assert sum(stage.seconds for stage in stages if stage.row == "codec") == 3 * 2
+    assert sum(stage.seconds for stage in stages if stage.row == "codec") == 3
 
 
 def test_codecs_of_gpus_are_said_to_be_assumed() -> None:
@@ -215,7 +215,9 @@ def test_cards_take_time_where_bytes_move_and_say_what_is_staged(exchange: str) 
     settings = exchange_settings(exchange)
     stages = stages_of([(2048, 1024), (7,)], settings, Network(FLAT, 4))
     sends = sum(stage.payload_bytes for stage in stages)
-    assert sends / 1e8 <= sum(stage.seconds for stage in stages)  # over links of 1e8 bytes/s
+    assert sends / 1e8 <= 1.000001 * sum(
+        stage.seconds for stage in stages
+    )  # over links of 1e8 bytes/s
     assert (sends > 0) == (exchange != "none")
     kind = type(build(load([f"exchange={exchange}"]).exchange))
     assert card_of(settings).staged == (issubclass(kind, Staged) or kind is NoExchange)
