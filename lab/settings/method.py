@@ -24,7 +24,7 @@ def apart(overrides: Sequence[Override]) -> tuple[list[Override], list[Override]
     own = [each for each in overrides if each.key_or_group.partition(".")[0] in DEFAULTS]
     others = [each for each in overrides if each not in own]
     for each in others if own else ():
-        if each.key_or_group == "exchange":
+        if each.key_or_group.partition(".")[0] == "exchange":
             raise ConfigError(
                 f"{each.input_line}: path=, codec= and memory= make an exchange; leave it out"
             )
