@@ -25,12 +25,12 @@ def test_the_delay_is_its_own_work_alone(strategy: str, tmp_path: Path) -> None:
     outcome, _ = train(2, f"strategy={strategy}", f"runs_dir={tmp_path}", *RUN)
     (steps,) = (pd.read_parquet(path) for path in tmp_path.rglob("steps.parquet"))
     # The shortest of ten steps: other processes only ever add to one.
-    shortest = steps[steps["timed"]].groupby("rank")[list(TIMES)].min()
+    shortest: Any = steps[steps["timed"]].groupby("rank")[list(TIMES)].min()
     late: Any = shortest.loc[1] - shortest.loc[0]
     assert late["own_backward_s"] == pytest.approx(DELAY_S, rel=0.3)
     for time in set(TIMES) - {"own_backward_s"}:  # and they end a step together
         assert abs(float(late[time])) < DELAY_S / 2, time
-    last = steps.assign(ready_s=steps["ready_s"].map(max))[steps["timed"]]
+    last: Any = steps.assign(ready_s=steps["ready_s"].map(max))[steps["timed"]]
     ready: Any = last.groupby("rank")["ready_s"].min()
     assert float(ready[1] - ready[0]) == pytest.approx(DELAY_S, rel=0.3)
     detail = "rank 1 delayed by 60 ms in backward, every step"
