@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ def _skeleton(config: DictConfig) -> nn.Module:
 def _fake_comm() -> Iterator[TorchComm]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     try:
-        groups = [dist.new_group() for _ in range(2)]
+        groups = [cast(dist.ProcessGroup, dist.new_group()) for _ in range(2)]
         yield TorchComm(groups[0], groups[1], CPU)
     finally:
         dist.destroy_process_group()

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.codec.base import Codec
 from lab.codec.levels import Int8
 from lab.distributed.comm import Comm
 
 CODEC = Int8(block_size=1024)
 
 
-def gather_bytes(output: Tensor, own: Tensor, comm: Comm, plans: dict[object, Any]) -> None:
+def gather_bytes(
+    output: Tensor, own: Tensor, comm: Comm, plans: dict[object, Any], codec: Codec = CODEC
+) -> None:
     """Fill `output` with all ranks' `own`, rounded to a byte for each value, alike on all ranks.
 
     Args:
@@ -22,12 +25,12 @@ def gather_bytes(output: Tensor, own: Tensor, comm: Comm, plans: dict[object, An
         plans: keeps layouts and messages for the next call.
     """
     if (key := (len(own), comm.size)) not in plans:
-        layout = CODEC.layout_of_parts(len(own), comm.size)
+        layout = codec.layout_of_parts(len(own), comm.size)
         gathered = own.new_zeros(comm.size, layout.line_bytes, dtype=torch.uint8)
         finite = torch.ones((), dtype=torch.bool, device=own.device)
         plans[key] = layout, layout.part(0), gathered, torch.zeros_like(gathered[0]), finite
     layout, part, gathered, sent, finite = plans[key]
-    kernels = CODEC.kernels(own.device)
+    kernels = codec.kernels(own.device)
     kernels.encode(part, own, None, sent)
     comm.all_gather(gathered, sent)
     kernels.add_up(layout, gathered.view(1, -1), output, 1, finite)

@@ -68,6 +68,7 @@ class Memory:
         self.keeps = keeps
         self._own: dict[str, Tensor] = {}  # [values] by parameter, views of a bucket's residuals
         self._owned: dict[str, Owned] = {}
+        self._starts: dict[str, Tensor] = {}  # of _owned, as states hold them
         self._bound: dict[str, Tensor] = {}  # residuals of buckets, by their first parameter
 
     def holds(self, bucket: GradBucket, residual: Tensor | None) -> bool:
@@ -115,7 +116,7 @@ class Memory:
                 kept = self._own[name][before.start :][: len(before.values)]
                 kept += record_stream(before.values)
             if now:
-                self._owned[name] = now
+                self._owned[name], self._starts[name] = now, torch.tensor(now.start)
         return residual
 
     def bind_columns(self, gradients: Tensor, columns: Mapping[str, Columns]) -> Tensor | None:
@@ -170,8 +171,7 @@ class Memory:
         state: dict[str, Any] = {"residual": dict(self._own)}
         if self.of_sums:
             state["owner"] = {name: owned.values for name, owned in self._owned.items()}
-            starts = {n: torch.tensor(owned.start) for n, owned in self._owned.items()}
-            state["owner_start"] = starts
+            state["owner_start"] = {name: self._starts[name] for name in self._owned}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,6 +191,7 @@ class Memory:
             name: Owned(int(state["owner_start"][name]), values.clone())
             for name, values in owned.items()
         }
+        self._starts = dict(state.get("owner_start", {}))
         self._bound = {}
 
     def shares(self, states: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:

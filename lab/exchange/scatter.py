@@ -126,5 +126,5 @@ def scatter_of(exchange: Exchange) -> Scatter:
         return InCodec(exchange)
     raise ValueError(
         f"exchange={type(exchange).__name__}: has no reduce-scatter; allowed are allreduce, bf16, "
-        "fp16, int8, int4, and onebit without warmup_steps"
+        "fp16, int8, int4, signsgd_ef, topk, and onebit without warmup_steps"
     )

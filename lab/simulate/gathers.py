@@ -6,13 +6,12 @@ The last stage of each copies weights to the message and from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lab.simulate.load import FSDP, Load, Shape, Stage
 from lab.simulate.network import Network
-from lab.simulate.scatters import line_bytes
 
-INT8 = {"_target_": "lab.exchange.int8.Int8"}  # its codec, at its rate
-BLOCK = 1024  # values that share a header of 8 bytes, as in lab/exchange/gather.py
+INT8 = {"_target_": "lab.exchange.int8.Int8", "block_size": 1024}
 
 
 def exact(
@@ -34,12 +33,11 @@ def exact(
 
 def in_bytes(shapes: Sequence[Shape], network: Network, inside: bool) -> list[Stage]:
     """Gather a byte for each value, and decode the parts of all ranks. Arguments as `exact`."""
+    from lab.simulate import recorded  # with torch, which settings and help do not need
+
     load = Load(shapes, INT8, network)
-    own = load.n // load.N
-    record = line_bytes(own, BLOCK, bits=8)
-    load.codec(4 * own + record, in_torch=29 * own)
-    load.wire(network.all_gather(record), inside)
-    load.codec(load.N * record + 4 * load.n, in_torch=13 * load.n)
+    recorded.add_stages(load, "gather")
+    load.stages = [replace(s, inside=inside and s.row == "exchange") for s in load.stages]
     _copy(load)
     return load.stages
 

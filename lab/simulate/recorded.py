@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from lab.codec.base import Codec
@@ -21,6 +21,9 @@ from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Coded, TwoStage
+from lab.exchange.gather import gather_bytes
+from lab.exchange.scatter import Layout as Columns
+from lab.exchange.scatter import scatter_of
 from lab.settings.config import build
 from lab.simulate.load import Load, Settings, Shape
 
@@ -50,7 +53,8 @@ def add_stages(load: Load, part: str = "whole") -> None:
 
     Args:
         part: "whole"; of an exchange whose ranks decode the same message at last (see Relay), "sum"
-            until they have it, and "decode" after that.
+            until they have it, and "decode" after that; "scatter": its reduce-scatter alone, and
+            "gather": an all-gather in bytes, of shapes that all ranks have as much of.
     """
     for event in _events(_key(load.exchange), tuple(load.shapes), load.N, part):
         if isinstance(event, Moved):
@@ -64,12 +68,17 @@ def message_bytes(load: Load) -> int:
     return _message_bytes(_key(load.exchange), tuple(load.shapes), load.N)
 
 
+def require_scatter(settings: Settings) -> None:
+    """Refuse an exchange without a reduce-scatter. ValueError: see lab.exchange.scatter."""
+    scatter_of(_exchange(_key(settings)))
+
+
 def _key(settings: Settings) -> str:
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
 def _exchange(settings: str) -> Any:
-    return build(OmegaConf.create(json.loads(settings)))
+    return build(cast(DictConfig, OmegaConf.create(json.loads(settings))))
 
 
 def _bucket(shapes: Sequence[Shape]) -> GradBucket:
@@ -86,13 +95,19 @@ def _message_bytes(settings: str, shapes: tuple[Shape, ...], size: int) -> int:
 
 @lru_cache(maxsize=10_000)
 def _events(settings: str, shapes: tuple[Shape, ...], size: int, part: str) -> tuple[Event, ...]:
-    """Record one exchange of a bucket: the whole of it, its sum alone, or decoding alone."""
+    """Record one exchange of a bucket: the whole of it, or a part, as `add_stages` names it."""
     exchange: Coded = _exchange(settings)
     found, bucket = list[Event](), _bucket(shapes)
-    exchange.codec.kernels = lambda _: Noting(exchange.codec, found.append)
+    kernels = Noting(exchange.codec, found.append)
+    exchange.codec.kernels = lambda device: kernels
     comm = Recorder(size, found.append)
+    parts = bucket.flat.view(size, -1) if part in ("scatter", "gather") else bucket.flat
     if part == "whole":
         _run(exchange.stages(bucket, comm))
+    elif part == "scatter":
+        scatter_of(exchange).sum(torch.empty_like(parts[0]), parts, comm, Columns({}))
+    elif part == "gather":
+        gather_bytes(bucket.flat, parts[0], comm, {}, exchange.codec)
     else:
         assert isinstance(exchange, TwoStage)
         num_bytes = exchange.message_bytes(bucket, size)

@@ -161,7 +161,7 @@ MISTAKES = {
     "sync.reshard=node sync.shard_size=1": "sync.reshard=node: sync.shard_size=1 gathers within",
     "sync.reduce_scatter=two_levels exchange=int4": "exchange.error_feedback=true: sync.reduce_sc",
     "drift_every=2": "drift_every=2: torch moves weights and gradients; needs",
-    "sync.reduce_scatter=lab exchange=topk": "exchange=TopK: has no reduce-scatter",
+    "sync.reduce_scatter=lab exchange=powersgd": "exchange=PowerSGD: has no reduce-scatter",
 }
 
 

@@ -48,7 +48,6 @@ CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES}
 # Places that may wait, and why.
 MAY_WAIT = {
     "lab/training/gradients.py gradients_finite": "fp16: the host must know whether to update",
-    "lab/codec/topk/reference.py _above_sampled_threshold": "on CPUs alone",
 }
 
 
@@ -78,7 +77,7 @@ def waits_in_steps(names: set[str]) -> dict[str, list[Wait]]:
 
 @pytest.fixture(scope="module", params=[5, pytest.param(1, marks=pytest.mark.slow)])
 def waits(request: pytest.FixtureRequest) -> dict[str, list[Wait]]:
-    some = {*[*CASES][:: request.param], "precision=fp16", "topk"}  # the last two may wait
+    some = {*[*CASES][:: request.param], "precision=fp16"}  # the last may wait
     return spawn(2, waits_in_steps, some)[0]
 
 

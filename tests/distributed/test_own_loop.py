@@ -492,7 +492,7 @@ def other_states() -> list[str]:
 
 
 def test_a_state_of_another_exchange_is_refused() -> None:
-    expected = "state_dict: holds residual; OneBit keeps residual, stripe_residual"
+    expected = "state_dict: holds residual; OneBit keeps owner, owner_start, residual"
     assert CREW.call(2, other_states) == [[expected], [expected]]
 
 

@@ -70,16 +70,15 @@ def test_resumed_run_ends_in_the_same_bits(
 
 
 def sum_of_residuals(states: list[dict[str, dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Combine all ranks' states: residuals are added, shard residuals concatenated."""
-    return {
-        f"{kind}/{name}": combine([state[kind][name].double() for state in states])
-        for kind, combine in (("residual", _add), ("stripe_residual", torch.cat))
-        for name in states[0][kind]
-    }
-
-
-def _add(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(tensors).sum(dim=0)
+    """Add up what all ranks keep of each parameter: of their gradients, and of sums they own."""
+    total = {name: torch.zeros(v.numel()).double() for name, v in states[0]["residual"].items()}
+    for state in states:
+        for name, values in state["residual"].items():
+            total[name] += values.view(-1)
+        for name, values in state["owner"].items():
+            start = int(state["owner_start"][name])
+            total[name][start : start + len(values)] += values
+    return total
 
 
 @pytest.mark.parametrize("size", [2, 3])

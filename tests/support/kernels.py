@@ -45,14 +45,20 @@ class OnGPU:
         self._kernels = kernels
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def encode(self, layout: Layout, *arguments: Tensor | None) -> None:
-        self._call(self._kernels.encode, layout, *arguments)
+    def encode(
+        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+    ) -> None:
+        self._call(self._kernels.encode, layout, values, residual, message)
 
-    def add_up(self, layout: Layout, *arguments: Any) -> None:
-        self._call(self._kernels.add_up, layout, *arguments)
+    def add_up(
+        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+    ) -> None:
+        self._call(self._kernels.add_up, layout, messages, out, divisor, finite)
 
-    def reduce(self, layout: Layout, *arguments: Tensor | None) -> None:
-        self._call(self._kernels.reduce, layout, *arguments)
+    def reduce(
+        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+    ) -> None:
+        self._call(self._kernels.reduce, layout, messages, residual, out)
 
     def _call(self, function: Any, *arguments: Any) -> None:
         tensors = [a for a in arguments if isinstance(a, Tensor)]

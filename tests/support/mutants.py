@@ -39,7 +39,9 @@ from lab.simulate.score import Score, held_out, score, scored_cells
 
 PAPERS = ("kim2017", "tf_benchmarks", "tf_parameter_server", "horovod")
 SCORES = Path(__file__).resolve().parents[2] / "docs/results/links.json"
-BOUNDS = {"step": 0.04, "exposed": 0.08, "compressed": 0.6}  # of median errors
+# Of median errors. The cells were measured when values that 1-bit SGD does not encode travelled in
+# an all-reduce of their own, so that it took 2 ms longer.
+BOUNDS = {"step": 0.045, "exposed": 0.08, "compressed": 0.6}
 FACTORS = (0.5, 0.8, 1.25, 2.0)
 
 

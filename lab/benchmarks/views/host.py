@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lab.benchmarks.views.text import about, machine, ranged
-from lab.draw import style
+from lab.draw import looks, style
 from lab.measure.intervals import Interval
 
 
@@ -38,7 +38,7 @@ def figure(result: dict[str, Any]) -> Figure:
     drawn, axes = style.canvas(1, 1, 5.5 + 0.075 * longest, 0.4 * len(rows) + 1.6)
     panel = axes[0][0]
     for place, one in enumerate(added):
-        panel.barh(place, one.mid, height=0.6, color=style.GREY if place == 0 else style.BLUE)
+        panel.barh(place, one.mid, height=0.6, color=looks.GREY if place == 0 else looks.BLUE)
         if one.lo == one.lo:
             panel.plot([one.lo, one.hi], [place, place], color="black", linewidth=1)
         panel.annotate(

@@ -475,7 +475,7 @@ def test_host_time_is_measured_beside_ddp(tmp_path: Path) -> None:
     assert all(row["added_s"]["median"] > 0 for row in result["rows"])
     assert result["rows"][0]["over_ddp"]["median"] == 1
     assert result["num_parameters"] == 6 and not torch.distributed.is_initialized()
-    shown = json.loads(json.dumps({"bench": "host", **result}, allow_nan=False))
+    shown = json.loads(json.dumps({"bench": "host", "command": "", **result}, allow_nan=False))
     assert "8 ranks of which one exists" in show.table(shown)
     assert show.draw(shown, tmp_path / "host.png")
 
