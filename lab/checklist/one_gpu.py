@@ -38,7 +38,7 @@ STEPS = {  # strategies besides none: name of the run, and its settings
     "step_256_bf16": ("b", "batch 256, bf16", ("batch_size=256", "precision=bf16")),
     "step_32": ("c", "batch 32", ("batch_size=32",)),
 }
-CODEC_TESTS = ("tests/unit/codec/test_onebit.py", "tests/unit/codec/test_gpu_kernels.py")
+CODEC_TESTS = ("tests/unit/codec/test_kernels.py", "tests/unit/codec/test_gpu_kernels.py")
 TESTS = {
     "tests_codec": ("a", CODEC_TESTS, "the codec's kernels"),
     "tests_alone": ("b", ("tests/gpu", "-k", "test_alone"), "a rank alone"),
