@@ -28,7 +28,7 @@ from lab.claims.terms import fit_terms
 from lab.claims.verdicts import judge
 from lab.draw.text import markdown
 from lab.exchange import grouping
-from lab.exchange.onebit import OneBit
+from lab.exchange.memory import Memory
 from lab.model.profile import Profile
 from lab.settings.files import read_file
 from lab.simulate import costs, messages
@@ -100,10 +100,6 @@ def reversed_groups(*arguments: Any) -> list[list[str]]:
     return grouping.group(*arguments)[::-1]
 
 
-def forgetful(self: OneBit, _residuals: object, like: Mapping[str, Any]) -> list[None]:
-    return [None] * len(like)
-
-
 MUTANTS = (
     *(Mutant(f"links x {f:g}", hardware=partial(faster_links, f)) for f in FACTORS),
     *(
@@ -115,9 +111,9 @@ MUTANTS = (
     Mutant("contention 0.5", hardware=partial(with_values, contention=0.5)),
     Mutant("tree as star", patches=as_tree("Star")),
     Mutant("tree as ring", patches=as_tree("Ring")),
-    Mutant("codec x 4", hardware=partial(slower_codecs, 4.0)),
+    Mutant("codec x 8", hardware=partial(slower_codecs, 8.0)),
     Mutant("buckets in reverse order", patches=((messages, "group", reversed_groups),)),
-    Mutant("residual dropped", patches=((OneBit, "_kept", forgetful),)),
+    Mutant("residual dropped", patches=((Memory, "bind", lambda *_: None),)),
 )
 INTACT = Mutant("(nothing broken)")
 

@@ -46,11 +46,12 @@ def figure(result: dict[str, Any]) -> Figure:
             (max(one.mid, one.hi if one.hi == one.hi else 0), place),
             va="center",
         )
-    panel.axvline(added[0].mid, color="black", linewidth=0.8, linestyle=":", zorder=1)
+    line = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
+    ddp = panel.axvline(added[0].mid, label="DDP's time", zorder=1, **line)
     panel.set_yticks(range(len(rows)), [row["name"] for row in rows])
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_xlim(0, 1.15 * max(max(one.mid, one.hi) for one in added))
     panel.set_xlabel("processor time added to the training thread (µs a step)")
     title = f"What exchanges cost the host: {result['num_parameters']} parameters"
     sample = f"medians of {result['num_rounds']} rounds, 95 % intervals"
-    return style.frame(drawn, title, [], [f"{machine(result)} · {sample}", *about(result)])
+    return style.frame(drawn, title, [ddp], [f"{machine(result)} · {sample}", *about(result)])

@@ -71,8 +71,8 @@ def test_copies_must_divide_the_ranks() -> None:
 
 
 def test_an_exchange_without_a_reduce_scatter_is_refused() -> None:
-    with pytest.raises(ValueError, match="exchange=TopK: has no reduce-scatter"):
-        strategy("fsdp", "sync.reduce_scatter=lab", "exchange=topk")
+    with pytest.raises(ValueError, match="exchange=PowerSGD: has no reduce-scatter"):
+        strategy("fsdp", "sync.reduce_scatter=lab", "exchange=powersgd")
 
 
 # Three layers of 1 s forward and 2 s backward, a unit each; gathers and scatters take 1 s.

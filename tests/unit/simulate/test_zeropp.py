@@ -110,8 +110,9 @@ def test_codecs_take_their_time_and_second_shards_stay_inside() -> None:
         ("codec", False, 0),
     ]
     four_bits = sum(s.seconds for s in first.scatter if s.codec == "Int4")
-    # Each is encoded, decoded and added inside a host, then half of them between hosts.
-    assert four_bits == pytest.approx(1.5 * (50 + 22 + 12) * n / 1e9, rel=0.01)
+    # Each is encoded and half of them decoded inside a host, then half as many between hosts.
+    encoding, decoding = 4 + 4 * HALF, 4 / 2 + 4 * HALF
+    assert four_bits == pytest.approx(1.5 * (encoding + decoding) * n / 1e9, rel=0.01)
     wires = [(s.inside, s.across_bytes > 0) for s in first.scatter if s.row == "exchange"]
     assert wires == [(True, False), (False, True)]
 
