@@ -14,12 +14,12 @@ from torch import nn
 
 from lab.benchmarks.request import Request
 from lab.exchange.bucket import plan
+from lab.exchange.cost import Sizes
 from lab.layers.footprint import Step, footprint, largest_batch
 from lab.measure.environment import environment, git_commit
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError, check_batch
 from lab.settings.names import class_name
-from lab.simulate.load import Sizes
 from lab.simulate.memory import sync_bytes
 from lab.training.optim import make_optim
 

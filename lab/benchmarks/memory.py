@@ -19,10 +19,10 @@ from lab.benchmarks.step import CEILING
 from lab.distributed import world as worlds
 from lab.distributed.sharded import local
 from lab.distributed.world import World
+from lab.exchange.cost import Sizes
 from lab.measure.peak import CLEAR, STATUS, peak_bytes, reset_peak
 from lab.measure.steady import least_warmup
 from lab.settings.config import ConfigError
-from lab.simulate.load import Sizes
 from lab.simulate.memory import sync_bytes
 from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lab.distributed.nodes import Nodes, each_alone
-from lab.simulate.costs import class_of, payload_bytes
+from lab.simulate.costs import payload_bytes
 from lab.simulate.hardware import Hardware, Link
+from lab.simulate.load import class_of
 from lab.simulate.network import Network
 from lab.simulate.phases import BY_ITSELF
 

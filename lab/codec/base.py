@@ -14,6 +14,7 @@ from torch import Tensor
 from lab.codec.kernels import native
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
 
+MANY = 2**20  # values, of which a header is a small part
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -113,6 +114,11 @@ class Codec(ABC):
     def also_moved(self, layout: Layout) -> float:
         """Return the bytes of memory that encoding moves besides a pass over all that it takes."""
         return 0.0
+
+    def bytes_per_value(self) -> float:
+        """Return the bytes of a message for each value, of rows of usual length."""
+        columns = self.row_of(MANY).columns
+        return sum(self.row_bytes(columns)) / columns
 
     def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
         """Lay out a bucket of parameters for messages of `parts` lines."""

@@ -10,6 +10,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import ADDED, COMPRESSED, Staged
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Costs, Needs, Sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,6 +39,19 @@ class AllReduce(Staged):
 
     def error_bound(self, largest: float, size: int) -> float:
         return 0.0 if self.exact else rounding_bound(self.dtype, largest, size)
+
+    def add_cost(self, costs: Costs) -> bool:
+        if self.exact or costs.N == 1:  # one rank keeps what it has
+            costs.wire(costs.exact(costs.n))
+            return True
+        half, cast = costs.num_bytes / 2, 1.5 * costs.num_bytes
+        costs.codec(cast)
+        costs.wire(costs.network.all_reduce(half))
+        costs.codec(cast)
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        return Needs(kept=0 if self.exact or sizes.N == 1 else 2 * sizes.n)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if comm.size == 1:

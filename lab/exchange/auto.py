@@ -14,6 +14,7 @@ from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite
 from lab.exchange.contest import Contest, preferred
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.rehearsal import Cost, Link, costs, least_seconds, of_all, probe
 from lab.exchange.schedule import Schedule
@@ -66,6 +67,23 @@ class Auto(Composite):
         self._trial: _Trial | None = None
         self._seen: list[Key] = []  # buckets since the last turn began
         self._is_new, self._first_step, self._step = False, 0, -1
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Add the stages of whatever is fastest for this bucket by itself."""
+        before = costs.stages
+        tried = list[tuple[float, list[Any]]]()
+        for exchange in self.parts.values():
+            costs.stages = []
+            seconds = costs.add(exchange)
+            tried.append((seconds, costs.stages))
+        costs.stages = [*before, *min(tried, key=lambda each: each[0])[1]]
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count a copy of the largest bucket as well, which rehearsals need."""
+        needs = super().memory_bytes(sizes)
+        copied = 0 if sizes.chosen else 4 * sizes.largest
+        return needs._replace(scratch=needs.scratch + copied)
 
     @property
     def settled_at(self) -> int | None:

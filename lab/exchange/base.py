@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Costs, Needs, Sizes
 
 Shapes = Mapping[str, torch.Size]
 Kept = tuple[str, int, Tensor]  # a parameter, the place of the first value, and values [n]
@@ -49,6 +50,7 @@ class Exchange(ABC):
     needs_send_recv = False  # not every Comm has them
     needs_like_gpus = False  # all ranks must compute or draw the same bits
     takes_divided = False  # accepts gradients of a loss divided by N: saves a pass
+    staged = False  # over Gloo it takes turns with backward on one thread; others have their own
     total_steps: int | None = None
 
     @abstractmethod
@@ -100,6 +102,17 @@ class Exchange(ABC):
             shapes: of the parameters that are exchanged, by name.
         """
         yield from ()
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Add the stages of a bucket to `costs`; False: they are recorded from `average`.
+
+        A formula serves where recording would take long, or shows less than one rank's view.
+        """
+        return False
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Return the memory that a rank needs, in theory."""
+        return Needs(kept=math.nan)
 
     def error_bound(self, largest: float, size: int) -> float:
         """Bound the distance of a delivered value from the mean, besides rounding and `kept`.
@@ -200,6 +213,8 @@ class Staged(Exchange):
     over other connections than the stages before (see Comm), or be the last that begins any.
     All buckets have as many stages, or one could overtake another in what two levels do afterwards.
     """
+
+    staged = True
 
     def asynchronous(self, comm: Comm) -> bool:
         return comm.asynchronous

@@ -15,6 +15,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Kept, Ranks, Relayed, Shapes, Staged
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Needs, Sizes
 from lab.exchange.memory import Memory
 
 P = TypeVar("P", bound="Planned")
@@ -166,6 +167,12 @@ class TwoStage(Coded, Relayed):
         super().__init__(codec, memory)
         memory.of_sums = True
 
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count residuals, and messages: sent, later all sums; received; and of the own sum."""
+        part, residuals = 1 / sizes.N, 4.0 * self.memory.keeps
+        per_value = residuals * (1 + part) + self.codec.bytes_per_value() * (2 + part)
+        return Needs(kept=sizes.n * per_value)
+
     def message_bytes(self, bucket: GradBucket, size: int) -> int:
         return self.layout(bucket, size).num_bytes
 
@@ -199,6 +206,11 @@ class AllGather(Coded):
 
     A rank sends N-1 messages, so it is for few ranks, or for messages that are short.
     """
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count the residual, and the messages of this rank and of all."""
+        messages = self.codec.bytes_per_value() * (1 + sizes.N)
+        return Needs(kept=sizes.n * (4.0 * self.memory.keeps + messages))
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.planned(bucket, comm, _AllGatherPlan)

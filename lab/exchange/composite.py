@@ -12,6 +12,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange, Kept, Ranks, Shapes, require_mean
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Needs, Sizes
 
 
 class Composite(Exchange):
@@ -36,6 +37,7 @@ class Composite(Exchange):
         everyone = self.parts.values()
         self.dtypes = frozenset.intersection(*(exchange.dtypes for exchange in everyone))
         self.exact = all(exchange.exact for exchange in everyone)
+        self.staged = all(exchange.staged for exchange in everyone)
         self.needs_send_recv = any(exchange.needs_send_recv for exchange in everyone)
         self.needs_like_gpus = any(exchange.needs_like_gpus for exchange in everyone)
 
@@ -45,6 +47,13 @@ class Composite(Exchange):
 
     def made_of(self) -> Iterable[Exchange]:
         return self.parts.values()
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Return what the part in use needs that needs most."""
+        kinds = {name: type(exchange).__name__ for name, exchange in self.parts.items()}
+        used = [e for name, e in self.parts.items() if sizes.chosen & {name, kinds[name]}]
+        needs = [e.memory_bytes(sizes) for e in used or self.parts.values()]
+        return max(needs, key=lambda n: max(4 * sizes.gathered, n.scratch) + n.kept)
 
     @abstractmethod
     def choose(self, bucket: GradBucket, comm: Comm) -> str:

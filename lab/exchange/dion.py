@@ -11,8 +11,10 @@ from torch import Tensor
 from lab.codec import low_rank
 from lab.codec.low_rank import orthonormal, random_factor, together
 from lab.distributed.comm import Comm
+from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import rank_of
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, zeros
 from lab.exchange.memory import shares
 from lab.exchange.newton_schulz import rms_factor
@@ -69,6 +71,28 @@ class Dion(MatrixDirection):
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         self.rank_fraction, self.momentum = rank_fraction, momentum
         self.adam = Adam(tuple(betas), eps)
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Count the passes over momentum, gradients and directions, and the factors that are sent.
+
+        Orthonormalising P is work of the device, and left out.
+        """
+        shapes = {str(number): shape for number, shape in enumerate(costs.shapes)}
+        matrices = list(owners.hidden_matrices(shapes).values())
+        n = sum(rows * columns for rows, columns in matrices)
+        ranks = [rank_of(*matrix, self.rank_fraction) for matrix in matrices]
+        left = sum(r * rows for r, (rows, _) in zip(ranks, matrices, strict=True))
+        right = sum(r * columns for r, (_, columns) in zip(ranks, matrices, strict=True))
+        costs.codec(16 * n)
+        costs.wire(costs.exact(costs.n - n + left))
+        costs.codec(12 * n)
+        costs.wire(costs.exact(right))
+        costs.codec(4 * n + 32 * (costs.n - n))
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count momentum, and Q and R of the longer side; P is of the shorter one, and left out."""
+        return Needs(kept=4 * sizes.n * (1 + 2 * self.rank_fraction))
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         self.begin(bucket, comm)

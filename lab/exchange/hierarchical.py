@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,8 @@ from lab.distributed.comm import Comm
 from lab.distributed.nodes import each_alone
 from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
 from lab.exchange.bucket import ALIGNED, GradBucket
+from lab.exchange.coded import TwoStage
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.memory import record_stream
 from lab.exchange.rails import (
     Blocks,
@@ -27,6 +30,7 @@ from lab.exchange.rails import (
     place_of,
     shares,
 )
+from lab.exchange.rows import part_shape
 
 OWN = ("carried", "shapes", "nodes")  # keys of its own beside those of `inter` in checkpoints
 
@@ -63,7 +67,7 @@ class Hierarchical(Staged):
             raise ValueError(f"exchange.inter={name}: has two levels itself; allowed is one")
         self.inter = inter
         self.exact, self.takes_divided = inter.exact, inter.takes_divided
-        self.dtypes = inter.dtypes
+        self.dtypes, self.staged = inter.dtypes, inter.staged
         self.needs_send_recv = inter.needs_send_recv
         self.needs_like_gpus = inter.needs_like_gpus
         # Residuals of other nodes, [values of this rank's part] by parameter, for the next step.
@@ -71,6 +75,51 @@ class Hierarchical(Staged):
         self._has_state = bool(inter.state_dict())
         self._shapes: dict[str, Tensor] = {}  # of all parameters seen
         self._levels: Levels | None = None
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Add the stages of a bucket; the largest part stands for all."""
+        network, inter = costs.network, self.inter
+        if network.local == 1 and network.size > 1:
+            costs.add(inter)
+            return True
+        rails = _smallest_node(network.size, network.local)
+        parts = [[part_shape(s, rail, rails) for s in costs.shapes] for rail in range(rails)]
+        part = max(parts, key=lambda shapes: sum(map(math.prod, shapes)))
+        copied = 2 * costs.num_bytes * (len(costs.shapes) > 1)  # into blocks, and back
+        node, block_bytes = network.inside(), 4 * sum(map(math.prod, part))
+        costs.codec(copied, calls=bool(copied))
+        costs.wire(node.reduce_scatter(block_bytes), inside=True)
+        rail = network.rail(rails)
+        if isinstance(inter, Relayed) and network.num_nodes > 1:
+            costs.add(inter, part, rail, "sum")
+            message_bytes = costs.message_bytes(inter, part, network.num_nodes)
+            costs.wire(node.all_gather(message_bytes), inside=True)
+            for received in parts:
+                costs.add(inter, received, rail, "decode")
+        else:
+            if network.num_nodes > 1:
+                costs.add(inter, part, rail)
+            costs.wire(node.all_gather(block_bytes), inside=True)
+        costs.codec(copied, calls=bool(copied))
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count blocks of gathered buckets, arriving ones, and what `inter` needs for its part.
+
+        NCCL needs no memory for what arrives.
+        """
+        if sizes.local == 1 and sizes.N > 1:
+            return self.inter.memory_bytes(sizes)
+        wider = sizes.local / _smallest_node(sizes.N, sizes.local)
+        arriving = 0 if sizes.backend == "nccl" or sizes.N == 1 else sizes.n
+        own = 4 * wider * (sizes.gathered + arriving)
+        if sizes.local >= sizes.N:
+            return Needs(own)
+        part = _of_part(sizes)
+        inter, others = self.inter.memory_bytes(part), 0.0
+        if isinstance(self.inter, TwoStage):  # messages of the other rails, besides this one's
+            others = self.inter.codec.bytes_per_value() * part.n * (sizes.local - 1)
+        return Needs(own + inter.kept + others, inter.scratch)
 
     def asynchronous(self, comm: Comm) -> bool:
         return comm.asynchronous and self.inter.asynchronous(comm)
@@ -261,6 +310,25 @@ class Hierarchical(Staged):
         self.inter.load_state_dict({key: v for key, v in state.items() if key not in OWN})
         self.carried = {name: value.clone() for name, value in state["carried"].items()}
         self._shapes = {name: shape.cpu() for name, shape in state["shapes"].items()}
+
+
+def _smallest_node(size: int, local: int) -> int:
+    """Return the ranks of the smallest node, where all but the last have `local`."""
+    return size - local * (-(-size // local) - 1)
+
+
+def _of_part(sizes: Sizes) -> Sizes:
+    """Return the sizes of one rail: those of the exchange between nodes."""
+    rails = _smallest_node(sizes.N, sizes.local)
+    return replace(
+        sizes,
+        n=sizes.n // rails,
+        gathered=sizes.gathered // rails,
+        largest=sizes.largest // rails,
+        rank=sizes.rank // sizes.local,
+        N=-(-sizes.N // sizes.local),
+        local=1,
+    )
 
 
 def _nodes(state: Mapping[str, Any]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from lab.exchange import owner_message, owners
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
 from lab.exchange.layout import trainable
 from lab.exchange.newton_schulz import orthogonalised, rms_factor
@@ -81,6 +82,32 @@ class Muon(Staged, MatrixDirection):
     def _follow(self, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = {name: shape.numel() for name, shape in shapes.items()}
         self._matrices = self.plan(shapes).matrices
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Count copies to and from a message, moments, and Newton–Schulz of each rank's matrices.
+
+        Lines of a message are as long as the fullest.
+        """
+        shapes = {str(number): shape for number, shape in enumerate(costs.shapes)}
+        hidden = owners.hidden_matrices(shapes).items()
+        work = {name: newton_schulz_operations(*m, self.steps) for name, m in hidden}
+        owner, operations = owners.balanced(work, costs.N), [0.0] * costs.N
+        for name, rank in owner.items():
+            operations[rank] += work[name]
+        line = 4 * owners.lines(shapes, owner, costs.N)[1]
+        costs.codec(8 * costs.n)
+        costs.wire(costs.network.all_to_all(line))
+        costs.codec(12 * costs.n)
+        costs.products(operations)
+        costs.wire(costs.network.all_gather(line))
+        costs.codec(8 * costs.n)
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count sent and received lines, and momentum; one matrix alone is all its owner's."""
+        if sizes.gathered:
+            return Needs(kept=8 * sizes.n + 4 * sizes.n / sizes.N)
+        return Needs(kept=8 * sizes.n * sizes.N + (0 if sizes.rank else 4 * sizes.n))
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.begin(bucket, comm)

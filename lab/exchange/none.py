@@ -5,6 +5,7 @@ from __future__ import annotations
 from lab.distributed.comm import Comm
 from lab.exchange.base import ADDED, Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Costs, Needs, Sizes
 
 
 class NoExchange(Exchange):
@@ -16,9 +17,16 @@ class NoExchange(Exchange):
     dtypes = ADDED
     exact = False
     keeps_replicas_equal = False
+    staged = True
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         """Move nothing."""
+
+    def add_cost(self, costs: Costs) -> bool:
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        return Needs()
 
     def asynchronous(self, comm: Comm) -> bool:
         return True

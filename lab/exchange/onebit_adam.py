@@ -12,6 +12,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import (
     Adam,
     Direction,
@@ -92,6 +93,17 @@ class OneBitAdam(Staged, Direction):
         self.frozen_at = 0  # steps before the variance was frozen; 0: it is not
         # Once frozen, ratio is of this rank's shard, and momentum this rank's share, of active
         # rows; or, of signs of gradients, all of it over the root.
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Count the passes of a step with a frozen variance: momentum, signs, correction."""
+        if self.of_momentum:
+            return self.signed.add_cost(costs, before=12 + 16, of_shard=12, after=0)
+        return self.signed.add_cost(costs, before=16, of_shard=12, after=12 + 8)
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count momentum, and the shard of variance, besides what signs need."""
+        own = 4 * sizes.n * (1 + 1 / sizes.N)
+        return Needs(kept=own + self.signed.memory_bytes(sizes).kept)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         if self.begin(bucket, comm) and not self.frozen_at and self._settled():

@@ -10,6 +10,7 @@ from torch import nn
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Costs
 from lab.exchange.onebit_adam import OneBitAdam
 from lab.exchange.trust_ratio import TrustRatios
 
@@ -44,6 +45,10 @@ class OneBitLamb(OneBitAdam):
 
     def look_at(self, model: nn.Module) -> None:
         self.trust.look_at(model)
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Count 1-bit Adam's passes, norms of directions and weights, and a product."""
+        return self.signed.add_cost(costs, before=16, of_shard=12, after=12 + 8 + 8 + 8)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         yield from super().stages(bucket, comm)

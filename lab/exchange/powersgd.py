@@ -16,6 +16,7 @@ from lab.exchange import compressible
 from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Lossy
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.memory import Memory
 
 
@@ -47,6 +48,22 @@ class PowerSGD(Lossy):
             raise ValueError(f"exchange.rank={rank}: must be an integer of at least 1")
         self.rank = rank
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Count passes over matrices; their factors are small."""
+        found = (compressible.low_rank(shape, self.rank) for shape in costs.shapes)
+        low = [matrix for matrix in found if matrix]
+        n = sum(rows * columns for rows, columns in low)
+        costs.codec(12 * n, in_torch=16 * n)
+        first = costs.exact(costs.n - n) + costs.exact(self.rank * sum(rows for rows, _ in low))
+        costs.wire(first)
+        costs.codec(12 * n)
+        costs.wire(costs.exact(self.rank * sum(columns for _, columns in low)))
+        costs.codec(4 * n)
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        return Needs(kept=4 * sizes.n * self.memory.keeps)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan, second = self.planned(bucket, comm, _Plan), comm.beside("second stage")

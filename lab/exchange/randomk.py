@@ -12,6 +12,7 @@ from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Lossy
 from lab.exchange.compressible import num_sent
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.memory import Memory
 
 
@@ -38,6 +39,16 @@ class RandomK(Lossy):
         if not isinstance(seed, int):
             raise ValueError(f"exchange.seed={seed}: must be an integer")
         self.ratio, self.seed = ratio, seed
+
+    def add_cost(self, costs: Costs) -> bool:
+        n, sent = costs.n, sum(num_sent(shape, self.ratio) for shape in costs.shapes)
+        costs.codec(12 * n + 8 * sent, in_torch=16 * n + 160 * sent)
+        costs.wire(costs.exact(sent))
+        costs.codec(4 * n + 12 * sent, in_torch=4 * n + 160 * sent)
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        return Needs(kept=4 * sizes.n * (self.memory.keeps + self.ratio))
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.planned(bucket, comm, _Plan)

@@ -10,6 +10,7 @@ from lab.exchange import pipeline
 from lab.exchange.base import ADDED, Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import LAG, ChunkMB, check_chunk_mb, chunk_mb_over
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.pipeline import Tick
 
 
@@ -36,6 +37,13 @@ class Ring(Exchange):
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
         self._buffers = ScratchBuffer()
+
+    def add_cost(self, costs: Costs) -> bool:
+        costs.wire(costs.network.ring(costs.num_bytes, costs.chunk_bytes(self.chunk_mb)))
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        return Needs(kept=sizes.chunks(sizes.largest / sizes.N, self.chunk_mb))
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.size > 1:

@@ -9,6 +9,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite
+from lab.exchange.cost import Costs
 
 
 class Schedule(Composite):
@@ -38,6 +39,18 @@ class Schedule(Composite):
         super().__init__(phases, "exchange.")
         check_until(until, len(phases))
         self.until = list(until)
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Add each phase's stages for its share of the run."""
+        if not all(0 < end < 1 for end in self.until):
+            raise ValueError(
+                f"exchange.until={self.until}: a prediction needs the run's length: set steps, or "
+                "shares of the run"
+            )
+        spans = zip([0, *self.until], [*self.until, 1], strict=True)
+        for exchange, (start, end) in zip(self.parts.values(), spans, strict=True):
+            costs.add(exchange, share=end - start)
+        return True
 
     def choose(self, bucket: GradBucket, comm: Comm) -> str:
         """Return the phase of the bucket's step."""

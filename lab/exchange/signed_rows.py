@@ -17,6 +17,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Moments, copies, require_integer
 from lab.exchange.memory import shares
 
@@ -117,6 +118,28 @@ class SignedRows:
         self.codec = Blocks(block_size)
         self.kept: dict[str, Moments] = {kind: {} for kind in KINDS}
         self._rows: Moments = {}  # indices of active rows
+
+    def add_cost(self, costs: Costs, before: int, of_shard: int, after: int) -> bool:
+        """Add the stages of a sum in signs, and what an optimizer adds around it.
+
+        Args:
+            before, of_shard, after: bytes of memory for a value, of a shard between both stages.
+        """
+        shapes = {str(number): shape for number, shape in enumerate(costs.shapes)}
+        line = self.codec.layout(shapes, costs.n, costs.N).line_bytes
+        message, calls = line * costs.N, 2 * len(costs.shapes)
+        costs.codec((before + 12) * costs.n + message, calls)
+        costs.wire(costs.network.all_to_all(line))
+        costs.codec((8 * costs.N + of_shard + 12) * costs.n / costs.N + message, calls)
+        costs.wire(costs.network.all_gather(line))
+        costs.codec((4 + after) * costs.n + message, calls)
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count both residuals, and messages as lab.exchange.coded.TwoStage does."""
+        part = 1 / sizes.N
+        per_value = 4 * (1 + part) + self.codec.bytes_per_value() * (2 + part)
+        return Needs(kept=sizes.n * per_value)
 
     def __contains__(self, name: str) -> bool:
         return name in self.kept["active"]

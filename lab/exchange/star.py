@@ -8,6 +8,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.exchange.base import Rooted
 from lab.exchange.bucket import GradBucket
+from lab.exchange.cost import Costs, Needs, Sizes
 
 
 class Star(Rooted):
@@ -16,6 +17,13 @@ class Star(Rooted):
     As Torch7's nn.DataParallelTable does (accGradParameters onto the first GPU). Rank 0 moves N-1
     times as many bytes as the others.
     """
+
+    def add_cost(self, costs: Costs) -> bool:
+        costs.wire(costs.network.star(costs.num_bytes))
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        return Needs(scratch=0 if sizes.rank else 4 * sizes.largest)
 
     def to_root(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.rank:

@@ -14,6 +14,7 @@ from lab.exchange import pipeline
 from lab.exchange.base import Rooted
 from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import LAG, ChunkMB, check_chunk_mb, chunk_mb_over
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.pipeline import Tick
 from lab.exchange.topology import Node, binomial_node
 
@@ -50,6 +51,17 @@ class Tree(Rooted):
         divide = partial(bucket.divide, size=comm.size)
         chunks = bucket.flat.tensor_split(pipeline.num_chunks(bucket.flat, chunk_mb))
         pipeline.run(comm, up_and_down(chunks, node, comm.size, divide, self._buffers))
+
+    def add_cost(self, costs: Costs) -> bool:
+        chunk_bytes = costs.chunk_bytes(self.chunk_mb)
+        costs.wire(costs.network.tree_pipelined(costs.num_bytes, chunk_bytes))
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        children = binomial_node(sizes.rank, sizes.N).children
+        if chunk_mb_over(self.chunk_mb, sizes.backend) is None:
+            return Needs(scratch=4 * sizes.largest if children else 0)
+        return Needs(kept=sizes.chunks(sizes.largest, self.chunk_mb, len(children)))
 
     def to_root(self, bucket: GradBucket, comm: Comm) -> None:
         node, flat = binomial_node(comm.rank, comm.size), bucket.flat

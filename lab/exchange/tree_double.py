@@ -10,6 +10,7 @@ from lab.exchange import pipeline
 from lab.exchange.base import ADDED, Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.chunks import ChunkMB, check_chunk_mb, chunk_mb_over
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.topology import in_order_node
 from lab.exchange.tree import up_and_down
 
@@ -38,6 +39,17 @@ class DoubleTree(Exchange):
         check_chunk_mb(chunk_mb)
         self.chunk_mb = chunk_mb
         self._buffers = ScratchBuffer(), ScratchBuffer()  # one per tree; a leaf's stays empty
+
+    def add_cost(self, costs: Costs) -> bool:
+        chunk_bytes = costs.chunk_bytes(self.chunk_mb)
+        costs.wire(costs.network.tree_double(costs.num_bytes, chunk_bytes))
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        nodes = [in_order_node(sizes.rank, sizes.N, tree) for tree in (0, 1)]
+        half = sizes.largest / 2
+        kept = sum(sizes.chunks(half, self.chunk_mb, len(node.children)) for node in nodes)
+        return Needs(kept)
 
     def average(self, bucket: GradBucket, comm: Comm) -> None:
         if comm.size == 1:

@@ -13,6 +13,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import as_matrix
+from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, Direction, is_finite, zeros
 from lab.exchange.doubling import Doubling
 from lab.exchange.frozen import raise_least
@@ -61,6 +62,14 @@ class ZeroOneAdam(Staged, Direction):
         self.adam = Adam(tuple(betas), eps)
         self.signed = SignedRows(block_size)
         self.doubling = Doubling(updates_per_interval, longest_interval)
+
+    def add_cost(self, costs: Costs) -> bool:
+        """Count the passes of a step in signs, as all are once the variance is frozen."""
+        return self.signed.add_cost(costs, before=12, of_shard=0, after=12 + 12 + 12 + 8)
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        """Count momentum and root besides what signs need."""
+        return Needs(kept=8 * sizes.n + self.signed.memory_bytes(sizes).kept)
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.begin(bucket, comm)

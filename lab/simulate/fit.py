@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from lab.model.profile import Profile
-from lab.simulate.costs import is_staged
+from lab.simulate.costs import exchange_of
 from lab.simulate.hardware import Hardware, Range
 from lab.simulate.network import Network
 from lab.simulate.presets import draws as draws_of
@@ -157,7 +157,7 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
 
 def _codecs(cell: Observation, hardware: Hardware) -> set[str]:
     """Name the codecs of a cell that delay backward, one of each level of its exchange."""
-    if not is_staged(cell.strategy.exchange):
+    if not exchange_of(cell.strategy.exchange).staged:
         return set()
     network = Network(hardware, cell.world_size)
     stages = stages_of_step(cell.profile, cell.strategy, network)

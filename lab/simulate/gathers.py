@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lab.simulate.load import FSDP, Load, Shape, Stage
+from lab.exchange.cost import Shape
+from lab.simulate.load import FSDP, Load, Stage
 from lab.simulate.network import Network
-
-INT8 = {"_target_": "lab.exchange.int8.Int8", "block_size": 1024}
 
 
 def exact(
@@ -35,8 +34,8 @@ def in_bytes(shapes: Sequence[Shape], network: Network, inside: bool) -> list[St
     """Gather a byte for each value, and decode the parts of all ranks. Arguments as `exact`."""
     from lab.simulate import recorded  # with torch, which settings and help do not need
 
-    load = Load(shapes, INT8, network)
-    recorded.add_stages(load, "gather")
+    load = Load(shapes, "Int8", network)  # at the rate of that codec
+    recorded.add_gather(load)
     load.stages = [replace(s, inside=inside and s.row == "exchange") for s in load.stages]
     _copy(load)
     return load.stages

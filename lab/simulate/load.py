@@ -1,30 +1,39 @@
-"""Arguments of cost cards: a bucket on a network, and the sizes of a model."""
+"""A bucket on a network, and the stages of its exchange."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lab.exchange.chunks import LAG, chunk_mb_over
+from lab.exchange.chunks import ChunkMB, chunk_mb_over
+from lab.exchange.cost import Shape
 from lab.exchange.grouping import MIB
 from lab.model.profile import VALUE_BYTES
 from lab.settings.names import class_name
 from lab.simulate.network import Cost, Network
+
+if TYPE_CHECKING:
+    from lab.exchange.base import Exchange
 
 # Operations of matrix products in the time of a byte of codecs: assumed. A core computes ten; the
 # tensor cores of an H100 two hundred at half of their peak.
 OPERATIONS_PER_BYTE = {"gloo": 10.0, "nccl": 200.0}
 
 Settings = Mapping[str, Any]
-Shape = tuple[int, ...]
-FSDP = {"_target_": "torch.distributed.fsdp.FSDP"}  # its copies have a rate of their own
+FSDP = "FSDP"  # its copies have a rate of their own
 
 
 def class_of(exchange: Settings) -> str:
     """Return the class name of a configured exchange of the lab's; of a user's, its path."""
     return class_name(exchange["_target_"])
+
+
+def name_of(exchange: Exchange) -> str:
+    """Return the same of an exchange itself."""
+    kind = type(exchange)
+    return class_name(f"{kind.__module__}.{kind.__qualname__}")
 
 
 @dataclass(frozen=True)
@@ -57,16 +66,16 @@ class Stage:
 
 @dataclass
 class Load:
-    """One bucket and the exchange that averages it; collects the stages.
+    """One bucket on a network; collects the stages of its exchange, and implements Costs.
 
     Attributes:
         shapes: shapes of the bucket's parameters.
-        exchange: `_target_` and its arguments, as configured.
+        rate: whose rate codecs have: an exchange's class, as `class_of` names it.
         network: the ranks and their links.
     """
 
     shapes: Sequence[Shape]
-    exchange: Settings
+    rate: str
     network: Network
     stages: list[Stage] = field(default_factory=list)
 
@@ -85,11 +94,35 @@ class Load:
         """Bytes of the uncompressed gradient."""
         return VALUE_BYTES * self.n
 
-    @property
-    def chunk_bytes(self) -> float:
-        """Bytes of the largest chunk; infinite if the exchange sends whole buckets."""
-        chunk_mb = chunk_mb_over(self.exchange["chunk_mb"], self.network.hardware.library)
-        return chunk_mb * MIB if chunk_mb else math.inf
+    def chunk_bytes(self, chunk_mb: ChunkMB) -> float:
+        """Return the bytes of the largest chunk; infinite if buckets are sent whole."""
+        size = chunk_mb_over(chunk_mb, self.network.hardware.library)
+        return size * MIB if size else math.inf
+
+    def add(
+        self,
+        exchange: Exchange,
+        shapes: Sequence[Shape] | None = None,
+        network: Network | None = None,
+        part: str = "whole",
+        share: float = 1.0,
+    ) -> float:
+        """Add the stages of an exchange; see lab.exchange.cost.Costs. Returns their seconds."""
+        from lab.simulate import recorded  # with torch, which settings and help do not need
+
+        load = Load(
+            self.shapes if shapes is None else shapes, name_of(exchange), network or self.network
+        )
+        if part != "whole" or not exchange.add_cost(load):
+            recorded.add_stages(load, exchange, part)
+        self.stages += [stage.scaled(share) for stage in load.stages]
+        return share * sum(stage.seconds for stage in load.stages)
+
+    def message_bytes(self, exchange: Exchange, shapes: Sequence[Shape], size: int) -> float:
+        """Return the bytes of the message that all of `size` ranks decode at last."""
+        from lab.simulate import recorded
+
+        return recorded.message_bytes(exchange, tuple(shapes), size)
 
     def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
         """Add a stage that reads and writes `num_bytes` of memory in `calls` calls.
@@ -100,21 +133,20 @@ class Load:
         hardware = self.network.hardware
         if in_torch is not None and hardware.library == "nccl":
             num_bytes = in_torch
-        name = class_of(self.exchange)
-        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(name)
+        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(self.rate)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor
-        self.stages.append(Stage("codec", factor * seconds, codec=name))
+        self.stages.append(Stage("codec", factor * seconds, codec=self.rate))
 
     def products(self, operations: Sequence[float]) -> None:
         """Add a stage of matrix products, of so many operations on each rank.
 
         The busiest rank counts; where ranks share cores, they also compute all products together.
         """
-        hardware, name = self.network.hardware, class_of(self.exchange)
+        hardware = self.network.hardware
         dearest = max(max(operations), sum(operations) / (hardware.num_cores or self.N))
-        rate = OPERATIONS_PER_BYTE[hardware.library] * hardware.codec_rate(name)
+        rate = OPERATIONS_PER_BYTE[hardware.library] * hardware.codec_rate(self.rate)
         seconds = self.network.slowest_factor * dearest / rate
-        self.stages.append(Stage("codec", seconds, codec=name))
+        self.stages.append(Stage("codec", seconds, codec=self.rate))
 
     def wire(self, cost: Cost, inside: bool = False) -> None:
         """Add a stage that waits for a collective, of all ranks or inside each node."""
@@ -124,49 +156,3 @@ class Load:
     def exact(self, num_values: int) -> Cost:
         """Return the cost of values that travel uncompressed, in a separate all-reduce."""
         return self.network.all_reduce(VALUE_BYTES * num_values)
-
-
-@dataclass(frozen=True)
-class Relay:
-    """Costs of an exchange whose ranks all decode the same message at last (exchange.base.Relayed).
-
-    Attributes:
-        sum: appends the stages until ranks have the message.
-        message_bytes: of a Load's bucket.
-        decode: appends the stages after them.
-        kept: bytes of memory for a message, of so many values.
-    """
-
-    sum: Callable[[Load], None]
-    message_bytes: Callable[[Load], float]
-    decode: Callable[[Load], None]
-    kept: Callable[[float], float]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Arguments of memory formulas: numbers of float32 values, and one rank among N.
-
-    Attributes:
-        n: values of the whole model.
-        gathered: values of buckets of several parameters, whose gradients are copied into a buffer.
-        largest: values of the largest bucket.
-        backend: library over which ranks talk; chunk sizes depend on it.
-        chosen: classes of a schedule, or names that exchange=auto has chosen; empty: all.
-        local: ranks of each node.
-    """
-
-    n: int
-    gathered: int
-    largest: int
-    rank: int
-    N: int
-    backend: str = "gloo"
-    chosen: frozenset[str] = frozenset()
-    local: int = 1
-
-    def chunks(self, num_values: float, exchange: Settings, num_children: int = 1) -> float:
-        """Count the bytes of the chunks that arrive from `num_children` ranks at the same time."""
-        chunk_mb = chunk_mb_over(exchange["chunk_mb"], self.backend)
-        limit = chunk_mb * MIB if chunk_mb else math.inf
-        return LAG * num_children * min(VALUE_BYTES * num_values, limit)

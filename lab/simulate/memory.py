@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lab.exchange.cost import Sizes
 from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import extra_bytes
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Settings, Sizes
+from lab.simulate.load import Settings
 from lab.simulate.messages import buckets
 from lab.simulate.strategy import Strategy
 from lab.sync.pattern import class_of, pattern_of

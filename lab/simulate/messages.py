@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 
+from lab.exchange.cost import Shape
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.simulate.costs import card_of
-from lab.simulate.load import Shape
+from lab.simulate.costs import exchange_of
 from lab.simulate.strategy import Strategy
 from lab.sync.fragments import fragments
 
@@ -62,7 +62,7 @@ def parameter_of(message_part: str) -> str:
 def _chunks(profile: Profile, strategy: Strategy) -> list[Bucket]:
     """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
     planned = buckets(profile, strategy.chunk_mb)
-    if not card_of(strategy.exchange).sums(strategy.exchange):
+    if not exchange_of(strategy.exchange).takes_divided:  # it does more than add values
         return planned
     chunks: list[Bucket] = []
     for bucket in planned:

@@ -241,7 +241,7 @@ class Network:
     def _reached(self, rank: int, num_bytes: float) -> float:
         """Return when the last rank below `rank` has received what that rank sends down."""
         children = binomial_node(rank, self.size).children
-        sent_s = sum(self._link(rank, child).seconds(num_bytes) for child in children)
+        sent_s = sum(self.link(rank, child).seconds(num_bytes) for child in children)
         below = (self._reached(child, num_bytes) for child in children)
         return sent_s + max(below, default=0.0)
 
@@ -250,14 +250,14 @@ class Network:
         now_s = 0.0
         for child in binomial_node(rank, self.size).children:
             ready_s = self._completed(child, num_bytes, added_s)
-            now_s = max(now_s, ready_s) + self._link(rank, child).seconds(num_bytes) + added_s
+            now_s = max(now_s, ready_s) + self.link(rank, child).seconds(num_bytes) + added_s
         return now_s
 
     def _at_root(self, num_bytes: float) -> float:
         """Return the seconds between two chunks: the root's links within, or those beyond."""
         if self.rates:
             children = binomial_node(0, self.size).children
-            return sum(self._link(0, child).seconds_both_ways(num_bytes) for child in children)
+            return sum(self.link(0, child).seconds_both_ways(num_bytes) for child in children)
         return max(hops * link.seconds_both_ways(num_bytes) for hops, link in self._hops())
 
     def _hops(self) -> tuple[tuple[int, Link], ...]:
@@ -267,14 +267,16 @@ class Network:
     def _from_root(self) -> list[tuple[int, Link]]:
         """Return the links between the root and each other rank, and how many there are of each."""
         if self.rates:
-            return [(1, self._link(0, rank)) for rank in range(1, self.size)]
+            return [(1, self.link(0, rank)) for rank in range(1, self.size)]
         return [(self.local - 1, self.intra), (self.size - self.local, self.inter)]
 
-    def _link(self, rank: int, other: int) -> Link:
-        """Return the link between two ranks, whose nodes have links of their own rates."""
+    def link(self, rank: int, other: int) -> Link:
+        """Return the link between two ranks, whose nodes may have links of their own rates."""
         nodes = [each // self.hardware.ranks_per_node for each in (rank, other)]
         if nodes[0] == nodes[1]:
             return self.intra
+        if not self.rates:
+            return self.inter
         rate = min(self.rates[node] for node in nodes)
         return replace(self.inter, bandwidth_bytes_per_s=rate)
 

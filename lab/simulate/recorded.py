@@ -1,41 +1,51 @@
-"""Stages of exchanges in messages of a codec, recorded from their own code.
+"""Stages of an exchange, recorded from its own code.
 
-An exchange runs on tensors without values, over a comm that sends nothing. The comm notes what it
-is asked to send, and kernels note how much memory they would pass over.
+It runs on tensors without values, over a comm that sends nothing. The comm notes what it is asked
+to send; kernels of codecs, and operations of plain torch, note how much memory they would pass
+over. Where ranks send to each other one by one, all of them are recorded and their transfers
+followed in time.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lab.codec.base import Codec
+from lab.codec.base import Codec, Kernels
 from lab.codec.layout import Layout
-from lab.distributed.collective import Collective, Done
-from lab.distributed.comm import Comm
+from lab.distributed.collective import Collective, Done, Handle
+from lab.distributed.comm import Comm, Transfer
+from lab.exchange.base import Exchange, Relayed, everyone
 from lab.exchange.bucket import GradBucket
-from lab.exchange.coded import Coded, TwoStage
+from lab.exchange.coded import Coded
+from lab.exchange.cost import Shape
+from lab.exchange.gather import CODEC as GATHERED
 from lab.exchange.gather import gather_bytes
 from lab.exchange.scatter import Layout as Columns
 from lab.exchange.scatter import scatter_of
-from lab.settings.config import build
-from lab.simulate.load import Load, Settings, Shape
+from lab.simulate.load import Load, Stage
 
 META = torch.device("meta")
 AFTER_WARMUP = 2**62  # a step
+ADDRESSES = ("empty", "empty_like", "new_empty", "empty_strided", "resize_")  # move no values
 
 
-class Moved(NamedTuple):
-    """Bytes of memory that a kernel reads and writes; `in_torch`: that plain torch would."""
+@dataclass
+class Moved:
+    """Bytes of memory that are read and written; `in_torch`: by plain torch, as on a GPU."""
 
     num_bytes: float
-    in_torch: float | None
+    in_torch: float
+    calls: int = 1
 
 
 class Collected(NamedTuple):
@@ -45,93 +55,160 @@ class Collected(NamedTuple):
     num_bytes: float
 
 
-Event = Moved | Collected
+class Posted(NamedTuple):
+    """Transfers that begin: the bytes and other rank of each, and the number of their wait."""
+
+    sends: tuple[tuple[float, int], ...]
+    receives: tuple[int, ...]
+    number: int
 
 
-def add_stages(load: Load, part: str = "whole") -> None:
+class Waited(NamedTuple):
+    """A wait for the transfers of a number."""
+
+    number: int
+
+
+Event = Moved | Collected | Posted | Waited
+
+
+def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
     """Append the stages of a bucket.
 
     Args:
-        part: "whole"; of an exchange whose ranks decode the same message at last (see Relay), "sum"
-            until they have it, and "decode" after that; "scatter": its reduce-scatter alone, and
-            "gather": an all-gather in bytes, of shapes that all ranks have as much of.
+        part: "whole"; of an exchange whose ranks decode the same message at last (see
+            lab.exchange.base.Relayed), "sum" until they have it, and "decode" after that;
+            "scatter": its reduce-scatter alone, and "gather": an all-gather in bytes, of shapes
+            that all ranks have as much of.
+
+    Raises:
+        ValueError: its code does not run without values.
     """
-    for event in _events(_key(load.exchange), tuple(load.shapes), load.N, part):
+    events = _events(exchange, tuple(load.shapes), load.N, part, 0)
+    if any(isinstance(event, Posted) for event in events):
+        every = [_events(exchange, tuple(load.shapes), load.N, part, r) for r in range(load.N)]
+        load.stages.append(_followed(every, load))
+        return
+    for event in events:
         if isinstance(event, Moved):
-            load.codec(event.num_bytes, in_torch=event.in_torch)
-        else:
+            load.codec(event.num_bytes, event.calls, event.in_torch)
+        elif isinstance(event, Collected):
             load.wire(getattr(load.network, event.call)(event.num_bytes))
 
 
-def message_bytes(load: Load) -> int:
+@lru_cache(maxsize=10_000)
+def message_bytes(exchange: Relayed, shapes: tuple[Shape, ...], size: int) -> int:
     """Return the bytes of the message that all ranks decode at last."""
-    return _message_bytes(_key(load.exchange), tuple(load.shapes), load.N)
+    return deepcopy(exchange).message_bytes(_bucket(shapes, 0), size)
 
 
-def require_scatter(settings: Settings) -> None:
-    """Refuse an exchange without a reduce-scatter. ValueError: see lab.exchange.scatter."""
-    scatter_of(_exchange(_key(settings)))
-
-
-def _key(settings: Settings) -> str:
-    return json.dumps(dict(settings), sort_keys=True, default=str)
-
-
-def _exchange(settings: str) -> Any:
-    return build(cast(DictConfig, OmegaConf.create(json.loads(settings))))
-
-
-def _bucket(shapes: Sequence[Shape]) -> GradBucket:
+def _bucket(shapes: Sequence[Shape], step: int) -> GradBucket:
     named = {str(number): torch.Size(shape) for number, shape in enumerate(shapes)}
     flat = torch.empty(sum(shape.numel() for shape in named.values()), device=META)
-    return GradBucket(named, flat, AFTER_WARMUP)
+    return GradBucket(named, flat, AFTER_WARMUP + step)
 
 
 @lru_cache(maxsize=10_000)
-def _message_bytes(settings: str, shapes: tuple[Shape, ...], size: int) -> int:
-    exchange: TwoStage = _exchange(settings)
-    return exchange.message_bytes(_bucket(shapes), size)
+def _events(
+    exchange: Exchange, shapes: tuple[Shape, ...], size: int, part: str, rank: int
+) -> tuple[Event, ...]:
+    """Record a step of a bucket, after one in which what stays is laid out."""
+    own, first = deepcopy(exchange), _bucket(shapes, 0)
+    recorder = Recorder(rank, size)
+    for each in everyone(own):
+        if isinstance(each, Coded):
+            _note_kernels(each.codec, recorder.events)
+    second = _bucket(shapes, 1)
+    second.plans, second.buffers, second.flat = first.plans, first.buffers, first.flat
+    second.divided = own.takes_divided
+    try:
+        for bucket in (first, second):
+            recorder.events.clear()
+            with Passes(recorder.events):
+                _run(own, bucket, recorder, part)
+    except (RuntimeError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"exchange={type(exchange).__name__}: cannot be predicted from its code, which does "
+            f"not run without values ({why}); give it add_cost"
+        ) from error
+    return tuple(_joined(recorder.events))
 
 
-@lru_cache(maxsize=10_000)
-def _events(settings: str, shapes: tuple[Shape, ...], size: int, part: str) -> tuple[Event, ...]:
-    """Record one exchange of a bucket: the whole of it, or a part, as `add_stages` names it."""
-    exchange: Coded = _exchange(settings)
-    found, bucket = list[Event](), _bucket(shapes)
-    kernels = Noting(exchange.codec, found.append)
-    exchange.codec.kernels = lambda device: kernels
-    comm = Recorder(size, found.append)
-    parts = bucket.flat.view(size, -1) if part in ("scatter", "gather") else bucket.flat
+def _note_kernels(codec: Codec, events: list[Event]) -> None:
+    kernels = Noting(codec, events)
+
+    def instead(device: torch.device) -> Kernels:
+        return kernels
+
+    codec.kernels = instead
+
+
+def _run(exchange: Exchange, bucket: GradBucket, comm: Recorder, part: str) -> None:
     if part == "whole":
-        _run(exchange.stages(bucket, comm))
+        exchange.average(bucket, comm)
     elif part == "scatter":
-        scatter_of(exchange).sum(torch.empty_like(parts[0]), parts, comm, Columns({}))
-    elif part == "gather":
-        gather_bytes(bucket.flat, parts[0], comm, {}, exchange.codec)
+        parts = bucket.flat.view(comm.size, -1)
+        columns = bucket.plans.setdefault("columns", Columns({}))
+        scatter_of(exchange).sum(torch.empty_like(parts[0]), parts, comm, columns)
     else:
-        assert isinstance(exchange, TwoStage)
-        num_bytes = exchange.message_bytes(bucket, size)
+        assert isinstance(exchange, Relayed)
+        num_bytes = exchange.message_bytes(bucket, comm.size)
         message = torch.empty(num_bytes, dtype=torch.uint8, device=META)
         if part == "sum":
-            _run(exchange.sum(bucket, comm, message))
+            for collective in exchange.sum(bucket, comm, message):
+                collective.wait()
         else:
-            exchange.decode(message, bucket, size, size)
-    return tuple(found)
+            exchange.decode(message, bucket, comm.size, comm.size)
 
 
-def _run(stages: Any) -> None:
-    for collective in stages:
-        collective.wait()
+def _joined(events: Sequence[Event]) -> Iterator[Event]:
+    """Yield events, of which passes over memory that follow each other are one."""
+    moved: Moved | None = None
+    for event in events:
+        if isinstance(event, Moved):
+            before = moved or Moved(0.0, 0.0, 0)
+            moved = Moved(
+                before.num_bytes + event.num_bytes,
+                before.in_torch + event.in_torch,
+                before.calls + event.calls,
+            )
+            continue
+        if moved:
+            yield moved
+        moved = None
+        yield event
+    if moved:
+        yield moved
+
+
+@lru_cache(maxsize=1000)
+def _gathered(num_values: int, size: int) -> tuple[Event, ...]:
+    codec, recorder, plans = deepcopy(GATHERED), Recorder(0, size), dict[object, Any]()
+    _note_kernels(codec, recorder.events)
+    weights = torch.empty(size, num_values, device=META)
+    gather_bytes(weights.view(-1), weights[0], recorder, plans, codec)
+    return tuple(recorder.events)
+
+
+def add_gather(load: Load) -> None:
+    """Append the stages of an all-gather of weights in bytes; see lab.exchange.gather."""
+    for event in _gathered(load.n // load.N, load.N):
+        if isinstance(event, Moved):
+            load.codec(event.num_bytes, event.calls, event.in_torch)
+        elif isinstance(event, Collected):
+            load.wire(getattr(load.network, event.call)(event.num_bytes))
 
 
 class Recorder(Comm):
-    """Rank 0 of `size`, whose collectives are noted and move nothing."""
+    """A rank among `size`, whose collectives are noted and move nothing."""
 
     backend = "none"
 
-    def __init__(self, size: int, note: Callable[[Event], None]) -> None:
-        super().__init__(0, size)
-        self._note = note
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.events = list[Event]()
+        self._batches = 0
 
     def _iall_reduce(self, tensor: Tensor) -> Collective:
         return self._noted("all_reduce", tensor.nbytes)
@@ -142,12 +219,47 @@ class Recorder(Comm):
     def _iall_to_all(self, output: Tensor, tensor: Tensor) -> Collective:
         return self._noted("all_to_all", tensor.nbytes / self.size)
 
+    def _ireduce_scatter(self, output: Tensor, tensor: Tensor, parts: Tensor | None) -> Collective:
+        return self._noted("reduce_scatter", tensor.nbytes / self.size)
+
     def _ibroadcast(self, tensor: Tensor, source: int) -> Collective:
-        raise NotImplementedError("no exchange broadcasts")
+        raise NotImplementedError("it broadcasts")
+
+    def _isend_irecv(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Handle:
+        self._batches += 1
+        sizes = tuple((tensor.nbytes, to) for tensor, to in sends)
+        sources = tuple(source for _, source in receives)
+        self.events.append(Posted(sizes, sources, self._batches))
+        return _Batch(self._batches, self.events)
 
     def _noted(self, call: str, num_bytes: float) -> Done:
-        self._note(Collected(call, num_bytes))
+        self.events.append(Collected(call, num_bytes))
         return Done()
+
+
+class _Batch(NamedTuple):
+    number: int
+    events: list[Event]
+
+    def wait(self) -> None:
+        self.events.append(Waited(self.number))
+
+
+class Passes(TorchDispatchMode):
+    """Notes the bytes that operations of plain torch read and write."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or func.overloadpacket.__name__ in ADDRESSES:
+            return out
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        moved = float(sum(tensor.nbytes for tensor in tensors))
+        self._events.append(Moved(moved, moved, calls=0))  # few beside the kernels of a codec
+        return out
 
 
 class Noting:
@@ -156,8 +268,8 @@ class Noting:
     Plain torch reads and writes `codec.in_torch` bytes for a value, and 12 to add one to another.
     """
 
-    def __init__(self, codec: Codec, note: Callable[[Event], None]) -> None:
-        self._codec, self._note = codec, note
+    def __init__(self, codec: Codec, events: list[Event]) -> None:
+        self._codec, self._events = codec, events
 
     def encode(
         self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
@@ -182,4 +294,91 @@ class Noting:
 
     def _moved(self, num_bytes: float, in_torch: Callable[[float, float], float]) -> None:
         per_value = self._codec.in_torch
-        self._note(Moved(num_bytes, None if per_value is None else in_torch(*per_value)))
+        self._events.append(Moved(num_bytes, in_torch(*per_value) if per_value else num_bytes))
+
+
+@dataclass
+class _Rank:
+    """A rank whose events are followed in time.
+
+    Attributes:
+        out_s, in_s: when its connections have sent, and received, what is under way.
+        ends_s: when the transfers of a batch end, by number; `open`: how many do not yet.
+    """
+
+    events: deque[Event]
+    now_s: float = 0.0
+    out_s: float = 0.0
+    in_s: float = 0.0
+    sent_bytes: float = 0.0
+    ends_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    open: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def _followed(every: Sequence[Sequence[Event]], load: Load) -> Stage:
+    """Follow the events of all ranks in time; a rank sends and receives one message at a time.
+
+    Raises:
+        ValueError: a rank waits for a message that none sends.
+    """
+    ranks = [_Rank(deque(events)) for events in every]
+    posted = _Transfers(ranks, load)
+    while any(rank.events for rank in ranks):
+        if not any(_advanced(n, rank, posted, load) for n, rank in enumerate(ranks)):
+            raise ValueError(f"exchange={load.rate}: a rank waits for a message that none sends")
+    sent_bytes = max(rank.sent_bytes for rank in ranks)
+    return Stage("exchange", max(rank.now_s for rank in ranks), sent_bytes)
+
+
+def _advanced(number: int, rank: _Rank, posted: _Transfers, load: Load) -> bool:
+    """Follow a rank until it must wait; return whether it did anything."""
+    before = len(rank.events)
+    while rank.events:
+        event = rank.events[0]
+        if isinstance(event, Waited):
+            if rank.open[event.number]:
+                break
+            rank.now_s = max(rank.now_s, rank.ends_s[event.number])
+        elif isinstance(event, Posted):
+            posted.begin(number, event)
+        elif isinstance(event, Moved):
+            alone = Load(load.shapes, load.rate, load.network)
+            alone.codec(event.num_bytes, event.calls, event.in_torch)
+            rank.now_s += alone.stages[0].seconds
+        else:
+            raise ValueError(f"exchange={load.rate}: mixes collectives with single messages")
+        rank.events.popleft()
+    return len(rank.events) < before
+
+
+class _Transfers:
+    """Messages between every two ranks, in the order in which they began."""
+
+    def __init__(self, ranks: Sequence[_Rank], load: Load) -> None:
+        self._ranks, self._load = ranks, load
+        self._sends: dict[tuple[int, int], deque[tuple[float, int, float]]] = defaultdict(deque)
+        self._receives: dict[tuple[int, int], deque[tuple[int, float]]] = defaultdict(deque)
+
+    def begin(self, number: int, event: Posted) -> None:
+        rank = self._ranks[number]
+        rank.open[event.number] = len(event.sends) + len(event.receives)
+        for num_bytes, to in event.sends:
+            rank.sent_bytes += num_bytes
+            self._sends[number, to].append((num_bytes, event.number, rank.now_s))
+            self._match(number, to)
+        for source in event.receives:
+            self._receives[source, number].append((event.number, rank.now_s))
+            self._match(source, number)
+
+    def _match(self, source: int, to: int) -> None:
+        sends, receives = self._sends[source, to], self._receives[source, to]
+        while sends and receives:
+            num_bytes, sent_in, sent_s = sends.popleft()
+            received_in, ready_s = receives.popleft()
+            sender, receiver = self._ranks[source], self._ranks[to]
+            begin_s = max(sent_s, ready_s, sender.out_s, receiver.in_s)
+            end_s = begin_s + self._load.network.link(source, to).seconds(num_bytes)
+            sender.out_s = receiver.in_s = end_s
+            for rank, batch in ((sender, sent_in), (receiver, received_in)):
+                rank.ends_s[batch] = max(rank.ends_s[batch], end_s)
+                rank.open[batch] -= 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from lab.simulate.costs import exchange_of
 from lab.simulate.load import FSDP, Load, Settings, class_of
 
 
@@ -18,27 +19,34 @@ def scatter_of(exchange: Settings) -> Callable[[Load], None]:
     Raises:
         ValueError: the exchange has no reduce-scatter.
     """
-    from lab.simulate import recorded  # with torch, which settings and help do not need
+    from lab.exchange import scatter  # with torch, which settings and help do not need
+    from lab.exchange.allreduce import AllReduce
 
-    name = class_of(exchange)
-    if name in EXACT:
-        return EXACT[name]
-    recorded.require_scatter(exchange)
-    return partial(recorded.add_stages, part="scatter")
+    if class_of(exchange) == "NoExchange":
+        return _of_torch
+    made = exchange_of(exchange)
+    scatter.scatter_of(made)
+    if isinstance(made, AllReduce):
+        return partial(_exact, made.exact)
+
+    def add(load: Load) -> None:
+        load.add(made, part="scatter")
+
+    return add
 
 
-def in_two_levels(load: Load) -> None:
+def in_two_levels(load: Load, exchange: Settings) -> None:
     """Append a reduce-scatter inside each node and then one between nodes (ZeRO++'s qgZ).
 
     Before them parts are laid out by local rank, as lab/exchange/two_levels.py does.
     """
-    scatter, network = scatter_of(load.exchange), load.network
+    scatter, network = scatter_of(exchange), load.network
     Load(load.shapes, FSDP, network, load.stages).codec(2 * load.num_bytes)
-    first = Load(load.shapes, load.exchange, network.inside())
+    first = Load(load.shapes, load.rate, network.inside())
     scatter(first)
     load.stages += [replace(stage, inside=True) for stage in first.stages]
     sums = [(load.n // network.local,)]
-    scatter(Load(sums, load.exchange, network.rail(network.local), load.stages))
+    scatter(Load(sums, load.rate, network.rail(network.local), load.stages))
 
 
 def _of_torch(load: Load) -> None:
@@ -49,14 +57,11 @@ def _of_torch(load: Load) -> None:
         load.wire(load.network.reduce_scatter(load.num_bytes / load.N))
 
 
-def _exact(load: Load) -> None:
+def _exact(exact: bool, load: Load) -> None:
     part = load.num_bytes / load.N
-    if load.exchange["dtype"] == "float32":
+    if exact:
         load.wire(load.network.reduce_scatter(part))
         return
     load.codec(1.5 * load.num_bytes)
     load.wire(load.network.all_to_all(part / 2))
     load.codec(load.num_bytes / 2 + part)
-
-
-EXACT: dict[str, Callable[[Load], None]] = {"NoExchange": _of_torch, "AllReduce": _exact}

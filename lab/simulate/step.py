@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lab.measure.spans import Span
 from lab.model.profile import Profile
-from lab.simulate.costs import is_staged, stages_of
+from lab.simulate.costs import exchange_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Turns, run
 from lab.simulate.groups import ranks_of_a_copy
 from lab.simulate.hardware import Hardware
@@ -141,7 +141,7 @@ def _step(
     """Simulate one step with the exchanges that run in it."""
     hardware = network.hardware
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
-    in_turns = hardware.library == "gloo" and is_staged(strategy.exchange)
+    in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
     terms = hardware.contention, hardware.burst_s
     besides_s = _besides_s(profile, network, per_rank_batch_size, strategy.pattern)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lab.simulate.costs import card_of
+from lab.simulate.costs import exchange_of
 from lab.simulate.phases import in_shares, phases_of
 from lab.simulate.scatters import scatter_of
 from lab.sync.pattern import Pattern, class_of, gradsync, pattern_of
@@ -93,7 +93,7 @@ class Strategy:
                 sharding=Sharding.of(settings),
             )
         for _, way in phases_of(exchange):
-            card_of(way)
+            exchange_of(way)
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
         if not pattern.waits_in_forward:
             return strategy
@@ -108,7 +108,7 @@ class Strategy:
         if self.pattern.by_library:
             return False
         late = self.pattern.outlasts_step
-        return late or self.pattern.own_replicas or card_of(self.exchange).lossy(self.exchange)
+        return late or self.pattern.own_replicas or not exchange_of(self.exchange).exact
 
 
 def _check(key: str, value: object, *allowed: str) -> None:

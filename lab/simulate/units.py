@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from lab.exchange.cost import Shape
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.gathers import GATHERS, exact
 from lab.simulate.groups import Groups
-from lab.simulate.load import FSDP, Load, Shape
+from lab.simulate.load import FSDP, Load, class_of
 from lab.simulate.messages import Bucket, parameters
 from lab.simulate.network import Network
 from lab.simulate.scatters import in_two_levels, scatter_of
@@ -64,8 +65,11 @@ def _with_stages(unit: Unit, shapes: list[Shape], strategy: Strategy, groups: Gr
     again = exact(shapes, second, groups.inside(second), second=True) if second else whole
     scatter = Load(shapes, FSDP, sharing)
     scatter.codec(2 * scatter.num_bytes)  # gradients to the message
-    scattered = Load(shapes, strategy.exchange, sharing)
-    (in_two_levels if groups.levels else scatter_of(strategy.exchange))(scattered)
+    scattered = Load(shapes, class_of(strategy.exchange), sharing)
+    if groups.levels:
+        in_two_levels(scattered, strategy.exchange)
+    else:
+        scatter_of(strategy.exchange)(scattered)
     inside = groups.inside(sharing)
     scatter.stages += [replace(s, inside=s.inside or inside) for s in scattered.stages]
     if groups.copies:

@@ -1,6 +1,6 @@
 """Strategies and exchanges for the generic tests, and the facts that those tests cannot derive.
 
-The tests find strategies and exchanges in conf/, and other facts in classes and cost cards.
+The tests find strategies and exchanges in conf/, and other facts in classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lab.settings.config import build, choices_of, load
-from lab.simulate.costs import CARDS, class_of, payload_bytes
+from lab.simulate.costs import payload_bytes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
 
@@ -113,7 +113,7 @@ def steps_of_a_round(strategy: str) -> int:
 
 
 def bytes_per_value(exchange: str) -> float:
-    """Bytes that the busier of two ranks sends for a value of a gradient, by the cost card.
+    """Bytes that the busier of two ranks sends for a value of a gradient, by its cost.
 
     No mean is exact for less than 4, and nothing that compresses sends as many.
     """
@@ -123,12 +123,10 @@ def bytes_per_value(exchange: str) -> float:
 
 # Payload bytes are the same over any links.
 LINKS = Hardware("any", "made up", "gloo", 1, None, Link(0.0, 1e9), math.inf)
-# tests/unit/house/test_exchanges.py names those without a card.
-WITH_CARD = [exchange for exchange in EXCHANGES if class_of(exchange_settings(exchange)) in CARDS]
 # Exchanges that move anything, and leave the same bits whenever they are run.
 REPEATABLE = [
     exchange
-    for exchange in WITH_CARD
+    for exchange in EXCHANGES
     if bytes_per_value(exchange) > 0 and exchange not in (*BY_THE_CLOCK, *OVER_TIME)
 ]
 # Exchanges that leave a direction, no mean: only optim=direction applies it.

@@ -28,10 +28,14 @@ from lab.claims.terms import fit_terms
 from lab.claims.verdicts import judge
 from lab.draw.text import markdown
 from lab.exchange import grouping
+from lab.exchange.base import Exchange
 from lab.exchange.memory import Memory
+from lab.exchange.ring import Ring
+from lab.exchange.star import Star
+from lab.exchange.tree import Tree
 from lab.model.profile import Profile
 from lab.settings.files import read_file
-from lab.simulate import costs, messages
+from lab.simulate import messages
 from lab.simulate.fit import Group, Observation
 from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.presets import parse
@@ -92,8 +96,8 @@ def with_values(hardware: Hardware, **values: float) -> Hardware:
     return replace(hardware, **values)
 
 
-def as_tree(exchange: str) -> tuple[tuple[Any, str, Any], ...]:
-    return ((costs, "CARDS", {**costs.CARDS, "Tree": costs.CARDS[exchange]}),)
+def as_tree(exchange: type[Exchange]) -> tuple[tuple[Any, str, Any], ...]:
+    return ((Tree, "add_cost", exchange.add_cost),)
 
 
 def reversed_groups(*arguments: Any) -> list[list[str]]:
@@ -109,8 +113,8 @@ MUTANTS = (
     *(Mutant(f"bytes x {f:g}", profile=lambda p, f=f: p.scaled(f)) for f in (0.5, 2.0)),
     Mutant("contention 0", hardware=partial(with_values, contention=0.0)),
     Mutant("contention 0.5", hardware=partial(with_values, contention=0.5)),
-    Mutant("tree as star", patches=as_tree("Star")),
-    Mutant("tree as ring", patches=as_tree("Ring")),
+    Mutant("tree as star", patches=as_tree(Star)),
+    Mutant("tree as ring", patches=as_tree(Ring)),
     Mutant("codec x 8", hardware=partial(slower_codecs, 8.0)),
     Mutant("buckets in reverse order", patches=((messages, "group", reversed_groups),)),
     Mutant("residual dropped", patches=((Memory, "bind", lambda *_: None),)),

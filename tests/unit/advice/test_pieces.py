@@ -13,9 +13,9 @@ from lab.advice.forecast import MODEL_ERROR, Forecast, contenders, ranked
 from lab.advice.limits import limit
 from lab.advice.target import Target
 from lab.claims.predicted import profile_of
+from lab.exchange.cost import Sizes
 from lab.settings.config import choices_of, load
 from lab.simulate.hardware import Link
-from lab.simulate.load import Sizes
 from lab.simulate.memory import rank_bytes, state_copies, sync_bytes
 from lab.simulate.request import plain
 from tests.conftest import ROOT

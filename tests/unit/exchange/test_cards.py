@@ -16,9 +16,9 @@ from lab.distributed.collective import Done
 from lab.distributed.comm import Comm, Transfer
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket, ScratchBuffers
+from lab.exchange.cost import Sizes
 from lab.settings.config import build, load
 from lab.simulate.costs import extra_bytes, payload_bytes
-from lab.simulate.load import Sizes
 from lab.simulate.network import Network
 from tests.support.cases import (
     EXCHANGES,

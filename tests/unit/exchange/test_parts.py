@@ -9,8 +9,6 @@ from torch import nn
 from lab.exchange.bucket import BucketPlan
 from lab.exchange.grouping import CUT_VALUES, cut
 from lab.exchange.parts import in_parts
-from lab.simulate.costs import card_of
-from tests.support.cases import WITH_CARD, exchange_settings, maker
 
 
 @pytest.mark.parametrize("num_values", [1, 1024, 1025, 5000, 100_000])
@@ -48,11 +46,3 @@ def test_parts_share_one_packed_gradient(in_place: bool) -> None:
         gradient.view(-1)[:1024] = 0
         assert torch.equal(torch.cat([bucket.flat for bucket in buckets]), gradient.view(-1))
         assert torch.equal(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize("name", WITH_CARD)
-def test_cards_know_which_exchanges_only_sum(name: str) -> None:
-    settings = exchange_settings(name)
-    exchange = maker(name)()
-    only_sums = exchange.takes_divided and exchange.delivers == "mean"
-    assert card_of(settings).sums(settings) == only_sums

@@ -13,17 +13,15 @@ from omegaconf import OmegaConf
 
 from lab import predict as command
 from lab.exchange import bucket, grouping
-from lab.exchange.base import Staged
-from lab.exchange.none import NoExchange
 from lab.exchange.topology import in_order_node
 from lab.measure.spans import Span
 from lab.model.alexnet import alexnet_small
 from lab.model.profile import Profile
 from lab.record.trace import read_trace
-from lab.settings.config import build, choices_of, load
+from lab.settings.config import choices_of
 from lab.settings.files import conf_dir, read_file
 from lab.simulate.calibrate import calibrate
-from lab.simulate.costs import card_of, stages_of
+from lab.simulate.costs import stages_of
 from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest, with_rate
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.fit import Observation, fit
@@ -110,9 +108,9 @@ def test_nccl_is_as_fast_as_the_slowest_stretch_of_its_ring() -> None:
 @pytest.mark.parametrize(("library", "chunk_mb"), [("gloo", 4), ("nccl", 32)])
 def test_chunks_are_those_of_the_hardwares_library(library: str, chunk_mb: int) -> None:
     network = Network(replace(FLAT, library=library), 4)
-    exchange = strategy("ring").exchange
-    assert Load([(10,)], exchange, network).chunk_bytes == chunk_mb * grouping.MIB
-    assert Load([(10,)], {**exchange, "chunk_mb": 8}, network).chunk_bytes == 8 * grouping.MIB
+    by_library, load = strategy("ring").exchange["chunk_mb"], Load([(10,)], "Ring", network)
+    assert load.chunk_bytes(by_library) == chunk_mb * grouping.MIB
+    assert load.chunk_bytes(8) == 8 * grouping.MIB
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 16, 64])
@@ -211,7 +209,7 @@ def test_buckets_are_those_that_training_plans(bucket_mb: float | None) -> None:
 
 
 @pytest.mark.parametrize("exchange", some_of(EXCHANGES, every=3))
-def test_cards_take_time_where_bytes_move_and_say_what_is_staged(exchange: str) -> None:
+def test_costs_take_time_where_bytes_move(exchange: str) -> None:
     settings = exchange_settings(exchange)
     stages = stages_of([(2048, 1024), (7,)], settings, Network(FLAT, 4))
     sends = sum(stage.payload_bytes for stage in stages)
@@ -219,8 +217,6 @@ def test_cards_take_time_where_bytes_move_and_say_what_is_staged(exchange: str) 
         stage.seconds for stage in stages
     )  # over links of 1e8 bytes/s
     assert (sends > 0) == (exchange != "none")
-    kind = type(build(load([f"exchange={exchange}"]).exchange))
-    assert card_of(settings).staged == (issubclass(kind, Staged) or kind is NoExchange)
 
 
 LAYERS = [Compute("a", 1.0, 2.0), Compute("b", 1.0, 2.0)]
