@@ -1,4 +1,4 @@
-"""Peak memory of a steady step by strategy, each in fresh ranks, and in theory by its card.
+"""Peak memory of a steady step by strategy, each in fresh ranks, and in theory.
 
 The optimizer's state is counted from its tensors, after the last step.
 

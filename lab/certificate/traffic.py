@@ -86,7 +86,7 @@ def formula_bytes(
     size: int,
     nodes: Nodes | None = None,
 ) -> float | None:
-    """Return the bytes of the busiest rank by the exchange's card; None: it, or a part, has none.
+    """Return the bytes of the busiest rank, as exchanges say them; None: one is not the lab's.
 
     Args:
         exchange: its settings.
@@ -97,10 +97,10 @@ def formula_bytes(
     if class_of(exchange) in BY_ITSELF:  # those decide by the clock or the step
         return None
     per_node = {len(ranks) for ranks in nodes or each_alone(size)}
-    if len(per_node) > 1:  # cards know nodes of one size
+    if len(per_node) > 1:  # costs are of nodes of one size
         return None
     network = Network(replace(ANY_LINKS, ranks_per_node=per_node.pop()), size)
-    try:  # cards count four bytes; values of other sizes are added as they are, never compressed
+    try:  # costs count four bytes; values of other sizes are added as they are, never compressed
         return sum(
             itemsize / 4 * payload_bytes(shapes, exchange, network)
             for shapes, itemsize in buckets

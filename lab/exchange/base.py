@@ -86,7 +86,7 @@ class Exchange(ABC):
         """Find in `model` what gradients alone do not show, once, before the first step."""
 
     def moves_as(self, shapes: Shapes) -> list[tuple[int, ...]]:
-        """Return for a bucket's parameters the shapes of which a cost card tells the bytes."""
+        """Return for a bucket's parameters the shapes whose cost tells the bytes."""
         return [tuple(shape) for shape in shapes.values()]
 
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:

@@ -1,6 +1,6 @@
 """Rules for which parameters are compressed, from shapes and settings alone, without torch.
 
-Exchanges and their cost cards use the same rules, so that predicted and sent bytes agree.
+Exchanges and their costs use the same rules, so that predicted and sent bytes agree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who owns what, where every matrix has one owner and other parameters are owned in equal parts.
 
-Without torch: exchanges and their cost cards use the same plan.
+Without torch: exchanges and their costs use the same plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules for which rows of a parameter each rail carries, from shapes alone, without torch.
 
 A share depends on the parameter and on the number of rails, not on buckets, which are planned anew.
-The exchange and its cost card use the same rules.
+The exchange and its cost use the same rules.
 """
 
 from __future__ import annotations

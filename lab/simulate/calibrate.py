@@ -26,14 +26,14 @@ def calibrate(path: Path, preset: Hardware) -> Hardware:
 
     Raises:
         ValueError: the file is not a result about links or codecs. Values that were fitted before
-            are none: rates of codecs hold for the cost cards of their time alone.
+            are none: rates of codecs hold for the costs of their time alone.
         OSError: the file cannot be read.
     """
     try:
         result = read_json(path)
         if "hardware" in result:
             raise ValueError(
-                f"fit={path}: its hardware was fitted under the cost cards of its time; give the "
+                f"fit={path}: its hardware was fitted under the costs of its time; give the "
                 "study that was measured, runs/STUDY, to fit it anew"
             )
         fit = {"collective": _links, "codec": _codec}[result["bench"]]

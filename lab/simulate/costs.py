@@ -38,7 +38,8 @@ def exchange_of(settings: Settings) -> Exchange:
     Raises:
         ValueError: it is no such class, or has other arguments.
     """
-    plain = OmegaConf.to_container(settings) if isinstance(settings, DictConfig) else settings
+    composed = isinstance(settings, DictConfig)
+    plain = OmegaConf.to_container(settings, resolve=True) if composed else settings
     return _built(json.dumps(plain, sort_keys=True, default=list))
 
 

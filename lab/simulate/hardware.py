@@ -100,8 +100,8 @@ class Hardware:
         ranks_per_node: how many ranks `intra` joins.
         intra, inter: links within a node and between nodes; None where there are none.
         codec_bytes_per_s: rate at which a codec reads and writes a rank's memory.
-        codec_rates: of single exchanges, by class name; fits find them, because a card's memory
-            passes say nothing of random access, sorting or matrix products.
+        codec_rates: of single exchanges, by class name; fits find them, because passes
+            over memory say nothing of random access, sorting or matrix products.
         codec_s: fixed time of each call of a codec, such as a kernel's launch.
         reduce_bytes_per_s: rate at which ranks add what has arrived, while the links wait.
             None: no time.

@@ -62,7 +62,7 @@ def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:
         return math.nan
     try:
         needed = SYNCS[name](sizes, settings["sync"], settings["exchange"])
-    except ValueError:  # an exchange without a cost card
+    except ValueError:  # no exchange of the lab's
         return math.nan
     if pattern_of(settings).parts_the_update:  # others keep their part of the state
         needed -= VALUE_BYTES * sizes.n * state_copies(settings["optim"]) * (1 - 1 / sizes.N)

@@ -37,6 +37,7 @@ from lab.simulate.load import Load, Stage
 META = torch.device("meta")
 AFTER_WARMUP = 2**62  # a step
 ADDRESSES = ("empty", "empty_like", "new_empty", "empty_strided", "resize_")  # move no values
+WRITES = ("copy_", "_foreach_copy_", "zero_", "fill_")  # read nothing of their first argument
 
 
 @dataclass
@@ -254,9 +255,15 @@ class Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.is_view or func.overloadpacket.__name__ in ADDRESSES:
+        name = func.overloadpacket.__name__
+        if func.is_view or name in ADDRESSES:
             return out
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        read = args[name in WRITES :], {k: v for k, v in (kwargs or {}).items() if k != "out"}
+        tensors = [
+            t
+            for t in tree_leaves((read, args[:1] if out is None else out))
+            if isinstance(t, Tensor)
+        ]
         moved = float(sum(tensor.nbytes for tensor in tensors))
         self._events.append(Moved(moved, moved, calls=0))  # few beside the kernels of a codec
         return out

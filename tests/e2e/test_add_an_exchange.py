@@ -18,7 +18,7 @@ from tests.distributed.test_wire import OWN_NETWORK
 pytestmark = [] if OWN_NETWORK else [pytest.mark.alone]
 
 COPIED = ("lab", "conf", "tests", "docs", "launch", "README.md", "pyproject.toml")
-FENCED = re.compile(r"^```\w+\n(?:# |<!-- )(\S+?)(?:, into (\w+))?\n(.*?)^```$", re.M | re.S)
+FENCED = re.compile(r"^```\w+\n# (\S+?)\n(.*?)^```$", re.M | re.S)
 # Generic tests that include a new exchange, by test file: one of each is enough.
 GENERIC = {
     "tests/distributed/test_strategies.py": (
@@ -39,7 +39,7 @@ GENERIC = {
     ),
     "tests/unit/simulate/test_simulate.py": (
         "test_overlap_is_never_worse_than_blocking[gossip-nccl]",
-        "test_cards_take_time_where_bytes_move_and_say_what_is_staged[gossip]",
+        "test_costs_take_time_where_bytes_move[gossip]",
     ),
     "tests/unit/analysis/test_looks.py": ("test_figures_draw_a_strategy_as_its_look_says[gossip]",),
     "tests/unit/house/test_exchanges.py": (
@@ -47,30 +47,16 @@ GENERIC = {
         "test_an_exchange_claims_what_its_bytes_allow[gossip]",
     ),
 }
-NAMES_WHO_LACKS = "tests/unit/house/test_exchanges.py::test_none_lacks_a_card_a_look_or_a_row"
+NAMES_WHO_LACKS = "tests/unit/house/test_exchanges.py::test_the_table_is_made_of_the_presets"
 
 
-def additions() -> list[tuple[str, str, str]]:
-    """Parse each block of the section: path, table or section it goes into, and text."""
+def additions() -> list[tuple[str, str]]:
+    """Parse each block of the section: the path of a file, and its text."""
     section = (ROOT / "README.md").read_text().partition("## Add an exchange")[2]
     return FENCED.findall(section.partition("\n## ")[0])
 
 
-def add(tree: Path, path: str, table: str, text: str) -> None:
-    """Add a new file, or rows at the beginning of a table."""
-    place = tree / path
-    if not table:
-        place.write_text(text)
-        return
-    begin = rf"^{table}\b.*= \{{\n" if path.endswith(".py") else rf"^## {table}\n[\s\S]*?\|---.*\n"
-    content, count = re.subn(
-        begin, lambda match: match[0] + text, place.read_text(), count=1, flags=re.M
-    )
-    assert count == 1, f"{path} has no {table}"
-    place.write_text(content)
-
-
-def tree_with(folder: Path, blocks: list[tuple[str, str, str]]) -> Path:
+def tree_with(folder: Path, blocks: list[tuple[str, str]]) -> Path:
     tree = folder / "tree"
     tree.mkdir()
     for name in COPIED:
@@ -79,8 +65,8 @@ def tree_with(folder: Path, blocks: list[tuple[str, str, str]]) -> Path:
             shutil.copytree(ROOT / name, tree / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, tree / name)
-    for block in blocks:
-        add(tree, *block)
+    for path, text in blocks:
+        (tree / path).write_text(text)
     return tree
 
 
@@ -93,27 +79,20 @@ def run_pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_readme_says_all_that_a_new_exchange_needs(tmp_path: Path) -> None:
     blocks = additions()
-    assert [bool(table) for _, table, _ in blocks] == 3 * [False] + 3 * [True]
+    assert len(blocks) == 3
     tree = tree_with(tmp_path, blocks)
     expected = {f"{path}::{test}" for path, tests in GENERIC.items() for test in tests}
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    made = [sys.executable, "-m", "tests.support.readme"]
+    subprocess.run(made, cwd=tree, env=environment, check=True)
     done = run_pytest(tree, *sorted(expected), NAMES_WHO_LACKS)
     assert done.returncode == 0, done.stdout[-3000:]
     assert {*expected, NAMES_WHO_LACKS} == set(re.findall(r"^PASSED (.*)$", done.stdout, re.M))
 
 
-CARD, LOOK, ROW = "lab/simulate/costs.py", "lab/draw/looks.py", "README.md"
-MESSAGES = {
-    CARD: "exchange=gossip: lab/simulate/costs.py has no card Gossip in CARDS",
-    ROW: "strategy=gossip: README.md, Strategies, has no row for it",
-    LOOK: "strategy=gossip: lab/draw/looks.py has no row for it",
-}
-
-
 @pytest.mark.slow
-def test_whatever_is_left_out_is_named_in_a_line(tmp_path: Path) -> None:
-    tree = tree_with(tmp_path, [block for block in additions() if block[0] not in MESSAGES])
-    done = run_pytest(tree, NAMES_WHO_LACKS)
+def test_a_preset_that_says_too_little_is_named_in_a_line(tmp_path: Path) -> None:
+    said = [(path, text.replace("# Bytes sent", "# bytes")) for path, text in additions()]
+    done = run_pytest(tree_with(tmp_path, said), NAMES_WHO_LACKS)
     assert done.returncode == 1
-    failures = done.stdout.partition("= FAILURES =")[2].partition("short test summary")[0]
-    lines = [line for line in failures.splitlines() if "gossip" in line]
-    assert lines == [*MESSAGES.values()]
+    assert "conf/strategy/gossip.yaml: must say `# TEXT` and `# Bytes sent: FORMULA`" in done.stdout

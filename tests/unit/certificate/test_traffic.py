@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.certificate.traffic import SLACK_BYTES, Ledger, Moved, formula_bytes, moved
-from tests.support.cases import WITH_CARD, exchange_settings
+from tests.support.cases import EXCHANGES, exchange_settings
 
 MB = 1_000_000
 # payload; lo before, all before; lo after, all after; namespace; host
@@ -76,7 +76,7 @@ def test_an_exchange_that_hands_over_nothing_or_too_much_is_a_fault() -> None:
 
 def test_every_card_gives_a_formula_but_those_that_choose() -> None:
     buckets = [([(512, 256), (256,)], 4), ([(128, 512)], 4)]
-    found = {name: formula_bytes(exchange_settings(name), buckets, 4) for name in WITH_CARD}
+    found = {name: formula_bytes(exchange_settings(name), buckets, 4) for name in EXCHANGES}
     assert [name for name, sent in found.items() if sent is None] == ["auto", "schedule"]
     assert found["allreduce"] == pytest.approx(2 * 3 / 4 * 4 * (512 * 256 + 256 + 128 * 512))
 

@@ -319,7 +319,7 @@ def test_links_and_codecs_are_fitted_to_benchmarks(
     assert command.main(arguments) == 2
     assert "must be a study, or a result of lab.bench" in capsys.readouterr().err
     assert command.main([*arguments, f"fit={ROOT}/docs/results/links.json"]) == 2
-    assert "was fitted under the cost cards of its time" in capsys.readouterr().err
+    assert "was fitted under the costs of its time" in capsys.readouterr().err
 
 
 def test_each_level_has_a_codec_of_its_own(profile: Profile) -> None:

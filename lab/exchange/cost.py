@@ -1,0 +1,129 @@
+"""The cost of an exchange, as its class says it: stages for the simulator, and memory.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lab.exchange.chunks import LAG, ChunkMB, chunk_mb_over
+from lab.exchange.grouping import MIB
+
+if TYPE_CHECKING:
+    from lab.exchange.base import Exchange
+
+Shape = tuple[int, ...]
+
+
+class Costs(Protocol):
+    """One bucket on a network, which collects the stages of its exchange; see simulate.load.Load.
+
+    Attributes:
+        shapes: of the bucket's parameters.
+        n: number of values. num_bytes: of them. N: number of ranks.
+        network: costs of collectives; see simulate.network.Network.
+    """
+
+    stages: list[Any]
+
+    @property
+    def shapes(self) -> Sequence[Shape]: ...
+    @property
+    def network(self) -> Any: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def N(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+    def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
+        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls.
+
+        Args:
+            in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
+        """
+        ...
+
+    def products(self, operations: Sequence[float]) -> None:
+        """Add a stage of matrix products, of so many operations on each rank."""
+        ...
+
+    def wire(self, cost: Any, inside: bool = False) -> None:
+        """Add a stage that waits for a collective, of all ranks or inside each node."""
+        ...
+
+    def exact(self, num_values: int) -> Any:
+        """Return the cost of values that travel uncompressed, in a separate all-reduce."""
+        ...
+
+    def chunk_bytes(self, chunk_mb: ChunkMB) -> float:
+        """Return the bytes of the largest chunk; infinite if buckets are sent whole."""
+        ...
+
+    def add(
+        self,
+        exchange: Exchange,
+        shapes: Sequence[Shape] | None = None,
+        network: Any = None,
+        part: str = "whole",
+        share: float = 1.0,
+    ) -> float:
+        """Add the stages of another exchange; return their seconds.
+
+        Args:
+            shapes, network: None: those of this bucket.
+            part: see simulate.recorded.add_stages.
+            share: of its stages, as of those of a run's steps in which it is used.
+        """
+        ...
+
+    def message_bytes(self, exchange: Exchange, shapes: Sequence[Shape], size: int) -> float:
+        """Return the bytes of the message that all of `size` ranks decode at last."""
+        ...
+
+
+class Needs(NamedTuple):
+    """Bytes of memory that a rank needs for an exchange, besides weights and gradients.
+
+    Attributes:
+        kept: residuals, buffers, and messages under way; NaN: not known.
+        scratch: while it exchanges. Gradients that were gathered into a buffer leave free memory
+            behind, which serves as scratch.
+    """
+
+    kept: float = 0.0
+    scratch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's numbers of float32 values, and one rank among N, whose memory is asked for.
+
+    Attributes:
+        n: values of the whole model.
+        gathered: values of buckets of several parameters, whose gradients are copied into a buffer.
+        largest: values of the largest bucket.
+        backend: library over which ranks talk; chunk sizes depend on it.
+        chosen: classes of a schedule, or names that exchange=auto has chosen; empty: all.
+        local: ranks of each node.
+    """
+
+    n: int
+    gathered: int
+    largest: int
+    rank: int
+    N: int
+    backend: str = "gloo"
+    chosen: frozenset[str] = frozenset()
+    local: int = 1
+
+    def chunks(self, num_values: float, chunk_mb: ChunkMB, num_children: int = 1) -> float:
+        """Count the bytes of the chunks that arrive from `num_children` ranks at the same time."""
+        size = chunk_mb_over(chunk_mb, self.backend)
+        limit = size * MIB if size else math.inf
+        return LAG * num_children * min(4 * num_values, limit)

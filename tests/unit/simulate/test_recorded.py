@@ -1,0 +1,146 @@
+"""Costs of exchanges that say none: recorded from their code, also a user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.codec.base import Codec
+from lab.codec.layout import RowBytes, Rows
+from lab.distributed.collective import Collective
+from lab.distributed.comm import Comm
+from lab.exchange.base import Exchange, Staged
+from lab.exchange.bucket import GradBucket
+from lab.exchange.coded import TwoStage
+from lab.exchange.cost import Costs, Sizes
+from lab.exchange.memory import Memory
+from lab.exchange.star import Star
+from lab.exchange.tree import Tree
+from lab.simulate.costs import extra_bytes, stages_of
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.load import Load
+from lab.simulate.network import Network
+
+LINK = Link(1e-4, 1e8)
+HARDWARE = Hardware("any", "made up", "gloo", 1, None, LINK, 1e9)
+SHAPES = [(64, 100), (9,)]
+NUM_BYTES = 4 * (6400 + 9)
+
+
+class Halves(Codec):
+    """Values as bfloat16."""
+
+    name = "of nobody"
+
+    def row_of(self, num_values: int) -> Rows:
+        return Rows(0, num_values, 100)
+
+    def row_bytes(self, columns: int) -> RowBytes:
+        return RowBytes(0, 2 * columns)
+
+    def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
+        payload.view(torch.bfloat16).copy_(values)
+
+    def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
+        return payload.view(torch.bfloat16).float()
+
+
+class InHalves(TwoStage):
+    def __init__(self) -> None:
+        super().__init__(Halves(), Memory())
+
+
+class OwnStar(Star):
+    def add_cost(self, costs: Costs) -> bool:
+        return False
+
+
+class OwnTree(Tree):
+    def add_cost(self, costs: Costs) -> bool:
+        return False
+
+
+class Gossip(Staged):
+    def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
+        heard = bucket.flat.new_empty(comm.size, len(bucket.flat))
+        yield comm.iall_gather(heard, bucket.flat)
+        torch.mean(heard, dim=0, out=bucket.flat)
+
+
+class Peeking(Exchange):
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        if bucket.flat.abs().max() > 1:
+            comm.all_reduce(bucket.flat)
+
+
+class Deaf(Exchange):
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        comm.recv(bucket.flat, (comm.rank + 1) % comm.size)
+
+
+def of(kind: type) -> dict[str, str]:
+    return {"_target_": f"{__name__}.{kind.__qualname__}"}
+
+
+def seconds(exchange: Exchange, size: int, hardware: Hardware = HARDWARE) -> float:
+    load = Load(SHAPES, "mine", Network(hardware, size))
+    return load.add(exchange)
+
+
+def test_a_users_exchange_is_predicted_from_its_code() -> None:
+    for size in (2, 5):
+        network = Network(HARDWARE, size)
+        wire, adding = stages_of(SHAPES, of(Gossip), network)
+        assert wire.seconds == network.all_gather(NUM_BYTES).seconds
+        assert wire.payload_bytes == (size - 1) * NUM_BYTES
+        assert adding.seconds == pytest.approx((size + 1) * NUM_BYTES / 1e9)
+        assert adding.codec == f"{__name__}.Gossip"
+
+
+def test_a_users_codec_is_predicted_from_its_messages() -> None:
+    encode, send, _, back, _ = stages_of(SHAPES, of(InHalves), Network(HARDWARE, 2))
+    half = 2 * 6409
+    assert encode.seconds == pytest.approx((3 * NUM_BYTES + half) / 1e9, rel=0.02)
+    assert send.payload_bytes == back.payload_bytes == pytest.approx(half / 2, rel=0.04)
+    sizes = Sizes(n=10**6, gathered=0, largest=10**6, rank=0, N=2)
+    assert extra_bytes(sizes, of(InHalves)) == 10**6 * (4 * 1.5 + 2 * 2.5)
+    assert math.isnan(extra_bytes(sizes, of(Gossip)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+def test_messages_one_by_one_take_as_long_as_the_formulas_of_stars_and_trees(size: int) -> None:
+    for recorded, formula in ((OwnStar(), Star()), (OwnTree(), Tree())):
+        expected = seconds(formula, size)
+        adding = size * 3 * NUM_BYTES / 1e9  # which formulas count by another rate
+        assert expected <= seconds(recorded, size) <= expected + adding + 1e-12
+
+
+def test_links_inside_nodes_carry_what_stays_there() -> None:
+    inside = Hardware("any", "made up", "gloo", 4, Link(0.0, 1e12), LINK, 1e12)
+    assert seconds(OwnStar(), 4, inside) < seconds(OwnStar(), 4) / 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            Peeking,
+            "exchange=Peeking: cannot be predicted from its code, which does not run without",
+        ),
+        (Deaf, "exchange=.*Deaf: a rank waits for a message that none sends"),
+    ],
+)
+def test_code_that_cannot_be_recorded_is_named(kind: type, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        stages_of(SHAPES, of(kind), Network(HARDWARE, 2))
+
+
+def test_recording_leaves_an_exchange_as_it_was() -> None:
+    exchange = InHalves()
+    before = seconds(exchange, 2), seconds(exchange, 3)
+    assert (seconds(exchange, 2), seconds(exchange, 3)) == before
+    assert exchange.state_dict()["residual"] == {} and "kernels" not in vars(exchange.codec)
