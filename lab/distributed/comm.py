@@ -262,7 +262,10 @@ class Comm(ABC):
 
     def _node(self) -> Sequence[int]:
         """Return the ranks of this rank's node."""
-        return next(node for node in self.nodes if self.rank in node)
+        for node in self.nodes:
+            if self.rank in node:
+                return node
+        raise LookupError(f"rank {self.rank} is on none of {self.nodes}")
 
     @abstractmethod
     def _iall_reduce(self, tensor: Tensor) -> Collective: ...

@@ -96,7 +96,8 @@ class InCodec(Scatter):
         if plan is None:
             plan = layout.plans["plan"] = _Plan(self._exchange.codec, gradients, comm)
         residual = self._exchange.memory.bind_columns(gradients, layout.columns)
-        plan.kernels.encode(plan.layout, gradients.view(-1), residual, plan.sent)
+        kept = None if residual is None else residual.view(-1)
+        plan.kernels.encode(plan.layout, gradients.view(-1), kept, plan.sent)
         comm.all_to_all(plan.received, plan.sent.view_as(plan.received))
         plan.kernels.add_up(plan.own, plan.received, output, 1, plan.finite)
 

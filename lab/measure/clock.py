@@ -1,28 +1,180 @@
-"""Clock: times of steps and of their phases, on the host or on the GPU."""
+"""Clock: times of steps, of their phases and of a rank's own work, on the host or on the GPU.
+
+Ranks that exchange end a step together, so the length of a step, and of the phase in which a rank
+waits, tells nothing about the rank. Its own work does: what it takes to load a batch, to compute
+forward, to compute backward until the last gradient is ready, to encode and decode, and to update.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from lab.measure.layer_marks import LayerMarks
-from lab.measure.marks import Mark, mark, seconds
-from lab.measure.own_time import OwnTimes
-from lab.measure.spans import PHASES, Span
-from lab.measure.step_marks import StepMarks
+from lab.measure.layer_marks import LayerMarks, Pass
+from lab.measure.marks import Mark, marker, passed, seconds, since
+from lab.measure.spans import OWN, PHASES, Span
 
 KEPT_STEPS = 5  # for the timeline
 
 Stage = TypeVar("Stage")
+Ends = tuple[float, float]  # begin and end, in seconds from the step's begin
+Part = tuple[str, Mark, Mark]  # of a phase: label, begin and end
+Phases = Mapping[str, Sequence[Part]]  # the parts of each of PHASES
+
+# A piece of an exchange's own work, between two waits: begin and end, the seconds within it that
+# the rank waited for others, and whether forward and backward cannot go on meanwhile.
+Piece = tuple[Mark, Mark, float, bool]
+
+
+@dataclass
+class OwnMarks:
+    """Marks of one step besides those of its phases.
+
+    Attributes:
+        ready: when each bucket's last gradient was ready; key: the bucket's number.
+    """
+
+    ready: dict[int, Mark] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def row(
+        self, phases: Phases, gap_s: float, begin: Mark, waits_in: Collection[str]
+    ) -> list[float]:
+        """Return the seconds of OWN; NaN: unknown.
+
+        Args:
+            gap_s: time since the previous step. begin: of the step.
+            waits_in: see Clock.
+        """
+        own = {name: name not in waits_in for name in PHASES}
+        own["backward"] |= bool(self.ready)
+        parts = {name: phases.get(name, ()) if own[name] else () for name in PHASES}
+        ends = [(b, e) for each in parts.values() for _, b, e in each]
+        ends += [(b, e) for b, e, _, _ in self.pieces]
+        times = iter(since(begin, [*itertools.chain.from_iterable(ends)]))
+        pairs = zip(times, times, strict=True)
+        spans = {name: [*itertools.islice(pairs, len(each))] for name, each in parts.items()}
+        worked = [*pairs]
+        # NaN: no exchange worked, or that of a library.
+        waited_s = [waited_s for _, _, waited_s, _ in self.pieces]
+        exchange = _total(worked) - sum(waited_s)
+        if self.ready and spans["backward"]:  # afterwards, DDP waits within backward
+            begin_s, end_s = spans["backward"][-1]
+            ready_s = max(since(begin, [*self.ready.values()]))
+            spans["backward"][-1] = begin_s, min(end_s, ready_s)
+        inside = [span for span, piece in zip(worked, self.pieces, strict=True) if piece[3]]
+        forward, backward = [
+            _total(spans[name]) - _shared(spans[name], inside) for name in ("forward", "backward")
+        ]
+        return [gap_s, _total(spans["data"]), forward, backward, exchange, _total(spans["update"])]
+
+
+class OwnTimes:
+    """Own times of many steps, in little memory.
+
+    Args:
+        waits_in: see Clock.
+    """
+
+    def __init__(self, waits_in: Collection[str]) -> None:
+        self._waits_in = waits_in
+        self._rows = array("d")
+        self._ready = array("d")  # of all steps, one after the other
+        self._num_ready = array("i")  # of each step
+
+    def add(self, marks: OwnMarks, phases: Phases, gap_s: float, begin: Mark) -> None:
+        """Keep a step's times; see OwnMarks.row."""
+        self._rows.extend(marks.row(phases, gap_s, begin, self._waits_in))
+        width = max(marks.ready, default=-1) + 1
+        ready = dict(zip(marks.ready, since(begin, [*marks.ready.values()]), strict=True))
+        self._ready.extend([ready.get(bucket, math.nan) for bucket in range(width)])
+        self._num_ready.append(width)
+
+    def copy(self) -> OwnTimes:
+        """Return a copy, to which more steps can be added."""
+        copied = OwnTimes(self._waits_in)
+        copied._rows, copied._ready = self._rows[:], self._ready[:]
+        copied._num_ready = self._num_ready[:]
+        return copied
+
+    def own_seconds(self) -> np.ndarray:
+        """Return float64 [steps, len(OWN)]; NaN: unknown."""
+        return np.array(self._rows).reshape(-1, len(OWN))
+
+    def ready_seconds(self) -> np.ndarray:
+        """Return seconds from a step's begin until each bucket was ready: float64 [steps, buckets].
+
+        NaN: a step had fewer buckets, or the moment is unknown.
+        """
+        counts = np.array(self._num_ready, dtype=int)
+        table = np.full((len(counts), counts.max(initial=0)), np.nan)
+        table[np.arange(table.shape[1]) < counts[:, None]] = np.array(self._ready)
+        return table
+
+
+ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
+
+
+@dataclass
+class StepMarks:
+    """Marks of one step.
+
+    Attributes:
+        after: end of the previous step; None after a pause.
+        end: end of this step; None until then.
+        phases: by name, the label, begin and end of each part.
+        exchanges: track, name, begin and end of each span.
+        overtime: begin and end of what the step left to do after its end.
+        own: see OwnMarks.
+        passes: of the model, with their layers, if these are marked.
+    """
+
+    after: Mark | None
+    begin: Mark
+    end: Mark = 0.0
+    phases: dict[str, list[Part]] = field(default_factory=dict)
+    exchanges: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
+    overtime: list[tuple[Mark, Mark]] = field(default_factory=list)
+    own: OwnMarks = field(default_factory=OwnMarks)
+    passes: list[Pass] = field(default_factory=list[Pass])
+
+    def passed(self) -> bool:
+        """Return whether the device has reached all marks; some may lie after the step's end."""
+        late = [*(end for _, end in self.overtime), *(end for _, end, *_ in self.own.pieces)]
+        return passed(self.end) and all(passed(end) for end in reversed(late))
+
+    def gap_seconds(self) -> float:
+        """Return the time since the previous step; 0 after a pause."""
+        return 0.0 if self.after is None else seconds(self.after, self.begin)
+
+    def seconds(self) -> float:
+        """Return the duration of the step, its overtime included."""
+        return seconds(self.begin, self.end) + sum(seconds(*span) for span in self.overtime)
+
+    def phase_seconds(self) -> Iterator[float]:
+        """Yield the seconds of each of PHASES; NaN: not marked."""
+        for name in PHASES:
+            parts = self.phases.get(name)
+            yield sum(seconds(*marks) for _, *marks in parts) if parts else np.nan
+
+    def spans(self, name: str) -> Iterator[tuple[str, str, Mark, Mark]]:
+        """Yield track, name, begin and end of the step, which is called `name`, and its parts."""
+        yield "step", name, self.begin, self.end
+        for phase, parts in self.phases.items():
+            yield from ((ROWS.get(phase, phase), *part) for part in parts)
+        for one in self.passes:
+            yield from (("layer", name, begin, end) for _, name, begin, end in one.spans())
+        yield from self.exchanges
 
 
 class Clock:
@@ -51,7 +203,7 @@ class Clock:
         waits_in: Collection[str] = (),
         own: bool = True,
     ) -> None:
-        self._device = device
+        self._device, self._mark = device, marker(device)
         self.layers = LayerMarks(device)
         self._breakdown, self._own = breakdown, own
         self._current = StepMarks(None, 0.0)
@@ -72,14 +224,14 @@ class Clock:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one optimizer step."""
-        self._current = step = StepMarks(self._last_end, mark(self._device))
+        self._current = step = StepMarks(self._last_end, self._mark())
         self.layers.passes = step.passes
         yield
         self.layers.passes = []
-        step.end = self._last_end = mark(self._device)
+        step.end = self._last_end = self._mark()
         self._end_part(step.end)
         self._recent.append(step)
-        while len(self._recent) > KEPT_STEPS and self._recent[0].passed():
+        while len(self._recent) > KEPT_STEPS and (not self.on_gpu or self._recent[0].passed()):
             done = self._recent.popleft()
             row = self._row(done)
             self._rows.extend(row)
@@ -90,7 +242,7 @@ class Clock:
         """Synchronise with the device and stop timing until the next step begins."""
         self._synchronize()
         if self._last_end is not None:
-            now = mark(self._device)
+            now = self._mark()
             self._synchronize()
             self._paused, self._last_end = (now, time.perf_counter()), None
 
@@ -112,14 +264,14 @@ class Clock:
         if outer:
             self._begin_part(*outer[:2])
         else:
-            self._end_part(mark(self._device))
+            self._end_part(self._mark())
 
     @contextmanager
     def overtime(self) -> Iterator[None]:
         """Time what the last step left to do, after its end; its seconds count towards it."""
-        begin = mark(self._device)
+        begin = self._mark()
         yield
-        self._current.overtime.append((begin, mark(self._device)))
+        self._current.overtime.append((begin, self._mark()))
 
     def next_phase(self, name: str) -> None:
         """Begin a phase where the one before ends; the first one begins with its step.
@@ -134,7 +286,7 @@ class Clock:
     def ready(self, bucket: int, latest: bool = False) -> None:
         """Mark that the last gradient of a bucket is ready; its first mark counts, or the last."""
         if self._own and (latest or bucket not in self._current.own.ready):
-            self._current.own.ready[bucket] = mark(self._device)
+            self._current.own.ready[bucket] = self._mark()
 
     @contextmanager
     def exchange_work(self) -> Iterator[None]:
@@ -142,9 +294,9 @@ class Clock:
         if not self._own:
             yield
             return
-        begin = mark(self._device)
+        begin = self._mark()
         yield
-        self._work(begin, mark(self._device), 0.0, True)
+        self._work(begin, self._mark(), 0.0, True)
 
     def traced(
         self,
@@ -168,18 +320,18 @@ class Clock:
         note = self._current.exchanges.append if self._breakdown else _drop
 
         def run() -> Iterator[Stage]:
-            device = self._device
-            begin = piece = mark(device)
+            mark = self._mark
+            begin = piece = mark()
             before = waited() if waited else 0.0
             for stage in job():
-                end = mark(device)
+                end = mark()
                 if coded:
                     note(("codec", name, piece, end))
                 if waited:
                     self._work(piece, end, waited() - before, in_line)
                 yield stage
-                piece, before = mark(device), waited() if waited else 0.0
-            end = mark(device)
+                piece, before = mark(), waited() if waited else 0.0
+            end = mark()
             if coded and piece is not begin:
                 note(("codec", name, piece, end))
             if waited:
@@ -256,7 +408,7 @@ class Clock:
         return times
 
     def _add_own(self, times: OwnTimes, step: StepMarks) -> None:
-        times.add(step.own, step.phases, step.gap_seconds(), partial(seconds, step.begin))
+        times.add(step.own, step.phases, step.gap_seconds(), step.begin)
 
     def _work(self, begin: Mark, end: Mark, waited_s: float, in_line: bool) -> None:
         if self._own:
@@ -275,7 +427,7 @@ class Clock:
 
     def _begin_part(self, name: str, label: str) -> None:
         """Begin a part of a phase, which ends the one under way."""
-        now = mark(self._device)
+        now = self._mark()
         self._end_part(now)
         self._part = name, label, now
 
@@ -292,3 +444,13 @@ class Clock:
 
 def _drop(_span: tuple[str, str, Mark, Mark]) -> None:
     """Keep no span."""
+
+
+def _shared(spans: Sequence[Ends], inside: Sequence[Ends]) -> float:
+    """Return the seconds of `inside`, exchanges' work, that lie within `spans`."""
+    both = [(max(begin, b), min(end, e)) for begin, end in spans for b, e in inside]
+    return sum([max(0.0, end - begin) for begin, end in both])  # a list: no call for each
+
+
+def _total(spans: Sequence[Ends]) -> float:
+    return sum([end - begin for begin, end in spans]) if spans else math.nan

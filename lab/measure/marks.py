@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -16,6 +18,18 @@ def mark(device: torch.device) -> Mark:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def marker(device: torch.device) -> Callable[[], Mark]:
+    """Return what marks the current moment on `device`; a CPU's is no function of Python."""
+    return time.perf_counter if device.type == "cpu" else partial(mark, device)
+
+
+def since(begin: Mark, moments: Sequence[Mark]) -> list[float]:
+    """Return the seconds from one mark to each of several; see `seconds`."""
+    if type(begin) is float:
+        return [moment - begin for moment in moments]  # type: ignore[operator]
+    return [seconds(begin, moment) for moment in moments]
 
 
 def seconds(begin: Mark, end: Mark) -> float:

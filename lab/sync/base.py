@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.distributed.comm import Comm, Sent
-from lab.distributed.worker import Worker
-from lab.exchange.base import Exchange
+from lab.distributed.worker import Job, Worker
+from lab.exchange.base import Exchange, Staged
 from lab.measure.clock import Clock
 from lab.sync.pattern import Pattern
 
@@ -245,3 +245,24 @@ class Sync(ABC):
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def observed(
+    clock: Clock | None, bucket: str, job: Job, exchange: Exchange, comm: Comm, worker: Worker
+) -> Job:
+    """Wrap `job`, the exchange of one bucket, so that `clock` records its times."""
+    if clock is None:
+        return job
+    waited = _waited(clock, exchange, comm)
+    return clock.traced(bucket, job, not exchange.exact, waited, worker.in_line)
+
+
+def _waited(clock: Clock, exchange: Exchange, comm: Comm) -> Callable[[], float] | None:
+    """Return a count of seconds waited within stages; None: waits cannot be told from work.
+
+    In a stream, waits lie between the stages. Where an exchange has none, or Gloo carries tensors
+    of GPUs, the stream's events do not tell when it idles.
+    """
+    if clock.on_gpu:
+        return (lambda: 0.0) if comm.backend == "nccl" and isinstance(exchange, Staged) else None
+    return lambda: comm.traffic.waited_s

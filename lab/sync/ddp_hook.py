@@ -21,8 +21,7 @@ from lab.exchange.bucket import GradBucket, ScratchBuffers, label
 from lab.exchange.gate import Outside, admit, carrier
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
-from lab.sync.base import BeforeExchange
-from lab.sync.observed import observed
+from lab.sync.base import BeforeExchange, observed
 from lab.sync.owner import KEY, Owner, require_state
 from lab.sync.reached import Reached
 from lab.sync.spoiled import SpoiledState

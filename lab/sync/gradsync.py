@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.collective import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.gate import Outside, admit, carrier, is_linear
-from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState
+from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState, observed
 from lab.sync.drift import Drift
 from lab.sync.gradient_noise import GradientNoise
-from lab.sync.observed import observed
 from lab.sync.pattern import Begin, Pattern, gradsync
 from lab.sync.reached import Reached
 

@@ -30,7 +30,7 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     made = Host()
-    monkeypatch.setattr(clocks, "mark", lambda _device: made.now)
+    monkeypatch.setattr(clocks, "marker", lambda _device: lambda: made.now)
     return made
 
 

@@ -1,0 +1,77 @@
+"""Launches of a step on a GPU: operations of torch, kernels, and collectives; without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lab.claims.predicted import profile_of
+from lab.codec.base import Codec, Kernels, Reference
+from lab.codec.onebit import OneBit
+from lab.exchange.bucket import GradBucket
+from lab.simulate.messages import buckets
+from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
+from tests.support.cases import maker
+
+NUM_RANKS, BUCKET_MB = 8, 25.0
+ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB)
+# Of a step of AlexNet: of torch that move values, of Triton, collectives. Before buckets had plans: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk
+# 254 + 0 + 6, signsgd_ef 323 + 64 + 7, int8 438 + 0 + 12, int4 730 + 0 + 12, randomk 856 + 0 + 6.
+# Definitions in torch take each rank's part and each message by itself: more launches than before.
+LAUNCHES = {
+    "allreduce": (0, 0, 6),
+    "bf16": (12, 0, 6),
+    "onebit": (6, 21, 12),
+    "int8": (998, 0, 12),
+    "int4": (1824, 0, 12),
+    "signsgd_ef": (640, 0, 6),
+    "topk": (466, 0, 6),
+    "randomk": (556, 0, 6),
+    "powersgd": (74, 0, 12),
+}
+
+
+class Counter:
+    """A stand-in for a kernel that counts launches of all, and does nothing."""
+
+    launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._launch
+
+    def _launch(self, *_: Any, **__: Any) -> None:
+        Counter.launches += 1
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codecs have the kernels that they would have on a GPU, which do nothing."""
+    triton = pytest.importorskip("lab.codec.onebit_gpu", reason="no triton here")
+    for name in ("encode_rows", "decode_rows", "copy_rows"):
+        monkeypatch.setattr(triton, name, Counter())
+
+    def kernels(codec: Codec, _: torch.device) -> Kernels:
+        own = isinstance(codec, OneBit)
+        return triton.Triton(bool(codec.option)) if own else Reference(codec)
+
+    monkeypatch.setattr(Codec, "kernels", kernels)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_of_a_step_are_as_many_as_pinned(name: str, on_gpu: None) -> None:
+    events, exchange = list[Event](), maker(name)()
+    comm, planned = Recorder(0, NUM_RANKS), list[GradBucket]()
+    for shapes in ALEXNET:
+        named = {key: torch.Size(shape) for key, shape in shapes.items()}
+        flat = torch.empty(sum(shape.numel() for shape in named.values()), device=META)
+        planned.append(GradBucket(named, flat, divided=exchange.takes_divided))
+    for _ in range(2):
+        Counter.launches, comm.events[:] = 0, []
+        events.clear()
+        with Passes(events):
+            for bucket in planned:
+                exchange.average(bucket, comm)
+    in_torch = sum(isinstance(event, Moved) for event in events)
+    assert (in_torch, Counter.launches, len(comm.events)) == LAUNCHES[name]
