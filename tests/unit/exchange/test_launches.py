@@ -17,9 +17,10 @@ from tests.support.cases import maker
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
 ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB)
-# Of a step of AlexNet: of torch that move values, of Triton, collectives. Before buckets had plans: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk
-# 254 + 0 + 6, signsgd_ef 323 + 64 + 7, int8 438 + 0 + 12, int4 730 + 0 + 12, randomk 856 + 0 + 6.
-# Definitions in torch take each rank's part and each message by itself: more launches than before.
+# Of a step of AlexNet: of torch that move values, of Triton, and collectives. Before buckets had
+# plans: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk 254 + 0 + 6, signsgd_ef 323 + 64 + 7,
+# int8 438 + 0 + 12, int4 730 + 0 + 12, randomk 856 + 0 + 6. Definitions in torch take each rank's
+# part and each message by itself: more launches than before.
 LAUNCHES = {
     "allreduce": (0, 0, 6),
     "bf16": (12, 0, 6),
