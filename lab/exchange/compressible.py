@@ -11,23 +11,6 @@ from collections.abc import Sequence
 Matrix = tuple[int, int]  # rows and columns
 
 
-def quantised(
-    shape: Sequence[int], granularity: str, block_size: int, min_columns: int
-) -> Matrix | None:
-    """Return the rows that 1-bit SGD quantises, as (rows, columns); None: all travels exactly.
-
-    With granularity "block" the values after the last whole block travel exactly.
-
-    Args:
-        shape, granularity, block_size, min_columns: see lab.exchange.onebit.OneBit.
-    """
-    if granularity == "block":
-        rows = math.prod(shape) // block_size
-        return (rows, block_size) if rows else None
-    matrix = as_matrix(shape)
-    return matrix if matrix and matrix[1] >= min_columns else None
-
-
 def low_rank(shape: Sequence[int], rank: int) -> Matrix | None:
     """Return the matrix shape that PowerSGD factorises; None: factors of `rank` save nothing."""
     matrix = as_matrix(shape)
@@ -37,11 +20,6 @@ def low_rank(shape: Sequence[int], rank: int) -> Matrix | None:
 def rank_of(rows: int, columns: int, fraction: float) -> int:
     """Return the rank of Dion's factors: a fraction of the shorter side, rounded up."""
     return math.ceil(fraction * min(rows, columns))
-
-
-def signed(shape: Sequence[int], min_values: int) -> bool:
-    """Return whether EF-SignSGD sends signs of the parameter; smaller ones travel exactly."""
-    return math.prod(shape) >= min_values
 
 
 def num_sent(shape: Sequence[int], ratio: float) -> int:

@@ -82,7 +82,7 @@ def check_choices(
     """
     hashes = dict[str, str]()
     for group in OWN:
-        for path in _targets(OmegaConf.to_container(config[group], resolve=True)):
+        for path in targets(OmegaConf.to_container(config[group], resolve=True)):
             _check_target(group, path, group in offered)
             if not path.startswith(KNOWN) and not any(path in word for word in arguments):
                 _tell(group, path)
@@ -98,7 +98,7 @@ def check_choices(
     return hashes
 
 
-def _targets(value: Any) -> Iterator[str]:
+def targets(value: Any) -> Iterator[str]:
     """Yield all paths that instantiating a group's settings would import, at any depth."""
     if isinstance(value, dict):
         if "_target_" in value:
@@ -106,7 +106,7 @@ def _targets(value: Any) -> Iterator[str]:
         value = list(value.values())
     if isinstance(value, list):
         for each in value:
-            yield from _targets(each)
+            yield from targets(each)
 
 
 @cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,7 @@ from lab.exchange.cost import Shape, Sizes
 from lab.settings.config import build, choices_of
 from lab.settings.files import read_file
 from lab.settings.names import class_name
+from lab.settings.own_code import targets
 from lab.simulate.load import Load, Settings, Stage, class_of
 from lab.simulate.network import Network
 
@@ -109,17 +110,8 @@ def _own_paths() -> dict[str, str]:
     """Return the paths of the lab's exchanges and their parts, by class name, exchanges first."""
     paths: dict[str, str] = {}
     for group in GROUPS:
-        for path in _targets([dict(read_file(group, choice)) for choice in choices_of(group)]):
+        for path in targets([dict(read_file(group, choice)) for choice in choices_of(group)]):
             if path not in paths.values():
                 name = class_name(path)
                 paths[name if name not in paths else path] = path
     return paths
-
-
-def _targets(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        if "_target_" in value:
-            yield str(value["_target_"])
-        value = list(value.values())
-    for each in value if isinstance(value, list) else ():
-        yield from _targets(each)

@@ -79,8 +79,7 @@ def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
     Args:
         part: "whole"; of an exchange whose ranks decode the same message at last (see
             lab.exchange.base.Relayed), "sum" until they have it, and "decode" after that;
-            "scatter": its reduce-scatter alone, and "gather": an all-gather in bytes, of shapes
-            that all ranks have as much of.
+            "scatter": its reduce-scatter alone, of shapes that all ranks have as much of.
 
     Raises:
         ValueError: its code does not run without values.
@@ -89,7 +88,11 @@ def add_stages(load: Load, exchange: Exchange, part: str = "whole") -> None:
     if any(isinstance(event, Posted) for event in events):
         every = [_events(exchange, tuple(load.shapes), load.N, part, r) for r in range(load.N)]
         load.stages.append(_followed(every, load))
-        return
+    else:
+        _add(events, load)
+
+
+def _add(events: Sequence[Event], load: Load) -> None:
     for event in events:
         if isinstance(event, Moved):
             load.codec(event.num_bytes, event.calls, event.in_torch)
@@ -194,11 +197,7 @@ def _gathered(num_values: int, size: int) -> tuple[Event, ...]:
 
 def add_gather(load: Load) -> None:
     """Append the stages of an all-gather of weights in bytes; see lab.exchange.gather."""
-    for event in _gathered(load.n // load.N, load.N):
-        if isinstance(event, Moved):
-            load.codec(event.num_bytes, event.calls, event.in_torch)
-        elif isinstance(event, Collected):
-            load.wire(getattr(load.network, event.call)(event.num_bytes))
+    _add(_gathered(load.n // load.N, load.N), load)
 
 
 class Recorder(Comm):
