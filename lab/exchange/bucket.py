@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -116,6 +117,15 @@ class BucketPlan:
         self._plans: dict[object, Any] = {}
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
+
+    def twin(self) -> BucketPlan:
+        """Return a plan for the same gradients in other memory.
+
+        Both share what exchanges keep for a bucket, so only one may be under way.
+        """
+        other = copy(self)
+        other._buffer, other._values = None, []
+        return other
 
     @property
     def nbytes(self) -> int:

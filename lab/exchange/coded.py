@@ -16,7 +16,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Kept, Ranks, Relayed, Shapes, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Needs, Sizes
-from lab.exchange.memory import Memory
+from lab.exchange.memory import Bound, Memory
 
 P = TypeVar("P", bound="Planned")
 
@@ -43,21 +43,22 @@ class Lossy(Staged):
         Args:
             make: called with this exchange, `bucket` and `comm`.
         """
-        key = make, id(self), comm.size, self.is_coded(bucket)
-        plan = bucket.plans.get(key)
-        if plan is None or not self.is_current(plan, bucket):
-            plan = bucket.plans[key] = make(self, bucket, comm)
-        return plan
+        made_for = comm.size, self.is_coded(bucket)
+        found = bucket.plans.get(self)
+        if found is None or found[0] != made_for or not self.is_current(found[1]):
+            found = bucket.plans[self] = made_for, make(self, bucket, comm)
+        return found[1]
 
-    def is_current(self, plan: Planned, bucket: GradBucket) -> bool:
+    def is_current(self, plan: Any) -> bool:
         """Return whether a plan still has what this exchange keeps."""
-        return self.memory.holds(bucket, plan.residual)
+        return plan.bound.current
 
     def add_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         self.memory.add_to(bucket)
 
     def flush_residual(self, bucket: GradBucket, comm: Ranks) -> None:
         self.memory.flush_to(bucket)
+        bucket.plans.pop(self, None)
 
     def kept(self, shapes: Shapes, comm: Comm) -> Iterator[Kept]:
         return self.memory.kept()
@@ -79,10 +80,10 @@ class Planned(Protocol):
     """The part of a bucket's exchange that stays; see Lossy.planned.
 
     Attributes:
-        residual: see Memory.bind.
+        bound: its residuals.
     """
 
-    residual: Tensor | None
+    bound: Bound
 
 
 class Coded(Lossy):
@@ -107,7 +108,6 @@ class _Plan:
     Attributes:
         outgoing: uint8, a message of this rank's gradients; lines end in zeros.
         finite: bool [], receives whether all values are.
-        residual: see Memory.bind.
     """
 
     def __init__(self, exchange: Coded, bucket: GradBucket, parts: int) -> None:
@@ -117,7 +117,6 @@ class _Plan:
         self.coded = sorted((p.start, p.stop) for p in self.layout.pieces)
         self.outgoing = flat.new_zeros(self.layout.num_bytes, dtype=torch.uint8)
         self.finite = torch.ones((), dtype=torch.bool, device=flat.device)
-        self.residual = exchange.memory.bind(bucket, self.coded)
 
 
 class _TwoStagePlan(_Plan):
@@ -128,7 +127,6 @@ class _TwoStagePlan(_Plan):
         lines, line: `outgoing` as uint8 [ranks, line] and [1, bytes].
         received: uint8 [ranks, line], other ranks' messages of it.
         reply: uint8 [line], their sum.
-        owned: see Memory.bind_owned.
     """
 
     def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
@@ -137,10 +135,10 @@ class _TwoStagePlan(_Plan):
         self.lines, self.line = self.outgoing.view(comm.size, -1), self.outgoing.view(1, -1)
         self.received = self.outgoing.new_empty(comm.size, self.layout.line_bytes)
         self.reply = self.outgoing.new_zeros(self.layout.line_bytes)
-        self.owned = exchange.memory.bind_owned(bucket, *self._owned(comm.rank))
+        self.bound = exchange.memory.bind(bucket, self.coded, *self._owned(comm.rank))
 
     def _owned(self, rank: int) -> tuple[list[tuple[int, int, int]], int]:
-        """Return where the encoded values of this rank's part lie: see Memory.bind_owned."""
+        """Return where the encoded values of this rank's part lie: see Memory.bind."""
         low, high = (n * self.layout.line_bytes for n in (rank, rank + 1))
         pieces = [piece for piece in self.layout.pieces if low <= piece.payload < high]
         owned = [
@@ -190,9 +188,9 @@ class TwoStage(Coded, Relayed):
         self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, sums: Tensor
     ) -> Iterator[Collective]:
         """Fill `sums`, uint8 [ranks, line]; it may be the memory of what was sent."""
-        plan.kernels.encode(plan.layout, flat, plan.residual, plan.outgoing)
+        plan.kernels.encode(plan.layout, flat, plan.bound.own, plan.outgoing)
         yield comm.iall_to_all(plan.received, plan.lines)
-        plan.kernels.reduce(plan.own, plan.received, plan.owned, plan.reply)
+        plan.kernels.reduce(plan.own, plan.received, plan.bound.owned, plan.reply)
         yield comm.iall_gather(sums, plan.reply)
 
     def decode(self, message: Tensor, bucket: GradBucket, size: int, divisor: int) -> None:
@@ -214,7 +212,7 @@ class AllGather(Coded):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.planned(bucket, comm, _AllGatherPlan)
-        plan.kernels.encode(plan.layout, bucket.flat, plan.residual, plan.outgoing)
+        plan.kernels.encode(plan.layout, bucket.flat, plan.bound.own, plan.outgoing)
         yield comm.iall_gather(plan.received, plan.outgoing)
         plan.kernels.add_up(plan.layout, plan.received, bucket.flat, comm.size, plan.finite)
         bucket.finite = plan.finite
@@ -224,3 +222,4 @@ class _AllGatherPlan(_Plan):
     def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
         super().__init__(exchange, bucket, 1)
         self.received = self.outgoing.new_empty(comm.size, self.layout.num_bytes)
+        self.bound = exchange.memory.bind(bucket, self.coded)

@@ -37,6 +37,22 @@ class Columns:
     inner: int
 
 
+@dataclass
+class Bound:
+    """Residuals of one bucket: what `Memory.bind` returns.
+
+    Attributes:
+        own: of its gradients, laid out like `flat`; None: none are kept.
+        owned: of the sums that this rank encodes, in their order; None: none are kept.
+        current: they are still what is kept. They no longer are once they have been flushed, a
+            state was loaded, or a parameter of theirs was bound with others.
+    """
+
+    own: Tensor | None
+    owned: Tensor | None = None
+    current: bool = True
+
+
 class Memory:
     """Error feedback of one rank, by parameter name.
 
@@ -69,41 +85,47 @@ class Memory:
         self._own: dict[str, Tensor] = {}  # [values] by parameter, views of a bucket's residuals
         self._owned: dict[str, Owned] = {}
         self._starts: dict[str, Tensor] = {}  # of _owned, as states hold them
-        self._bound: dict[str, Tensor] = {}  # residuals of buckets, by their first parameter
+        self._bound: dict[str, Bound] = {}  # by each of a bucket's parameters
 
-    def holds(self, bucket: GradBucket, residual: Tensor | None) -> bool:
-        """Return whether what `bind` has returned for a bucket is still what is kept."""
-        return residual is None or self._bound.get(next(iter(bucket.shapes), "")) is residual
-
-    def bind(self, bucket: GradBucket, coded: Sequence[tuple[int, int]]) -> Tensor | None:
-        """Return the residuals of a bucket's gradients, laid out like it; None: nothing is kept.
+    def bind(
+        self,
+        bucket: GradBucket,
+        coded: Sequence[tuple[int, int]],
+        owned: Sequence[tuple[int, int, int]] = (),
+        num_owned: int = 0,
+    ) -> Bound:
+        """Return the residuals of a bucket, to be replaced in place.
 
         Args:
             coded: first and end of the ranges that a codec encodes, in their order.
+            owned: where sums that this rank encodes lie in the bucket, in their order: the first
+                value, its place among the `num_owned` of `Bound.owned`, and their number.
         """
         if not self.keeps:
-            return None
-        residual = torch.zeros_like(bucket.flat)
+            return Bound(None)
+        bound = Bound(torch.zeros_like(bucket.flat), bucket.flat.new_zeros(num_owned))
+        assert bound.own is not None and bound.owned is not None
+        self._bind_own(bucket, coded, bound.own)
+        if self.of_sums:
+            self._bind_owned(bucket, owned, bound.owned)
+        for name in bucket.shapes:
+            if before := self._bound.get(name):
+                before.current = False
+            self._bound[name] = bound
+        return bound
+
+    def _bind_own(
+        self, bucket: GradBucket, coded: Sequence[tuple[int, int]], residual: Tensor
+    ) -> None:
         for name, start, stop in _coded_spans(bucket, coded):
             own = residual[start:stop]
             if name in self._own:
                 own.copy_(record_stream(self._own[name]).view(-1))
             self._own[name] = own
-        self._bound[next(iter(bucket.shapes), "")] = residual
-        return residual
 
-    def bind_owned(
-        self, bucket: GradBucket, owned: Sequence[tuple[int, int, int]], num_values: int
-    ) -> Tensor | None:
-        """Return the residuals of sums that this rank encodes, [num_values]; None: none are kept.
-
-        Args:
-            owned: the places of encoded values in the bucket, in their order: the first one, its
-                place in what is returned, and their number.
-        """
-        if not self.keeps:
-            return None
-        residual = bucket.flat.new_zeros(num_values)
+    def _bind_owned(
+        self, bucket: GradBucket, owned: Sequence[tuple[int, int, int]], residual: Tensor
+    ) -> None:
         own = {
             name: Owned(start, residual[place : place + count])
             for name, start, place, count in _by_parameter(bucket, owned)
@@ -117,7 +139,6 @@ class Memory:
                 kept += record_stream(before.values)
             if now:
                 self._owned[name], self._starts[name] = now, torch.tensor(now.start)
-        return residual
 
     def bind_columns(self, gradients: Tensor, columns: Mapping[str, Columns]) -> Tensor | None:
         """Return the residuals of gradients that are laid out by the rank they go to, [N, n].
@@ -127,11 +148,11 @@ class Memory:
         """
         if not self.keeps:
             return None
-        first = next(iter(columns), "")
-        residual = self._bound.get(first)
-        if residual is not None and residual.shape == gradients.shape:
-            return residual
-        residual = self._bound[first] = torch.zeros_like(gradients)
+        bound = self._bound.get(first := next(iter(columns), ""))
+        if bound and bound.own is not None and bound.own.shape == gradients.shape:
+            return bound.own
+        residual = torch.zeros_like(gradients)
+        self._bound[first] = Bound(residual)
         for name, at in columns.items():
             own = residual[:, at.start : at.stop].unflatten(1, (-1, at.inner))
             if name in self._own:
@@ -152,10 +173,10 @@ class Memory:
         """Add this rank's residuals to `bucket.flat`, and forget them."""
         self.add_to(bucket)
         for name in bucket.shapes:
-            if name in self._own:
-                self._own[name].zero_()
-            if name in self._owned:
-                self._owned[name].values.zero_()
+            for kept in (self._own, self._owned, self._starts):
+                kept.pop(name, None)
+            if bound := self._bound.pop(name, None):
+                bound.current = False
 
     def kept(self) -> Iterator[Kept]:
         """Yield residuals: a parameter, the place of the first value, and values [n]."""
@@ -192,6 +213,8 @@ class Memory:
             for name, values in owned.items()
         }
         self._starts = dict(state.get("owner_start", {}))
+        for bound in self._bound.values():
+            bound.current = False
         self._bound = {}
 
     def shares(self, states: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:

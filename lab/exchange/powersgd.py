@@ -102,9 +102,9 @@ class PowerSGD(Lossy):
         )
         yield sum(sizes), which
 
-    def is_current(self, plan: Any, bucket: GradBucket) -> bool:
+    def is_current(self, plan: Any) -> bool:
         same = not plan.warm or self.q.get(plan.first) is plan.warm[0]
-        return same and super().is_current(plan, bucket)
+        return same and super().is_current(plan)
 
     def warm_start(self, name: str, columns: int, device: torch.device) -> Tensor:
         """Return the last step's Q^T; in the first step random values, the same on all ranks."""
@@ -145,9 +145,9 @@ class _Plan:
         self.kernels = low_rank.kernels(flat.device, rank)
         self.matrices = list(found.values())
         spans = [span for span, _ in self.matrices]
-        self.residual = exchange.memory.bind(bucket, [(span.start, span.stop) for span in spans])
+        self.bound = exchange.memory.bind(bucket, [(span.start, span.stop) for span in spans])
         self.residuals = [
-            None if self.residual is None else self.residual[span].view(shape)
+            None if self.bound.own is None else self.bound.own[span].view(shape)
             for span, shape in self.matrices
         ]
         self.p_message, self.ps = together([(shape[0], rank) for _, shape in self.matrices], flat)

