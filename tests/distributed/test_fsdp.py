@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import lab
+from lab.codec.base import Codec
+from lab.codec.levels import Int4, Int8
 from lab.distributed.sharded import whole
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.world import stop
@@ -132,6 +133,10 @@ def execute_on_hosts(per_host: int, *run: Any) -> Outcome:
 
 
 @pytest.mark.slow
+def message(codec: Codec, num_values: int) -> int:
+    return codec.layout_of_parts(num_values, 1).num_bytes
+
+
 def test_zeropp_trains_on_two_hosts_of_two_ranks() -> None:
     run = composed(
         "strategy=zeropp", "model=mlp", "model.hidden=[128,128]", "batch_size=64", "steps=24",
@@ -146,8 +151,8 @@ def test_zeropp_trains_on_two_hosts_of_two_ranks() -> None:
     assert record["environment"]["num_hosts"] == 2 and last < 0.9 * first
     # Three layers are units; the last one's 10 rows are filled up to 12.
     quarters = [128 * 1025 // 4, 128 * 129 // 4, 12 * 129 // 4]
-    gathered = sum(3 * 1032 * math.ceil(n / 1024) for n in quarters)  # a ring, in forward alone
-    scattered = sum(136 * math.ceil(n / 256) for n in quarters)  # to the rank of the same number
+    gathered = sum(3 * message(Int8(1024), n) for n in quarters)  # a ring, in forward alone
+    scattered = sum(message(Int4(256), n) for n in quarters)  # to the rank of the same number
     assert record["across_bytes_per_step"] == 2 * [scattered, gathered + scattered]
 
 
