@@ -16,6 +16,7 @@ Exchanges that compress take part: busbw is then that of an all-reduce which tak
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from lab.distributed.nodes import Nodes
 from lab.distributed.world import World
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket, ScratchBuffers
+from lab.exchange.bucket import GradBucket, Plans
 from lab.measure.turns import order
 from lab.settings.config import ConfigError, build
 from lab.training.assemble import join
@@ -190,11 +191,12 @@ def draw_values(like: Tensor, rank: int, size: int) -> Tensor:
 
 
 def _averaging(exchange: Exchange) -> Callable[[Tensor, Comm], None]:
-    buffers = ScratchBuffers()  # a bucket's are kept from step to step
+    plans = defaultdict[int, Plans](Plans)  # a bucket's are kept from step to step
 
     def run(flat: Tensor, comm: Comm) -> None:
         shapes = {"tensor": torch.Size(shape_of(flat.numel()))}
-        bucket = GradBucket(shapes, flat, divided=exchange.takes_divided, buffers=buffers)
+        kept = plans[flat.numel()]
+        bucket = GradBucket(shapes, flat, divided=exchange.takes_divided, plans=kept)
         exchange.average(bucket, comm)
 
     return run

@@ -1,12 +1,14 @@
 """Host time of an exchange: what a strategy adds to the thread that trains, without a device.
 
 It is rank 0 of NUM_RANKS, of which no other exists: collectives of torch's `fake` process group end
-at once. Parameters are the model's with few of their rows, and backward gives them gradients and
-does nothing else, so what takes time is to launch work rather than to do it.
+at once, and codecs' compiled kernels do nothing. Parameters are the model's with few of their rows,
+and backward gives them gradients and does nothing else, so what takes time is to launch work rather
+than to do it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request, Variant
+from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
 from lab.measure.environment import environment, git_commit
@@ -52,6 +55,7 @@ def measure(request: Request) -> dict[str, Any]:
     try:
         with ExitStack() as stack:
             comm = stack.enter_context(_fake_comm())
+            stack.enter_context(_no_work())
             first = request.variants[0].config
             candidates = [Candidate(DDP, _ddp(first), _plain(first))]
             for variant in request.variants:
@@ -104,6 +108,7 @@ def _skeleton(config: DictConfig) -> nn.Module:
     trained = [p for p in model.parameters() if p.requires_grad]
     built: Any = model
     built.bytes_scale = sum(p.numel() for p in trained) / before  # buckets are the real model's
+    built.on_gpu = True  # on the machines that a device keeps busy meanwhile
 
     def forward(total: Tensor) -> Tensor:
         for parameter in trained:
@@ -122,6 +127,24 @@ def _fake_comm() -> Iterator[TorchComm]:
         yield TorchComm(groups[0], groups[1], CPU)
     finally:
         dist.destroy_process_group()
+
+
+class _Idle:
+    """A library whose functions take any numbers and do nothing with them."""
+
+    def __getitem__(self, name: str) -> Any:
+        return ctypes.CDLL(None)["labs"]
+
+
+@contextmanager
+def _no_work() -> Iterator[None]:
+    """Let compiled kernels of codecs be launched, and do nothing."""
+    before = kernels.load
+    kernels.load = lambda name, level: _Idle()
+    try:
+        yield
+    finally:
+        kernels.load = before
 
 
 @contextmanager

@@ -24,11 +24,12 @@ def native(name: str, option: int) -> Native | None:
 
 def library(name: str) -> ctypes.CDLL | None:
     """Return the compiled cpp/NAME.cpp for this processor; None: there is none, or none built."""
-    return _library(name, torch.backends.cpu.get_cpu_capability())
+    return load(name, torch.backends.cpu.get_cpu_capability())
 
 
 @functools.cache
-def _library(name: str, level: str) -> ctypes.CDLL | None:
+def load(name: str, level: str) -> ctypes.CDLL | None:
+    """Return the compiled cpp/NAME.cpp for a capability as torch names it; see `library`."""
     source = SOURCES / f"{name}.cpp"
     return build.load(source, level) if source.exists() else None
 
@@ -47,7 +48,7 @@ class Native:
     ) -> None:
         kept = None if residual is None else residual.data_ptr()
         self._encode(
-            *(values.data_ptr(), kept, message.data_ptr(), *_where(layout)),
+            *(values.data_ptr(), kept, message.data_ptr(), *layout.addresses),
             *(self._option, torch.get_num_threads()),
         )
 
@@ -56,7 +57,7 @@ class Native:
     ) -> None:
         count, stride = messages.shape[0], messages.stride(0)
         self._add_up(
-            *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *_where(layout)),
+            *(messages.data_ptr(), out.data_ptr(), finite.data_ptr(), *layout.addresses),
             *(count, stride, divisor, self._option, torch.get_num_threads()),
         )
 
@@ -66,7 +67,7 @@ class Native:
         kept = None if residual is None else residual.data_ptr()
         count, stride = messages.shape[0], messages.stride(0)
         self._reduce(
-            *(messages.data_ptr(), kept, out.data_ptr(), *_where(layout)),
+            *(messages.data_ptr(), kept, out.data_ptr(), *layout.addresses),
             *(count, stride, self._option, torch.get_num_threads()),
         )
 
@@ -77,12 +78,3 @@ def bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:
     function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * numbers
     function.restype = None
     return function
-
-
-def _where(layout: Layout) -> tuple[int, ...]:
-    """Return the addresses of a layout's tables, their lengths, and how many values are encoded."""
-    if (found := layout.plans.get(_where)) is None:
-        pieces, copies = layout.tables
-        found = pieces.data_ptr(), copies.data_ptr(), len(pieces), len(copies), layout.num_encoded
-        layout.plans[_where] = found
-    return found

@@ -146,6 +146,12 @@ class Layout:
             torch.tensor(self.copies, dtype=torch.int64).view(len(self.copies), len(Copy._fields)),
         )
 
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Addresses and lengths of `tables`, and `num_encoded`, as C++ kernels take them."""
+        pieces, copies = self.tables
+        return pieces.data_ptr(), copies.data_ptr(), len(pieces), len(copies), self.num_encoded
+
     def _cut(self, piece: Piece) -> Iterator[Piece]:
         header, payload = self.row_bytes(piece.columns)
         step = max(1, PIECE_VALUES // piece.columns)

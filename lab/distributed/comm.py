@@ -33,6 +33,12 @@ class Traffic:
     waited_s: float = 0.0
     across_bytes: int = 0
 
+    def count(self, payload_bytes: int, num_messages: int, across_bytes: int) -> None:
+        """Add what was just handed to the network."""
+        self.payload_bytes += payload_bytes
+        self.num_messages += num_messages
+        self.across_bytes += across_bytes
+
     def so_far(self) -> Sent:
         """Return the counts of bytes and messages, which later traffic does not change."""
         return self.payload_bytes, self.num_messages, self.across_bytes
@@ -47,6 +53,8 @@ class Traffic:
 
 class _Waited:
     """Transfers in flight, whose waits are counted."""
+
+    __slots__ = "_handle", "_traffic"
 
     def __init__(self, handle: Any, traffic: Traffic) -> None:
         self._handle, self._traffic = handle, traffic
@@ -84,12 +92,14 @@ class Comm(ABC):
         before_sending: called before tensors are handed to the network, to emulate a rank that is
             slow to do so; None: nothing is.
         nodes: the ranks of each node; each alone, until whoever knows more says so.
+        times_waits: the host waits in calls of the library, and `traffic` counts for how long.
     """
 
     backend: str
     no_send_recv: str | None = None
     no_split: str | None = None
     asynchronous = False
+    times_waits = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -97,8 +107,22 @@ class Comm(ABC):
         self.traffic = Traffic()
         self.settings: dict[str, str] = {}
         self.before_sending: Callable[[], None] | None = None
-        self.nodes: Nodes = each_alone(size)
+        self.nodes = each_alone(size)
         self._beside: dict[str, Comm] = {}
+
+    @property
+    def nodes(self) -> Nodes:
+        return self._nodes
+
+    @nodes.setter
+    def nodes(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        own = [node for node in nodes if self.rank in node]
+        if not own:
+            raise LookupError(f"rank {self.rank} is on none of {nodes}")
+        self._node = frozenset(own[0])
+        self._num_beyond = self.size - len(own[0])  # ranks on other nodes
+        self._ring_leaves = (self.rank + 1) % self.size not in self._node
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
@@ -175,7 +199,7 @@ class Comm(ABC):
             return Done()
         if self.rank == source:
             self._announce()
-            self._count(tensor.nbytes, 1, tensor.nbytes if len(self.nodes) > 1 else 0)
+            self.traffic.count(tensor.nbytes, 1, tensor.nbytes if len(self.nodes) > 1 else 0)
         return self._begin(self._ibroadcast, tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -198,7 +222,7 @@ class Comm(ABC):
         if sends:
             self._announce()
         for tensor, to in sends:
-            self._count(tensor.nbytes, 1, 0 if to in self._node() else tensor.nbytes)
+            self.traffic.count(tensor.nbytes, 1, 0 if to in self._node else tensor.nbytes)
         return self._begin(self._isend_irecv, sends, receives)
 
     def split(self, color: int) -> Comm:
@@ -236,15 +260,16 @@ class Comm(ABC):
 
     def count_ring(self, payload_bytes: int, num_messages: int) -> None:
         """Count what this rank sends around a ring, of this comm or of a library beside it."""
-        follower = (self.rank + 1) % self.size
-        across = 0 if follower in self._node() else payload_bytes
-        self._count(payload_bytes, num_messages, across)
+        across = payload_bytes if self._ring_leaves else 0
+        self.traffic.count(payload_bytes, num_messages, across)
 
     def _announce(self) -> None:
         if self.before_sending:
             self.before_sending()
 
-    def _begin(self, call: Callable[..., Handle], *arguments: Any) -> _Waited:
+    def _begin(self, call: Callable[..., Collective], *arguments: Any) -> Collective:
+        if not self.times_waits:
+            return call(*arguments)
         began = time.perf_counter()
         handle = call(*arguments)  # some libraries wait here
         self.traffic.waited_s += time.perf_counter() - began
@@ -252,20 +277,8 @@ class Comm(ABC):
 
     def _count_pairs(self, num_bytes: int) -> None:
         """Count `num_bytes` sent to each other rank."""
-        others, beyond = self.size - 1, self.size - len(self._node())
-        self._count(others * num_bytes, others, beyond * num_bytes)
-
-    def _count(self, payload_bytes: int, num_messages: int, across_bytes: int) -> None:
-        self.traffic.payload_bytes += payload_bytes
-        self.traffic.num_messages += num_messages
-        self.traffic.across_bytes += across_bytes
-
-    def _node(self) -> Sequence[int]:
-        """Return the ranks of this rank's node."""
-        for node in self.nodes:
-            if self.rank in node:
-                return node
-        raise LookupError(f"rank {self.rank} is on none of {self.nodes}")
+        others = self.size - 1
+        self.traffic.count(others * num_bytes, others, self._num_beyond * num_bytes)
 
     @abstractmethod
     def _iall_reduce(self, tensor: Tensor) -> Collective: ...

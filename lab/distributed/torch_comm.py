@@ -56,6 +56,7 @@ class TorchComm(Comm):
         self._limit = limit
         self.backend = dist.get_backend(group)
         self.asynchronous = self.backend == "gloo" and device.type == "cpu"
+        self.times_waits = self.backend == "gloo"  # NCCL's calls return, and streams wait
         if self.backend == "gloo" and device.type == "cuda":
             self.no_send_recv = "Gloo has none for tensors on GPUs; use backend=nccl"
 
@@ -63,7 +64,7 @@ class TorchComm(Comm):
         return self.group.allreduce([tensor])
 
     def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
-        return all_gather_flat(self._second, output.view(-1), tensor.view(-1))
+        return all_gather_flat(self._second, output, tensor)
 
     def _iall_gather_rows(self, rows: Tensor) -> Collective:
         if self.backend == "nccl" or self.no_send_recv:
@@ -226,23 +227,24 @@ def _group(
 
 # Collectives are a process group's own methods: torch.distributed's functions check and log each
 # call, which takes several times as long. Three were renamed in torch 2.13.
+_OLD = not hasattr(dist.ProcessGroup, "all_gather_single")
+ALL_GATHER = "_allgather_base" if _OLD else "all_gather_single"
+ALL_TO_ALL = "alltoall_base" if _OLD else "all_to_all_single"
+REDUCE_SCATTER = "_reduce_scatter_base" if _OLD else "reduce_scatter_single"
 
 
 def all_gather_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
-    """Begin to fill `output` [ranks * n] with every rank's `tensor` [n]."""
-    call: Any = getattr(group, "all_gather_single", None) or group._allgather_base
-    return call(output, tensor)
+    """Begin to fill `output`, ranks * n values, with every rank's `tensor`, n values."""
+    return getattr(group, ALL_GATHER)(output, tensor)
 
 
 def all_to_all_flat(
     group: dist.ProcessGroup, output: Tensor, tensor: Tensor, come: list[int], go: list[int]
 ) -> dist.Work:
     """Begin to send parts of `tensor` [n, ...] to ranks: `go` rows to each; [] as many to all."""
-    call: Any = getattr(group, "all_to_all_single", None) or group.alltoall_base
-    return call(output, tensor, come, go)
+    return getattr(group, ALL_TO_ALL)(output, tensor, come, go)
 
 
 def reduce_scatter_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
     """Begin to fill `output` [n] with the sum of a part of the ranks' `tensor` [ranks * n]."""
-    call: Any = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return call(output, tensor)
+    return getattr(group, REDUCE_SCATTER)(output, tensor)

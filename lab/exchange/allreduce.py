@@ -59,7 +59,7 @@ class AllReduce(Staged):
         bucket.divide(bucket.flat, comm.size)
         wire = bucket.flat
         if not self.exact:  # into memory that is kept: fresh pages cost more than the copy
-            wire = bucket.buffers["wire"].take(wire.new_empty(0, dtype=self.dtype), len(wire))
+            wire = bucket.plans.scratch("wire", wire.new_empty(0, dtype=self.dtype), len(wire))
             wire.copy_(bucket.flat)
         yield comm.iall_reduce(wire)
         if wire is not bucket.flat:

@@ -236,7 +236,7 @@ class Relayed(Staged):
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         byte = bucket.flat.new_empty(0, dtype=torch.uint8)
         num_bytes = self.message_bytes(bucket, comm.size)
-        message = bucket.buffers["message"].take(byte, num_bytes)
+        message = bucket.plans.scratch("message", byte, num_bytes)
         yield from self.sum(bucket, comm, message)
         self.decode(message, bucket, comm.size, divisor=comm.size)
 

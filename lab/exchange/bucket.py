@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -20,11 +19,14 @@ from lab.exchange.layout import as_real, dense, is_rows_first, trainable, travel
 ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCCL copies
 
 
-class ScratchBuffers(defaultdict[str, ScratchBuffer]):
-    """Memory that an exchange keeps for one bucket from step to step, by name."""
+class Plans(dict[object, Any]):
+    """What exchanges keep for one bucket from step to step, by keys of theirs."""
 
-    def __init__(self) -> None:
-        super().__init__(ScratchBuffer)
+    def scratch(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Return uninitialised memory like `like`; that of earlier calls with `name` is invalid."""
+        if name not in self:
+            self[name] = ScratchBuffer()
+        return self[name].take(like, *shape)
 
 
 @dataclass
@@ -41,8 +43,7 @@ class GradBucket:
         step: the optimizer step this exchange belongs to, counted from 0.
         divided: `flat` holds gradient / N before `average`, so that the sum is the mean.
         finite: 0-dim bool tensor, set by an exchange that checks; None: not checked.
-        buffers: see ScratchBuffers.
-        plans: what exchanges keep for this bucket from step to step.
+        plans: of this bucket's exchanges.
         copied: gradients that are no views of `flat`, each with its values in `flat`, to which
             `unpack` copies the mean.
         lacking: names of parameters without a gradient on this rank, which count as zeros.
@@ -53,8 +54,7 @@ class GradBucket:
     step: int = 0
     divided: bool = False
     finite: Tensor | None = None
-    buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
-    plans: dict[object, Any] = field(default_factory=dict[object, Any])
+    plans: Plans = field(default_factory=Plans)
     copied: Sequence[tuple[Tensor, Tensor]] = ()
     lacking: Sequence[str] = ()
 
@@ -108,13 +108,14 @@ class BucketPlan:
     ) -> None:
         self.parameters = parameters
         self._in_flat = _aligned_first(parameters)
+        self._ordered = list(self._in_flat.values())
         self.shapes = {name: travel_shape(p) for name, p in self._in_flat.items()}
         self.num_values = sum(map(math.prod, self.shapes.values()))
         self._missing = -self.num_values % multiple
         self.dtype = dtype or next(iter(parameters.values())).dtype
         self.in_place = in_place and not self._missing
-        self._buffers = ScratchBuffers()
-        self._plans: dict[object, Any] = {}
+        self.label = label(self.shapes)
+        self._plans = Plans()
         self._buffer: Tensor | None = None
         self._values: list[Tensor] = []  # of each parameter in the buffer, like its gradient
 
@@ -132,9 +133,9 @@ class BucketPlan:
         """Bytes of the gradients."""
         return sum(parameter.nbytes for parameter in self.parameters.values())
 
-    @property
+    @cached_property
     def has_views(self) -> bool:
-        """True if all gradients can be views of the buffer."""
+        """True if all gradients can be views of the buffer; a sync may move weights until then."""
         return all(self._are_views)
 
     def pack(self, step: int, divided: bool = False) -> GradBucket:
@@ -142,40 +143,38 @@ class BucketPlan:
 
         `.grad` of each parameter is the mean once the exchange has ended and `unpack` was called.
         """
-        flat = self._in_place()
-        if flat is not None:
-            return self._bucket(flat, step, divided)
-        if self._buffer is None:
-            self._buffer = self._allocated()
-        bucket = self._bucket(self._buffer, step, divided)
-        parameters = list(self._in_flat.values())
-        gradients = [parameter.grad for parameter in parameters]
+        flat = self._in_place() if self.in_place else None
+        if flat is None:
+            flat = self._buffer = self._allocated() if self._buffer is None else self._buffer
+        bucket = GradBucket(self.shapes, flat, step, divided, plans=self._plans)
+        if flat is self._buffer:
+            self._fill(bucket)
+        return bucket
+
+    def _fill(self, bucket: GradBucket) -> None:
+        """Copy gradients into the buffer, and make them views of it."""
+        gradients = [parameter.grad for parameter in self._ordered]
         present = [g for g in gradients if g is not None and not g.is_sparse]
         if not self.has_views or len(present) < len(gradients):
             self._pack_each(bucket)
-            return bucket
+            return
         torch._foreach_copy_(self._values, present)
-        for parameter, values in zip(parameters, self._values, strict=True):
+        for parameter, values in zip(self._ordered, self._values, strict=True):
             parameter.grad = values
-        return bucket
 
     def __str__(self) -> str:
-        return label(self.shapes)
-
-    def _bucket(self, flat: Tensor, step: int, divided: bool) -> GradBucket:
-        kept = {"buffers": self._buffers, "plans": self._plans}
-        return GradBucket(self.shapes, flat, step, divided, **kept)
+        return self.label
 
     @cached_property
     def _are_views(self) -> list[bool]:
-        """Which gradients can be views of the buffer; a sync may move weights until it is asked."""
+        """Which gradients can be views of the buffer."""
         return [p.dtype == self.dtype and is_rows_first(p) for p in self._in_flat.values()]
 
     def _in_place(self) -> Tensor | None:
         """Return the single gradient's own memory, [num_values], if it can be exchanged there."""
-        if not self.in_place or not self.has_views:
+        if not self.has_views:
             return None
-        (parameter,) = self.parameters.values()
+        (parameter,) = self._ordered
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
             return None
@@ -229,10 +228,10 @@ def plan(
 
     Args:
         model: parameters shared between modules are taken once. A model with the attribute
-            bytes_scale stands for one with larger parameters, and gets the buckets of that one.
-        bucket_mb: largest bucket in MiB (2**20 bytes), the first at most 1. A parameter of this
-            size, or of grouping.LARGE_BYTES, has its own bucket; the others share one if they sum
-            to less. None: one bucket for all. 0: one per module.
+            bytes_scale stands for one with larger parameters, and gets the buckets of that one;
+            one with on_gpu, those of a model on a GPU.
+        bucket_mb: size of a bucket in MiB (2**20 bytes), of the first at most 1; see
+            lab.exchange.grouping. None: one bucket for all. 0: one per module.
         order: names of the parameters as their gradients arrive. None: the reverse order of
             registration, in which gradients usually arrive.
         only: names of the parameters to divide. None: all.
@@ -249,12 +248,12 @@ def plan(
         named.sort(key=lambda pair: position[pair[0]])
     fresh = _with_fresh_gradients(model)
     scale = getattr(model, "bytes_scale", 1.0)
+    on_gpu = getattr(model, "on_gpu", any(p.is_cuda for _, p in named))
     by_name, ready_at = dict(named), {name: place for place, (name, _) in enumerate(named)}
-    groups = [
-        names
-        for dtype in dict.fromkeys(p.dtype for _, p in named)
-        for names in group([(n, p.nbytes) for n, p in named if p.dtype == dtype], bucket_mb, scale)
-    ]
+    groups: list[list[str]] = []
+    for dtype in dict.fromkeys(p.dtype for _, p in named):
+        sized = [(n, p.nbytes) for n, p in named if p.dtype == dtype]
+        groups += group(sized, bucket_mb, scale, on_gpu)
     if len({p.dtype for _, p in named}) > 1:
         groups.sort(key=lambda names: max(map(ready_at.__getitem__, names)))
     return [

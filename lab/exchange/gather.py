@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
 from lab.codec.levels import Int8
 from lab.distributed.comm import Comm
+from lab.exchange.bucket import Plans
 
 CODEC = Int8(block_size=1024)
 
 
 def gather_bytes(
-    output: Tensor, own: Tensor, comm: Comm, plans: dict[object, Any], codec: Codec = CODEC
+    output: Tensor, own: Tensor, comm: Comm, plans: Plans, codec: Codec = CODEC
 ) -> None:
     """Fill `output` with all ranks' `own`, rounded to a byte for each value, alike on all ranks.
 

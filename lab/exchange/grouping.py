@@ -12,21 +12,28 @@ MIB = 2**20  # the unit of bucket_mb and chunk_mb, as of DDP's bucket_cap_mb; MB
 FIRST_BUCKET_BYTES = MIB  # small, so that the first exchange starts early (as DDP does)
 CUT_VALUES = 1024  # parts of a parameter begin at multiples: aligned for kernels and networks
 VALUE_BYTES = 4  # of a float32
-LARGE_BYTES = 4 * MIB  # from this size on, a copy into a bucket costs more than a message
+LARGE_BYTES = 4 * MIB  # from this size on, a CPU's copy into a bucket costs more than a message
 
 Sized = tuple[str, float]  # a parameter's name and the bytes of its gradient
 
 
 def group(
-    parameters: Sequence[Sized], bucket_mb: float | None, bytes_scale: float = 1.0
+    parameters: Sequence[Sized],
+    bucket_mb: float | None,
+    bytes_scale: float = 1.0,
+    on_gpu: bool = False,
 ) -> list[list[str]]:
     """Return the parameter names of each bucket, in the order in which backward fills them.
+
+    On CPUs a parameter of LARGE_BYTES has a bucket to itself. A GPU copies it in microseconds, less
+    than another message takes: there only those as large as `bucket_mb` have one.
 
     Args:
         parameters: in the order in which their gradients arrive.
         bucket_mb: see lab.exchange.bucket.plan.
         bytes_scale: size of these parameters relative to the ones they stand for, which decide the
             buckets.
+        on_gpu: gradients lie on a GPU.
     """
     if not parameters:
         return []
@@ -34,7 +41,8 @@ def group(
         return [[name for name, _ in parameters]]
     if bucket_mb == 0:
         return _by_module(parameters)
-    return _by_size([(name, size / bytes_scale) for name, size in parameters], bucket_mb * MIB)
+    sized = [(name, size / bytes_scale) for name, size in parameters]
+    return _by_size(sized, bucket_mb * MIB, on_gpu)
 
 
 def cut(num_values: int, bucket_mb: float | None, bytes_scale: float = 1.0) -> list[range]:
@@ -56,19 +64,22 @@ def _by_module(parameters: Sequence[Sized]) -> list[list[str]]:
     return list(modules.values())
 
 
-def _by_size(parameters: Sequence[Sized], capacity: float) -> list[list[str]]:
-    large = min(capacity, LARGE_BYTES)
+def _by_size(parameters: Sequence[Sized], capacity: float, on_gpu: bool) -> list[list[str]]:
+    few = min(capacity, LARGE_BYTES)
+    large = capacity if on_gpu else few
     groups: list[list[str]] = []
     current: list[str] = []
     held = 0.0  # bytes in current
     # If the small ones are this few, the rest of backward could not hide a second message.
-    little = sum(size for _, size in parameters if size < large) <= large
-    room = large if little else min(capacity, FIRST_BUCKET_BYTES)
+    little = sum(size for _, size in parameters if size < large) <= few
+    room = few if little else min(capacity, FIRST_BUCKET_BYTES)
     for name, size in parameters:
         if size >= large:
             groups.append([name])
             continue
-        if current and held + size > room:
+        # On GPUs the parameter that fills a bucket belongs to it, as in DDP: fewer messages.
+        is_full = held >= room if on_gpu else held + size > room
+        if current and is_full:
             groups.append(current)
             current, held, room = [], 0.0, capacity
         current.append(name)

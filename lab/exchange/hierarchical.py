@@ -176,7 +176,7 @@ class Hierarchical(Staged):
         sizes = [inter.message_bytes(part, num_nodes) for part in parts]
         byte = parts[0].flat.new_empty(0, dtype=torch.uint8)
         longest = -(-max(sizes) // ALIGNED) * ALIGNED
-        messages = parts[0].buffers["messages"].take(byte, inside.size, longest)
+        messages = parts[0].plans.scratch("messages", byte, inside.size, longest)
         own = messages[inside.rank]
         if levels.across is not None:
             rail = inside.rank

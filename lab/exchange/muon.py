@@ -112,9 +112,9 @@ class Muon(Staged, MatrixDirection):
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.begin(bucket, comm)
         places, width = owners.lines(bucket.shapes, self._owners(bucket, comm.size), comm.size)
-        buffers, like = bucket.buffers, bucket.flat
-        message = buffers["message"].take(like, comm.size, width)
-        received = buffers["received"].take(like, comm.size, width)
+        plans, like = bucket.plans, bucket.flat
+        message = plans.scratch("message", like, comm.size, width)
+        received = plans.scratch("received", like, comm.size, width)
         spans = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
         for place in places:
             owner_message.pack(spans[place.name], place, message)

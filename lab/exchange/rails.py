@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import Nodes
 from lab.exchange.base import Shapes
-from lab.exchange.bucket import GradBucket
+from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.rows import part_shape, rows_of, share
 
 
@@ -112,7 +112,7 @@ class Blocks:
     """
 
     def __init__(self, bucket: GradBucket, local: int, rails: int) -> None:
-        self._flat, self._buffers = bucket.flat, bucket.buffers
+        self._flat, self._plans = bucket.flat, bucket.plans
         parts = [list(shares(bucket.flat, bucket.shapes, rail, rails)) for rail in range(rails)]
         longest = max(sum(map(len, part)) for part in parts)
         self._in_place = (
@@ -121,7 +121,7 @@ class Blocks:
         if self._in_place:
             self.memory = bucket.flat.view(local, longest)
         else:
-            self.memory = bucket.buffers["blocks"].take(bucket.flat, local, longest)
+            self.memory = bucket.plans.scratch("blocks", bucket.flat, local, longest)
         self.parts = [self._part(bucket, rail, rails) for rail in range(rails)]
         self._values = [values for part in parts for values in part]
         self._places = [
@@ -133,15 +133,14 @@ class Blocks:
     def _part(self, bucket: GradBucket, rail: int, rails: int) -> GradBucket:
         shapes = part_shapes(bucket.shapes, rail, rails)
         flat = self.memory[rail, : sum(shape.numel() for shape in shapes.values())]
-        plans = bucket.plans.setdefault(("rail", rail, rails), {})
-        kept = {"buffers": bucket.buffers, "plans": plans}
-        return GradBucket(shapes, flat, bucket.step, bucket.divided, **kept)
+        plans = bucket.plans.setdefault(("rail", rail, rails), Plans())
+        return GradBucket(shapes, flat, bucket.step, bucket.divided, plans=plans)
 
     def arriving(self, inside: Comm) -> Tensor | None:
         """Return memory like the blocks for a reduce-scatter; None where it needs none: NCCL."""
         if inside.backend == "nccl":
             return None
-        return self._buffers["arriving"].take(self._flat, *self.memory.shape)
+        return self._plans.scratch("arriving", self._flat, *self.memory.shape)
 
     def fill(self) -> None:
         """Copy the bucket into the blocks."""

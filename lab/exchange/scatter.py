@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from lab.distributed.collective import Collective, SummedParts
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import ScratchBuffers
+from lab.exchange.bucket import Plans
 from lab.exchange.coded import Coded
 from lab.exchange.memory import Columns
 
@@ -34,8 +33,7 @@ class Layout:
     """
 
     columns: Mapping[str, Columns]
-    buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
-    plans: dict[str, Any] = field(default_factory=dict[str, Any])
+    plans: Plans = field(default_factory=Plans)
 
 
 class Scatter(ABC):
@@ -58,7 +56,7 @@ class Exact(Scatter):
 
     def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
         needed = self.needs_spare(comm)
-        spare = layout.buffers["spare"].take(gradients, *gradients.shape) if needed else None
+        spare = layout.plans.scratch("spare", gradients, *gradients.shape) if needed else None
         self.begin(output, gradients, comm, spare).wait()
 
     def needs_spare(self, comm: Comm) -> bool:

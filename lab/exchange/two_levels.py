@@ -39,9 +39,9 @@ class TwoLevels(Scatter):
 
     def sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
         per_node, nodes, n = self._inside.size, self._across.size, gradients.shape[1]
-        by_local_rank = layout.buffers["by local rank"].take(gradients, per_node, nodes, n)
+        by_local_rank = layout.plans.scratch("by local rank", gradients, per_node, nodes, n)
         by_local_rank.copy_(gradients.view(nodes, per_node, n).transpose(0, 1))
-        of_node = layout.buffers["of node"].take(gradients, nodes, n)
+        of_node = layout.plans.scratch("of node", gradients, nodes, n)
         parts = by_local_rank.view(per_node, -1)
         self._scatter.sum(of_node.view(-1), parts, self._inside, self._first)
         self._scatter.sum(output, of_node, self._across, self._second)

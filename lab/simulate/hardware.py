@@ -154,6 +154,11 @@ class Hardware:
     device: Device | None = None
     assumed: tuple[Range, ...] = ()
 
+    @property
+    def on_gpu(self) -> bool:
+        """True if ranks compute on GPUs."""
+        return self.library == "nccl"
+
     def codec_rate(self, exchange: str) -> float:
         """Return the bytes per second of an exchange's codec, by its class name."""
         return dict(self.codec_rates).get(exchange, self.codec_bytes_per_s)

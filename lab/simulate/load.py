@@ -131,7 +131,7 @@ class Load:
             in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
         """
         hardware = self.network.hardware
-        if in_torch is not None and hardware.library == "nccl":
+        if in_torch is not None and hardware.on_gpu:
             num_bytes = in_torch
         seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(self.rate)
         factor = hardware.host_factor(self.N) * self.network.slowest_factor

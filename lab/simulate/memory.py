@@ -84,7 +84,7 @@ def rank_bytes(
     """
     counts = [
         (len(bucket), sum(map(math.prod, bucket.values())))
-        for bucket in buckets(profile, strategy.bucket_mb)
+        for bucket in buckets(profile, strategy.bucket_mb, hardware.on_gpu)
     ]
     values = profile.gradient_bytes // VALUE_BYTES
     of_model = VALUE_BYTES * values * (2 + state_copies(settings["optim"]))

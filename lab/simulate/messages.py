@@ -15,24 +15,32 @@ from lab.sync.fragments import fragments
 Bucket = dict[str, Shape]  # shapes of parameters by name, or of parts: name[start:stop]
 
 
-def messages_of_fragments(profile: Profile, strategy: Strategy) -> list[list[Bucket]]:
+def messages_of_fragments(
+    profile: Profile, strategy: Strategy, on_gpu: bool = False
+) -> list[list[Bucket]]:
     """Divide a profile's parameters among fragments, and each of these among messages.
+
+    Args:
+        on_gpu: gradients lie on GPUs.
 
     Raises:
         ValueError: the profile has fewer layers than the strategy has fragments.
     """
     pattern = strategy.pattern
     if pattern.waits_in_forward:
-        return [_chunks(profile, strategy)]
+        return [_chunks(profile, strategy, on_gpu)]
     if pattern.fragments == 1:
-        return [buckets(profile, strategy.bucket_mb)]
+        return [buckets(profile, strategy.bucket_mb, on_gpu)]
     sizes = [(name, VALUE_BYTES * math.prod(shape)) for name, shape in parameters(profile).items()]
     parts = fragments(sizes, pattern.fragments, pattern.fragment_order)
-    return [buckets(profile, strategy.bucket_mb, names) for names in parts]
+    return [buckets(profile, strategy.bucket_mb, on_gpu, names) for names in parts]
 
 
 def buckets(
-    profile: Profile, bucket_mb: float | None, only: Container[str] | None = None
+    profile: Profile,
+    bucket_mb: float | None,
+    on_gpu: bool = False,
+    only: Container[str] | None = None,
 ) -> list[Bucket]:
     """Divide a profile's parameters, or `only` some, among buckets: shapes of each, by name."""
     known = parameters(profile)
@@ -41,7 +49,7 @@ def buckets(
         for name in reversed(known)
         if only is None or name in only
     ]
-    planned = group(arriving, bucket_mb, profile.bytes_scale)
+    planned = group(arriving, bucket_mb, profile.bytes_scale, on_gpu)
     return [{name: known[name] for name in names} for names in planned]
 
 
@@ -59,9 +67,9 @@ def parameter_of(message_part: str) -> str:
     return message_part.partition("[")[0]
 
 
-def _chunks(profile: Profile, strategy: Strategy) -> list[Bucket]:
+def _chunks(profile: Profile, strategy: Strategy, on_gpu: bool) -> list[Bucket]:
     """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
-    planned = buckets(profile, strategy.chunk_mb)
+    planned = buckets(profile, strategy.chunk_mb, on_gpu)
     if not exchange_of(strategy.exchange).takes_divided:  # it does more than add values
         return planned
     chunks: list[Bucket] = []

@@ -25,7 +25,7 @@ from lab.codec.layout import Layout
 from lab.distributed.collective import Collective, Done, Handle
 from lab.distributed.comm import Comm, Transfer
 from lab.exchange.base import Exchange, Relayed, everyone
-from lab.exchange.bucket import GradBucket
+from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import Coded
 from lab.exchange.cost import Shape
 from lab.exchange.gather import CODEC as GATHERED
@@ -123,7 +123,7 @@ def _events(
         if isinstance(each, Coded):
             _note_kernels(each.codec, recorder.events)
     second = _bucket(shapes, 1)
-    second.plans, second.buffers, second.flat = first.plans, first.buffers, first.flat
+    second.plans, second.flat = first.plans, first.flat
     second.divided = own.takes_divided
     try:
         for bucket in (first, second):
@@ -188,7 +188,7 @@ def _joined(events: Sequence[Event]) -> Iterator[Event]:
 
 @lru_cache(maxsize=1000)
 def _gathered(num_values: int, size: int) -> tuple[Event, ...]:
-    codec, recorder, plans = deepcopy(GATHERED), Recorder(0, size), dict[object, Any]()
+    codec, recorder, plans = deepcopy(GATHERED), Recorder(0, size), Plans()
     _note_kernels(codec, recorder.events)
     weights = torch.empty(size, num_values, device=META)
     gather_bytes(weights.view(-1), weights[0], recorder, plans, codec)

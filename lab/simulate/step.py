@@ -200,7 +200,7 @@ def _of_weights(
     if Leg.WEIGHTS_FROM_ROOT in strategy.pattern.legs:  # the way that gradients came
         return planned
     if Leg.PARTS_OF_WEIGHTS in strategy.pattern.legs:  # in full, whatever type gradients had
-        (buckets,) = messages_of_fragments(profile, strategy)
+        (buckets,) = messages_of_fragments(profile, strategy, network.hardware.on_gpu)
         return exchanges(profile, replace(strategy, exchange=EXACT), network, buckets)
     return []
 
@@ -248,7 +248,7 @@ def kinds_of_steps(
     pattern = strategy.pattern
     parts = [
         exchanges(profile, strategy, network, part)
-        for part in messages_of_fragments(profile, strategy)
+        for part in messages_of_fragments(profile, strategy, network.hardware.on_gpu)
     ]
     if pattern.begins is not Begin.NEXT_STEPS:
         return [(1.0, [exchange for part in parts for exchange in part])]

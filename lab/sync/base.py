@@ -248,11 +248,9 @@ class Sync(ABC):
 
 
 def observed(
-    clock: Clock | None, bucket: str, job: Job, exchange: Exchange, comm: Comm, worker: Worker
+    clock: Clock, bucket: str, job: Job, exchange: Exchange, comm: Comm, worker: Worker
 ) -> Job:
     """Wrap `job`, the exchange of one bucket, so that `clock` records its times."""
-    if clock is None:
-        return job
     waited = _waited(clock, exchange, comm)
     return clock.traced(bucket, job, not exchange.exact, waited, worker.in_line)
 

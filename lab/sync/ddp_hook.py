@@ -17,7 +17,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
-from lab.exchange.bucket import GradBucket, ScratchBuffers, label
+from lab.exchange.bucket import GradBucket, Plans, label
 from lab.exchange.gate import Outside, admit, carrier
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
@@ -87,7 +87,7 @@ class HookState:
         self._names = {id(p): name for name, p in named(model).items()}
         self._trained = set(trainable)
         self._to_come = set(trainable)  # parameters of this step that DDP has not handed over
-        self._buffers = defaultdict[str, ScratchBuffers](ScratchBuffers)
+        self._plans = defaultdict[str, Plans](Plans)
         self._exchanged: list[tuple[GradBucket, Tensor]] = []
         self._hooks: list[RemovableHandle] = []
         self._outside = Outside(model, trainable)
@@ -173,7 +173,8 @@ class HookState:
         # With its device, the future holds an event of the exchange's stream to wait for.
         future = Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         job = partial(self._stages, packed, buffer, future)
-        job = observed(self.clock, str(packed), job, self.exchange, self.comm, self.worker)
+        if self.clock:
+            job = observed(self.clock, str(packed), job, self.exchange, self.comm, self.worker)
         self.worker.submit(f"{type(self.exchange).__name__} of bucket {packed}", job)
         self._to_come -= names
         if bucket.is_last() or not self._to_come:
@@ -190,7 +191,7 @@ class HookState:
         """Return DDP's buffer as a bucket; a copy, if values travel in another order or dtype."""
         present = {self._names[id(p)]: p for p in parameters if p.numel()}
         shapes = {name: travel_shape(p) for name, p in present.items()}
-        memory = self._buffers[label(present)]
+        plans = self._plans[label(present)]
         dtype = carrier(buffer.dtype, self.exchange)
         assert dtype is not None  # `admit` has refused others
         # DDP lays dense gradients out like their parameters, and others row-major.
@@ -198,7 +199,7 @@ class HookState:
             p.is_contiguous() or is_rows_first(p) or not is_dense(p) for p in present.values()
         )
         if not present or (as_it_lies and dtype == buffer.dtype):
-            return GradBucket(shapes, buffer, self.step, buffers=memory)
+            return GradBucket(shapes, buffer, self.step, plans=plans)
         pairs = any(p.is_complex() for p in present.values())  # or none: they are of one dtype
         whole = torch.view_as_complex(buffer.view(-1, 2)) if pairs else buffer
         views = [
@@ -210,12 +211,12 @@ class HookState:
             )
         ]
         sizes = [shape.numel() for shape in shapes.values()]
-        flat = memory["flat"].take(buffer.new_empty(0, dtype=dtype), sum(sizes))
+        flat = plans.scratch("flat", buffer.new_empty(0, dtype=dtype), sum(sizes))
         parts = torch.split(flat, sizes)
         values = [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
         torch._foreach_copy_(values, views)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         copied = [*zip(views, values, strict=True)]
-        return GradBucket(shapes, flat, self.step, buffers=memory, copied=copied)
+        return GradBucket(shapes, flat, self.step, plans=plans, copied=copied)
 
     def _stages(
         self, packed: GradBucket, buffer: Tensor, future: Future[Tensor]
@@ -244,8 +245,8 @@ class HookState:
         self.finite = torch.stack(looked).all() if looked else None
         if self._guard:
             self._guard.end_step([buffer for _, buffer in self._exchanged], self.finite)
-        for planned_before in set(self._buffers) - {str(bucket) for bucket in buckets}:
-            del self._buffers[planned_before]
+        for planned_before in set(self._plans) - {str(bucket) for bucket in buckets}:
+            del self._plans[planned_before]
         self.step += 1
         if self.after_exchange:
             self.after_exchange()

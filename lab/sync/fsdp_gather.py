@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
+from lab.exchange.bucket import Plans
 from lab.exchange.gather import gather_bytes
 from lab.sync.fsdp_hook import UnitHook
 from lab.sync.fsdp_units import modules_of_fsdp
@@ -31,9 +30,7 @@ class UnitAllGather(UnitHook):
             after the other.
     """
 
-    def __init__(
-        self, unit: str, comm: Comm, inside: Comm | None, plans: dict[object, Any]
-    ) -> None:
+    def __init__(self, unit: str, comm: Comm, inside: Comm | None, plans: Plans) -> None:
         super().__init__(unit)
         self._comm, self._inside, self._plans = comm, inside, plans
         self.exact = False  # evaluations are of the weights that checkpoints hold
@@ -63,7 +60,7 @@ class UnitAllGather(UnitHook):
 
 def set_all_gather(model: nn.Module, comm: Comm, inside: Comm | None) -> list[UnitAllGather]:
     """Give each FSDP module in `model` an all-gather in bytes; return these."""
-    made, plans = list[UnitAllGather](), dict[object, Any]()
+    made, plans = list[UnitAllGather](), Plans()
     for unit, module in modules_of_fsdp(model):
         made.append(UnitAllGather(unit, comm, inside, plans))
         module.set_custom_all_gather(made[-1])  # pyright: ignore[reportArgumentType]

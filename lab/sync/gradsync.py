@@ -20,6 +20,8 @@ from lab.sync.gradient_noise import GradientNoise
 from lab.sync.pattern import Begin, Pattern, gradsync
 from lab.sync.reached import Reached
 
+UNTIMED = nullcontext()
+
 
 class GradSync(Sync):
     """A sync that averages gradients over the ranks once per optimizer step.
@@ -257,8 +259,8 @@ class GradSync(Sync):
         self.worker.wait()
 
     def _submit_next(self) -> None:
-        with self.clock.exchange_work() if self.clock else nullcontext():
-            planned = self.buckets[len(self._exchanged)]
+        planned = self.buckets[len(self._exchanged)]
+        with self.clock.exchange_work() if self.clock else UNTIMED:
             if self.before_exchange:
                 gradients = [(p, p.grad) for p in planned.parameters.values()]
                 self.before_exchange(not self._exchanged, gradients)
@@ -266,10 +268,10 @@ class GradSync(Sync):
             if bucket.lacking and self._reached:
                 self._reached.lacks(bucket.lacking)
         self._exchanged.append(bucket)
-        label = f"{type(self.exchange).__name__} of bucket {bucket}"
         job = partial(self._stages, bucket)
-        job = observed(self.clock, str(bucket), job, self.exchange, self.comm, self.worker)
-        self.worker.submit(label, job)
+        if self.clock:
+            job = observed(self.clock, planned.label, job, self.exchange, self.comm, self.worker)
+        self.worker.submit(f"{type(self.exchange).__name__} of bucket {planned.label}", job)
 
     def _stages(self, bucket: GradBucket) -> Iterator[Collective]:
         if self.loss_scale != 1.0:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from lab.distributed.collective import Done
 from lab.distributed.comm import Comm, Transfer
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.bucket import GradBucket, ScratchBuffers
+from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.cost import Sizes
 from lab.settings.config import build, load
 from lab.simulate.costs import extra_bytes, payload_bytes
@@ -95,11 +95,11 @@ class EchoComm(Comm):
 
 def allocated_bytes(make: Callable[[], Any], rank: int, size: int, trace: Path) -> int:
     """The most that a rank has allocated for its exchange at once, in three steps of a bucket."""
-    flat, buffers, plans = torch.randn(SHAPE.numel()), ScratchBuffers(), dict[object, Any]()
+    flat, plans = torch.randn(SHAPE.numel()), Plans()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         exchange = make()
         for step in range(3):
-            bucket = GradBucket({"w": SHAPE}, flat, step, buffers=buffers, plans=plans)
+            bucket = GradBucket({"w": SHAPE}, flat, step, plans=plans)
             exchange.average(bucket, EchoComm(rank, size))
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from lab.codec.signs import Signs
 from lab.codec.topk import TopK
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.bucket import GradBucket
+from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import AllGather, Coded, TwoStage
 from lab.exchange.memory import Memory
 
@@ -59,12 +60,12 @@ class Rank:
     def __init__(self, exchange: Coded, comm: Comm) -> None:
         self.exchange, self.comm = exchange, comm
         self.delivered = torch.zeros(NUM_VALUES, dtype=torch.float64)
-        self.plans: dict[str, dict[object, Any]] = {}
+        self.plans = defaultdict[str, Plans](Plans)
 
     def step(self, gradient: Tensor, step: int, buckets: list[list[str]]) -> None:
         starts = {name: start for name, start, _ in GradBucket(SHAPES, gradient).spans()}
         for shapes, flat in in_buckets(gradient, buckets):
-            plans = self.plans.setdefault(" ".join(shapes), {})
+            plans = self.plans[" ".join(shapes)]
             bucket = GradBucket(shapes, flat, step, plans=plans)
             self.exchange.average(bucket, self.comm)
             assert bucket.finite
