@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lab.certificate.traffic import TOLERANCE
-from lab.exchange.uncompressed import left_exact
+from lab.exchange.compressed import left_exact
 from lab.record.certificate import Certificate, Finding, Outcome
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec, Kernels, Shapes
-from lab.codec.bits import packed, unpacked
 from lab.codec.build import warn_slow
 from lab.codec.layout import RowBytes, Rows, lay_out
+from lab.codec.signs import packed, unpacked
 
 THRESHOLDS = ("zero", "mean")
 GRANULARITIES = ("column", "block")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
-from lab.codec.bits import packed, unpacked
 from lab.codec.layout import Layout, RowBytes, Rows
 
 
@@ -58,3 +58,18 @@ class Signs(Codec):
     def read(self, header: Tensor, payload: Tensor, columns: int) -> Tensor:
         magnitude = header.view(torch.float32)
         return torch.where(unpacked(payload, columns), -magnitude, magnitude)
+
+
+def packed(flags: Tensor) -> Tensor:
+    """Pack bool [rows, columns] into uint8 [rows, ceil(columns / 8)]."""
+    octets = F.pad(flags.view(torch.uint8), (0, -flags.shape[1] % 8)).unflatten(1, (-1, 8))
+    return (octets << _shifts(flags)).sum(dim=2, dtype=torch.uint8)
+
+
+def unpacked(octets: Tensor, columns: int) -> Tensor:
+    """Return the flags of `packed`, bool [rows, columns]."""
+    return (octets.unsqueeze(2) >> _shifts(octets) & 1).bool().flatten(1)[:, :columns]
+
+
+def _shifts(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -267,7 +267,7 @@ class Comm(ABC):
         if self.before_sending:
             self.before_sending()
 
-    def _begin(self, call: Callable[..., Collective], *arguments: Any) -> Collective:
+    def _begin(self, call: Callable[..., Any], *arguments: Any) -> Collective:
         if not self.times_waits:
             return call(*arguments)
         began = time.perf_counter()

@@ -64,7 +64,7 @@ class TorchComm(Comm):
         return self.group.allreduce([tensor])
 
     def _iall_gather(self, output: Tensor, tensor: Tensor) -> Collective:
-        return all_gather_flat(self._second, output, tensor)
+        return all_gather_flat(self._second, output.view(-1), tensor.view(-1))
 
     def _iall_gather_rows(self, rows: Tensor) -> Collective:
         if self.backend == "nccl" or self.no_send_recv:
@@ -234,7 +234,7 @@ REDUCE_SCATTER = "_reduce_scatter_base" if _OLD else "reduce_scatter_single"
 
 
 def all_gather_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
-    """Begin to fill `output`, ranks * n values, with every rank's `tensor`, n values."""
+    """Begin to fill `output` [ranks * n] with every rank's `tensor` [n]."""
     return getattr(group, ALL_GATHER)(output, tensor)
 
 

@@ -1,4 +1,4 @@
-"""The communication library's own all-reduce."""
+"""The library's all-reduce; and none, the ceiling with which every strategy is compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange.base import ADDED, COMPRESSED, Staged
+from lab.exchange.base import ADDED, COMPRESSED, Exchange, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
 
@@ -71,3 +71,27 @@ def rounding_bound(dtype: torch.dtype, largest: float, size: int) -> float:
     about = torch.finfo(dtype)
     smallest = about.tiny * about.eps  # below half of it a value becomes zero
     return size * (about.eps * largest + smallest) / 2
+
+
+class NoExchange(Exchange):
+    """No averaging: every rank keeps its own gradient and replicas drift apart. For timing only.
+
+    It follows `--variable_update=independent` of tf_cnn_benchmarks.
+    """
+
+    dtypes = ADDED
+    exact = False
+    keeps_replicas_equal = False
+    staged = True
+
+    def average(self, bucket: GradBucket, comm: Comm) -> None:
+        """Move nothing."""
+
+    def add_cost(self, costs: Costs) -> bool:
+        return True
+
+    def memory_bytes(self, sizes: Sizes) -> Needs:
+        return Needs()
+
+    def asynchronous(self, comm: Comm) -> bool:
+        return True

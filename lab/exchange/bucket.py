@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.codec.scratch import ScratchBuffer
 from lab.exchange.grouping import group
 from lab.exchange.layout import as_real, dense, is_rows_first, trainable, travel_shape
 
@@ -277,3 +276,18 @@ def _with_fresh_gradients(model: nn.Module) -> set[str]:
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # not subclasses: theirs may do more
     weights = {id(m.weight) for m in model.modules() if type(m) in layers}
     return {name for name, parameter in trainable(model).items() if id(parameter) in weights}
+
+
+class ScratchBuffer:
+    """A reusable scratch buffer: avoids page faults from fresh allocations."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def take(self, like: Tensor, *shape: int) -> Tensor:
+        """Return uninitialised memory like `like`; earlier memory becomes invalid."""
+        num_values = math.prod(shape)
+        fits = self._memory.dtype == like.dtype and self._memory.device == like.device
+        if not fits or self._memory.numel() < num_values:
+            self._memory = like.new_empty(num_values)
+        return self._memory[:num_values].view(shape)

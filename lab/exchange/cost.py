@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lab.exchange.chunks import LAG, ChunkMB, chunk_mb_over
-from lab.exchange.grouping import MIB
+from lab.exchange.grouping import LAG, MIB, ChunkMB, chunk_mb_over
 
 if TYPE_CHECKING:
     from lab.exchange.base import Exchange

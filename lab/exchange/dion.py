@@ -17,7 +17,7 @@ from lab.exchange.compressible import rank_of
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, zeros
 from lab.exchange.memory import shares
-from lab.exchange.newton_schulz import rms_factor
+from lab.exchange.muon import rms_factor
 
 ROUNDING = 1e-6  # a column of R is nothing else, if its norm is this share of the largest one's
 

@@ -1,4 +1,4 @@
-"""Rules for which gradients share a bucket, from names and sizes alone, without torch.
+"""Rules for which gradients share a bucket, and how large chunks are, without torch.
 
 The trainer and the simulator both use them, so that their buckets cannot differ.
 """
@@ -6,15 +6,18 @@ The trainer and the simulator both use them, so that their buckets cannot differ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MIB = 2**20  # the unit of bucket_mb and chunk_mb, as of DDP's bucket_cap_mb; MB is 10**6
 FIRST_BUCKET_BYTES = MIB  # small, so that the first exchange starts early (as DDP does)
 CUT_VALUES = 1024  # parts of a parameter begin at multiples: aligned for kernels and networks
 VALUE_BYTES = 4  # of a float32
 LARGE_BYTES = 4 * MIB  # from this size on, a CPU's copy into a bucket costs more than a message
+LIBRARIES = ("gloo", "nccl")  # that differ in the cost of a message
+LAG = 3  # ticks from a chunk's arrival until it may leave: see lab.exchange.paths.run_pipelined
 
 Sized = tuple[str, float]  # a parameter's name and the bytes of its gradient
+ChunkMB = float | Mapping[str, float | None] | None  # in MiB (2**20 bytes); None: no chunks
 
 
 def group(
@@ -89,3 +92,30 @@ def _by_size(parameters: Sequence[Sized], capacity: float, on_gpu: bool) -> list
     # A bucket is ready with its last gradient, which decides its place in the queue.
     ready_at = {name: position for position, (name, _) in enumerate(parameters)}
     return sorted(groups, key=lambda names: ready_at[names[-1]])
+
+
+def chunk_mb_over(chunk_mb: ChunkMB, backend: str) -> float | None:
+    """Return the chunk size for `backend`; libraries other than NCCL have Gloo's.
+
+    Gloo over loopback is fastest with small chunks; under NCCL each one costs the host a group of
+    transfers.
+    """
+    if isinstance(chunk_mb, Mapping):
+        return chunk_mb["nccl" if backend == "nccl" else "gloo"]
+    return chunk_mb
+
+
+def check_chunk_mb(chunk_mb: ChunkMB) -> None:
+    """Check that chunks can have this size.
+
+    Raises:
+        ValueError: it is neither a number above 0, nor None, nor one of these for each library.
+    """
+    by_library = isinstance(chunk_mb, Mapping)
+    sizes = list(chunk_mb.values()) if by_library else [chunk_mb]
+    right = all(s is None or (isinstance(s, int | float) and s > 0) for s in sizes)
+    if not right or (by_library and set(chunk_mb) != set(LIBRARIES)):
+        raise ValueError(
+            f"exchange.chunk_mb={chunk_mb}: must be a number above 0, or null, or one of these for "
+            f"each of {' and '.join(LIBRARIES)}"
+        )

@@ -26,11 +26,11 @@ from lab.exchange.rails import (
     Levels,
     is_split,
     num_rails,
+    part_shape,
     part_shapes,
     place_of,
     shares,
 )
-from lab.exchange.rows import part_shape
 
 OWN = ("carried", "shapes", "nodes")  # keys of its own beside those of `inter` in checkpoints
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +11,13 @@ from torch import Tensor, nn
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange import owner_message, owners
+from lab.exchange import owners
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressible import Matrix
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
 from lab.exchange.layout import trainable
-from lab.exchange.newton_schulz import orthogonalised, rms_factor
 from lab.exchange.owners import Place, newton_schulz_operations
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -117,7 +117,7 @@ class Muon(Staged, MatrixDirection):
         received = plans.scratch("received", like, comm.size, width)
         spans = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
         for place in places:
-            owner_message.pack(spans[place.name], place, message)
+            owners.pack(spans[place.name], place, message)
         yield comm.iall_to_all(received, message)
         own = received[0]
         for line in received[1:]:
@@ -127,7 +127,7 @@ class Muon(Staged, MatrixDirection):
                 self._direct(place, own[place.start : place.start + place.length])
         yield comm.iall_gather(message, own)
         for place in places:
-            owner_message.unpack(message, place, spans[place.name])
+            owners.unpack(message, place, spans[place.name])
         bucket.finite = is_finite(bucket.flat)
 
     def _owners(self, bucket: GradBucket, size: int) -> dict[str, int]:
@@ -177,7 +177,7 @@ class Muon(Staged, MatrixDirection):
                 whole = torch.cat([s[kind][name] for s in states if name in s[kind]])
                 if name not in owner:
                     values = whole[: self._sizes[name]]
-                    new[kind][name] = owner_message.part_of(values, rank, size)
+                    new[kind][name] = owners.part_of(values, rank, size)
                 elif owner[name] == rank:
                     new[kind][name] = whole
         return new
@@ -187,3 +187,41 @@ def native_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which a device multiplies fastest: bfloat16 only where it is native."""
     is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if is_native else torch.float32
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest slope at zero
+SMALLEST = 1e-7  # norm below which a matrix is not scaled up
+
+
+def orthogonalised(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Return U V^T of the singular value decomposition U S V^T, roughly (Jordan et al. 2024, Muon).
+
+    Singular values of the result lie between about 0.7 and 1.2. It repeats the arithmetic of
+    torch.optim.Muon, in the same order.
+
+    Args:
+        matrix: float32 [rows, columns].
+        steps: iterations of the quintic polynomial.
+        dtype: of the products.
+
+    Returns:
+        `dtype` [rows, columns].
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.to(dtype, copy=True)
+    tall = len(x) > x.shape[1]
+    x = x.T if tall else x
+    x.div_(x.norm().clamp(min=SMALLEST))  # no singular value is then above 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def rms_factor(rows: int, columns: int) -> float:
+    """Return the factor that gives an orthogonal matrix the size of AdamW's directions.
+
+    Their root mean square is about 0.2 (Liu et al. 2025, section 2.2), so both kinds of parameter
+    train at one learning rate.
+    """
+    return 0.2 * math.sqrt(max(rows, columns))

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from torch import Tensor, nn
+
 from lab.exchange.compressible import Matrix, as_matrix
 
 
@@ -72,3 +74,29 @@ def newton_schulz_operations(rows: int, columns: int, steps: int) -> int:
     """Count the operations that orthogonalise a matrix: 2 for a product and a sum."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)
+
+
+def pack(values: Tensor, place: Place, message: Tensor) -> None:
+    """Copy a parameter's values to their places in `message`, float32 [ranks, length of a line]."""
+    stop = place.start + place.length
+    if place.owner is not None:
+        message[place.owner, place.start : stop] = values
+        return
+    for rank, line in enumerate(message[:, place.start : stop]):
+        line.copy_(part_of(values, rank, len(message)))
+
+
+def part_of(values: Tensor, rank: int, size: int) -> Tensor:
+    """Return the part of `values` that `rank` of `size` ranks owns; zeros fill the last ones up."""
+    length = -(-len(values) // size)
+    part = values[rank * length : (rank + 1) * length]
+    return nn.functional.pad(part, (0, length - len(part)))
+
+
+def unpack(message: Tensor, place: Place, values: Tensor) -> None:
+    """Copy a parameter's values from their places in `message`."""
+    stop = place.start + place.length
+    if place.owner is not None:
+        values.copy_(message[place.owner, place.start : stop])
+    else:
+        values.copy_(message[:, place.start : stop].reshape(-1)[: len(values)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,6 @@ from lab.distributed.comm import Comm
 from lab.distributed.nodes import Nodes
 from lab.exchange.base import Shapes
 from lab.exchange.bucket import GradBucket, Plans
-from lab.exchange.rows import part_shape, rows_of, share
 
 
 @dataclass(frozen=True)
@@ -151,3 +151,19 @@ class Blocks:
         """Copy the blocks back into the bucket."""
         if not self._in_place:
             torch._foreach_copy_(self._values, self._places)
+
+
+def rows_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Return a parameter's rows, and the values in each. A scalar is one row, a value a column."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def share(rows: int, rail: int, rails: int) -> slice:
+    """Return those of `rows` rows that a rail carries, maybe none."""
+    return slice(rail * rows // rails, (rail + 1) * rows // rails)
+
+
+def part_shape(shape: Sequence[int], rail: int, rails: int) -> tuple[int, ...]:
+    """Return the shape of the rows that a rail carries."""
+    rows = share(rows_of(shape)[0], rail, rails)
+    return (rows.stop - rows.start, *shape[1:])

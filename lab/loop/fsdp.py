@@ -14,9 +14,9 @@ from lab.distributed.sharded import is_sharded
 from lab.exchange.base import Exchange
 from lab.loop.settings import compose
 from lab.settings.config import ConfigError, build
-from lab.sync.fsdp_gradients import WholeGradients
-from lab.sync.fsdp_rules import require_scattered
-from lab.sync.fsdp_scatter import set_reduce_scatter
+from lab.sync.fsdp import WholeGradients
+from lab.sync.fsdp_hooks import set_reduce_scatter
+from lab.sync.fsdp_units import require_scattered
 from lab.sync.owner import KEY, Owner, require_state
 
 
@@ -27,7 +27,7 @@ class ReduceScatters:
         traffic: payload bytes and messages of this rank's reduce-scatters so far.
 
     Raises:
-        ValueError: see lab.sync.fsdp_scatter.set_reduce_scatter.
+        ValueError: see lab.sync.fsdp_hooks.set_reduce_scatter.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, settings: Mapping[str, Any]) -> None:

@@ -14,15 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.comm import Comm
 from lab.distributed.world import World
+from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
-from lab.exchange.none import NoExchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.steady import least_warmup
 from lab.record.certificate import Certificate
 from lab.settings.config import Settings
+from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
-from lab.sync.last_gradient import LastGradient, waits_of_ddp
 from lab.training.assemble import global_batch_size
 from lab.training.loop import Synced
 from lab.training.losses import Losses

@@ -38,7 +38,7 @@ def class_name(path: str) -> str:
     for the lab's Star. Records of any age have other modules for the same class.
 
     Args:
-        path: such as "lab.exchange.star.Star", of a `_target_`.
+        path: such as "lab.exchange.paths.Star", of a `_target_`.
     """
     return path.rpartition(".")[2] if path.startswith("lab.") else path
 

@@ -12,9 +12,8 @@ from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.settings.names import AXES
-from lab.simulate.calibrate import calibrate
 from lab.simulate.compare import comparison, measured_steps
-from lab.simulate.fit import DRAWS, Group
+from lab.simulate.fit import DRAWS, Group, calibrate
 from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
 from lab.simulate.score import ScoredCell, held_out, score, scored_cell

@@ -1,4 +1,4 @@
-"""Groups of ranks among which FSDP2's units are gathered and scattered, as lab.sync.fsdp_levels."""
+"""Groups of ranks among which FSDP2's units are gathered and scattered, as lab.sync.fsdp."""
 
 from __future__ import annotations
 

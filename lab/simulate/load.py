@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lab.exchange.chunks import ChunkMB, chunk_mb_over
 from lab.exchange.cost import Shape
-from lab.exchange.grouping import MIB
+from lab.exchange.grouping import MIB, ChunkMB, chunk_mb_over
 from lab.model.profile import VALUE_BYTES
 from lab.settings.names import class_name
 from lab.simulate.network import Cost, Network

@@ -10,7 +10,7 @@ from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.simulate.costs import exchange_of
 from lab.simulate.strategy import Strategy
-from lab.sync.fragments import fragments
+from lab.sync.pattern import fragments
 
 Bucket = dict[str, Shape]  # shapes of parameters by name, or of parts: name[start:stop]
 

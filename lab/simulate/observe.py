@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.analysis.records import Cell, load_study
-from lab.cluster.settings import Cluster, emulated
+from lab.cluster.settings import Cluster, bits_per_s, emulated
 from lab.model.profile import VALUE_BYTES, Profile, replayed
 from lab.record.run_settings import SETTINGS, read_settings
 from lab.simulate.fit import LARGEST_FITTED, Group, Observation, fit
 from lab.simulate.hardware import Hardware
-from lab.simulate.links import over_links
 from lab.simulate.phases import longest_phase
 from lab.simulate.strategy import Strategy
 
@@ -205,3 +204,33 @@ def _check_model(cell: Cell, profile: Profile) -> None:
             f"{profile.name} {num_parameters:.0f}; give its profile, or profile.bytes_scale="
             f"{profile.bytes_scale * cell.num_parameters / num_parameters:.4g}"
         )
+
+
+def over_links(hardware: Hardware, fitted: Cluster, other: Cluster) -> Hardware:
+    """Return hardware that was fitted to cells of one cluster as it is on another.
+
+    Links reach the same share of their nominal rate, and a delay adds to their latency.
+
+    Raises:
+        ValueError: links without a rate, that lose packets or that change have no cost model.
+    """
+    assert hardware.inter is not None  # emulated hosts are nodes
+    if None in (*fitted.rates, *other.rates) or len(set(fitted.rates)) > 1:
+        raise ValueError("cluster.rates: must be limited, and alike where cells are fitted")
+    if other.loss_percent or other.changes:
+        raise ValueError("cluster.loss_percent, cluster.changes: have no cost model")
+    nominal = bits_per_s(str(fitted.rates[0]))
+    carried = hardware.inter.bandwidth_bytes_per_s / nominal
+    rates = tuple(carried * bits_per_s(str(rate)) for rate in other.rates)
+    slow = other.slow_host is not None
+    return replace(
+        hardware,
+        inter=replace(
+            hardware.inter,
+            bandwidth_bytes_per_s=min(rates),
+            latency_s=hardware.inter.latency_s + (other.delay_ms - fitted.delay_ms) / 1000,
+        ),
+        node_rates=rates if len(set(rates)) > 1 else (),
+        num_slow=other.ranks_per_host if slow else 0,
+        slow_factor=other.slow_factor if slow else 1.0,
+    )

@@ -28,10 +28,9 @@ from lab.exchange.base import Exchange, Relayed, everyone
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import Coded
 from lab.exchange.cost import Shape
-from lab.exchange.gather import CODEC as GATHERED
-from lab.exchange.gather import gather_bytes
+from lab.exchange.scatter import CODEC as GATHERED
 from lab.exchange.scatter import Layout as Columns
-from lab.exchange.scatter import scatter_of
+from lab.exchange.scatter import gather_bytes, scatter_of
 from lab.simulate.load import Load, Stage
 
 META = torch.device("meta")
@@ -196,7 +195,7 @@ def _gathered(num_values: int, size: int) -> tuple[Event, ...]:
 
 
 def add_gather(load: Load) -> None:
-    """Append the stages of an all-gather of weights in bytes; see lab.exchange.gather."""
+    """Append the stages of an all-gather of weights in bytes; see lab.exchange.scatter."""
     _add(_gathered(load.n // load.N, load.N), load)
 
 

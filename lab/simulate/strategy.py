@@ -11,7 +11,7 @@ from lab.simulate.phases import in_shares, phases_of
 from lab.simulate.scatters import scatter_of
 from lab.sync.pattern import Pattern, class_of, gradsync, pattern_of
 
-NONE = {"_target_": "lab.exchange.none.NoExchange"}
+NONE = {"_target_": "lab.exchange.allreduce.NoExchange"}
 EXACT = {"_target_": "lab.exchange.allreduce.AllReduce", "dtype": "float32"}
 
 

@@ -9,12 +9,11 @@ from dataclasses import replace
 from lab.exchange.cost import Shape
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.model.profile import VALUE_BYTES, Profile
-from lab.simulate.gathers import GATHERS, exact
 from lab.simulate.groups import Groups
 from lab.simulate.load import FSDP, Load, class_of
 from lab.simulate.messages import Bucket, parameters
 from lab.simulate.network import Network
-from lab.simulate.scatters import in_two_levels, scatter_of
+from lab.simulate.scatters import GATHERS, exact, in_two_levels, scatter_of
 from lab.simulate.sharded import Unit
 from lab.simulate.strategy import Strategy
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -14,13 +15,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lab.distributed.torch_comm import TorchComm
+from lab.exchange.allreduce import NoExchange
 from lab.exchange.grouping import MIB
-from lab.exchange.none import NoExchange
+from lab.measure.clock import Clock
 from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
-from lab.sync.last_gradient import LastGradient, waits_of_ddp
 from lab.sync.library import LibrarySync, library_bound
 from lab.sync.pattern import ddp
 
@@ -207,3 +209,41 @@ def _check(hook: str, parts: SyncParts, backend: str, gradient_bytes: int) -> No
             f"sync.hook=powersgd bucket_mb={parts.bucket_mb:g}: over Gloo, torch's hook fails with "
             f"several buckets; use bucket_mb={mib}, or strategy=powersgd"
         )
+
+
+def waits_of_ddp(model: nn.Module) -> tuple[str, ...]:
+    """Return the phases in which DDP waits: before forward it sends buffers, as running means."""
+    return ("backward", "forward") if any(True for _ in model.buffers()) else ("backward",)
+
+
+class LastGradient:
+    """A hook on the parameter whose gradient came last in the first step; all count as one bucket.
+
+    DDP's own hook runs after it, and DDP waits when backward ends. Each hook costs a microsecond,
+    so the others are removed after the first step, which marks nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.clock: Clock | None = None
+        self._hooks: dict[str, RemovableHandle] = {}  # in the order in which gradients came
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                register = parameter.register_post_accumulate_grad_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+                self._hooks[name] = cast(RemovableHandle, register(partial(self._ready, name)))
+
+    def end_step(self) -> None:
+        """Keep the hook of the last gradient alone."""
+        while len(self._hooks) > 1:
+            self._hooks.pop(next(iter(self._hooks))).remove()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _ready(self, name: str, _parameter: Tensor) -> None:
+        if len(self._hooks) > 1:
+            self._hooks[name] = self._hooks.pop(name)
+        elif self.clock:
+            self.clock.ready(0, latest=True)  # micro-batches: the last one's counts

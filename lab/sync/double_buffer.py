@@ -7,6 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from lab.distributed.comm import Sent
+from lab.exchange.bucket import BucketPlan
 from lab.exchange.layout import trainable
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState
@@ -39,7 +40,9 @@ class DoubleBuffer(GradSync):
         model = parts.model
         self.parameters = trainable(model)
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
-        self._resting = [bucket.twin() for bucket in self.buckets] if double_buffer else []
+        self._resting: list[BucketPlan] = []
+        if double_buffer:
+            self._resting = [bucket.twin() for bucket in self.buckets]
         self._sent = 0, 0, 0
 
     def __enter__(self) -> Self:

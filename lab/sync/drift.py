@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +16,8 @@ from lab.distributed.comm import Comm
 from lab.distributed.worker import Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.sync.findings import Findings
+from lab.exchange.memory import fill_rows
+from lab.exchange.scatter import Layout
 
 
 class Drift:
@@ -118,3 +122,211 @@ class Drift:
             if name in self._left_out:
                 due[start:end] = delivered[start:end] = 0
         self._findings.compare(f"bucket {self._name}", self._step, due, delivered)
+
+
+# Of what was due in a window. Error feedback leaves rounding (1e-4 at most), and a codec without it
+# that is meant to be used, as int8 or bf16, less than 5 %; a wrong scale, a residual that is lost
+# and rows in the wrong place exceed 25 %.
+LIMIT = 0.1
+# Levels so coarse that rounding alone is off by tens of percent (int4 without error feedback) are
+# judged by gain and cosine: rounding leaves both near 1, a wrong scale shows in the gain, values in
+# a wrong place in the cosine.
+LEAST_COSINE = 0.9
+
+
+@dataclass
+class Found:
+    """The result of a comparison, on its way to the host.
+
+    Attributes:
+        values: relative error, cosine, and gain: the factor of what was due that was delivered;
+            float32 [3].
+        ready: the event after which the host may read them; None: at once.
+    """
+
+    part: str
+    step: int
+    values: Tensor
+    ready: torch.cuda.Event | torch.Event | None
+
+
+class Findings:
+    """Comparisons of one run, read as they arrive, and the first alarm in words.
+
+    Args:
+        setting: that chose what is observed, for the message.
+        window: what is compared, up to the number of a step, for the message.
+        coarse: judge by gain and cosine, not by the error.
+    """
+
+    def __init__(self, setting: str, comm: Comm, window: str, coarse: bool = False) -> None:
+        self._setting, self._comm, self._window, self._coarse = setting, comm, window, coarse
+        self._coming: deque[Found] = deque()
+        self._read: list[dict[str, Any]] = []
+
+    def compare(self, part: str, step: int, due: Tensor, delivered: Tensor) -> None:
+        """Compare flat tensors; both may be overwritten. The host does not wait."""
+        self.add(part, step, products(due, delivered))
+
+    def add(self, part: str, step: int, sums: Tensor) -> None:
+        """Add a result of `products`, perhaps summed over ranks."""
+        due, delivered, both, gap = sums.unbind()
+        least = torch.finfo(sums.dtype).tiny
+        cosine = both / torch.clamp((due * delivered).sqrt(), min=least)
+        error = (gap / torch.clamp(due, min=least)).sqrt()
+        values = torch.stack([error, cosine, both / torch.clamp(due, min=least)])
+        on_gpu = sums.device.type == "cuda"
+        values = values.to("cpu", non_blocking=True)
+        ready = torch.cuda.current_stream(sums.device).record_event() if on_gpu else None
+        self._coming.append(Found(part, step, values, ready))
+
+    def read_arrived(self) -> None:
+        """Read what has arrived, and warn of the first alarm."""
+        while self._coming and ((ready := self._coming[0].ready) is None or ready.query()):
+            found = self._coming.popleft()
+            error, cosine, gain = (float(value) for value in found.values)
+            # Never of NaN: gradients that are not finite end the run.
+            wrong = error > LIMIT
+            if self._coarse:
+                wrong = abs(gain - 1) > LIMIT or cosine < LEAST_COSINE
+            if wrong and not any(earlier["alarm"] for earlier in self._read):
+                self._warn(found, error, cosine, gain)
+            part = found.part.removeprefix("bucket ")
+            where = {"bucket": part, "step": found.step}
+            self._read.append({**where, "error": error, "cosine": cosine, "alarm": wrong})
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return what each window found: its bucket, last step, error, cosine, and alarm or not."""
+        for found in self._coming:
+            if found.ready is not None:
+                found.ready.synchronize()
+        self.read_arrived()
+        return self._read
+
+    def _warn(self, found: Found, error: float, cosine: float, gain: float) -> None:
+        if self._comm.rank == 0:
+            expected = f"expected is less than {LIMIT:.0%}"
+            if self._coarse:
+                expected = f"it is {gain:.2f} times what was due; expected is 1 within {LIMIT:.0%}"
+            text = (
+                f"{self._setting}: drift in {found.part}: what it delivered {self._window} "
+                f"{found.step} is off by {error:.1%} of what was due (cosine {cosine:.3f}); "
+                f"{expected}"
+            )
+            warnings.warn_explicit(text, UserWarning, __name__, 0)  # shows no line of source
+
+
+def products(due: Tensor, delivered: Tensor) -> Tensor:
+    """Return due², delivered², their product and (delivered - due)², summed over values: [4].
+
+    `delivered` is overwritten.
+    """
+    sums = [due.square().sum(), delivered.square().sum(), due.dot(delivered)]
+    return torch.stack([*sums, delivered.sub_(due).square().sum()])
+
+
+WEIGHTS, GRADIENTS = "weights", "gradients"
+
+
+class FsdpDrift:
+    """Compares weights and gradients that the lab moved for a unit with exact ones.
+
+    Units and parts take turns, a window of k steps each. In its last step the weights of a unit are
+    gathered exactly as well. Gradients are compared over the window, as lab.sync.drift does: each
+    rank adds up residual before + gradients - residual after, and one exact reduce-scatter of that
+    is due where the sum of all reduce-scatters was delivered. Sums of squares are added over the
+    ranks, so a rank that is wrong alone shows, and all know the same.
+
+    It costs one exact collective of a unit in each window, which the run's payload and times
+    include, and memory of the unit's whole gradients.
+
+    Args:
+        comm: of all ranks.
+        every: steps of a window, k.
+        units: names of the units. parts: WEIGHTS, GRADIENTS, or both: what the lab moves.
+    """
+
+    def __init__(
+        self, exchange: Exchange, comm: Comm, every: int, units: Sequence[str], parts: Sequence[str]
+    ) -> None:
+        self._exchange, self._comm, self._every = exchange, comm, every
+        self._turns = [(part, unit) for unit in units for part in parts]
+        name, window = f"exchange={type(exchange).__name__}", f"in the {every} exchanges up to step"
+        self._of_gradients = Findings(
+            name, comm, window, coarse=not (exchange.exact or exchange.keeps_residuals)
+        )
+        self._of_weights = Findings("sync.all_gather=int8", comm, "in step")
+        self._due: Tensor | None = None
+        self._delivered = torch.empty(0)
+        self._done = False
+        self.begin_step(0)
+
+    def begin_step(self, step: int) -> None:
+        """Note which step the next collectives belong to."""
+        self._step, self._done = step, False
+
+    def compares_weights(self, unit: str) -> bool:
+        """Return whether the next gather of a unit is to be compared."""
+        return self._is_turn(WEIGHTS, unit) and self._is_last and not self._done
+
+    def gathered(self, unit: str, own: Tensor, whole: Tensor, comm: Comm) -> None:
+        """Compare gathered weights [N * n] with those of an exact gather of all ranks' `own`."""
+        due = torch.empty_like(whole)
+        comm.all_gather(due, own)
+        self._compare(self._of_weights, f"weights of unit {unit}", due, whole.clone())
+        self._done = True
+
+    def giving(self, unit: str, gradients: Tensor, layout: Layout) -> None:
+        """Add gradients [N, n] that are about to be scattered to what is due."""
+        if not self._is_turn(GRADIENTS, unit):
+            return
+        if self._step % self._every == 0:
+            self._due = self._residual(gradients, layout)
+            self._delivered = torch.zeros_like(gradients[0])
+        if self._due is not None:  # it is, where a run resumes within a window
+            self._due += gradients
+
+    def given(self, unit: str, total: Tensor, layout: Layout, comm: Comm) -> None:
+        """Add this rank's part of a sum [n] to what is delivered; compare when a window is full."""
+        if not self._is_turn(GRADIENTS, unit) or self._due is None:
+            return
+        self._delivered += total
+        if not self._is_last:
+            return
+        self._due -= self._residual(self._due, layout)
+        due = torch.empty_like(total)
+        comm.reduce_scatter(due, self._due)
+        self._compare(self._of_gradients, f"gradients of unit {unit}", due, self._delivered)
+        self._due = None
+
+    def end_step(self) -> None:
+        """Read what has arrived."""
+        self._of_weights.read_arrived()
+        self._of_gradients.read_arrived()
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return what each window found, see lab.sync.drift.Findings.all."""
+        found = [*self._of_weights.all(), *self._of_gradients.all()]
+        return sorted(found, key=lambda window: window["step"])
+
+    @property
+    def _is_last(self) -> bool:
+        return self._step % self._every == self._every - 1
+
+    def _is_turn(self, part: str, unit: str) -> bool:
+        return self._turns[self._step // self._every % len(self._turns)] == (part, unit)
+
+    def _compare(self, findings: Findings, part: str, due: Tensor, delivered: Tensor) -> None:
+        sums = products(due, delivered)
+        self._comm.all_reduce(sums)
+        findings.add(part, self._step, sums)
+
+    def _residual(self, gradients: Tensor, layout: Layout) -> Tensor:
+        """Return a copy of this rank's residuals, laid out as `gradients` [N, n]."""
+        copy = torch.zeros_like(gradients)
+        kept = self._exchange.state_dict().get("residual", {})
+        for name, at in layout.columns.items():
+            if name in kept:
+                view = copy[:, at.start : at.stop].view(len(copy), -1, at.inner)
+                fill_rows(view, kept[name])
+        return copy

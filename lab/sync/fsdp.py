@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
+from lab.distributed import launcher
+from lab.distributed.comm import Comm
+from lab.distributed.nodes import Nodes
 from lab.distributed.sharded import whole
 from lab.distributed.torch_comm import TorchComm
-from lab.exchange.scatter import scatter_of
-from lab.exchange.two_levels import TwoLevels, require_no_residuals
+from lab.exchange.layout import named
+from lab.exchange.scatter import TwoLevels, require_no_residuals, scatter_of
 from lab.sync.base import SyncParts
-from lab.sync.fsdp_drift import GRADIENTS, WEIGHTS, FsdpDrift
-from lab.sync.fsdp_gather import UnitAllGather, set_all_gather
-from lab.sync.fsdp_gradients import WholeGradients
-from lab.sync.fsdp_levels import (
-    SecondShards,
-    levels_of_copies,
-    levels_of_hosts,
-    levels_of_second_shards,
+from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
+from lab.sync.fsdp_hooks import UnitAllGather, UnitReduceScatter, set_all_gather, set_reduce_scatter
+from lab.sync.fsdp_units import (
+    FreedReads,
+    Reads,
+    groups_of,
+    modules_of_fsdp,
+    prepare_for_sharding,
+    replacing,
+    require_scattered,
+    sharded_parameters,
+    state_of,
+    units,
 )
-from lab.sync.fsdp_rules import FreedReads, prepare_for_sharding, replacing, require_scattered
-from lab.sync.fsdp_scatter import UnitReduceScatter, set_reduce_scatter
-from lab.sync.fsdp_units import Reads, sharded_parameters, units
 from lab.sync.library import LibrarySync
 from lab.sync.pattern import fsdp
 
@@ -258,3 +267,237 @@ def _padded_bytes(unit: FSDPModule, size: int) -> int:
         for p in sharded_parameters(unit)
         if p.numel()
     )
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Groups of neighbouring ranks, and the ranks with one number in all of these."""
+
+    inside: TorchComm
+    across: TorchComm
+
+    @classmethod
+    def of(cls, comm: Comm, size: int) -> Levels:
+        """Split `comm` into groups of `size`, a divisor of its ranks. A collective call."""
+        inside, across = comm.split(comm.rank // size), comm.split(comm.rank % size)
+        assert isinstance(inside, TorchComm) and isinstance(across, TorchComm)
+        return cls(inside, across)
+
+    def mesh(self) -> DeviceMesh:
+        """Return torch's mesh [groups, ranks of a group]."""
+        ranks = torch.arange(self.inside.size * self.across.size).view(-1, self.inside.size)
+        groups, device = [self.across.group, self.inside.group], self.inside.device.type
+        names = "replicate", "shard"
+        return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
+
+
+class SecondShards:
+    """Keeps gathered weights of FSDP units sharded inside groups from forward to backward.
+
+    It is what fully_shard(reshard_after_forward=<int>) does, which would make process groups anew
+    for each unit; here all units share those of `levels`.
+    """
+
+    def __init__(self, levels: Levels, units: Sequence[FSDPModule]) -> None:
+        info = HSDPMeshInfo(levels.mesh(), shard_mesh_dim=1, replicate_mesh_dim=0)
+        self._info, self._groups = info, [group for unit in units for group in groups_of(unit)]
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                parameter.post_forward_mesh_info = info
+                whole = torch.empty(parameter.sharded_param.shape, device="meta")
+                parameter._init_sharded_post_forward_param_metadata(whole)
+        self.use()
+
+    def use(self) -> None:
+        """Let units use it, also after set_reshard_after_forward."""
+        for group in self._groups:
+            group.post_forward_mesh_info = self._info
+
+
+def levels_of_copies(shard_size: int | str | None, comm: TorchComm) -> Levels | None:
+    """Return the groups that hold a copy of the weights each; None: there is one copy.
+
+    Raises:
+        ValueError: see FSDPSync.
+    """
+    size = shard_size if shard_size is not None else comm.size
+    if shard_size == "node":
+        size = launcher.local_size()
+    size = _divisor("shard_size", size, shard_size, comm.size)
+    return None if size == comm.size else Levels.of(comm, size)
+
+
+def levels_of_second_shards(
+    reshard: int | str | None, shard_size: int | str | None, comm: TorchComm
+) -> Levels | None:
+    """Return the groups that keep a second shard; None: nothing does.
+
+    Raises:
+        ValueError: see FSDPSync.
+    """
+    if reshard is None:
+        return None
+    key = f"sync.reshard={reshard}"
+    if shard_size is not None:
+        raise ValueError(f"{key}: sync.shard_size={shard_size} gathers within groups already")
+    size = ranks_of_a_host(key, comm.nodes) if reshard == "node" else reshard
+    size = _divisor("reshard", size, reshard, comm.size)
+    if size == comm.size:
+        return None
+    if size == 1:
+        raise ValueError(f"{key}: each rank would hold all weights; needs groups of 2 or more")
+    return Levels.of(comm, size)
+
+
+def levels_of_hosts(key: str, comm: TorchComm, known: Levels | None) -> Levels | None:
+    """Return the hosts' ranks as two levels; None: there is one, all on a host or all alone.
+
+    Args:
+        key: the setting that needs them, for messages.
+        known: groups that may be those.
+
+    Raises:
+        ValueError: see `ranks_of_a_host`.
+    """
+    size = ranks_of_a_host(key, comm.nodes)
+    if size in (1, comm.size):
+        return None
+    return known if known and known.inside.size == size else Levels.of(comm, size)
+
+
+def ranks_of_a_host(key: str, nodes: Nodes) -> int:
+    """Return how many ranks each host has.
+
+    Raises:
+        ValueError: they have different numbers, or are not numbered one host after the other.
+    """
+    size, found = len(nodes[0]), [list(node) for node in nodes]
+    if found != [list(range(at, at + size)) for at in range(0, len(nodes) * size, size)]:
+        listed = ", ".join(map(str, found))
+        raise ValueError(
+            f"{key}: hosts have the ranks {listed}; each needs as many, numbered one host after "
+            "the other"
+        )
+    return size
+
+
+def _divisor(key: str, size: object, setting: object, ranks: int) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or ranks % size:
+        raise ValueError(
+            f"sync.{key}={setting}: must be node, null, or a divisor of the {ranks} ranks"
+        )
+    return size
+
+
+class WholeGradients:
+    """Lets FSDP modules scatter gradients of all their trainable parameters, on all ranks alike.
+
+    FSDP2 scatters those that there are, one after the other: where ranks reach different ones, it
+    adds one parameter's gradient to another's. So a rank gives zeros for what it has not reached.
+    After backward a parameter that no rank reached has no gradient, as without FSDP; one all-reduce
+    of a byte for each parameter says so, and only ranks that lack a gradient read it.
+
+    Gradients that come when a module's have been sent, as of a module that reentrant recomputation
+    uses twice, are sent after the others; FSDP2 would forget them. Sparse ones are made dense.
+
+    Backward raises a RuntimeError where another rank ran a module that this one did not.
+
+    Args:
+        model: after the last fully_shard. Of one that has this already, nothing changes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [module for _, module in modules_of_fsdp(model)]
+        self._groups = [group for module in modules for group in groups_of(module)]
+        self._ran: set[int] = set()  # ids of groups that have sent in this backward
+        self._empty: set[int] = set()  # ids of parameters that had no gradient before it
+        self._reached: set[int] = set()  # ids of those that this rank has reached
+        self._all = torch.empty(0)  # flags of a rank that has reached all
+        self._names = {id(parameter): name for name, parameter in named(model).items()}
+        if any("post_backward" in vars(group) for group in self._groups):
+            return
+        for group in self._groups:
+            group.post_backward = partial(self._send, group, group.post_backward)
+        for module in modules:
+            state = state_of(module)
+            end = partial(self._end_backward, state._root_post_backward_final_callback)
+            state._root_post_backward_final_callback = end
+
+    def _send(self, group: Any, send: Callable[..., None], *_: object) -> None:
+        if group.reduce_grads and group._training_state.name in ("FORWARD", "PRE_BACKWARD"):
+            self._ran.add(id(group))
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.requires_grad:
+                    self._complete(parameter)
+        send()
+
+    def _complete(self, parameter: Any) -> None:
+        whole: Tensor = parameter.unsharded_param
+        if not whole.numel():
+            whole.grad = None  # FSDP2 cannot scatter it, and nothing is in it
+            return
+        if parameter.sharded_param.grad is None:
+            self._empty.add(id(parameter))
+        if parameter.unsharded_accumulated_grad is not None:
+            self._reached.add(id(parameter))
+        elif whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+        else:
+            self._reached.add(id(parameter))
+            if whole.grad.layout != torch.strided:
+                whole.grad = whole.grad.to_dense()
+
+    def _end_backward(self, end: Callable[[], None]) -> None:
+        for group in self._groups:
+            if group.reduce_grads and any(map(_is_left, group.fsdp_params)):
+                state = cast(Any, type(group._training_state))
+                group._training_state = state.PRE_BACKWARD
+        end()
+        if self._ran:
+            self._forget_zeros()
+        self._ran, self._empty, self._reached = set(), set(), set()
+
+    def _forget_zeros(self) -> None:
+        """Take back zeros to which no rank added anything."""
+        parameters = [
+            (parameter, id(group) in self._ran)
+            for group in self._groups
+            for parameter in group.fsdp_params
+            if parameter.sharded_param.requires_grad and parameter.sharded_param.numel()
+        ]
+        own = [id(parameter) in self._reached for parameter, _ in parameters]
+        anywhere = self._flags(own)
+        for group in self._process_groups():
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
+        if all(own):
+            return
+        reached = cast(list[int], anywhere.tolist())  # pyright: ignore[reportUnknownMemberType]
+        for (parameter, ran), needed in zip(parameters, reached, strict=True):
+            if needed and not ran:
+                raise RuntimeError(
+                    f"{self._names[id(parameter.sharded_param)]}: another rank's forward ran its "
+                    "module and this rank's did not, but FSDP needs all ranks to run the same; "
+                    "bucket_mb=null makes the model one unit"
+                )
+            if not needed and id(parameter) in self._empty:
+                parameter.sharded_param.grad = None
+
+    def _flags(self, own: list[bool]) -> torch.Tensor:
+        """Return flags on the device, uint8 [parameters]; a host that has all waits for nothing."""
+        if len(self._all) != len(own):
+            self._all = torch.ones(len(own), dtype=torch.uint8, device=self._groups[0].device)
+        flags = self._all.clone()
+        if not all(own):
+            flags[[place for place, reached in enumerate(own) if not reached]] = 0
+        return flags
+
+    def _process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups over which all ranks meet: FSDP's own, and HSDP's between copies."""
+        info = self._groups[0].mesh_info
+        kinds = "shard_process_group", "replicate_process_group"
+        return [getattr(info, kind) for kind in kinds if hasattr(info, kind)]
+
+
+def _is_left(parameter: Any) -> bool:
+    """Return whether a gradient came after its module's had been sent."""
+    return hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lab.exchange.allreduce import rounding_bound
-from lab.exchange.none import NoExchange
+from lab.exchange.allreduce import NoExchange, rounding_bound
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import Pattern
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from lab.exchange.none import NoExchange
+from lab.exchange.allreduce import NoExchange
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import none
 

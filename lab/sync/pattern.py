@@ -7,13 +7,16 @@ so nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from lab.exchange.grouping import Sized
 from lab.settings.names import class_name
-from lab.sync.fragments import STRIDED
+
+STRIDED, SEQUENTIAL = "strided", "sequential"  # orders of fragments
+ORDERS = (STRIDED, SEQUENTIAL)
 
 
 class Begin(Enum):
@@ -51,7 +54,7 @@ class Pattern:
         every: steps from one exchange to the next, of the same parameters; the steps of a round.
         num_exchanges: in `every` steps, each as large as the model.
         fragments: parts of the model that are exchanged at different steps of `every`.
-        fragment_order: how parameters are divided among them, see lab.sync.fragments.
+        fragment_order: how parameters are divided among them, see lab.sync.pattern.
         delay: steps during which an exchange runs, if it begins with NEXT_STEPS.
         shard_size: ranks that share a copy of the weights, where WEIGHTS_OF_UNITS is a leg; None:
             all; "node": those of a host.
@@ -279,3 +282,80 @@ def class_of(settings: Mapping[str, Any]) -> str:
     A user's own is known by its path.
     """
     return class_name(settings.get("sync", {}).get("_target_", ""))
+
+
+def fragments(parameters: Sequence[Sized], number: int, order: str) -> list[list[str]]:
+    """Return the parameter names of each fragment, none empty, of sizes as equal as layers allow.
+
+    Args:
+        parameters: in the order of the model; those of one module are a layer and stay together.
+        number: of fragments.
+        order: "strided": each layer goes to the smallest fragment so far, which deals equal layers
+            out in turns (Douillard et al. 2025, section 2.2). "sequential": runs of layers.
+
+    Raises:
+        ValueError: the model has fewer layers.
+    """
+    layers = _layers(parameters)
+    if number > len(layers):
+        raise ValueError(f"sync.fragments={number}: the model has {len(layers)} layers")
+    divide = _strided if order == STRIDED else _sequential
+    return [[name for layer in part for name, _ in layer] for part in divide(layers, number)]
+
+
+Layer = list[Sized]
+
+
+def _layers(parameters: Sequence[Sized]) -> list[Layer]:
+    modules: dict[str, Layer] = {}
+    for name, size in parameters:
+        modules.setdefault(name.rpartition(".")[0], []).append((name, size))
+    return list(modules.values())
+
+
+def _size(layers: Sequence[Layer]) -> float:
+    return sum(size for layer in layers for _, size in layer)
+
+
+def _strided(layers: list[Layer], number: int) -> list[list[Layer]]:
+    parts: list[list[Layer]] = [[] for _ in range(number)]
+    for layer in layers:
+        min(parts, key=_size).append(layer)
+    return parts
+
+
+def _sequential(layers: list[Layer], number: int) -> list[list[Layer]]:
+    """Take for each part half a layer more than its share of what is left, at most."""
+    parts: list[list[Layer]] = []
+    rest = list(layers)
+    for following in range(number - 1, -1, -1):
+        share, part = _size(rest) / (following + 1), [rest.pop(0)]
+        while len(rest) > following and _size(part) + _size(rest[:1]) / 2 <= share:
+            part.append(rest.pop(0))
+        parts.append(part)
+    return parts
+
+
+def send_order(
+    ready_s: Sequence[float], send_s: Sequence[float], needed: Sequence[int]
+) -> list[int]:
+    """Return the places of all parts in the order in which they begin to travel, one at a time.
+
+    Args:
+        ready_s: when each part's gradient is there, in seconds from any moment.
+        send_s: seconds that it travels.
+        needed: its rank in the order in which the next forward needs them; equal ones leave in
+            the order given.
+    """
+    waiting = sorted(range(len(ready_s)), key=lambda part: (needed[part], part))
+    order: list[int] = []
+    now_s = min(ready_s, default=0.0)
+    while waiting:
+        part = next((p for p in waiting if ready_s[p] <= now_s), None)
+        if part is None:
+            now_s = min(ready_s[p] for p in waiting)
+            continue
+        waiting.remove(part)
+        order.append(part)
+        now_s += send_s[part]
+    return order

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -19,16 +21,13 @@ from lab.exchange.base import everyone
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
-from lab.exchange.parts import in_parts
 from lab.measure.marks import Mark, mark, seconds
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync, all_finite
 from lab.sync.local import is_number
-from lab.sync.pattern import priority
+from lab.sync.pattern import priority, send_order
 from lab.sync.pending import Pending
 from lab.sync.reads import FirstReads, after, before
-from lab.sync.send_order import send_order
-from lab.sync.trial import Trial
 
 
 class PrioritySync(GradSync):
@@ -298,3 +297,121 @@ def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
         raise ValueError("model: compiled layers cannot wait for theirs; leave torch.compile out")
     if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
         raise ValueError("exchange=Auto: sync=priority chooses by measurement too; choose another")
+
+
+COLD = 2  # steps of each that come first: buffers and connections are new, and up to 40 % slower
+GAIN = 0.02  # share of a step by which the second schedule has to be faster
+
+
+class Trial:
+    """Times steps of two schedules: some of both that do not count, then some of each that do.
+
+    Each has its steps in a row, because an exchange that outlasts its step runs into the next one;
+    so the first step of a row never counts.
+
+    Args:
+        trials: timed steps of each; 0: the second schedule is taken as it is.
+
+    Attributes:
+        costs: median seconds of a step under each; None: not known yet.
+    """
+
+    def __init__(self, trials: int, device: torch.device) -> None:
+        self._trials, self._device = trials, device
+        self.costs: list[float] | None = None
+        self._spans: list[list[tuple[Mark, Mark]]] = [[], []]
+        self._last: Mark | None = None  # end of the last step; None: it is not to be timed
+        # The step in which the order was planned is the first.
+        rows = [(0, 1 + COLD, 0), (1, COLD, 0), (0, 1, trials), (1, 1, trials)]
+        self._left = deque(  # steps to come: which schedule, and whether it counts
+            (which, counts)
+            for which, untimed, timed in rows
+            for counts in [False] * untimed + [True] * timed
+        )
+
+    @property
+    def second(self) -> bool:
+        """Whether the next step is to follow the second schedule."""
+        if self.costs is not None:
+            return self.costs[1] < (1 - GAIN) * self.costs[0]
+        return self.is_over or self._left[0][0] == 1
+
+    @property
+    def is_over(self) -> bool:
+        return self.costs is not None or self._trials == 0
+
+    def end_step(self) -> list[float] | None:
+        """Note the end of a step.
+
+        Returns:
+            This rank's `costs`, to be compared with the others', once it has them; else None.
+        """
+        if self.is_over:
+            return None
+        which, counts = self._left[0]
+        last, self._last = self._last, mark(self._device)
+        if counts and last is None:
+            return None  # other work ran in it: another step takes its place
+        self._left.popleft()
+        if counts and last is not None:
+            self._spans[which].append((last, self._last))
+        return None if self._left else self._medians()
+
+    def interrupt(self) -> None:
+        """Leave out the step under way, in which other work ran."""
+        self._last = None
+
+    def _medians(self) -> list[float]:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # once a run
+        return [median(seconds(*span) for span in spans) for spans in self._spans]
+
+
+class _Packed:
+    """A bucket's gradients of one step, packed when the first of its parts leaves."""
+
+    def __init__(self, plan: BucketPlan, num_parts: int) -> None:
+        self.plan, self._num_parts = plan, num_parts
+        self._whole: GradBucket | None = None
+        self._left = 0  # parts that have not left in this step
+
+    def take(self, step: int, divided: bool) -> GradBucket:
+        """Return the whole bucket; each part calls this once a step."""
+        whole = self._whole
+        if whole is None:
+            whole, self._left = self.plan.pack(step, divided), self._num_parts
+        self._left -= 1
+        self._whole = whole if self._left else None  # so that its memory can be freed
+        return whole
+
+
+class PartPlan(BucketPlan):
+    """A range of values of another bucket's single parameter.
+
+    Its GradBucket has one entry, named by parameter and range. So it is for exchanges that only
+    sum: a residual is kept by parameter name.
+    """
+
+    def __init__(self, packed: _Packed, part: range) -> None:
+        super().__init__(packed.plan.parameters)
+        self._packed, self._part = packed, part
+        (name,) = self.parameters
+        self.shapes = {f"{name}[{part.start}:{part.stop}]": torch.Size([len(part)])}
+
+    @property
+    def nbytes(self) -> int:
+        (parameter,) = self.parameters.values()
+        return len(self._part) * parameter.element_size()
+
+    def pack(self, step: int, divided: bool = False) -> GradBucket:
+        whole, part = self._packed.take(step, divided), self._part
+        values = whole.flat[part.start : part.stop]
+        return GradBucket(self.shapes, values, step, divided, lacking=whole.lacking)
+
+
+def in_parts(plan: BucketPlan, parts: list[range]) -> list[BucketPlan]:
+    """Return the plans of a bucket's `parts`: ranges of values that together are all."""
+    if len(parts) == 1:
+        return [plan]
+    packed = _Packed(plan, len(parts))
+    return [PartPlan(packed, part) for part in parts]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Sent
 from lab.exchange.bucket import plan
-from lab.sync import fragments as rules
+from lab.sync import pattern as rules
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import all_finite
 from lab.sync.local import LocalSync, is_number, is_whole
@@ -33,7 +33,7 @@ class StreamingSync(LocalSync):
     Args:
         every: steps from one exchange of a fragment to the next, H.
         outer_lr, outer_momentum: see LocalSync.
-        fragments: P; fragment_order: see lab.sync.fragments.
+        fragments: P; fragment_order: see lab.sync.pattern.
         delay: steps that an exchange may take, tau in the paper; 0: the rank waits for it.
             `overlap` chooses a worker that runs while the rank computes, so it must be `delay > 0`.
         alpha: share of a rank's own weights that it keeps when it receives the anchor.

@@ -15,9 +15,9 @@ from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket
 from lab.exchange.scatter import Exact
 from lab.sync.base import Shard, SyncParts, SyncState
-from lab.sync.flatten import flatten, refuse_complex
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import zero1
+from lab.sync.root_update import flatten, refuse_complex
 
 
 class Zero1(GradSync):

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lab.settings.errors import ConfigError, one_line
-from lab.sync.update_some import update_some
+from lab.sync.pending import update_some
 from lab.training.optim import make_optim
 
 STEPS = 3  # the first may differ from later ones, which have momentum

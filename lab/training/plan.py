@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lab.exchange.compressed import left_exact
 from lab.exchange.layout import trainable
-from lab.exchange.uncompressed import left_exact
 from lab.record.schema import Bucket, Record
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync

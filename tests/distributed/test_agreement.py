@@ -214,9 +214,15 @@ def entered(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("strategy", "exchange._target_: lab.exchange.onebit.OneBit on rank 0, lab.exchange.int8"),
+        (
+            "strategy",
+            "exchange._target_: lab.exchange.compressed.OneBit on rank 0, lab.",
+        ),
         ("shape", "parameter 2: 1.weight [4, 4] float32 on rank 0, 1.weight [5, 4] float32 on"),
-        ("attach", "exchange._target_: lab.exchange.topk.TopK on rank 0, lab.exchange.onebit"),
+        (
+            "attach",
+            "exchange._target_: lab.exchange.compressed.TopK on rank 0, lab.",
+        ),
     ],
 )
 def test_unlike_loops_are_refused_at_entry_by_name(how: str, words: str) -> None:

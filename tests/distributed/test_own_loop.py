@@ -517,6 +517,8 @@ def of_another(way: str) -> dict[str, str]:
         torch.save(kept.state_dict(), buffer)
         own = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         kept.load_state_dict(own)
+        earlier = own["of"]["exchange"].replace("lab.exchange.", "lab.exchange.before.")
+        kept.load_state_dict({**own, "of": own["of"] | {"exchange": earlier}})
         shapes = {**own["of"]["parameters"], "last.bias": [3]}
         others = {
             "rank": own["of"] | {"rank": 1 - rank},  # as one file for all ranks leaves it

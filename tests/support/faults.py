@@ -16,7 +16,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import GradBucket
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import OneBit
 
 FAULT_STEP = 3
 

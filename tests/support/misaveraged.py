@@ -11,8 +11,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.exchange.int8 import Int8
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import Int8, OneBit
 
 
 class Mean(Exchange):

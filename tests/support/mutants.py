@@ -30,9 +30,7 @@ from lab.draw.text import markdown
 from lab.exchange import grouping
 from lab.exchange.base import Exchange
 from lab.exchange.memory import Memory
-from lab.exchange.ring import Ring
-from lab.exchange.star import Star
-from lab.exchange.tree import Tree
+from lab.exchange.paths import Ring, Star, Tree
 from lab.model.profile import Profile
 from lab.settings.files import read_file
 from lab.simulate import messages

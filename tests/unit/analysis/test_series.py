@@ -11,8 +11,8 @@ from lab.analysis.records import load_study
 from lab.analysis.speedup import table
 from tests.support.records import leave, make_record
 
-TREE = {"exchange._target_": "lab.exchange.tree.Tree", "exchange.chunk_mb": None}
-ONEBIT = {"exchange._target_": "lab.exchange.onebit.OneBit", "exchange.block_size": 256}
+TREE = {"exchange._target_": "lab.exchange.paths.Tree", "exchange.chunk_mb": None}
+ONEBIT = {"exchange._target_": "lab.exchange.compressed.OneBit", "exchange.block_size": 256}
 GIGABIT = {"cluster.rate": "1gbit"}
 
 

@@ -25,8 +25,8 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressed import Int8
 from lab.exchange.cost import Sizes
-from lab.exchange.int8 import Int8
 from lab.measure import peak
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes

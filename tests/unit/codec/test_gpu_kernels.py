@@ -22,7 +22,7 @@ from lab.codec.base import Codec
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket, plan
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import OneBit
 
 pytest.importorskip("triton", reason="no triton here")
 # Without a GPU, conftest.py has Triton's interpreter on.

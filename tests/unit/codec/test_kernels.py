@@ -136,10 +136,10 @@ def test_threads_change_nothing(name: str) -> None:
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Start the test as a process that has loaded no kernels."""
-    for cached in (build.load, kernels._library):
+    for cached in (build.load, kernels.load):
         cached.cache_clear()
     yield
-    for cached in (build.load, kernels._library):
+    for cached in (build.load, kernels.load):
         cached.cache_clear()
 
 

@@ -14,9 +14,8 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import StreamWorker
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressed import OneBit, TopK
 from lab.exchange.memory import Owned
-from lab.exchange.onebit import OneBit
-from lab.exchange.topk import TopK
 from tests.support.worlds import one_of
 
 GPU_3 = torch.device("cuda", 3)

@@ -14,15 +14,13 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.silent_comm import SilentComm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.allreduce import AllReduce
+from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.auto import Auto
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.none import NoExchange
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import OneBit, TopK
 from lab.exchange.rehearsal import rehearse
 from lab.exchange.schedule import Schedule
-from lab.exchange.topk import TopK
 from tests.support.cases import maker
 
 PLANS = (  # buckets of the first step and of later ones

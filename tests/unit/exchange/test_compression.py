@@ -13,13 +13,10 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.int4 import Int4
-from lab.exchange.int8 import Int8
+from lab.exchange.compressed import Int4, Int8, SignSGD, TopK
 from lab.exchange.powersgd import PowerSGD
 from lab.exchange.rails import Place
 from lab.exchange.randomk import RandomK
-from lab.exchange.signsgd_ef import SignSGD
-from lab.exchange.topk import TopK
 from tests.support.cases import COMPRESSES_LITTLE, COMPRESSING, maker
 from tests.support.slow import some_of
 

@@ -13,17 +13,13 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.allreduce import AllReduce
+from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressed import OneBit
 from lab.exchange.grouping import MIB
-from lab.exchange.none import NoExchange
-from lab.exchange.onebit import OneBit
-from lab.exchange.ring import Ring
-from lab.exchange.star import Star
+from lab.exchange.paths import DoubleTree, Ring, Star, Tree
 from lab.exchange.topology import Node, binomial_node, in_order_node
-from lab.exchange.tree import Tree
-from lab.exchange.tree_double import DoubleTree
 from lab.settings.config import build, load
 from tests.support.cases import EXACT, exchange_settings, maker
 from tests.support.slow import some_of

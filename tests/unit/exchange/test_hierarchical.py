@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.thread_comm import run_ranks
+from lab.exchange.allreduce import NoExchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressed import OneBit
 from lab.exchange.hierarchical import Hierarchical
-from lab.exchange.none import NoExchange
-from lab.exchange.onebit import OneBit
 from lab.exchange.rails import part_shapes
 from tests.support.cases import COMPRESSES_LITTLE, EXACT, MEANS, maker
 from tests.support.slow import some_of

@@ -14,14 +14,10 @@ from lab.exchange.allreduce import AllReduce
 from lab.exchange.auto import Auto
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
+from lab.exchange.compressed import Int8, OneBit, SignSGD, TopK, left_exact
 from lab.exchange.hierarchical import Hierarchical
-from lab.exchange.int8 import Int8
-from lab.exchange.onebit import OneBit
 from lab.exchange.powersgd import PowerSGD
 from lab.exchange.schedule import Schedule
-from lab.exchange.signsgd_ef import SignSGD
-from lab.exchange.topk import TopK
-from lab.exchange.uncompressed import left_exact
 
 SHAPES = {
     "narrow": torch.Size((40, 48)),

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lab.exchange.dion import Dion
 from lab.exchange.direction import Direction
-from lab.exchange.muon import Muon
-from lab.exchange.newton_schulz import orthogonalised
+from lab.exchange.muon import Muon, orthogonalised
 from lab.exchange.owners import balanced, newton_schulz_operations
 from tests.support.directions import adam, deliver, num_values
 

@@ -12,7 +12,7 @@ from lab.codec import onebit
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import OneBit
 from tests.support.slow import some_of
 
 SHAPES = {"fc": (10, 70), "bias": (10,), "conv": (3, 20, 5, 5), "small": (5, 4)}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.exchange.onebit_adam import OneBitAdam
-from lab.exchange.onebit_lamb import OneBitLamb
-from lab.exchange.trust_ratio import MEMORY
+from lab.exchange.onebit_lamb import MEMORY, OneBitLamb
 from tests.support.directions import Ledger, deliver, num_values
 
 SHAPES = {"weight": (24, 50), "bias": (24,)}

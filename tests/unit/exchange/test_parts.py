@@ -8,7 +8,7 @@ from torch import nn
 
 from lab.exchange.bucket import BucketPlan
 from lab.exchange.grouping import CUT_VALUES, cut
-from lab.exchange.parts import in_parts
+from lab.sync.priority import in_parts
 
 
 @pytest.mark.parametrize("num_values", [1, 1024, 1025, 5000, 100_000])

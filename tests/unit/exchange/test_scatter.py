@@ -14,12 +14,9 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.int4 import Int4
-from lab.exchange.int8 import Int8
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import Int4, Int8, OneBit
 from lab.exchange.powersgd import PowerSGD
-from lab.exchange.scatter import Columns, Layout, scatter_of
-from lab.exchange.two_levels import TwoLevels
+from lab.exchange.scatter import Columns, Layout, TwoLevels, scatter_of
 
 ROWS = {"w": (10, 7), "b": (5, 1), "e": (3, 4)}  # rows and inner values of three parameters
 ONEBIT = {"granularity": "block", "block_size": 16}

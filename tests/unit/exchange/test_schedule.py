@@ -12,15 +12,13 @@ from torch import Tensor
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.allreduce import AllReduce
+from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.auto import Auto
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.exchange.none import NoExchange
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import OneBit, TopK
 from lab.exchange.powersgd import PowerSGD
 from lab.exchange.schedule import Schedule
-from lab.exchange.topk import TopK
 from lab.settings.config import load
 from lab.simulate.strategy import Strategy
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.exchange.doubling import Doubling
-from lab.exchange.zero_one_adam import ZeroOneAdam
+from lab.exchange.zero_one_adam import Doubling, ZeroOneAdam
 from tests.support.directions import Uncompressed, adam, deliver, num_values, of_like_sizes
 
 SHAPES = {"fc": (24, 50), "bias": (24,), "conv": (6, 5, 3, 3), "table": (20, 32)}

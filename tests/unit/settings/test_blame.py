@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import OneBit
 from lab.settings import command_line
 from lab.settings.blame import Blame, blame
 from lab.settings.config import build, load

@@ -9,7 +9,7 @@ import pytest
 
 from lab.cluster.settings import Change, Cluster
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.links import over_links
+from lab.simulate.observe import over_links
 
 FITTED = Hardware("fitted", "made up", "gloo", 1, None, Link(1e-4, 1.1e8), math.inf)
 GIGABIT = Cluster(1, ("1gbit", "1gbit"))

@@ -18,8 +18,7 @@ from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import TwoStage
 from lab.exchange.cost import Costs, Sizes
 from lab.exchange.memory import Memory
-from lab.exchange.star import Star
-from lab.exchange.tree import Tree
+from lab.exchange.paths import Star, Tree
 from lab.simulate.costs import extra_bytes, stages_of
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.load import Load

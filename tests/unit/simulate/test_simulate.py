@@ -20,11 +20,10 @@ from lab.model.profile import Profile
 from lab.record.trace import read_trace
 from lab.settings.config import choices_of
 from lab.settings.files import conf_dir, read_file
-from lab.simulate.calibrate import calibrate
 from lab.simulate.costs import stages_of
 from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest, with_rate
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
-from lab.simulate.fit import Observation, fit
+from lab.simulate.fit import Observation, calibrate, fit
 from lab.simulate.hardware import Link
 from lab.simulate.load import Load, Stage
 from lab.simulate.nccl import PROTOCOLS

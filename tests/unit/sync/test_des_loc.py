@@ -17,8 +17,8 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.int8 import Int8
-from lab.exchange.ring import Ring
+from lab.exchange.compressed import Int8
+from lab.exchange.paths import Ring
 from lab.sync import pattern
 from lab.sync.base import SyncParts
 from lab.sync.des_loc import DesLoc

@@ -17,13 +17,11 @@ from lab.distributed.worker import InlineWorker, TurnsWorker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.exchange.onebit import OneBit
-from lab.exchange.topk import TopK
+from lab.exchange.compressed import OneBit, TopK
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
 from lab.sync.base import SyncParts
-from lab.sync.drift import Drift
-from lab.sync.findings import LIMIT
+from lab.sync.drift import LIMIT, Drift
 from lab.sync.gradsync import GradSync
 from lab.training.observe import observe_drift
 from tests.support.cases import (

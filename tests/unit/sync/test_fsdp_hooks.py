@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
-from lab.exchange.int4 import Int4
-from lab.exchange.int8 import Int8
-from lab.exchange.onebit import OneBit
+from lab.exchange.bucket import Plans
+from lab.exchange.compressed import Int4, Int8, OneBit
 from lab.exchange.scatter import Layout, Scatter, scatter_of
-from lab.sync.fsdp_drift import GRADIENTS, WEIGHTS, FsdpDrift
-from lab.sync.fsdp_gather import UnitAllGather
-from lab.sync.fsdp_levels import ranks_of_a_host
-from lab.sync.fsdp_scatter import UnitReduceScatter
+from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
+from lab.sync.fsdp import ranks_of_a_host
+from lab.sync.fsdp_hooks import UnitAllGather, UnitReduceScatter
 
 ROWS, INNER, UNITS, EVERY = 12, 300, ("first", "last"), 2
 SIZE = 4
@@ -46,7 +44,7 @@ def gather(hook: UnitAllGather, own: Tensor, comm: Comm) -> Tensor:
 def test_gathered_copies_are_rounded_alike_and_the_rank_s_own_weights_stay() -> None:
     def rank_main(comm: Comm) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
         own = torch.randn(1500, generator=torch.Generator().manual_seed(comm.rank))
-        hook = UnitAllGather("first", comm, None, {})
+        hook = UnitAllGather("first", comm, None, Plans())
         kept = own.clone()
         copy = gather(hook, own, comm)
         sent = comm.traffic.payload_bytes
@@ -69,7 +67,7 @@ def test_a_second_shard_is_gathered_inside_its_group_as_it_is() -> None:
     def rank_main(comm: Comm) -> tuple[bool, int]:
         inside = comm.split(comm.rank // 2)
         inside.nodes = [[0, 1]]
-        hook = UnitAllGather("first", comm, inside, {})
+        hook = UnitAllGather("first", comm, inside, Plans())
         first = torch.full((8,), float(comm.rank) / 3)
         copy = gather(hook, first, inside)
         expected = torch.stack([torch.full((8,), (comm.rank // 2 * 2 + r) / 3) for r in (0, 1)])
@@ -138,7 +136,7 @@ def hooks_of(
         scatter = WrongScale(scatter)
     names, parameters = [f"{unit}.weight"], [nn.Parameter(torch.empty(ROWS, INNER))]
     return (
-        weights(unit, comm, None, {}),
+        weights(unit, comm, None, Plans()),
         UnitReduceScatter(scatter, unit, names, parameters, comm.traffic, comm),
     )
 

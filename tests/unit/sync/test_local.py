@@ -15,10 +15,9 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker
-from lab.exchange.allreduce import AllReduce
+from lab.exchange.allreduce import AllReduce, NoExchange
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
-from lab.exchange.none import NoExchange
 from lab.measure.statistics import round_means
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync

@@ -20,7 +20,7 @@ from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.hierarchical import Hierarchical
-from lab.exchange.tree import Tree
+from lab.exchange.paths import Tree
 from lab.measure.clock import Clock
 from lab.measure.spans import OWN, PHASES
 from lab.sync.base import SyncParts

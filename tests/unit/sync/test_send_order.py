@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.sync.send_order import send_order
+from lab.sync.pattern import send_order
 
 ONE = [1.0, 1.0, 1.0]
 

@@ -16,11 +16,10 @@ from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
-from lab.exchange.int8 import Int8
-from lab.exchange.onebit import OneBit
+from lab.exchange.compressed import Int8, OneBit
 from lab.sync.base import SyncParts
-from lab.sync.fragments import fragments
 from lab.sync.local import LocalSync
+from lab.sync.pattern import fragments
 from lab.sync.streaming import StreamingSync
 from tests.unit.sync.test_local import networks, train, weights
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.sync import trial
-from lab.sync.trial import COLD, Trial
+from lab.sync import priority as trial
+from lab.sync.priority import COLD, Trial
 
 PLANNED, CPU = 1, torch.device("cpu")
 

@@ -15,7 +15,7 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.int8 import Int8
+from lab.exchange.compressed import Int8
 from lab.settings.errors import ConfigError
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradSync
