@@ -128,7 +128,7 @@ def _takes_tree(e: Evidence) -> bool:
     can_send = "horovod" not in comm and not from_gpus
     sums_alone = Leg.PARTS_OF_GRADIENTS in e.pattern.legs  # which its sync scatters itself
     is_possible = e.pattern.takes_exchanges and not sums_alone and can_send
-    return is_possible and ".tree" not in exchange
+    return is_possible and not exchange.endswith("Tree")
 
 
 def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:

@@ -19,7 +19,7 @@ ALIGNED = 64  # bytes: a multiple of 16-byte loads, and of the unit in which NCC
 
 
 class Plans(dict[object, Any]):
-    """What exchanges keep for one bucket from step to step, by keys of theirs."""
+    """All that exchanges keep for one bucket from step to step, by keys of theirs."""
 
     def scratch(self, name: str, like: Tensor, *shape: int) -> Tensor:
         """Return uninitialised memory like `like`; that of earlier calls with `name` is invalid."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +14,10 @@ from lab.codec.levels import Int8
 from lab.distributed.collective import Collective, SummedParts
 from lab.distributed.comm import Comm
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.base import Exchange
-from lab.exchange.bucket import Plans
+from lab.exchange.base import Exchange, Ranks
+from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import Coded
+from lab.exchange.cost import Sizes
 from lab.exchange.memory import Columns
 
 
@@ -59,6 +60,11 @@ class Exact(Scatter):
         """Return whether `begin` needs memory for what travels; NCCL's float32 does not."""
         return self._dtype != torch.float32 or comm.backend != "nccl"
 
+    def memory_bytes(self, sizes: Sizes) -> float:
+        """Return the bytes that a rank needs for buckets, sent as fast as they fill."""
+        in_place = sizes.backend == "nccl" and self._dtype == torch.float32
+        return 0.0 if in_place else 4.0 * sizes.largest
+
     def begin(
         self, output: Tensor, gradients: Tensor, comm: Comm, spare: Tensor | None
     ) -> Collective:
@@ -91,25 +97,52 @@ class InCodec(Scatter):
             plan = layout.plans["plan"] = _Plan(self._exchange.codec, gradients, comm)
         residual = self._exchange.memory.bind_columns(gradients, layout.columns)
         kept = None if residual is None else residual.view(-1)
-        plan.kernels.encode(plan.layout, gradients.view(-1), kept, plan.sent)
-        comm.all_to_all(plan.received, plan.sent.view_as(plan.received))
-        plan.kernels.add_up(plan.own, plan.received, output, 1, plan.finite)
+        for collective in plan.run(gradients.view(-1), kept, output, comm, 1):
+            collective.wait()
+
+    def mean_of(self, bucket: GradBucket, output: Tensor, comm: Comm) -> Iterator[Collective]:
+        """Fill `output` with the mean of this rank's part of a bucket; yield as Exchange.stages.
+
+        Parts are equal; their length times the number of ranks is that of `bucket.flat`.
+        """
+        plan = self._exchange.planned(bucket, comm, _BucketPlan)
+        return plan.run(bucket.flat, plan.bound.own, output, comm, comm.size)
+
+    def memory_bytes(self, sizes: Sizes) -> float:
+        """Return the bytes that a rank needs for buckets: residuals, and messages both ways."""
+        messages = 2 * self._exchange.codec.bytes_per_value()
+        return sizes.n * (4.0 * self._exchange.keeps_residuals + messages)
 
 
 class _Plan:
     """The part that stays from step to step: the layout of messages, and their memory."""
 
-    def __init__(self, codec: Codec, gradients: Tensor, comm: Comm) -> None:
-        size, num_values = gradients.shape
-        self.layout = codec.layout_of_parts(num_values, size)
+    def __init__(self, codec: Codec, gradients: Tensor, comm: Ranks) -> None:
+        num_values = gradients.numel() // comm.size
+        self.layout = codec.layout_of_parts(num_values, comm.size)
         self.own = self.layout.part(comm.rank)
         self.kernels = codec.kernels(gradients.device)
         self.sent = gradients.new_zeros(self.layout.num_bytes, dtype=torch.uint8)
-        self.received = self.sent.new_empty(size, self.layout.line_bytes)
+        self.received = self.sent.new_empty(comm.size, self.layout.line_bytes)
         self.finite = torch.ones((), dtype=torch.bool, device=gradients.device)
 
+    def run(
+        self, flat: Tensor, residual: Tensor | None, output: Tensor, comm: Comm, divisor: int
+    ) -> Iterator[Collective]:
+        self.kernels.encode(self.layout, flat, residual, self.sent)
+        yield comm.iall_to_all(self.received, self.sent.view_as(self.received))
+        self.kernels.add_up(self.own, self.received, output, divisor, self.finite)
 
-def scatter_of(exchange: Exchange) -> Scatter:
+
+class _BucketPlan(_Plan):
+    """The same for a bucket, whose residuals are kept by parameter."""
+
+    def __init__(self, exchange: Coded, bucket: GradBucket, comm: Ranks) -> None:
+        super().__init__(exchange.codec, bucket.flat, comm)
+        self.bound = exchange.memory.bind(bucket, [(0, len(bucket.flat))])
+
+
+def scatter_of(exchange: Exchange) -> Exact | InCodec:
     """Return the first half of `exchange`.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.exchange.cost import Sizes
 from lab.model.profile import VALUE_BYTES, Profile
-from lab.simulate.costs import extra_bytes
+from lab.simulate.costs import exchange_of, extra_bytes
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings
 from lab.simulate.messages import buckets
@@ -36,16 +36,19 @@ SYNCS: dict[str, Callable[[Sizes, Settings, Settings], float]] = {
     "DesLoc": lambda s, sync, e: extra_bytes(s, e),
     # Only the root holds momentum.
     "RootUpdate": lambda s, sync, e: extra_bytes(s, e) - (4 * s.n if s.rank else 0),
-    # Gradients in buckets, and what a reduce-scatter receives, if buckets are sent as fast as they
-    # fill; half as large types are sent from there as well.
-    "Zero1": lambda s, sync, e: (
-        4 * s.gathered + 4 * s.largest * (s.backend != "nccl" or e["dtype"] != "float32")
-    ),
+    "Zero1": lambda s, sync, e: _zero1(s, e),
     # A second gradient, which is under way during the step.
     "DoubleBuffer": lambda s, sync, e: extra_bytes(s, e) + 4 * s.n * bool(sync["double_buffer"]),
     # DDP's buckets, to which gradients are copied, and back. The memory of its hooks is torch's.
     "DDPSync": lambda s, sync, e: 4 * s.n if sync.get("hook", "none") == "none" else math.nan,
 }
+
+
+def _zero1(sizes: Sizes, exchange: Mapping[str, Any]) -> float:
+    """Count gradients in buckets, and what a reduce-scatter needs."""
+    from lab.exchange.scatter import scatter_of  # with torch, which settings and help do not need
+
+    return 4 * sizes.gathered + scatter_of(exchange_of(exchange)).memory_bytes(sizes)
 
 
 def sync_bytes(sizes: Sizes, settings: Mapping[str, Any]) -> float:

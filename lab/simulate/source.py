@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import arithmetic_of
 from lab.model.profile import Profile
 from lab.model.work import Work
-from lab.problem.build import blueprint, require_float32
-from lab.settings.errors import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.devices import of_this_machine
 from lab.simulate.estimate import ESTIMATE, estimated
@@ -78,38 +74,9 @@ def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, i
     """
     if profile:
         return Measured(profile)
-    from lab.simulate.source import work_of  # Imports torch.
+    from lab.simulate.counting import work_of  # Imports torch.
 
     work = work_of(config)
     model = class_name(config.model["_target_"])
     name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
     return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)
-
-
-PARTS = ("model", "transform", "task", "data", "seed")
-
-
-def work_of(config: DictConfig) -> Work:
-    """Count a run's model, at most once in a process.
-
-    Raises:
-        ConfigError: a part cannot be built, the model does not fit the data, or its operations
-            cannot be counted.
-    """
-    parts: Any = OmegaConf.to_container(config, resolve=True)
-    return _work(OmegaConf.to_yaml({part: parts[part] for part in PARTS}))
-
-
-@lru_cache(maxsize=64)
-def _work(parts: str) -> Work:
-    config: Any = OmegaConf.create(parts)
-    plan = blueprint(config)
-    require_float32(plan.model)
-    shape, dtype = plan.data.input_shape, plan.data.input_dtype
-    try:
-        return count(plan.model, shape, dtype, plan.target, plan.task.loss)
-    except Uncountable as error:
-        raise ConfigError(
-            f"model={config.model['_target_']}: cannot be counted for an estimate ({error}); "
-            "measure it with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
-        ) from None

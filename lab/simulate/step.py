@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lab.exchange.cost import Shape
 from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.simulate.costs import exchange_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Schedule, Turns, both_passes, run
 from lab.simulate.groups import ranks_of_a_copy
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Stage, class_of
+from lab.simulate.load import Load, Stage, class_of
 from lab.simulate.messages import Bucket, messages_of_fragments, parameter_of
 from lab.simulate.network import Network
 from lab.simulate.phases import phases_of, ways_of
+from lab.simulate.scatters import scatter_of
 from lab.simulate.sharded import Sharded
 from lab.simulate.strategy import CEILING, EXACT, Strategy
 from lab.simulate.units import costs_of_units
@@ -268,10 +271,22 @@ def exchanges(
         first, *others = bucket
         label = f"{first} and {len(others)} more" if others else first
         ready = min(places[parameter_of(name).rpartition(".")[0]] for name in bucket)
-        stages = stages_of(list(bucket.values()), strategy.exchange, network)
-        begins = _begins(pattern, ready, len(places))
-        found.append(Exchange(label, begins, [stage.scaled(share) for stage in stages]))
+        shapes = list(bucket.values())
+        if Leg.PARTS_OF_GRADIENTS in pattern.legs and not exchange_of(strategy.exchange).exact:
+            stages = _scattered(shapes, strategy, network)
+        else:
+            stages = [s.scaled(share) for s in stages_of(shapes, strategy.exchange, network)]
+        found.append(Exchange(label, _begins(pattern, ready, len(places)), stages))
     return found
+
+
+def _scattered(shapes: list[Shape], strategy: Strategy, network: Network) -> list[Stage]:
+    """Return the stages of an exchange's first half, of parts that are filled up alike."""
+    num_values = sum(map(math.prod, shapes))
+    part = -(-num_values // network.size)
+    load = Load([(part * network.size,)], class_of(strategy.exchange), network)
+    scatter_of(strategy.exchange)(load)
+    return load.stages
 
 
 def _begins(pattern: Pattern, ready: int, num_layers: int) -> int:

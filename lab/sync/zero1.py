@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.distributed.collective import Collective
-from lab.exchange.allreduce import AllReduce
 from lab.exchange.bucket import BucketPlan, GradBucket
-from lab.exchange.scatter import Exact
+from lab.exchange.scatter import InCodec, scatter_of
 from lab.sync.base import Shard, SyncParts, SyncState
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import zero1
@@ -32,23 +31,20 @@ class Zero1(GradSync):
     parts. Buckets keep the order in which they are planned first, since a part's state lies on one
     rank.
 
-    The exchange is an all-reduce by name: its `dtype` is that of gradients on the wire. Sums are in
-    float32 (over NCCL in its own order), and weights travel as they are.
+    Gradients travel as the exchange's first half has them: an all-reduce's in its `dtype`, others'
+    as messages of their codec, of which the exchange keeps what they leave out. Sums are in float32
+    (over NCCL in its own order), and weights travel as they are.
 
     Raises:
-        ValueError: an exchange that is not an all-reduce, or a model with too few values for some
-            rank to have any.
+        ValueError: the exchange has no reduce-scatter, or a model has too few values for some rank
+            to have any.
     """
 
     def __init__(self, parts: SyncParts) -> None:
-        if not isinstance(parts.exchange, AllReduce):
-            raise ValueError(
-                f"exchange={type(parts.exchange).__name__}: strategy=zero1 scatters sums of "
-                "gradients; allowed are allreduce, bf16, fp16"
-            )
-        self._scatter = Exact(parts.exchange.dtype)
+        self._scatter = scatter_of(parts.exchange)
         self._spares: list[Tensor] = []  # flat, of buckets that are not under way
-        self._checks_finite = parts.precision == "fp16"
+        # A part that is not finite is so on one rank, but messages spoil residuals on all.
+        self._checks_finite = parts.precision == "fp16" or isinstance(self._scatter, InCodec)
         super().__init__(parts, zero1(parts.overlap), multiple=parts.comm.size)
         self.order = [name for bucket in self.buckets for name in bucket.parameters]
 
@@ -146,6 +142,9 @@ class Zero1(GradSync):
         parts = bucket.flat.view(self.comm.size, -1)
         mean = parts[self.comm.rank]  # received in place: what was sent is free by then
         self._means.append(mean)
+        if isinstance(self._scatter, InCodec):
+            yield from self._scatter.mean_of(bucket, mean, self.comm)
+            return
         if not self._scatter.needs_spare(self.comm):
             yield self._scatter.begin(mean, parts, self.comm, None)
             bucket.divide(mean, self.comm.size)

@@ -31,7 +31,6 @@ SYNCS = {
 }
 # Syncs that take no messages: they sum values themselves, or average second moments.
 REFUSED = {
-    "zero1": "strategy=zero1 scatters sums of gradients; allowed are allreduce, bf16, fp16",
     "caffe": "allowed are",
     "des_loc": "is not exact; second moments need one that is",
 }
@@ -51,6 +50,6 @@ def test_trains_or_is_refused(sync: str, path: str, codec: str, memory: str, siz
     outcomes = train(size, *settings)
     record = outcomes[0].record
     assert record["status"] == "done"
-    assert size == 1 or record["certificate"]["holds"]
+    assert size == 1 or record["certificate"]["holds"] or sync == "zero1"  # see test_zero1
     if sync != "fsdp":  # ranks have shards, whose sums the certificate compares
         assert len({outcome.record["replica_hash"] for outcome in outcomes}) == 1

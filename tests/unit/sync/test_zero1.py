@@ -15,7 +15,9 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import make_worker
 from lab.exchange.allreduce import AllReduce
-from lab.exchange.compressed import Int8
+from lab.exchange.coded import Coded
+from lab.exchange.compressed import Int4, OneBit, TopK
+from lab.exchange.powersgd import PowerSGD
 from lab.settings.errors import ConfigError
 from lab.sync.base import Sync, SyncParts
 from lab.sync.gradsync import GradSync
@@ -224,17 +226,67 @@ def test_a_gradient_that_is_not_finite_is_known_to_all_ranks_in_fp16() -> None:
     assert run_ranks(3, rank_main) == [(True, False)] * 3
 
 
-def test_what_is_no_all_reduce_and_too_many_ranks_are_refused() -> None:
-    def with_int8(comm: Comm) -> None:
+CODECS: dict[str, Callable[[], Coded]] = {
+    "onebit": lambda: OneBit(granularity="block", block_size=16),
+    "int4": lambda: Int4(block_size=16),
+    "topk": lambda: TopK(ratio=0.2),
+}
+
+
+@pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize(("size", "precision"), [(1, "fp32"), (3, "fp32"), (3, "fp16")])
+def test_what_codecs_leave_out_is_kept(
+    size: int, precision: str, make: Callable[[], Coded]
+) -> None:
+    """Delivered + kept = true sums: weights have moved by all that was sent."""
+
+    def rank_main(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        net, exchange = copy.deepcopy(NET), make()
+        worker = make_worker(True, CPU, comm.backend, False)
+        made = SyncParts(net, net, exchange, comm, worker, True, 1e-4, precision)
+        sync, true = Zero1(made), {n: torch.zeros_like(p) for n, p in net.named_parameters()}
+        before = weights(net)
+        optimizer = SGD(sync.optimized(net).parameters(), lr=1.0)
+        sync.loss_scale = 8.0 if precision == "fp16" else 1.0
+        with sync:
+            for step in range(5):
+                generator = torch.Generator().manual_seed(10 * step + comm.rank)
+                drawn = {
+                    name: torch.randn(p.shape, generator=generator)
+                    for name, p in net.named_parameters()
+                }
+                with sync.micro_batch(last=True):
+                    terms = [(p * drawn[name]).sum() for name, p in net.named_parameters()]
+                    (sum(terms, torch.zeros(())) * sync.loss_factor).backward()
+                sync.finish()
+                sync.update(optimizer)
+                sync.after_update(last=False)
+                for name, values in drawn.items():
+                    true[name] += values
+        kept = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+        for name, start, values in exchange.kept({}, comm):
+            kept[name].view(-1)[start : start + len(values)] += values
+        return {name: before[name] - p for name, p in weights(net).items()}, kept, true
+
+    ranks = run_ranks(size, rank_main)
+    for name in ranks[0][0]:
+        moved = size * ranks[0][0][name]
+        kept, true = (sum(rank[place][name] for rank in ranks) for place in (1, 2))
+        torch.testing.assert_close(moved + kept, true, rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(rank[0][name], ranks[0][0][name]) for rank in ranks)
+
+
+def test_what_has_no_reduce_scatter_and_too_many_ranks_are_refused() -> None:
+    def with_low_rank(comm: Comm) -> None:
         made = parts(comm)
-        Zero1(SyncParts(made.model, made.module, Int8(), comm, made.worker))
+        Zero1(SyncParts(made.model, made.module, PowerSGD(), comm, made.worker))
 
     def one_value(comm: Comm) -> None:
         net = nn.Linear(1, 1, bias=False)
         Zero1(SyncParts(net, net, AllReduce(), comm, make_worker(False, CPU, "threads", False)))
 
-    with pytest.raises(ValueError, match="exchange=Int8: strategy=zero1 scatters sums"):
-        run_ranks(2, with_int8)
+    with pytest.raises(ValueError, match="exchange=PowerSGD: has no reduce-scatter"):
+        run_ranks(2, with_low_rank)
     with pytest.raises(ValueError, match="world_size=2: strategy=zero1 has no values for rank 1"):
         run_ranks(2, one_value)
 
