@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lab.settings.secrets import is_secret, kept_words
 
@@ -41,6 +41,14 @@ def class_name(path: str) -> str:
         path: such as "lab.exchange.paths.Star", of a `_target_`.
     """
     return path.rpartition(".")[2] if path.startswith("lab.") else path
+
+
+def by_class(settings: Any) -> Any:
+    """Return settings whose every `_target_` is the name by which the lab knows the class."""
+    if isinstance(settings, Mapping):
+        each = cast(Mapping[str, Any], settings).items()
+        return {k: class_name(v) if k == "_target_" else by_class(v) for k, v in each}
+    return [*map(by_class, cast(list[Any], settings))] if isinstance(settings, list) else settings
 
 
 def variant(arguments: Sequence[str]) -> dict[str, str]:

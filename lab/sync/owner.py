@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lab.exchange.base import Exchange
 from lab.exchange.layout import named
-from lab.settings.names import class_name
+from lab.settings.names import by_class
 
 KEY = "of"  # of a state, for whose it is
 
@@ -84,7 +84,7 @@ class Owner:
                 "file per rank, on as many ranks (Accelerate's register_for_checkpointing keeps "
                 "rank 0's alone)"
             )
-        if _by_class(json.loads(mark["exchange"])) != _by_class(self.exchange):
+        if by_class(json.loads(mark["exchange"])) != by_class(self.exchange):
             raise ValueError(
                 f"state_dict: holds residuals of exchange={mark['exchange']}, and this is "
                 f"exchange={json.dumps(self.exchange, sort_keys=True)}; set the same"
@@ -112,14 +112,6 @@ def require_state(state: object, *keys: str) -> None:
     else:
         return
     raise ValueError(f"state_dict: must be what state_dict() returned, and is {found}")
-
-
-def _by_class(settings: Any) -> Any:
-    """Return settings with classes by name: earlier versions have other modules for them."""
-    if isinstance(settings, Mapping):
-        each = cast(Mapping[str, Any], settings).items()
-        return {k: class_name(v) if k == "_target_" else _by_class(v) for k, v in each}
-    return [*map(_by_class, cast(list[Any], settings))] if isinstance(settings, list) else settings
 
 
 def _holds_tensor(value: object) -> bool:

@@ -13,6 +13,7 @@ from lab.distributed.replicas import broadcast_buffers
 from lab.distributed.sharded import like, local, whole
 from lab.exchange.layout import named
 from lab.settings.config import Settings
+from lab.settings.names import by_class
 from lab.training import slices
 from lab.training.losses import overflow
 from lab.training.progress import Progress, total_steps
@@ -105,8 +106,8 @@ def check_fit(config: Settings, shared: State, ranks: list[State]) -> None:
         raise ValueError(
             f"optim={optim}: the checkpoint holds the state of {shared['optim']}; set the same"
         )
-    now: Any = OmegaConf.to_container(config.exchange)
-    then = shared["exchange"]
+    now = by_class(OmegaConf.to_container(config.exchange))
+    then = by_class(shared["exchange"])
     if ranks[0]["exchange"] and then != now:
         if then["_target_"] != now["_target_"]:
             then, now = then["_target_"], now["_target_"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from lab.training import checkpoint
+from lab.training.resume import check_fit
 
 
 class Alone:
@@ -60,3 +63,24 @@ def test_without_a_whole_checkpoint_nothing_begins_anew_silently(tmp_path: Path)
     (save(tmp_path, 4) / "DONE").write_text("{")
     with pytest.raises(ValueError, match="step_000004: corrupt checkpoint: .*not JSON"):
         checkpoint.newest(tmp_path)
+
+
+def test_a_checkpoint_names_its_exchange_by_class() -> None:
+    """Earlier versions have other modules for the same class."""
+    now = {
+        "_target_": "lab.exchange.schedule.Schedule",
+        "first": {"_target_": "lab.exchange.a.Ring"},
+    }
+    config: Any = OmegaConf.create(
+        {"channels_last": False, "optim": {"_target_": "torch.optim.SGD"}, "exchange": now}
+    )
+    ranks = [{"exchange": {"residual": {}}}]
+
+    def saved(first: str) -> dict[str, Any]:
+        then = {"_target_": "lab.exchange.old.Schedule", "first": {"_target_": first}}
+        return {"channels_last": False, "exchange": then}
+
+    check_fit(config, saved("lab.exchange.b.Ring"), ranks)
+    for other in ("lab.exchange.a.Tree", "mine.Ring"):
+        with pytest.raises(ValueError, match=f"residuals of exchange=.*{other.split('.')[-1]}"):
+            check_fit(config, saved(other), ranks)
