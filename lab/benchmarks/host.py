@@ -133,7 +133,7 @@ class _Idle:
     """A library whose functions take any numbers and do nothing with them."""
 
     def __getitem__(self, name: str) -> Any:
-        return ctypes.CDLL(None)["labs"]
+        return ctypes.CDLL(None)["labs"]  # C's own, which looks at one number and returns
 
 
 @contextmanager

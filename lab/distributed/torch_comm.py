@@ -17,6 +17,11 @@ from lab.distributed.rank_info import RankInfo
 
 # A message to one rank from which all_to_all pays for a second call, about 0.2 ms over loopback.
 TWO_WAY_BYTES = 2**18
+# Three methods were renamed in torch 2.13.
+_OLD = not hasattr(dist.ProcessGroup, "all_gather_single")
+ALL_GATHER = "_allgather_base" if _OLD else "all_gather_single"
+ALL_TO_ALL = "alltoall_base" if _OLD else "all_to_all_single"
+REDUCE_SCATTER = "_reduce_scatter_base" if _OLD else "reduce_scatter_single"
 
 
 class Works(list[dist.Work]):
@@ -226,11 +231,7 @@ def _group(
 
 
 # Collectives are a process group's own methods: torch.distributed's functions check and log each
-# call, which takes several times as long. Three were renamed in torch 2.13.
-_OLD = not hasattr(dist.ProcessGroup, "all_gather_single")
-ALL_GATHER = "_allgather_base" if _OLD else "all_gather_single"
-ALL_TO_ALL = "alltoall_base" if _OLD else "all_to_all_single"
-REDUCE_SCATTER = "_reduce_scatter_base" if _OLD else "reduce_scatter_single"
+# call, which takes several times as long.
 
 
 def all_gather_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:

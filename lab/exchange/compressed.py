@@ -13,6 +13,8 @@ from lab.exchange.coded import AllGather, TwoStage
 from lab.exchange.direction import require_integer
 from lab.exchange.memory import Memory
 
+NOTABLE = 0.1  # share of all values: sent as float32, they are most of what one bit each leaves
+
 
 class OneBit(TwoStage):
     """Two-stage 1-bit SGD with error feedback (Seide et al. 2014, section 3; CNTK's 1BitSGD).
@@ -142,9 +144,6 @@ class TopK(AllGather):
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
         super().__init__(topk.TopK(ratio), Memory(error_feedback))
         self.ratio = ratio
-
-
-NOTABLE = 0.1  # share of all values: sent as float32, they are most of what one bit each leaves
 
 
 def left_exact(exchange: Exchange, shapes: Shapes) -> list[str]:

@@ -37,7 +37,7 @@ class Columns:
     inner: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Bound:
     """Residuals of one bucket: what `Memory.bind` returns.
 
@@ -103,11 +103,11 @@ class Memory:
         """
         if not self.keeps:
             return Bound(None)
-        bound = Bound(torch.zeros_like(bucket.flat), bucket.flat.new_zeros(num_owned))
-        assert bound.own is not None and bound.owned is not None
-        self._bind_own(bucket, coded, bound.own)
+        own, of_sums = torch.zeros_like(bucket.flat), bucket.flat.new_zeros(num_owned)
+        bound = Bound(own, of_sums)
+        self._bind_own(bucket, coded, own)
         if self.of_sums:
-            self._bind_owned(bucket, owned, bound.owned)
+            self._bind_owned(bucket, owned, of_sums)
         for name in bucket.shapes:
             if before := self._bound.get(name):
                 before.current = False

@@ -21,6 +21,8 @@ from lab.exchange.layout import trainable
 from lab.exchange.owners import Place, newton_schulz_operations
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest slope at zero
+SMALLEST = 1e-7  # norm below which a matrix is not scaled up
 
 
 class Muon(Staged, MatrixDirection):
@@ -187,10 +189,6 @@ def native_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which a device multiplies fastest: bfloat16 only where it is native."""
     is_native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if is_native else torch.float32
-
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest slope at zero
-SMALLEST = 1e-7  # norm below which a matrix is not scaled up
 
 
 def orthogonalised(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ from lab.exchange.memory import shares
 from lab.exchange.signed_rows import Part, SignedRows
 
 SIGNS_OF = ("momentum", "gradient")
+SAMPLED = 16  # every 16th value is compared: the norms hardly differ, and nor does memory
 
 
 class OneBitAdam(Staged, Direction):
@@ -207,9 +208,6 @@ class OneBitAdam(Staged, Direction):
             new["momentum"] = shares([state["momentum"] for state in states], size)
         new["ratio"] = self.signed.sharded_anew("ratio", states, rank, size)
         return new | self.signed.redistribute(states, rank, size)
-
-
-SAMPLED = 16  # every 16th value is compared: the norms hardly differ, and nor does memory
 
 
 class Settling:

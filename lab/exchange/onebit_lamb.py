@@ -16,6 +16,9 @@ from lab.exchange.direction import Moments, copies
 from lab.exchange.layout import named
 from lab.exchange.onebit_adam import OneBitAdam
 
+KINDS = ("trust", "power", "power_at_first", "factor")
+MEMORY = 20  # steps over which the power of delivered directions is averaged
+
 
 class OneBitLamb(OneBitAdam):
     """1-bit LAMB (Li et al. 2021, algorithm 1): 1-bit Adam with trust ratios, see TrustRatios.
@@ -76,10 +79,6 @@ class OneBitLamb(OneBitAdam):
         """Keep the ratios, which all ranks share; see OneBitAdam for the rest."""
         kept = {kind: dict(states[0][kind]) for kind in self.trust.kept}
         return super().redistribute(states, rank, size) | kept
-
-
-KINDS = ("trust", "power", "power_at_first", "factor")
-MEMORY = 20  # steps over which the power of delivered directions is averaged
 
 
 class TrustRatios:

@@ -1,4 +1,9 @@
-"""Reduce-scatters and all-gathers, which strategies that shard a model are made of."""
+"""Reduce-scatters and all-gathers, which strategies that shard a model are made of.
+
+A reduce-scatter is the first half of an exchange: what that sends to one rank, in the same codec,
+with the sums in float32 and in rank order. The second half, which sends means to all ranks, is left
+out: a rank keeps its sum.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,8 @@ from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import Coded
 from lab.exchange.cost import Sizes
 from lab.exchange.memory import Columns
+
+GATHERED = Int8(block_size=1024)  # weights: ZeRO++'s qwZ (Wang et al. 2023, section 4.1)
 
 
 @dataclass
@@ -209,11 +216,8 @@ def require_no_residuals(exchange: Exchange) -> None:
         )
 
 
-CODEC = Int8(block_size=1024)
-
-
 def gather_bytes(
-    output: Tensor, own: Tensor, comm: Comm, plans: Plans, codec: Codec = CODEC
+    output: Tensor, own: Tensor, comm: Comm, plans: Plans, codec: Codec = GATHERED
 ) -> None:
     """Fill `output` with all ranks' `own`, rounded to a byte for each value, alike on all ranks.
 

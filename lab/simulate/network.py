@@ -18,6 +18,8 @@ from lab.simulate.hardware import Hardware, Link
 from lab.simulate.nccl import Span, all_gather_s, all_reduce_s
 
 NOWHERE = Link(0.0, math.inf)  # joins a rank with itself
+CLOSE = 1e-9  # relative; the bisection ends there
+STANDARD = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -285,10 +287,6 @@ class Network:
 def log2(size: int) -> int:
     """Return the base-2 logarithm, rounded up."""
     return (size - 1).bit_length()
-
-
-CLOSE = 1e-9  # relative; the bisection ends there
-STANDARD = NormalDist()
 
 
 @cache

@@ -28,9 +28,8 @@ from lab.exchange.base import Exchange, Relayed, everyone
 from lab.exchange.bucket import GradBucket, Plans
 from lab.exchange.coded import Coded
 from lab.exchange.cost import Shape
-from lab.exchange.scatter import CODEC as GATHERED
+from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
 from lab.exchange.scatter import Layout as Columns
-from lab.exchange.scatter import gather_bytes, scatter_of
 from lab.simulate.load import Load, Stage
 
 META = torch.device("meta")

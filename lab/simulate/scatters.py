@@ -40,7 +40,7 @@ def scatter_of(exchange: Settings) -> Callable[[Load], None]:
 def in_two_levels(load: Load, exchange: Settings) -> None:
     """Append a reduce-scatter inside each node and then one between nodes (ZeRO++'s qgZ).
 
-    Before them parts are laid out by local rank, as lab/exchange/two_levels.py does.
+    Before them parts are laid out by local rank, as lab.exchange.scatter.TwoLevels does.
     """
     scatter, network = scatter_of(exchange), load.network
     Load(load.shapes, FSDP, network, load.stages).codec(2 * load.num_bytes)

@@ -24,6 +24,9 @@ from lab.simulate.units import costs_of_units
 from lab.sync.pattern import Begin, Leg, Pattern, gradsync, send_order
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
+SETTLING_STEPS = (
+    4  # of PrioritySync: the second begins with an exchange under way; two more for it to settle
+)
 
 
 @dataclass(frozen=True)
@@ -296,9 +299,6 @@ def _begins(pattern: Pattern, ready: int, num_layers: int) -> int:
     return num_layers if pattern.outlasts_step else 0  # layer 0 is the last to have a gradient
 
 
-STEPS = 4  # the second begins with an exchange under way; two more for it to settle
-
-
 def steady(
     layers: Sequence[Compute],
     parts: Sequence[Exchange],
@@ -329,7 +329,7 @@ def steady(
             schedule.finish(rank, pending.pop(place))
 
     began_s = 0.0
-    for _ in range(STEPS):
+    for _ in range(SETTLING_STEPS):
         began_s = rank.now_s
         both_passes(rank, layers, sent, schedule, micro_batches, begin)
         pending.update(behind)

@@ -40,10 +40,11 @@ class DoubleBuffer(GradSync):
         model = parts.model
         self.parameters = trainable(model)
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
-        self._resting: list[BucketPlan] = []
-        if double_buffer:
-            self._resting = [bucket.twin() for bucket in self.buckets]
         self._sent = 0, 0, 0
+
+    def _use(self, buckets: list[BucketPlan]) -> None:
+        super()._use(buckets)
+        self._resting = [bucket.twin() for bucket in buckets]  # for every second step
 
     def __enter__(self) -> Self:
         if not self.double_buffer:

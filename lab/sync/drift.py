@@ -19,6 +19,16 @@ from lab.exchange.bucket import GradBucket
 from lab.exchange.memory import fill_rows
 from lab.exchange.scatter import Layout
 
+# Of what was due in a window. Error feedback leaves rounding (1e-4 at most), and a codec without it
+# that is meant to be used, as int8 or bf16, less than 5 %; a wrong scale, a residual that is lost
+# and rows in the wrong place exceed 25 %.
+LIMIT = 0.1
+# Levels so coarse that rounding alone is off by tens of percent (int4 without error feedback) are
+# judged by gain and cosine: rounding leaves both near 1, a wrong scale shows in the gain, values in
+# a wrong place in the cosine.
+LEAST_COSINE = 0.9
+WEIGHTS, GRADIENTS = "weights", "gradients"
+
 
 class Drift:
     """Compares what an exchange delivers with what was due, over windows of one bucket each.
@@ -124,16 +134,6 @@ class Drift:
         self._findings.compare(f"bucket {self._name}", self._step, due, delivered)
 
 
-# Of what was due in a window. Error feedback leaves rounding (1e-4 at most), and a codec without it
-# that is meant to be used, as int8 or bf16, less than 5 %; a wrong scale, a residual that is lost
-# and rows in the wrong place exceed 25 %.
-LIMIT = 0.1
-# Levels so coarse that rounding alone is off by tens of percent (int4 without error feedback) are
-# judged by gain and cosine: rounding leaves both near 1, a wrong scale shows in the gain, values in
-# a wrong place in the cosine.
-LEAST_COSINE = 0.9
-
-
 @dataclass
 class Found:
     """The result of a comparison, on its way to the host.
@@ -223,9 +223,6 @@ def products(due: Tensor, delivered: Tensor) -> Tensor:
     """
     sums = [due.square().sum(), delivered.square().sum(), due.dot(delivered)]
     return torch.stack([*sums, delivered.sub_(due).square().sum()])
-
-
-WEIGHTS, GRADIENTS = "weights", "gradients"
 
 
 class FsdpDrift:

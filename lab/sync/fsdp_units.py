@@ -23,6 +23,7 @@ from lab.sync.reads import after, before
 
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 MODEL = "(the model's own)"  # name of the last unit
+SCATTERED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def units(
@@ -213,9 +214,6 @@ def modules_of_fsdp(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     """List the modules that FSDP2 shards, with names for messages."""
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
     return [(name or MODEL, each) for name, each in modules if isinstance(each, FSDPModule)]
-
-
-SCATTERED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def prepare_for_sharding(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from lab.settings.names import class_name
 
 STRIDED, SEQUENTIAL = "strided", "sequential"  # orders of fragments
 ORDERS = (STRIDED, SEQUENTIAL)
+Layer = list[Sized]
 
 
 class Begin(Enum):
@@ -301,9 +302,6 @@ def fragments(parameters: Sequence[Sized], number: int, order: str) -> list[list
         raise ValueError(f"sync.fragments={number}: the model has {len(layers)} layers")
     divide = _strided if order == STRIDED else _sequential
     return [[name for layer in part for name, _ in layer] for part in divide(layers, number)]
-
-
-Layer = list[Sized]
 
 
 def _layers(parameters: Sequence[Sized]) -> list[Layer]:

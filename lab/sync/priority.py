@@ -29,6 +29,9 @@ from lab.sync.pattern import priority, send_order
 from lab.sync.pending import Pending
 from lab.sync.reads import FirstReads, after, before
 
+COLD = 2  # first steps of each schedule in a trial, up to 40 % slower: buffers are new
+GAIN = 0.02  # share of a step by which the second schedule has to be faster
+
 
 class PrioritySync(GradSync):
     """A sync whose exchange runs on during the next forward, most urgent gradients first.
@@ -297,10 +300,6 @@ def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
         raise ValueError("model: compiled layers cannot wait for theirs; leave torch.compile out")
     if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):
         raise ValueError("exchange=Auto: sync=priority chooses by measurement too; choose another")
-
-
-COLD = 2  # steps of each that come first: buffers and connections are new, and up to 40 % slower
-GAIN = 0.02  # share of a step by which the second schedule has to be faster
 
 
 class Trial:
