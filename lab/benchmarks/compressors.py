@@ -12,7 +12,7 @@ from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
 from lab.exchange.compressible import num_sent
 
-RANDOMK_RATIO, RANK, SEED = 0.3, 2, 0  # the exchanges' defaults
+RANDOMK_RATIO, RANK = 0.3, 2  # the exchanges' defaults
 
 
 class Codec(ABC):
@@ -115,15 +115,16 @@ class RandomKCodec(Codec):
         self.kernels = randomk.Reference() if in_torch else randomk.kernels(device)
         self.shape = rows, columns, device
         sent = num_sent((rows * columns,), RANDOMK_RATIO)
+        self.draws = randomk.Draws([rows * columns], [sent])
         self.values, self.probe = torch.zeros(sent, device=device), torch.zeros((), device=device)
         self.payload_bytes = self.values.nbytes + self.probe.nbytes
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
         flat = gradient.view(-1), residual.view(-1)
-        self.kernels.encode(*flat, self.values, self.probe, SEED)
+        self.kernels.encode(self.draws, *flat, self.values, self.probe)
 
     def decode(self, out: Tensor) -> None:
-        self.kernels.decode(self.values, out.view(-1), SEED)
+        self.kernels.decode(self.draws, self.values, out.view(-1))
 
     def definition(self) -> Codec:
         return RandomKCodec(True, *self.shape)
@@ -140,19 +141,20 @@ class PowerSGDCodec(Codec):
 
     def __init__(self, in_torch: bool, rows: int, columns: int, device: torch.device) -> None:
         self.kernels = low_rank.Reference() if in_torch else low_rank.kernels(device, RANK)
+        self.factors = low_rank.Factors([(0, rows, columns, RANK)])
         self.p = torch.zeros(rows, RANK, device=device)
-        generator = torch.Generator().manual_seed(SEED)
+        generator = torch.Generator().manual_seed(0)
         self.warm = torch.randn(RANK, columns, generator=generator).to(device)
         self.q = torch.zeros_like(self.warm)
         self.payload_bytes = self.p.nbytes + self.q.nbytes
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
-        self.kernels.project(gradient, residual, self.warm, self.p)
-        self.p = low_rank.orthonormal(self.p)
-        self.kernels.project_back(residual, self.p, self.q, True)
+        self.kernels.project(self.factors, gradient, residual, self.warm, self.p)
+        low_rank.orthonormalise([self.p])
+        self.kernels.project_back(self.factors, residual, self.p, self.q, True)
 
     def decode(self, out: Tensor) -> None:
-        self.kernels.rebuild(self.p, self.q, out)
+        self.kernels.rebuild(self.factors, self.p, self.q, out)
 
 
 class CastCodec(Codec):

@@ -1,8 +1,8 @@
 """Host time of an exchange: what a strategy adds to the thread that trains, without a device.
 
 It is rank 0 of NUM_RANKS, of which no other exists: collectives of torch's `fake` process group end
-at once, and codecs' compiled kernels do nothing. Parameters are the model's with few of their rows,
-and backward gives them gradients and does nothing else, so what takes time is to launch work rather
+at once, and codecs' compiled kernels do nothing. Parameters are the model's at a small scale, and
+backward gives them gradients and does nothing else, so what takes time is to launch work rather
 than to do it.
 """
 
@@ -36,7 +36,7 @@ from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 
 NUM_RANKS = 8
-ROW_SHARE = 4096  # of so many rows a parameter has one
+SCALE = 64  # a matrix has 1 of so many rows, and of so many columns
 WARMUP, STEPS = 6, 4  # steps before any is timed, and those that are timed together
 DDP, BUCKET_MB = "torch's DDP, gradients as views", 25.0  # torch's own size of a bucket
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def measure(request: Request) -> dict[str, Any]:
         "num_rounds": times.shape[2],
         "num_parameters": sum(p.requires_grad for p in _skeleton(first).parameters()),
         "num_ranks": NUM_RANKS,
-        "emulation": f"{NUM_RANKS} ranks of which one exists, and 1/{ROW_SHARE} of the rows",
+        "emulation": f"{NUM_RANKS} ranks of which one exists, and 1/{SCALE**2} of the values",
         "environment": environment(1),
         "git_commit": git_commit(),
     }
@@ -93,16 +93,19 @@ class Candidate(NamedTuple):
 
 
 def _skeleton(config: DictConfig) -> nn.Module:
-    """Return a model with few rows of each parameter, whose output adds up all of them."""
+    """Return a model of smaller parameters, whose output adds up all of them.
+
+    All shrink alike, as matrices do: so buckets hold what those of the real model hold, and what is
+    compressed there is compressed here.
+    """
     model = blueprint(config).model
     before = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    few: dict[int, nn.Parameter] = {}  # by the parameter that it stands for
+    small: dict[int, nn.Parameter] = {}  # by the parameter that it stands for
     for module in model.modules():
         for name, whole in module.named_parameters(recurse=False):
-            if id(whole) not in few:
-                shape = (-(-whole.shape[0] // ROW_SHARE), *whole.shape[1:]) if whole.dim() else ()
-                few[id(whole)] = nn.Parameter(torch.randn(shape), whole.requires_grad)
-            setattr(module, name, few[id(whole)])
+            if id(whole) not in small:
+                small[id(whole)] = nn.Parameter(torch.randn(_scaled(whole)), whole.requires_grad)
+            setattr(module, name, small[id(whole)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros(1, dtype=buffer.dtype))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -117,6 +120,14 @@ def _skeleton(config: DictConfig) -> nn.Module:
 
     built.forward = forward
     return model
+
+
+def _scaled(whole: Tensor) -> list[int]:
+    """Return the shape of the matrix [rows, columns] that stands for a parameter."""
+    if whole.dim() < 2:
+        return [-(-whole.numel() // SCALE**2)]
+    rows = whole.shape[0]
+    return [-(-rows // SCALE), -(-whole.numel() // (rows * SCALE))]
 
 
 @contextmanager

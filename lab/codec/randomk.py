@@ -9,7 +9,9 @@ Splittable Pseudorandom Number Generators, OOPSLA 2014).
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,26 +22,55 @@ STEP = 0x9E3779B97F4A7C15 - 2**64  # as int64, whose arithmetic wraps around
 FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
+class Draws:
+    """Where the parameters of a bucket lie, and in a message the values that are drawn of each.
+
+    Args:
+        sizes: values of each parameter, below 2**31; they follow each other.
+        counts: how many of each are drawn; these follow each other in the message.
+
+    Attributes:
+        table: int64 [parameters, 5], the first value of each, their number, the first in the
+            message, their number and a seed, from 0 to 2**63 - 1.
+    """
+
+    def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
+        self.sizes, self.counts = list(sizes), list(counts)
+        starts = [0, *accumulate(sizes)][:-1]
+        places = [0, *accumulate(counts)][:-1]
+        rows = [[*each, 0] for each in zip(starts, sizes, places, counts, strict=True)]
+        self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+        self._seeds = self.table[:, 4]
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Draw other places: the same seeds draw the same ones on every device."""
+        self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
+
+
 class Kernels(Protocol):
-    """Functions on contiguous tensors of one kind of device."""
+    """Functions on contiguous tensors of one kind of device, for all parameters of a bucket."""
 
     def encode(
-        self, gradient: Tensor, residual: Tensor | None, values: Tensor, probe: Tensor, seed: int
+        self,
+        draws: Draws,
+        gradients: Tensor,
+        residuals: Tensor | None,
+        message: Tensor,
+        probe: Tensor,
     ) -> None:
-        """Take k random values out of gradient + residual; the rest stays there.
+        """Take random values out of gradients + residuals; the rest stays there.
 
         Args:
-            gradient: float32 [n], n < 2**31.
-            residual: float32 [n], replaced by what is not taken. None: no error feedback.
-            values: float32 [k], k <= n, receives what is taken.
+            gradients: float32 [n].
+            residuals: float32 [n], replaced by what is not taken. None: no error feedback.
+            message: float32 [k], receives what is taken.
             probe: float32 [], becomes NaN if any of the n values is not finite, which the drawn
                 values alone need not show.
-            seed: from 0 to 2**63 - 1; the same one draws the same places on every device.
         """
         ...
 
-    def decode(self, values: Tensor, out: Tensor, seed: int) -> None:
-        """Put `values` at the places in `out`, float32 [n], that `seed` draws; zeros elsewhere."""
+    def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
+        """Put the values of `message` at their places in `out`, float32 [n]; zeros elsewhere."""
         ...
 
 
@@ -53,39 +84,57 @@ class Native:
     """The kernels in C++ (cpp/randomk.cpp)."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
-        self._encode = bound(found, "randomk_encode", tensors=4, numbers=4)
-        self._decode = bound(found, "randomk_decode", tensors=2, numbers=4)
+        self._encode = bound(found, "randomk_encode", tensors=5, numbers=2)
+        self._decode = bound(found, "randomk_decode", tensors=3, numbers=2)
 
     def encode(
-        self, gradient: Tensor, residual: Tensor | None, values: Tensor, probe: Tensor, seed: int
+        self,
+        draws: Draws,
+        gradients: Tensor,
+        residuals: Tensor | None,
+        message: Tensor,
+        probe: Tensor,
     ) -> None:
-        kept = None if residual is None else residual.data_ptr()
-        sizes = gradient.numel(), values.numel()
+        kept = None if residuals is None else residuals.data_ptr()
         self._encode(
-            *(gradient.data_ptr(), kept, values.data_ptr(), probe.data_ptr()),
-            *(*sizes, seed, torch.get_num_threads()),
+            *(gradients.data_ptr(), kept, message.data_ptr(), probe.data_ptr()),
+            *(draws.table.data_ptr(), len(draws.sizes), torch.get_num_threads()),
         )
 
-    def decode(self, values: Tensor, out: Tensor, seed: int) -> None:
-        sizes = out.numel(), values.numel()
-        self._decode(values.data_ptr(), out.data_ptr(), *sizes, seed, torch.get_num_threads())
+    def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
+        table, count = draws.table.data_ptr(), len(draws.sizes)
+        self._decode(message.data_ptr(), out.data_ptr(), table, count, torch.get_num_threads())
 
 
 class Reference:
     """The definition, in plain torch."""
 
     def encode(
-        self, gradient: Tensor, residual: Tensor | None, values: Tensor, probe: Tensor, seed: int
+        self,
+        draws: Draws,
+        gradients: Tensor,
+        residuals: Tensor | None,
+        message: Tensor,
+        probe: Tensor,
     ) -> None:
-        compensated = gradient if residual is None else residual.add_(gradient)
-        chosen = places(len(gradient), len(values), seed, gradient.device)
-        torch.index_select(compensated, 0, chosen, out=values)
-        probe += (compensated - compensated).sum()  # 0, or NaN
-        if residual is not None:
-            residual.index_fill_(0, chosen, 0)
+        sums = gradients if residuals is None else residuals.add_(gradients)
+        for seed, own, sent in _each(draws, sums, message):
+            chosen = places(len(own), len(sent), seed, own.device)
+            torch.index_select(own, 0, chosen, out=sent)
+            probe += (own - own).sum()  # 0, or NaN
+            if residuals is not None:
+                own.index_fill_(0, chosen, 0)
 
-    def decode(self, values: Tensor, out: Tensor, seed: int) -> None:
-        out.zero_().index_copy_(0, places(len(out), len(values), seed, out.device), values)
+    def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
+        out.zero_()
+        for seed, own, sent in _each(draws, out, message):
+            own.index_copy_(0, places(len(own), len(sent), seed, own.device), sent)
+
+
+def _each(draws: Draws, values: Tensor, message: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each parameter's seed, values, and its part of the message."""
+    seeds = cast(list[int], draws.table[:, 4].tolist())  # pyright: ignore[reportUnknownMemberType]
+    yield from zip(seeds, values.split(draws.sizes), message.split(draws.counts), strict=True)
 
 
 def places(num_values: int, count: int, seed: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,9 +46,9 @@ class Traffic:
     @contextmanager
     def uncounted(self) -> Generator[None]:
         """Put the counts back at the end, in place: comms that were split from one share them."""
-        before = replace(self)
+        before = vars(self).copy()
         yield
-        vars(self).update(vars(before))
+        vars(self).update(before)
 
 
 class _Waited:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import low_rank
-from lab.codec.low_rank import orthonormal, random_factor, together
+from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
 from lab.distributed.comm import Comm
 from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
@@ -124,11 +124,12 @@ class Dion(MatrixDirection):
         for name, gradient in matrices.items():
             share = zeros(self.moments["share"], name, gradient)
             of = low_rank.kernels(gradient.device, len(qs[name]))
-            of.project(gradient, share, qs[name], ps[name])
+            of.project(_alone(ps[name], qs[name]), gradient, share, qs[name], ps[name])
         comm.all_reduce(message)
         if means:
             torch._foreach_copy_(list(others.values()), means)
-        return {name: orthonormal(p) for name, p in ps.items()}
+        orthonormalise(ps.values())
+        return ps
 
     def _sums_of_r(
         self, matrices: dict[str, Tensor], ps: dict[str, Tensor], comm: Comm
@@ -142,7 +143,7 @@ class Dion(MatrixDirection):
         for name, r in rs.items():
             share = self.moments["share"][name]
             of = low_rank.kernels(share.device, len(r))
-            of.project_back(share, ps[name], r, subtract=False)
+            of.project_back(_alone(ps[name], r), share, ps[name], r, subtract=False)
             share.addmm_(ps[name], r, alpha=self.momentum - 1)
         comm.all_reduce(message)
         return rs
@@ -156,7 +157,7 @@ class Dion(MatrixDirection):
         lengths = r.norm(dim=1, keepdim=True)
         unknown = lengths <= ROUNDING * lengths.max()  # false for NaN, which spreads
         unit = r.div_(lengths).masked_fill_(unknown, 0)
-        low_rank.kernels(out.device, len(unit)).rebuild(p, unit, out)
+        low_rank.kernels(out.device, len(unit)).rebuild(_alone(p, unit), p, unit, out)
         out.mul_(rms_factor(*out.shape))
         q = self.moments["q"][name]
         torch.where(unknown, q, unit, out=q)
@@ -176,3 +177,8 @@ class Dion(MatrixDirection):
         new |= {kind: dict(states[0][kind]) for kind in self.kinds}
         new["share"] = shares([state["share"] for state in states], size)
         return new
+
+
+def _alone(p: Tensor, q: Tensor) -> Factors:
+    """Return the places of a matrix that lies by itself, as its factors do."""
+    return Factors([(0, len(p), q.shape[1], len(q))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.codec import low_rank
-from lab.codec.low_rank import orthonormal, random_factor, together
+from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
 from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
 from lab.exchange import compressible
@@ -67,31 +68,26 @@ class PowerSGD(Lossy):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan, second = self.planned(bucket, comm, _Plan), comm.beside("second stage")
-        exact = [bucket.flat[part] for part in plan.exact]
+        kernels, factors, flat = plan.kernels, plan.factors, bucket.flat
+        exact = [flat[part] for part in plan.exact]
         if exact:
             torch._foreach_copy_(plan.exact_sums, exact)
             exchanged = comm.iall_reduce(plan.exact_message)
         else:
             exchanged = Done()
-        gradients = [bucket.flat[span].view(shape) for span, shape in plan.matrices]
-        for each in zip(gradients, plan.residuals, plan.warm, plan.ps, strict=True):
-            plan.kernels.project(*each)
-        summed = comm.iall_reduce(plan.p_message) if gradients else Done()
+        kernels.project(factors, flat, plan.bound.own, plan.warm, plan.p)
+        summed = comm.iall_reduce(plan.p) if plan.names else Done()
         yield exchanged
         if exact:
             plan.exact_message.div_(comm.size)
             torch._foreach_copy_(exact, plan.exact_sums)
         yield summed
-        ps, keeps = [orthonormal(p) for p in plan.ps], self.memory.keeps
-        sums = zip(gradients, plan.residuals, strict=True)  # M = gradient + residual
-        matrices = [gradient if residual is None else residual for gradient, residual in sums]
-        for matrix, p, q in zip(matrices, ps, plan.qs, strict=True):
-            plan.kernels.project_back(matrix, p, q, subtract=keeps)
-        yield second.iall_reduce(plan.q_message) if gradients else Done()
-        plan.q_message.div_(comm.size)
-        plan.warm_message.copy_(plan.q_message)
-        for each in zip(ps, plan.qs, gradients, strict=True):
-            plan.kernels.rebuild(*each)
+        orthonormalise(plan.ps)
+        sums = flat if plan.bound.own is None else plan.bound.own  # M = gradient + residual
+        kernels.project_back(factors, sums, plan.p, plan.q, subtract=self.memory.keeps)
+        yield second.iall_reduce(plan.q) if plan.names else Done()
+        torch.div(plan.q, comm.size, out=plan.warm)
+        kernels.rebuild(factors, plan.p, plan.warm, flat)
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         which = f"vectors, and matrices no larger than factors of {key}.rank={self.rank}"
@@ -103,7 +99,7 @@ class PowerSGD(Lossy):
         yield sum(sizes), which
 
     def is_current(self, plan: Any) -> bool:
-        same = not plan.warm or self.q.get(plan.first) is plan.warm[0]
+        same = not plan.names or self.q.get(plan.names[0]) is plan.first_warm
         return same and super().is_current(plan)
 
     def warm_start(self, name: str, columns: int, device: torch.device) -> Tensor:
@@ -128,36 +124,34 @@ class _Plan:
     """A bucket's matrices, and messages for their factors and for all other values.
 
     Attributes:
-        matrices: place and shape of each in the bucket. residuals: like these, or None.
-        warm: Q^T of each, views of `warm_message`, which the exchange keeps by name.
-        first: name of the first matrix.
-        ps, qs: views of the messages of P and of Q^T.
+        names: of the matrices, in the order of their factors.
+        p, q: the messages of P and of Q^T. ps: all P of as many rows that follow each other.
+        warm: Q^T of the last step, of which the exchange keeps each by name.
         exact: places of values that travel as they are. exact_sums: views of their message.
     """
 
     def __init__(self, exchange: PowerSGD, bucket: GradBucket, comm: Ranks) -> None:
         flat, rank = bucket.flat, exchange.rank
         found = {
-            name: (slice(start, stop), matrix)
-            for name, start, stop in bucket.spans()
+            name: (start, *matrix, rank)
+            for name, start, _ in bucket.spans()
             if (matrix := compressible.low_rank(bucket.shapes[name], rank))
         }
-        self.kernels = low_rank.kernels(flat.device, rank)
-        self.matrices = list(found.values())
-        spans = [span for span, _ in self.matrices]
+        spans = [slice(start, start + rows * columns) for start, rows, columns, _ in found.values()]
         self.bound = exchange.memory.bind(bucket, [(span.start, span.stop) for span in spans])
-        self.residuals = [
-            None if self.bound.own is None else self.bound.own[span].view(shape)
-            for span, shape in self.matrices
-        ]
-        self.p_message, self.ps = together([(shape[0], rank) for _, shape in self.matrices], flat)
-        shapes = [(rank, shape[1]) for _, shape in self.matrices]
-        self.q_message, self.qs = together(shapes, flat)
-        self.warm_message, self.warm = together(shapes, flat)
-        self.first = next(iter(found), "")
-        for name, warm in zip(found, self.warm, strict=True):
+        # Those of as many rows follow each other, so that they are orthogonalised together.
+        found = dict(sorted(found.items(), key=lambda each: each[1][1]))
+        self.kernels, self.names = low_rank.kernels(flat.device, rank), list(found)
+        self.factors = factors = Factors(list(found.values()))
+        self.p, self.q = flat.new_empty(factors.num_p), flat.new_empty(factors.num_q)
+        self.warm = torch.empty_like(self.q)
+        rows = Counter(rows for _, rows, _, _ in found.values())
+        parts = self.p.split([each * count * rank for each, count in rows.items()])
+        self.ps = [part.view(-1, each, rank) for part, each in zip(parts, rows, strict=True)]
+        for name, warm in zip(found, factors.qs(self.warm), strict=True):
             warm.copy_(exchange.warm_start(name, warm.shape[1], flat.device))
             exchange.q[name] = warm
+        self.first_warm = exchange.q[self.names[0]] if found else None
         self.exact = _gaps(spans, len(flat))
         sizes = [(part.stop - part.start,) for part in self.exact]
         self.exact_message, self.exact_sums = together(sizes, flat)

@@ -53,17 +53,14 @@ class RandomK(Lossy):
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.planned(bucket, comm, _Plan)
         plan.probe.zero_()  # or NaN if any value is not finite, drawn or not
-        gradients = bucket.flat[: plan.num_values].split(plan.sizes)
-        seeds = [zlib.crc32(f"{self.seed} {bucket.step} {name}".encode()) for name in bucket.shapes]
-        for gradient, residual, sent, seed in zip(
-            gradients, plan.residuals, plan.sent, seeds, strict=True
-        ):
-            plan.kernels.encode(gradient, residual, sent, plan.probe, seed)
+        values, sent = bucket.flat[: plan.num_values], plan.message[:-1]
+        start = zlib.crc32(f"{self.seed} {bucket.step} ".encode())
+        plan.draws.seed([zlib.crc32(name, start) for name in plan.names])
+        plan.kernels.encode(plan.draws, values, plan.residuals, sent, plan.probe)
         yield comm.iall_reduce(plan.message)
         bucket.finite = plan.probe.isfinite()
         plan.message.div_(comm.size)
-        for gradient, mean, seed in zip(gradients, plan.sent, seeds, strict=True):
-            plan.kernels.decode(mean, gradient, seed)
+        plan.kernels.decode(plan.draws, sent, values)
 
 
 class _Plan:
@@ -71,12 +68,12 @@ class _Plan:
 
     def __init__(self, exchange: RandomK, bucket: GradBucket, comm: Ranks) -> None:
         self.kernels = randomk.kernels(bucket.flat.device)
-        self.sizes = [shape.numel() for shape in bucket.shapes.values()]
-        self.num_values = sum(self.sizes)
+        self.names = [name.encode() for name in bucket.shapes]
+        sizes = [shape.numel() for shape in bucket.shapes.values()]
         counts = [num_sent(shape, exchange.ratio) for shape in bucket.shapes.values()]
+        self.draws, self.num_values = randomk.Draws(sizes, counts), sum(sizes)
         self.message = bucket.flat.new_zeros(sum(counts) + 1)
-        self.probe, self.sent = self.message[-1], self.message[:-1].split(counts)
+        self.probe = self.message[-1]
         self.bound = exchange.memory.bind(bucket, [(0, self.num_values)])
-        nothing = [None] * len(self.sizes)
         kept = self.bound.own
-        self.residuals = nothing if kept is None else kept[: self.num_values].split(self.sizes)
+        self.residuals = None if kept is None else kept[: self.num_values]

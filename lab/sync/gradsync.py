@@ -210,6 +210,10 @@ class GradSync(Sync):
         self._exchanged: list[GradBucket] = []
 
     def _gradient_ready(self, name: str, _parameter: Tensor) -> None:
+        """Count a gradient's growth, and begin the exchanges of buckets that it completes.
+
+        It is called for every parameter in every step, so it looks at little.
+        """
         if not self._armed:
             return
         self._grown[name] = grown = self._grown.get(name, 0) + 1
@@ -228,15 +232,17 @@ class GradSync(Sync):
             )
         if grown != self._complete_at.get(name, 1):
             return
+        missing = self._missing
         for place in places:
-            self._missing[place] -= 1
-            if self.clock and self._during_backward and self._missing[place] == 0:
-                self.clock.ready(place)
-        while (
-            self._during_backward
-            and len(self._exchanged) < len(self.buckets)
-            and self._missing[len(self._exchanged)] == 0
-        ):
+            missing[place] -= 1
+            if not missing[place] and self._during_backward:
+                self._is_full(place)
+
+    def _is_full(self, place: int) -> None:
+        """Begin the exchanges of full buckets, in the order of buckets."""
+        if self.clock:
+            self.clock.ready(place)
+        while len(self._exchanged) < len(self.buckets) and not self._missing[len(self._exchanged)]:
             self._submit_next()
 
     def _as_on_rank_0(self, names: Iterable[str]) -> list[str]:

@@ -105,49 +105,67 @@ void with_rank(int64_t rank, F f) {
   }
 }
 
+// A matrix of a bucket: a row of Factors.table.
+struct Matrix {
+  int64_t start, rows, columns, rank, p, q;
+};
+
+// Calls f(matrix, rank as a constant) for matrices one after the other.
+template <class F>
+void each_matrix(const Matrix* matrices, int64_t count, F f) {
+  for (int64_t i = 0; i < count; ++i)
+    with_rank(matrices[i].rank, [&](auto r) { f(matrices[i], r); });
+}
+
 }  // namespace
 
 extern "C" {
 
-// residual += gradient, unless that is null; p [rows, rank] = the sum [rows, columns] times q^T.
-// q: [rank, columns].
-void low_rank_project(const float* gradient, float* residual, const float* q, float* p,
-                      int64_t rows, int64_t columns, int64_t rank, int64_t threads) {
-  with_rank(rank, [=](auto r) {
-    each_row(rows, columns, threads, [=](int64_t row) {
-      float* kept = residual ? residual + row * columns : nullptr;
-      project_row<r>(gradient + row * columns, kept, q, p + row * r, columns);
+// residuals += gradients, unless they are null; P [rows, rank] = the sums [rows, columns] times Q.
+// q: Q^T [rank, columns].
+void low_rank_project(const float* gradients, float* residuals, const float* q, float* p,
+                      const Matrix* matrices, int64_t count, int64_t threads) {
+  each_matrix(matrices, count, [=](const Matrix& m, auto r) {
+    each_row(m.rows, m.columns, threads, [=](int64_t row) {
+      const int64_t place = m.start + row * m.columns;
+      project_row<r>(gradients + place, residuals ? residuals + place : nullptr, q + m.q,
+                     p + m.p + row * r, m.columns);
     });
   });
 }
 
-// q = p^T matrix, and, if told so, matrix -= p q.
-void low_rank_project_back(float* matrix, const float* p, float* q, int64_t rows, int64_t columns,
-                           int64_t rank, int64_t subtract, int64_t threads) {
-  with_rank(rank, [=](auto r) {
-    each_block(rows, columns, threads, [=](int64_t begin, int64_t end) {
-      project_back<r>(matrix, p, q, rows, columns, begin, end);
+// Q^T = P^T M and, if told so, M -= P Q^T.
+void low_rank_project_back(float* values, const float* p, float* q, const Matrix* matrices,
+                           int64_t count, int64_t subtract, int64_t threads) {
+  each_matrix(matrices, count, [=](const Matrix& m, auto r) {
+    float *matrix = values + m.start, *right = q + m.q;
+    const float* left = p + m.p;
+    const int64_t columns = m.columns;
+    each_block(m.rows, columns, threads, [=](int64_t begin, int64_t end) {
+      project_back<r>(matrix, left, right, m.rows, columns, begin, end);
     });
     if (!subtract) return;
-    each_row(rows, columns, threads, [=](int64_t row) {
-      float* values = matrix + row * columns;
+    each_row(m.rows, columns, threads, [=](int64_t row) {
+      float* rest = matrix + row * columns;
       groups(columns, [=](int64_t i, int64_t count) {
-        const Lanes rest = load(values + i, count) - product<r>(p + row * r, q, columns, i, count);
-        store(rest, values + i, count);
+        const Lanes sent = product<r>(left + row * r, right, columns, i, count);
+        store(load(rest + i, count) - sent, rest + i, count);
       });
     });
   });
 }
 
-// out [rows, columns] = p q.
-void low_rank_rebuild(const float* p, const float* q, float* out, int64_t rows, int64_t columns,
-                      int64_t rank, int64_t threads) {
-  const bool far = streams(out) && columns % W == 0;
-  with_rank(rank, [=](auto r) {
-    each_row(rows, columns, threads, [=](int64_t row) {
-      float* values = out + row * columns;
+// out = P Q^T.
+void low_rank_rebuild(const float* p, const float* q, float* out, const Matrix* matrices,
+                      int64_t count, int64_t threads) {
+  each_matrix(matrices, count, [=](const Matrix& m, auto r) {
+    const int64_t columns = m.columns;
+    const bool far = streams(out + m.start) && columns % W == 0;
+    each_row(m.rows, columns, threads, [=](int64_t row) {
+      float* values = out + m.start + row * columns;
+      const float* left = p + m.p + row * r;
       groups(columns, [=](int64_t i, int64_t count) {
-        const Lanes value = product<r>(p + row * r, q, columns, i, count);
+        const Lanes value = product<r>(left, q + m.q, columns, i, count);
         far ? stream(value, values + i, count) : store(value, values + i, count);
       });
     });

@@ -62,34 +62,50 @@ inline bool add(const float* gradient, float* residual, int64_t begin, int64_t e
   return probe.at_least(Lanes::all(0)) == first(W);
 }
 
+// A parameter of a bucket: a row of Draws.table.
+struct Parameter {
+  int64_t start, count, place, wanted, seed;
+
+  Draw draw() const { return {count, wanted, static_cast<uint64_t>(seed)}; }
+};
+
 }  // namespace
 
 extern "C" {
 
-// Takes `wanted` values out of gradient + residual: [count]. They leave zeros in the residual, unless
-// that is null. `probe` becomes NaN if a value is not finite.
-void randomk_encode(const float* gradient, float* residual, float* values, float* probe,
-                    int64_t count, int64_t wanted, int64_t seed, int64_t threads) {
-  const Draw draw{count, wanted, static_cast<uint64_t>(seed)};
+// Takes `wanted` values of each parameter out of gradients + residuals. They leave zeros in the
+// residuals, unless these are null. `probe` becomes NaN if a value is not finite.
+void randomk_encode(const float* gradients, float* residuals, float* message, float* probe,
+                    const Parameter* parameters, int64_t number, int64_t threads) {
   std::atomic<bool> finite{true};
-  const float* sum = residual ? residual : gradient;
-  draw.each_piece(threads, [=, &finite](int64_t begin, int64_t end) {
-    if (!add(gradient, residual, draw.edge(begin), draw.edge(end))) finite = false;
-    draw.each(begin, end, [=](int64_t range, int64_t place) {
-      values[range] = sum[place];
-      if (residual) residual[place] = 0;
+  for (const Parameter* p = parameters; p < parameters + number; ++p) {
+    const Draw draw = p->draw();
+    const float* gradient = gradients + p->start;
+    float *residual = residuals ? residuals + p->start : nullptr, *sent = message + p->place;
+    const float* sum = residual ? residual : gradient;
+    draw.each_piece(threads, [=, &finite](int64_t begin, int64_t end) {
+      if (!add(gradient, residual, draw.edge(begin), draw.edge(end))) finite = false;
+      draw.each(begin, end, [=](int64_t range, int64_t place) {
+        sent[range] = sum[place];
+        if (residual) residual[place] = 0;
+      });
     });
-  });
+  }
   if (!finite) *probe = std::numeric_limits<float>::quiet_NaN();
 }
 
-// Fills out [count] with the values at their places, and zeros elsewhere.
-void randomk_decode(const float* values, float* out, int64_t count, int64_t wanted, int64_t seed,
+// Fills the parameters in `out` with the values at their places, and zeros elsewhere.
+void randomk_decode(const float* message, float* out, const Parameter* parameters, int64_t number,
                     int64_t threads) {
-  const Draw draw{count, wanted, static_cast<uint64_t>(seed)};
-  draw.each_piece(threads, [=](int64_t begin, int64_t end) {
-    std::memset(out + draw.edge(begin), 0, (draw.edge(end) - draw.edge(begin)) * sizeof(float));
-    draw.each(begin, end, [=](int64_t range, int64_t place) { out[place] = values[range]; });
-  });
+  for (const Parameter* p = parameters; p < parameters + number; ++p) {
+    const Draw draw = p->draw();
+    const float* sent = message + p->place;
+    float* values = out + p->start;
+    draw.each_piece(threads, [=](int64_t begin, int64_t end) {
+      std::memset(values + draw.edge(begin), 0,
+                  (draw.edge(end) - draw.edge(begin)) * sizeof(float));
+      draw.each(begin, end, [=](int64_t range, int64_t place) { values[place] = sent[range]; });
+    });
+  }
 }
 }

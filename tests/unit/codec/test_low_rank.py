@@ -6,13 +6,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codec.low_rank import HIGHEST_RANK, Kernels, Native, Reference, kernels
+from lab.codec.low_rank import (
+    HIGHEST_RANK,
+    Factors,
+    Kernels,
+    Native,
+    Reference,
+    kernels,
+    orthonormalise,
+)
 from tests.support.kernels import HERE, LEVELS, library_at
 
 SHAPES = [(0, 3), (1, 1), (3, 7), (64, 33), (300, 1000), (10, 9000), (5000, 10)]
 
 
 CPU = torch.device("cpu")
+
+
+def alone(rows: int, columns: int, rank: int) -> Factors:
+    """Return the places of one matrix and its factors."""
+    return Factors([(0, rows, columns, rank)])
 
 
 def implementation(level: str) -> Kernels:
@@ -36,16 +49,17 @@ def test_products_are_those_of_float64(level: str, shape: tuple[int, int], rank:
     gradient, residual, q = torch.randn(shape), torch.randn(shape), torch.randn(rank, columns)
     p, back, out = torch.empty(rows, rank), torch.empty(rank, columns), torch.full(shape, 7.0)
     matrix, true = residual.clone(), (residual + gradient).double()
-    codec.project(gradient, matrix, q, p)
+    one = alone(rows, columns, rank)
+    codec.project(one, gradient, matrix, q, p)
     assert torch.equal(matrix, residual + gradient)
     assert near(p, true @ q.T.double(), true.abs() @ q.T.double().abs(), level)
-    codec.project_back(matrix, p, back, False)
+    codec.project_back(one, matrix, p, back, False)
     assert torch.equal(matrix, residual + gradient)
     assert near(back, p.T.double() @ true, p.T.double().abs() @ true.abs(), level)
-    codec.project_back(matrix, p, back, True)
+    codec.project_back(one, matrix, p, back, True)
     product, sizes = p.double() @ back.double(), p.double().abs() @ back.double().abs()
     assert near(matrix, true - product, sizes + true.abs(), level)
-    codec.rebuild(p, back, out)
+    codec.rebuild(one, p, back, out)
     assert near(out, product, sizes, level)
 
 
@@ -53,7 +67,7 @@ def test_products_are_those_of_float64(level: str, shape: tuple[int, int], rank:
 def test_without_feedback_the_gradient_is_the_matrix(level: str) -> None:
     gradient, q, p = torch.randn(9, 70), torch.randn(2, 70), torch.empty(9, 2)
     kept = gradient.clone()
-    implementation(level).project(gradient, None, q, p)
+    implementation(level).project(alone(9, 70, 2), gradient, None, q, p)
     assert torch.equal(gradient, kept)
     torch.testing.assert_close(p, gradient @ q.T)
 
@@ -66,7 +80,7 @@ def test_all_levels_and_threads_rebuild_the_same_bits() -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             out = torch.empty(700, 1003)
-            implementation(level).rebuild(p, q, out)
+            implementation(level).rebuild(alone(700, 1003, 2), p, q, out)
             results.append(out)
     torch.set_num_threads(before)
     assert all(torch.equal(out, results[0]) for out in results)
@@ -78,8 +92,9 @@ def test_threads_change_no_bit_of_a_projection() -> None:
     for threads in (1, 3):
         torch.set_num_threads(threads)
         forth, back, rest = torch.empty(700, 2), torch.empty(2, 1003), gradient.clone()
-        kernels(CPU, 2).project(gradient, None, q, forth)
-        kernels(CPU, 2).project_back(rest, p, back, True)
+        one = alone(700, 1003, 2)
+        kernels(CPU, 2).project(one, gradient, None, q, forth)
+        kernels(CPU, 2).project_back(one, rest, p, back, True)
         results.append((forth, back, rest))
     torch.set_num_threads(before)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
@@ -88,12 +103,45 @@ def test_threads_change_no_bit_of_a_projection() -> None:
 def test_more_columns_than_the_kernels_take_go_to_blas() -> None:
     rank = HIGHEST_RANK + 1
     gradient, q, p = torch.randn(20, 30), torch.randn(rank, 30), torch.empty(20, rank)
-    kernels(CPU, len(q)).project(gradient, None, q, p)
+    kernels(CPU, len(q)).project(alone(20, 30, rank), gradient, None, q, p)
     torch.testing.assert_close(p, gradient @ q.T)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "reference"])
+def test_all_matrices_of_a_bucket_are_as_each_alone(level: str) -> None:
+    """Their factors lie in another order, with other values between the matrices."""
+    codec, shapes = implementation(level), {7: (5, 40, 1), 400: (9, 70, 2), 2000: (5, 33, 4)}
+    order = [2000, 7, 400]
+    factors = Factors([(start, *shapes[start]) for start in order])
+    gradients, residuals = torch.randn(2, 3000)
+    q = torch.randn(factors.num_q)
+    p, back, out = torch.empty(factors.num_p), torch.empty(factors.num_q), torch.randn(3000)
+    kept, untouched = residuals.clone(), out.clone()
+    codec.project(factors, gradients, residuals, q, p)
+    orthonormalise(factors.ps(p))
+    codec.project_back(factors, residuals, p, back, True)
+    codec.rebuild(factors, p, back, out)
+    covered = torch.zeros(3000, dtype=torch.bool)
+    for place, start in enumerate(order):
+        rows, columns, rank = shapes[start]
+        one, span = alone(rows, columns, rank), slice(start, start + rows * columns)
+        covered[span] = True
+        own, left, right = kept[span].clone(), torch.empty(rows, rank), torch.empty(rank, columns)
+        mean = torch.empty(rows, columns)
+        codec.project(one, gradients[span], own, factors.qs(q)[place], left)
+        orthonormalise([left])
+        codec.project_back(one, own, left, right, True)
+        codec.rebuild(one, left, right, mean)
+        torch.testing.assert_close(factors.ps(p)[place], left)
+        torch.testing.assert_close(factors.qs(back)[place], right)
+        torch.testing.assert_close(residuals[span], own)
+        torch.testing.assert_close(out[span], mean.flatten())
+    assert torch.equal(out[~covered], untouched[~covered])
+    assert torch.equal(residuals[~covered], kept[~covered])
 
 
 def test_what_is_not_finite_reaches_every_column_of_its_row() -> None:
     gradient, q, p = torch.randn(9, 70), torch.randn(2, 70), torch.empty(9, 2)
     gradient[4, 66] = torch.nan
-    kernels(CPU, len(q)).project(gradient, None, q, p)
+    kernels(CPU, len(q)).project(alone(9, 70, 2), gradient, None, q, p)
     assert p.isfinite().all(dim=1).tolist() == [row != 4 for row in range(9)]

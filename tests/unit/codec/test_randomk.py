@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.codec.randomk import Native, Reference, kernels, places
+from lab.codec.randomk import Draws, Native, Reference, kernels, places
 from tests.support.kernels import (
     KINDS,
     LENGTHS,
@@ -18,6 +18,12 @@ from tests.support.kernels import (
 
 SEEDS = (0, 12345, 2**32 - 1, 2**63 - 1)
 CPU = torch.device("cpu")
+
+
+def seeded(sizes: list[int], counts: list[int], seeds: list[int]) -> Draws:
+    draws = Draws(sizes, counts)
+    draws.seed(seeds)
+    return draws
 
 
 def test_places_are_one_of_each_range_and_differ_by_seed() -> None:
@@ -48,23 +54,40 @@ def test_kernels_take_what_the_reference_takes(level: str, kind: str, feedback: 
             gradient = unaligned(values_of(kind, length))
             residual = values_of(kind, length) / 2 if feedback else None
             count = max(length * 3 // 10, 1)
+            draws = seeded([length], [count], [seed])
             sent, kept, probes = torch.full((2, count), 7.0), [], torch.zeros(2)
             for codec, values, probe in zip((fast, slow), sent, probes, strict=True):
                 kept.append(None if residual is None else residual.clone())
-                codec.encode(gradient.clone(), kept[-1], values, probe, seed)
+                codec.encode(draws, gradient.clone(), kept[-1], values, probe)
             assert same(sent[0], sent[1])
             if kept[0] is not None:
                 assert same(kept[0], kept[1])
             finite = kind not in ("nan", "-inf")
             assert [bool(probe == 0) for probe in probes] == [finite, finite]
             ours, theirs = torch.full((2, length), 7.0)
-            fast.decode(sent[0], ours, seed)
-            slow.decode(sent[0], theirs, seed)
+            fast.decode(draws, sent[0], ours)
+            slow.decode(draws, sent[0], theirs)
             assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "reference"])
+def test_each_parameter_of_a_bucket_is_drawn_by_its_own_seed(level: str) -> None:
+    codec = Reference() if level == "reference" else Native(library_at(level, "randomk"))
+    sizes, counts = [1000, 7, 300], [100, 7, 30]
+    draws = seeded(sizes, counts, list(SEEDS[:3]))
+    gradients, residuals, out = torch.randn(1307), torch.zeros(1307), torch.full((1307,), 7.0)
+    sent, probe = torch.empty(137), torch.zeros(())
+    codec.encode(draws, gradients.clone(), residuals, sent, probe)
+    codec.decode(draws, sent, out)
+    assert torch.equal(out + residuals, gradients)
+    parts = zip(gradients.split(sizes), sent.split(counts), SEEDS, strict=False)
+    for own, values, seed in parts:
+        assert torch.equal(values, own[places(len(own), len(values), seed, CPU)])
 
 
 def test_without_values_nothing_is_drawn() -> None:
     nothing, probe = torch.empty(0), torch.zeros(())
-    kernels(CPU).encode(nothing, nothing.clone(), nothing.clone(), probe, 1)
-    kernels(CPU).decode(nothing, nothing.clone(), 1)
+    draws = seeded([0], [0], [1])
+    kernels(CPU).encode(draws, nothing, nothing.clone(), nothing.clone(), probe)
+    kernels(CPU).decode(draws, nothing, nothing.clone())
     assert probe == 0

@@ -29,8 +29,8 @@ LAUNCHES = {
     "int4": (1824, 0, 12),
     "signsgd_ef": (640, 0, 6),
     "topk": (466, 0, 6),
-    "randomk": (556, 0, 6),
-    "powersgd": (74, 0, 12),
+    "randomk": (554, 0, 6),
+    "powersgd": (65, 0, 12),
 }
 
 
