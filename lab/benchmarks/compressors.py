@@ -10,7 +10,7 @@ from torch import Tensor
 from lab.codec import low_rank, randomk
 from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
-from lab.exchange.compressible import num_sent
+from lab.exchange.layout import num_sent
 
 RANDOMK_RATIO, RANK = 0.3, 2  # the exchanges' defaults
 

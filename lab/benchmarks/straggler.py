@@ -22,8 +22,7 @@ from lab.measure.intervals import wilson
 from lab.measure.steady import least_warmup
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from lab.settings.config import ConfigError
-from lab.sync.alike import alike
-from lab.sync.pattern import pattern_of
+from lab.sync.pattern import alike, pattern_of
 from lab.training.assemble import join
 from lab.training.dry import assembled
 from lab.training.surroundings import surroundings

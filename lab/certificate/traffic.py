@@ -16,9 +16,8 @@ from torch import Tensor
 from lab.distributed.nodes import Nodes, each_alone
 from lab.simulate.costs import payload_bytes
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.load import class_of
+from lab.simulate.load import BY_ITSELF, class_of
 from lab.simulate.network import Network
-from lab.simulate.phases import BY_ITSELF
 
 INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")
 TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements

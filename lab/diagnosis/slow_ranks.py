@@ -13,8 +13,7 @@ from lab.analysis.records import Cell
 from lab.measure.spans import OWN
 from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
-from lab.sync.alike import alike
-from lab.sync.pattern import pattern_of
+from lab.sync.pattern import alike, pattern_of
 
 
 def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] | None:

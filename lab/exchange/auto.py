@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from statistics import median, median_low
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.distributed.silent_comm import SilentComm
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite
-from lab.exchange.contest import Contest, preferred
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.hierarchical import Hierarchical
-from lab.exchange.rehearsal import Cost, Link, costs, least_seconds, of_all, probe
 from lab.exchange.schedule import Schedule
 from lab.measure.marks import Mark, mark, seconds
 
 Key = tuple[str, ...]  # the parameters of a bucket
 Configuration = dict[Key, str]  # the exchange of each bucket
 BY_BUCKET = "by bucket"  # the configuration in which buckets may have different exchanges
+SLACK = 1.25  # by which a prediction may err
+FIRST = 2  # timed steps of a visit in the first round: one of them may be a stall
+COLD = 2  # steps that do not count in a visit of the first round: memory is allocated
+NEAR = 0.1  # of the fastest: who is within may still win
+NUM_FASTEST = 5, 3  # that go on after the first round, and after later ones
+ENOUGH_S = 0.05  # a transfer of so long tells the rate of a link
+LEAST_VALUES, MOST_VALUES = 2**14, 2**20  # float32 values of the transfers that are timed
+TINY_TIMES = 5
 
 
 class Auto(Composite):
@@ -266,3 +277,206 @@ def _check(candidates: object, among: object, rounds: object, tolerance: object)
                 f"exchange.candidates.{name}={kind}: is made of others; choose a single one, and "
                 "between nodes exchange=hierarchical exchange@exchange.inter=auto"
             )
+
+
+class Contest:
+    """Rounds in which configurations take turns, until one is chosen.
+
+    A visit of round r is a step that does not count, as it begins with what the last configuration
+    left (two in round 1, where it is cold), and r + 1 steps that do. Round 1 has all, by their
+    predictions, but those whose exchange would outlast a whole step of the fastest so far, whatever
+    overlaps. Later ones have the fastest, and the first of those near it, in the opposite order
+    than the round before.
+
+    It knows no clock and no ranks: whoever runs the steps tells the same seconds on all ranks.
+
+    Args:
+        predicted: seconds of each configuration's exchange without any overlap. Configurations come
+            in order of preference.
+        least: seconds of it if all overlaps that can.
+        rounds: how many, at most.
+        tolerance: share of a step by which a preferred one may be slower.
+
+    Attributes:
+        current: place of the configuration that runs.
+        num_untimed, num_timed: its first steps in this visit, and then those that count.
+        winner: place of the chosen one; None: not known yet.
+    """
+
+    def __init__(
+        self, predicted: Sequence[float], least: Sequence[float], rounds: int, tolerance: float
+    ) -> None:
+        self._predicted, self._least = list(predicted), list(least)
+        self._rounds, self._tolerance = rounds, tolerance
+        self._seconds: list[list[float]] = [[] for _ in predicted]
+        self._left = set(range(len(predicted)))  # those of this round
+        self._waiting = sorted(self._left, key=self._predicted.__getitem__)
+        self.current = self._waiting.pop(0)
+        self.num_untimed, self.num_timed = COLD, FIRST
+        self.winner: int | None = None
+
+    def end_visit(self, seconds: Sequence[float]) -> None:
+        """Take the times of the visit's steps that count, and go on to the next visit."""
+        self._seconds[self.current] += seconds
+        if self.num_timed == FIRST:
+            limit = SLACK * min(self.medians().values())
+            self._waiting = [each for each in self._waiting if self._least[each] <= limit]
+        if not self._waiting:
+            self._begin_round()
+        if self._waiting:
+            self.current = self._waiting.pop(0)
+
+    def stop(self) -> None:
+        """Choose by what is known: whole steps, or predictions if there are none."""
+        known = self._of_round() or dict(enumerate(self._predicted))
+        self.winner = preferred(known, self._tolerance)
+
+    def medians(self) -> dict[int, float]:
+        """Return the (low) median seconds of a step, by place, of those that had one."""
+        return {at: median_low(times) for at, times in enumerate(self._seconds) if times}
+
+    def _of_round(self) -> dict[int, float]:
+        return {at: time for at, time in self.medians().items() if at in self._left}
+
+    def _begin_round(self) -> None:
+        known = self._of_round()
+        near = {at: time for at, time in known.items() if time <= (1 + NEAR) * min(known.values())}
+        num_fastest = NUM_FASTEST[self.num_timed > FIRST]
+        fastest = sorted(near, key=near.__getitem__)[:num_fastest]
+        self._left = {min(near), *fastest}
+        if self.num_timed + 1 == FIRST + self._rounds or len(self._left) == 1:
+            self.stop()
+            return
+        self.num_untimed, self.num_timed = 1, self.num_timed + 1
+        backwards = (self.num_timed - FIRST) % 2 == 1
+        self._waiting = sorted(self._left, key=self._predicted.__getitem__, reverse=backwards)
+
+
+def preferred(seconds: dict[int, float], tolerance: float) -> int:
+    """Return the first key whose seconds are hardly more than the fewest."""
+    limit = (1 + tolerance) * min(seconds.values())
+    return next(at for at in sorted(seconds) if seconds[at] <= limit)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The links between ranks as Hockney's model sees them (Parallel Computing 20, 1994).
+
+    Attributes:
+        message_s: seconds of a message.
+        byte_s: seconds of a byte that the busiest node sends to others.
+    """
+
+    message_s: float
+    byte_s: float
+
+    def seconds(self, num_messages: float, num_bytes: float) -> float:
+        """Return the time of messages that follow each other."""
+        return self.message_s * num_messages + self.byte_s * num_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a bucket's exchange: a rank's own work, and messages on their way."""
+
+    work_s: float
+    wire_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Its time if nothing else runs."""
+        return self.work_s + self.wire_s
+
+
+def least_seconds(costs: Sequence[Cost]) -> float:
+    """Return the least time of several buckets, if all of one's work hides others' messages."""
+    return max(sum(each.work_s for each in costs), sum(each.wire_s for each in costs))
+
+
+def of_all(numbers: Sequence[float], comm: Comm, device: torch.device) -> Tensor:
+    """Return every rank's `numbers`, float64 [ranks, numbers], on the host.
+
+    It is a sum, not an all-gather, which an exchange under way might use for its second stage.
+    """
+    table = torch.zeros(comm.size, len(numbers), dtype=torch.float64)
+    table[comm.rank] = torch.tensor(numbers, dtype=torch.float64)
+    table = table.to(device)
+    comm.all_reduce(table)
+    return table.cpu()
+
+
+def timed(work: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds of `work`; on a GPU the host waits for them."""
+    begin = mark(device)
+    work()
+    end = mark(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return seconds(begin, end)
+
+
+def probe(comm: Comm, device: torch.device) -> Link:
+    """Time a few all-reduces, of a value and of more until one takes long; all ranks call this."""
+    if comm.size == 1:
+        return Link(0.0, 0.0)
+    tiny, sent = torch.zeros(1, device=device), comm.traffic.num_messages
+    comm.all_reduce(tiny)  # connects
+    num_messages = comm.traffic.num_messages - sent
+    times = [timed(partial(comm.all_reduce, tiny), device) for _ in range(TINY_TIMES)]
+    tiny_s = float(of_all([median(times)], comm, device).max())
+    num_values = LEAST_VALUES
+    while True:
+        large, before = torch.zeros(num_values, device=device), _sent(comm)
+        own_s = timed(partial(comm.all_reduce, large), device)
+        rows = of_all([own_s, _sent(comm) - before], comm, device)
+        large_s = float(rows[:, 0].max())
+        if large_s >= ENOUGH_S or num_values >= MOST_VALUES:
+            break
+        num_values *= 4
+    byte_s = max(0.0, large_s - tiny_s) / _of_busiest_node(rows[:, 1], comm)
+    return Link(tiny_s / num_messages, byte_s)
+
+
+def rehearse(exchange: Exchange, bucket: GradBucket, comm: Comm) -> tuple[float, int, int]:
+    """Average a copy of `bucket` among ranks that seem to have the same one; nothing is sent.
+
+    Args:
+        exchange: without state; it is left so.
+
+    Returns:
+        Seconds of this rank's work, messages, and bytes as `costs` wants them.
+    """
+    silent, one = SilentComm(comm), deepcopy(exchange)
+    own, own_s = GradBucket(bucket.shapes, bucket.flat.clone(), bucket.step), 0.0
+    for _ in range(2):  # the first allocates memory
+        silent.traffic = type(silent.traffic)()
+        own.flat.copy_(bucket.flat)
+        own_s = timed(partial(one.average, own, silent), bucket.flat.device)
+    return own_s, silent.traffic.num_messages, _sent(silent)
+
+
+def costs(exchanges: Sequence[Exchange], bucket: GradBucket, link: Link, comm: Comm) -> list[Cost]:
+    """Predict the cost of each exchange for `bucket`, the same on all ranks, which call this.
+
+    Work is the slowest rank's, bytes are those of the node that sends most.
+    """
+    own = [number for each in exchanges for number in rehearse(each, bucket, comm)]
+    rows = of_all(own, comm, bucket.flat.device).view(comm.size, len(exchanges), 3)
+    work_s, num_messages = rows[:, :, 0].amax(dim=0), rows[:, :, 1].amax(dim=0)
+    return [
+        Cost(
+            float(work_s[at]),
+            link.seconds(float(num_messages[at]), _of_busiest_node(rows[:, at, 2], comm)),
+        )
+        for at in range(len(exchanges))
+    ]
+
+
+def _sent(comm: Comm) -> int:
+    """Return the bytes that a rank has sent to other nodes, or to other ranks on the only node."""
+    traffic = comm.traffic
+    return traffic.across_bytes if len(comm.nodes) > 1 else traffic.payload_bytes
+
+
+def _of_busiest_node(by_rank: Tensor, comm: Comm) -> float:
+    return max(float(by_rank[list(node)].sum()) for node in comm.nodes)

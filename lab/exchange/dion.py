@@ -13,9 +13,9 @@ from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
 from lab.distributed.comm import Comm
 from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
-from lab.exchange.compressible import rank_of
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, zeros
+from lab.exchange.layout import rank_of
 from lab.exchange.memory import shares
 from lab.exchange.muon import rms_factor
 

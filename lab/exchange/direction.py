@@ -1,9 +1,11 @@
-"""Direction: exchanges that do the optimizer's part too."""
+"""Direction: exchanges that do the optimizer's part too, and which matrices they treat apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,9 +15,18 @@ from lab.distributed.comm import Comm
 from lab.exchange import owners
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.hidden import Hidden, HiddenMatrices
+from lab.exchange.layout import COMPILED, Matrix, as_matrix
 
 Moments = dict[str, Tensor]  # by parameter
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+MAPS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, *CONVOLUTIONS)
+LISTS = (nn.ParameterList, nn.ParameterDict)
+PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\.(\w+)$")
+SHOWN = 8  # names for a reason, in choices
 
 
 class Direction(Exchange):
@@ -158,3 +169,164 @@ def require_integer(key: str, value: object, least: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"exchange.{key}={value}: must be an integer of at least {least}")
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The plan of a model.
+
+    Attributes:
+        matrices: parameters that are matrices between hidden layers, as [outputs, the rest].
+        by_adam: why others of two dimensions and more are none; vectors need no reason.
+    """
+
+    matrices: dict[str, Matrix]
+    by_adam: dict[str, str] = field(default_factory=dict[str, str])
+
+    def summary(self) -> dict[str, Any]:
+        """Return the number of matrices, and for each reason the names of those that Adam has."""
+        reasons = dict.fromkeys(self.by_adam.values())
+        by_reason = {r: [n for n, why in self.by_adam.items() if why == r] for r in reasons}
+        listed = {
+            reason: [*names[:SHOWN], *([f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN))]
+            for reason, names in by_reason.items()
+        }
+        return {"matrices": len(self.matrices), "by_adam": listed}
+
+
+class HiddenMatrices:
+    """Finds the hidden matrices of a model.
+
+    Embeddings, those within or tied to one, are no such matrices. Nor is the output layer: the last
+    linear layer or convolution, unless it is part of a stack of blocks. Of what remains, weights of
+    torch's linear maps are matrices, and so are the parameters [rows, columns] of other modules
+    whose name has "weight" in it. Each group of a grouped convolution is a map of its own; these go
+    by Adam.
+
+    Args:
+        adam: names, or patterns such as "head.*", of more parameters that go by Adam.
+        matrices: of parameters that are matrices, whatever holds them.
+
+    Raises:
+        ValueError: something else than lists of names.
+    """
+
+    def __init__(self, adam: Sequence[str], matrices: Sequence[str]) -> None:
+        for key, given in (("adam", adam), ("matrices", matrices)):
+            is_list = isinstance(given, Sequence) and not isinstance(given, str)
+            if not is_list or not all(isinstance(each, str) for each in given):
+                raise ValueError(
+                    f"exchange.{key}={given}: must be a list of parameters' names, such as "
+                    "['head.*', pos]"
+                )
+        self.adam, self.matrices = tuple(adam), tuple(matrices)
+
+    def of(self, model: nn.Module) -> Hidden:
+        """Return the plan of `model`'s trainable parameters.
+
+        Raises:
+            ValueError: a pattern that matches none of them, one that both lists match, or a vector
+                that should be a matrix.
+        """
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), []).append(name.replace(COMPILED, ""))
+        adam = _matched("adam", self.adam, names)
+        matrices = _matched("matrices", self.matrices, names)
+        embedded = _ids(m for m in model.modules() if isinstance(m, EMBEDDINGS))
+        output = _ids(_output_layer(model))
+        found, by_adam = dict[str, Matrix](), dict[str, str]()
+        for name, holder, own, parameter in _held(model):
+            key, matrix = id(parameter), as_matrix(parameter.shape)
+            if key in adam and key in matrices:
+                raise ValueError(f"exchange.adam and exchange.matrices: both match {name}")
+            if key in matrices and not matrix:
+                raise ValueError(
+                    f"exchange.matrices: {name} is no matrix, but of shape {list(parameter.shape)}"
+                )
+            if not matrix:
+                continue
+            reason = "one row or column" if 1 in matrix else _reason(holder, own, parameter)
+            reason = "output layer" if key in output else reason
+            reason = "embedding" if key in embedded else reason
+            reason = "exchange.adam" if key in adam else reason
+            if reason and key not in matrices:
+                by_adam[name] = reason
+            else:
+                found[name] = matrix
+        return Hidden(found, by_adam)
+
+
+def _matched(key: str, patterns: Sequence[str], names: dict[int, list[str]]) -> set[int]:
+    """Return the ids of the parameters whose names match."""
+    found = set[int]()
+    for pattern in patterns:
+        ids = {i for i, each in names.items() if any(fnmatchcase(n, pattern) for n in each)}
+        if not ids:
+            known = [each[0] for each in names.values()]
+            more = ", …" if len(known) > SHOWN else ""
+            raise ValueError(
+                f"exchange.{key}={pattern}: matches no trainable parameter; there are "
+                f"{', '.join(known[:SHOWN])}{more}"
+            )
+        found |= ids
+    return found
+
+
+def _ids(modules: Iterator[nn.Module]) -> set[int]:
+    """Return the ids of the parameters within modules, parametrized ones included."""
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield the trainable parameters: name, the module that holds each, and its name there."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            name, holder = f"{path}.{own}" if path else own, module
+            if found := PARAMETRIZED.search(path):
+                holder, own = model.get_submodule(path[: found.start()]), found[1]
+            elif isinstance(module, LISTS):
+                parent, _, own = path.rpartition(".")
+                holder = model.get_submodule(parent)
+            yield name.replace(COMPILED, ""), holder, own, parameter
+
+
+def _reason(holder: nn.Module, own: str, parameter: nn.Parameter) -> str:
+    """Return why a parameter is no weight of a linear map; empty: it is one."""
+    if isinstance(holder, CONVOLUTIONS) and holder.groups > 1:
+        return "grouped convolution"
+    if isinstance(holder, MAPS):
+        return "" if "weight" in own else "no weight of a layer"
+    if type(holder).__module__.startswith("torch.nn."):
+        return "no linear map"
+    return "" if parameter.dim() == 2 and "weight" in own else "no weight of a layer"
+
+
+def _output_layer(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the last linear layer or convolution that is trained, unless it is part of a stack."""
+    last = None
+    for path, module in model.named_modules():
+        is_map = isinstance(module, (nn.Linear, *CONVOLUTIONS))
+        if is_map and any(p.requires_grad for p in module.parameters()):
+            last = path, module
+    if last and not _in_stack(model, last[0]):
+        yield last[1]
+
+
+def _in_stack(model: nn.Module, path: str) -> bool:
+    """Return whether a module is part of a block: one of a ModuleList, or of several in a row."""
+    parts = path.split(".")
+    for depth in range(1, len(parts)):
+        block = model.get_submodule(".".join(parts[:depth]))
+        row = model.get_submodule(".".join(parts[: depth - 1]))
+        several = sum(type(each) is type(block) for each in row.children()) > 1
+        if isinstance(row, nn.ModuleList):
+            return True
+        if isinstance(row, nn.Sequential) and several and not isinstance(block, nn.Sequential):
+            return True
+    return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.exchange.compressible import as_matrix
+from lab.exchange.layout import as_matrix
 
 LARGEST = 10.0  # an owner enlarges no sum, and with it no error of signs, by more
 

@@ -1,11 +1,15 @@
-"""A parameter's name, and the order in which its values travel, whatever its layout in memory."""
+"""A parameter's name, its matrix, and the order in which its values travel, whatever its layout."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 COMPILED = "_orig_mod."  # torch.compile puts it into names
+Matrix = tuple[int, int]  # rows and columns
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -95,3 +99,26 @@ def travelling(tensor: Tensor, parameter: Tensor) -> Tensor:
         like = torch.empty_like(parameter, dtype=tensor.dtype)  # keeps the dense layout
         tensor = like.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def low_rank_matrix(shape: Sequence[int], rank: int) -> Matrix | None:
+    """Return the matrix shape that PowerSGD factorises; None: factors of `rank` save nothing."""
+    matrix = as_matrix(shape)
+    return matrix if matrix and rank * sum(matrix) < math.prod(matrix) else None
+
+
+def rank_of(rows: int, columns: int, fraction: float) -> int:
+    """Return the rank of Dion's factors: a fraction of the shorter side, rounded up."""
+    return math.ceil(fraction * min(rows, columns))
+
+
+def num_sent(shape: Sequence[int], ratio: float) -> int:
+    """Return how many values of a parameter a sparsifying exchange sends."""
+    return math.ceil(ratio * math.prod(shape))
+
+
+def as_matrix(shape: Sequence[int]) -> Matrix | None:
+    """Return `shape` as [outputs, the rest]; None for vectors and empty tensors."""
+    if len(shape) < 2 or not math.prod(shape):
+        return None
+    return shape[0], math.prod(shape[1:])

@@ -14,10 +14,9 @@ from lab.distributed.comm import Comm
 from lab.exchange import owners
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
-from lab.exchange.compressible import Matrix
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
-from lab.exchange.layout import trainable
+from lab.exchange.layout import Matrix, trainable
 from lab.exchange.owners import Place, newton_schulz_operations
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -30,7 +29,7 @@ class Muon(Staged, MatrixDirection):
 
     1. The parts of all gradients go to their owners, all to all, which sum them in rank order. A
        matrix has one owner; vectors, embeddings and the output layer are owned in equal parts.
-       lab.exchange.hidden tells which is which.
+       lab.exchange.direction tells which is which.
     2. An owner updates its moments. Of a matrix's momentum, with Nesterov's look ahead, it takes
        the nearest orthogonal matrix; elsewhere Adam's direction. All ranks gather the directions.
 

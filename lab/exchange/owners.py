@@ -11,7 +11,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from lab.exchange.compressible import Matrix, as_matrix
+from lab.exchange.layout import Matrix, as_matrix
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def lines(
 def hidden_matrices(shapes: Mapping[str, Sequence[int]]) -> dict[str, Matrix]:
     """Return the parameters that may be matrices by their shapes alone, as [outputs, the rest].
 
-    A single row or column is a vector. Of a model, lab.exchange.hidden knows more.
+    A single row or column is a vector. Of a model, lab.exchange.direction knows more.
     """
     found = {name: as_matrix(shape) for name, shape in shapes.items()}
     return {name: matrix for name, matrix in found.items() if matrix and 1 not in matrix}

@@ -13,11 +13,11 @@ from lab.codec import low_rank
 from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
 from lab.distributed.collective import Collective, Done
 from lab.distributed.comm import Comm
-from lab.exchange import compressible
 from lab.exchange.base import Ranks, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Lossy
 from lab.exchange.cost import Costs, Needs, Sizes
+from lab.exchange.layout import low_rank_matrix
 from lab.exchange.memory import Memory
 
 
@@ -52,7 +52,7 @@ class PowerSGD(Lossy):
 
     def add_cost(self, costs: Costs) -> bool:
         """Count passes over matrices; their factors are small."""
-        found = (compressible.low_rank(shape, self.rank) for shape in costs.shapes)
+        found = (low_rank_matrix(shape, self.rank) for shape in costs.shapes)
         low = [matrix for matrix in found if matrix]
         n = sum(rows * columns for rows, columns in low)
         costs.codec(12 * n, in_torch=16 * n)
@@ -92,9 +92,7 @@ class PowerSGD(Lossy):
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         which = f"vectors, and matrices no larger than factors of {key}.rank={self.rank}"
         sizes = (
-            shape.numel()
-            for shape in shapes.values()
-            if not compressible.low_rank(shape, self.rank)
+            shape.numel() for shape in shapes.values() if not low_rank_matrix(shape, self.rank)
         )
         yield sum(sizes), which
 
@@ -135,7 +133,7 @@ class _Plan:
         found = {
             name: (start, *matrix, rank)
             for name, start, _ in bucket.spans()
-            if (matrix := compressible.low_rank(bucket.shapes[name], rank))
+            if (matrix := low_rank_matrix(bucket.shapes[name], rank))
         }
         spans = [slice(start, start + rows * columns) for start, rows, columns, _ in found.values()]
         self.bound = exchange.memory.bind(bucket, [(span.start, span.stop) for span in spans])

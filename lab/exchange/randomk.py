@@ -11,8 +11,8 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import Lossy
-from lab.exchange.compressible import num_sent
 from lab.exchange.cost import Costs, Needs, Sizes
+from lab.exchange.layout import num_sent
 from lab.exchange.memory import Memory
 
 

@@ -12,10 +12,10 @@ from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
-from lab.exchange.compressible import as_matrix
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import Adam, Direction, is_finite, require_integer, zeros
 from lab.exchange.frozen import raise_least
+from lab.exchange.layout import as_matrix
 from lab.exchange.signed_rows import SignedRows
 
 

@@ -25,8 +25,7 @@ from lab.record.certificate import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
-from lab.sync.owner import KEY, Owner, require_state
-from lab.sync.spoiled import Scaler, SpoiledState
+from lab.sync.owner import KEY, Owner, Scaler, SpoiledState, require_state
 from lab.training.alike import exchanged_alike
 from lab.training.assemble import require_alike
 

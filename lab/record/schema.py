@@ -161,7 +161,7 @@ class Record:
             `none`, and a run stopped in the middle of a round.
         buckets: the buckets in the order in which they leave; null: a library plans them, or none
             is exchanged.
-        idle: settings that did nothing in this run, a line each (lab.sync.idle).
+        idle: settings that did nothing in this run, a line each (lab.sync.pattern).
         choices: choices that exchange and sync made by themselves: `auto` for each bucket, with
             the seconds of a step in each configuration and the step since when it holds;
             exchanges with moments after how many steps they froze the variance (null: not yet).

@@ -53,8 +53,17 @@ def exchange_of(overrides: Sequence[Override], config_dir: str | None) -> DictCo
             )
         if key:
             parts[name][key] = each.value()
-    made = {**parts["path"], "codec": parts["codec"], "memory": parts["memory"]}
-    return OmegaConf.create(made)
+    coded = {"codec": parts["codec"], "memory": parts["memory"]}
+    return OmegaConf.create(_along(parts["path"], coded, config_dir))
+
+
+def _along(path: dict[str, Any], coded: dict[str, Any], config_dir: str | None) -> dict[str, Any]:
+    """Return the exchange of messages along a path, or along the one between its nodes."""
+    if "inter" not in path:
+        return path | coded
+    return path | {
+        "inter": _along(_read("path", str(path["inter"]), config_dir), coded, config_dir)
+    }
 
 
 def _read(group: str, choice: str, config_dir: str | None) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Hardware:
         num_slow, slow_factor: so many ranks take `slow_factor` times as long to compute; a run of
             one rank has none of them.
         node_rates: bytes per second of each node's link, where they differ; empty: as `inter`.
-        protocols: that NCCL may choose from, keys of lab.simulate.nccl.PROTOCOLS.
+        protocols: that NCCL may choose from, keys of lab.simulate.network.PROTOCOLS.
         num_cores: cores that ranks share where they are emulated on one machine; codecs, messages
             and the update then take (ranks per core) times as long. None: every rank has its own.
         crowding: codecs and the update take 1 + crowding times as long once all `num_cores` work,

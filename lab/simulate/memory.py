@@ -14,8 +14,7 @@ from lab.model.profile import VALUE_BYTES, Profile
 from lab.simulate.costs import exchange_of, extra_bytes
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Settings
-from lab.simulate.messages import buckets
-from lab.simulate.strategy import Strategy
+from lab.simulate.strategy import Strategy, buckets
 from lab.sync.pattern import class_of, pattern_of
 
 

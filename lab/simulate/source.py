@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from omegaconf import DictConfig
 
 from lab.measure.peaks import arithmetic_of
-from lab.model.profile import Profile
-from lab.model.work import Work
+from lab.model.profile import VALUE_BYTES, Layer, Profile
+from lab.model.work import LayerWork, Line, Operation, Work
 from lab.settings.names import class_name
-from lab.simulate.devices import of_this_machine
-from lab.simulate.estimate import ESTIMATE, estimated
-from lab.simulate.hardware import Hardware
+from lab.simulate.hardware import Device, Hardware
+from lab.simulate.presets import of_this_machine
+from lab.simulate.step import UPDATE_PASSES
+
+INPUT_PASSES = 2  # a batch is gathered from the data set
+ESTIMATE = "estimate"  # begins the source of such a profile
+HALF = ("bf16", "fp16")  # activations and products take two bytes a value
+RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
 
 
 @dataclass(frozen=True)
@@ -80,3 +86,110 @@ def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, i
     model = class_name(config.model["_target_"])
     name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
     return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)
+
+
+def estimated(
+    work: Work, device: Device, precision: str, batches: tuple[int, int], name: str
+) -> Profile:
+    """Estimate the layers' times on a device.
+
+    An operation takes the longer of its products at `compute_efficiency` of the peak and its bytes
+    at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the update, and
+    the gathering of the batch.
+
+    Args:
+        precision: a key of the device's peaks.
+        batches: samples per rank, the smallest and the largest of interest: the profile holds at
+            both, and on a line between them.
+        name: of the profile.
+
+    Raises:
+        ValueError: the peak at this precision is not known.
+    """
+    peaks = dict(device.peak_flops_per_s)
+    if precision not in peaks:
+        raise ValueError(
+            f"precision={precision}: device.peak_flops_per_s of {device.name} has "
+            f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
+        )
+    fewer, more = min(batches), max(*batches, RATIO * min(batches))
+    timer = _Timer(device, peaks[precision], precision in HALF)
+    layers, layers_of_fewer = (
+        [timer.layer(layer, batch) for layer in work.layers] for batch in (more, fewer)
+    )
+    rest_ms, rest_of_fewer = (timer.milliseconds(_rest(work), batch) for batch in (more, fewer))
+    return Profile(
+        name,
+        f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
+        f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
+        more,
+        tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
+        rest_ms=rest_ms,
+        fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
+        num_threads=device.num_threads,
+    )
+
+
+def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:
+    """Add to each layer of `whole` the part of its time that does not depend on the batch size.
+
+    Args:
+        whole: layers at the reference batch size.
+        fewer: the same layers at a batch size `ratio` times smaller.
+    """
+    return [
+        replace(
+            layer,
+            fixed_forward_ms=fixed_part(layer.forward_ms, less.forward_ms, ratio),
+            fixed_backward_ms=fixed_part(layer.backward_ms, less.backward_ms, ratio),
+        )
+        for layer, less in zip(whole, fewer, strict=True)
+    ]
+
+
+def fixed_part(at_whole: float, at_fewer: float, ratio: float) -> float:
+    """Return the value at batch size 0 of a line through two batches, the second smaller.
+
+    It is clamped to between 0 and the whole.
+    """
+    return min(max((ratio * at_fewer - at_whole) / (ratio - 1), 0.0), at_whole)
+
+
+def _rest(work: Work) -> tuple[Operation, ...]:
+    update = Line(UPDATE_PASSES * VALUE_BYTES * work.num_parameters, 0.0)
+    gathered = Line(0.0, INPUT_PASSES * work.input_bytes)
+    nothing = Line(0.0, 0.0)
+    return Operation("update", nothing, update), Operation("input", nothing, gathered)
+
+
+class _Timer:
+    """The roofline of a device at one precision."""
+
+    def __init__(self, device: Device, peak_flops_per_s: float, half: bool) -> None:
+        self._device, self._half = device, half
+        self._flops_per_s = peak_flops_per_s * device.compute_efficiency
+        self._op_efficiency, self._op_rates = dict(device.op_efficiency), dict(device.op_rates)
+
+    def layer(self, layer: LayerWork, batch: int) -> Layer:
+        """Return a layer with its times at a batch."""
+        times = (self.milliseconds(way, batch) for way in (layer.forward, layer.backward))
+        return Layer(layer.name, layer.parameters, *times)
+
+    def milliseconds(self, operations: Iterable[Operation], batch: int) -> float:
+        """Return the time of operations one after the other."""
+        return 1000 * sum(self._seconds(operation, batch) for operation in operations)
+
+    def _seconds(self, operation: Operation, batch: int) -> float:
+        num_bytes = operation.num_bytes.at(batch) / (2 if self._half else 1)
+        flops_per_s = self._flops_per_s * self._op_efficiency.get(operation.name, 1.0)
+        products_s = operation.flops.at(batch) / flops_per_s
+        return self._device.op_s + max(products_s, num_bytes / self._rate(operation, num_bytes))
+
+    def _rate(self, operation: Operation, num_bytes: float) -> float:
+        """Return the bytes per second at which an operation moves its data."""
+        device = self._device
+        if operation.name in self._op_rates:
+            return self._op_rates[operation.name]
+        if num_bytes < device.cache_bytes:
+            return device.cache_bytes_per_s
+        return device.bandwidth_bytes_per_s * device.memory_efficiency

@@ -11,16 +11,20 @@ from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.simulate.costs import exchange_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Schedule, Turns, both_passes, run
-from lab.simulate.groups import ranks_of_a_copy
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import Load, Stage, class_of
-from lab.simulate.messages import Bucket, messages_of_fragments, parameter_of
+from lab.simulate.load import Load, Stage, class_of, phases_of, ways_of
 from lab.simulate.network import Network
-from lab.simulate.phases import phases_of, ways_of
 from lab.simulate.scatters import scatter_of
-from lab.simulate.sharded import Sharded
-from lab.simulate.strategy import CEILING, EXACT, Strategy
-from lab.simulate.units import costs_of_units
+from lab.simulate.sharded import Sharded, costs_of_units
+from lab.simulate.strategy import (
+    CEILING,
+    EXACT,
+    Bucket,
+    Strategy,
+    messages_of_fragments,
+    parameter_of,
+    ranks_of_a_copy,
+)
 from lab.sync.pattern import Begin, Leg, Pattern, gradsync, send_order
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them

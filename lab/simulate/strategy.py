@@ -1,18 +1,24 @@
-"""A way to exchange gradients, as the simulator sees it."""
+"""A way to exchange gradients, as the simulator sees it: its buckets, and who exchanges them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lab.exchange.cost import Shape
+from lab.exchange.grouping import cut, group
+from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.simulate.costs import exchange_of
-from lab.simulate.phases import in_shares, phases_of
+from lab.simulate.load import in_shares, phases_of
+from lab.simulate.network import Network
 from lab.simulate.scatters import scatter_of
-from lab.sync.pattern import Pattern, class_of, gradsync, pattern_of
+from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of
 
 NONE = {"_target_": "lab.exchange.allreduce.NoExchange"}
 EXACT = {"_target_": "lab.exchange.allreduce.AllReduce", "dtype": "float32"}
+Bucket = dict[str, Shape]  # shapes of parameters by name, or of parts: name[start:stop]
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,154 @@ def _check(key: str, value: object, *allowed: str) -> None:
 
 
 CEILING = Strategy(NONE)
+
+
+def messages_of_fragments(
+    profile: Profile, strategy: Strategy, on_gpu: bool = False
+) -> list[list[Bucket]]:
+    """Divide a profile's parameters among fragments, and each of these among messages.
+
+    Args:
+        on_gpu: gradients lie on GPUs.
+
+    Raises:
+        ValueError: the profile has fewer layers than the strategy has fragments.
+    """
+    pattern = strategy.pattern
+    if pattern.waits_in_forward:
+        return [_chunks(profile, strategy, on_gpu)]
+    if pattern.fragments == 1:
+        return [buckets(profile, strategy.bucket_mb, on_gpu)]
+    sizes = [(name, VALUE_BYTES * math.prod(shape)) for name, shape in parameters(profile).items()]
+    parts = fragments(sizes, pattern.fragments, pattern.fragment_order)
+    return [buckets(profile, strategy.bucket_mb, on_gpu, names) for names in parts]
+
+
+def buckets(
+    profile: Profile,
+    bucket_mb: float | None,
+    on_gpu: bool = False,
+    only: Container[str] | None = None,
+) -> list[Bucket]:
+    """Divide a profile's parameters, or `only` some, among buckets: shapes of each, by name."""
+    known = parameters(profile)
+    arriving = [
+        (name, VALUE_BYTES * math.prod(known[name]))
+        for name in reversed(known)
+        if only is None or name in only
+    ]
+    planned = group(arriving, bucket_mb, profile.bytes_scale, on_gpu)
+    return [{name: known[name] for name in names} for names in planned]
+
+
+def parameters(profile: Profile) -> Bucket:
+    """Return the shapes of a profile's parameters by name, in the order of forward."""
+    return {
+        f"{layer.name}.{kind}": shape
+        for layer in profile.layers
+        for kind, shape in shapes(profile.values(layer)).items()
+    }
+
+
+def parameter_of(message_part: str) -> str:
+    """Return the name of the parameter that a key of a Bucket is, or is a part of."""
+    return message_part.partition("[")[0]
+
+
+def _chunks(profile: Profile, strategy: Strategy, on_gpu: bool) -> list[Bucket]:
+    """Return buckets of at most `chunk_mb`, and larger parameters in parts, if sums allow it."""
+    planned = buckets(profile, strategy.chunk_mb, on_gpu)
+    if not exchange_of(strategy.exchange).takes_divided:  # it does more than add values
+        return planned
+    chunks: list[Bucket] = []
+    for bucket in planned:
+        parts = _cut(bucket, strategy.chunk_mb, profile.bytes_scale) if len(bucket) == 1 else []
+        chunks += parts if len(parts) > 1 else [bucket]
+    return chunks
+
+
+def _cut(alone: Bucket, chunk_mb: float | None, bytes_scale: float) -> list[Bucket]:
+    ((name, shape),) = alone.items()
+    parts = cut(math.prod(shape), chunk_mb, bytes_scale)
+    return [{f"{name}[{part.start}:{part.stop}]": (len(part),)} for part in parts]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Networks of the groups of a strategy whose units are gathered.
+
+    Attributes:
+        world: all ranks.
+        sharing: ranks that share a copy of the weights.
+        second: those that keep gathered weights sharded for backward; None: all of `sharing` do.
+        copies: ranks that hold the same part of each copy; None: there is one copy.
+        levels: gradients are summed inside nodes before they cross.
+    """
+
+    world: Network
+    sharing: Network
+    second: Network | None
+    copies: Network | None
+    levels: bool
+
+    @classmethod
+    def of(cls, strategy: Strategy, network: Network) -> Groups:
+        """Divide the ranks of `network`.
+
+        Raises:
+            ValueError: they cannot be divided as the strategy says.
+        """
+        sharers = ranks_of_a_copy(strategy.pattern, network)
+        sharing = network.neighbours(sharers)
+        copies = network.across(sharers) if sharers < network.size else None
+        second, levels = _ranks_of_a_second_shard(strategy.sharding.reshard, network), False
+        if strategy.sharding.reduce_scatter == "two_levels":
+            key = "sync.reduce_scatter=two_levels"
+            levels = 1 < _ranks_of_a_node(key, sharing) < sharers
+        kept = network.neighbours(second) if second else None
+        return cls(network, sharing, kept, copies, levels)
+
+    def inside(self, group: Network) -> bool:
+        """Return whether a group leaves the links between nodes alone, where there are some."""
+        return group.size <= self.world.local < self.world.size
+
+
+def ranks_of_a_copy(pattern: Pattern, network: Network) -> int:
+    """Return the number of ranks that share a copy of the weights.
+
+    Raises:
+        ValueError: it does not divide all ranks.
+    """
+    setting = pattern.shard_size
+    size = {None: network.size, "node": network.local}.get(setting, setting)
+    return _divisor("shard_size", size, setting, network)
+
+
+def _ranks_of_a_second_shard(setting: int | str | None, network: Network) -> int | None:
+    """Return the number of ranks that keep a second shard; None: nothing does."""
+    if setting is None:
+        return None
+    key = f"sync.reshard={setting}"
+    size = _ranks_of_a_node(key, network) if setting == "node" else setting
+    size = _divisor("reshard", size, setting, network)
+    if size == network.size:
+        return None
+    if size == 1:
+        raise ValueError(f"{key}: each rank would hold all weights; needs groups of 2 or more")
+    return size
+
+
+def _ranks_of_a_node(key: str, network: Network) -> int:
+    if network.size % network.local:
+        raise ValueError(
+            f"{key}: {network.size} ranks, {network.local} on a node; each node needs as many"
+        )
+    return network.local
+
+
+def _divisor(key: str, size: object, setting: object, network: Network) -> int:
+    if not isinstance(size, int) or size < 1 or network.size % size:
+        raise ValueError(
+            f"sync.{key}={setting}: must be node, null, or a divisor of the {network.size} ranks"
+        )
+    return size

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from lab.distributed.comm import Comm, Sent
 from lab.distributed.worker import Job, Worker
+from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange, Staged
 from lab.measure.clock import Clock
-from lab.sync.pattern import Pattern
+from lab.sync.pattern import Pattern, none
 
 SyncState = dict[str, dict[str, Tensor]]  # tensors by kind, then by parameter name
 # Called before a bucket leaves: whether it is the first of its step, and the gradients in it.
@@ -230,7 +231,7 @@ class Sync(ABC):
         return None
 
     def idle(self) -> list[str]:
-        """List this sync's settings that change nothing in the run; see lab.sync.idle."""
+        """List this sync's settings that change nothing in the run; see lab.sync.pattern."""
         return []
 
     def state_dict(self) -> SyncState:
@@ -264,3 +265,27 @@ def _waited(clock: Clock, exchange: Exchange, comm: Comm) -> Callable[[], float]
     if clock.on_gpu:
         return (lambda: 0.0) if comm.backend == "nccl" and isinstance(exchange, Staged) else None
     return lambda: comm.traffic.waited_s
+
+
+class NoSync(Sync):
+    """A sync that leaves each rank its own gradients, without copying them into buckets.
+
+    (`strategy=overlap exchange=none` has buckets and hooks, and shows what they cost.)
+
+    Raises:
+        ValueError: an exchange is set, which would be ignored.
+    """
+
+    def __init__(self, parts: SyncParts) -> None:
+        if not isinstance(parts.exchange, NoExchange):
+            name = type(parts.exchange).__name__
+            raise ValueError(f"exchange={name}: strategy=none has none; use strategy=allreduce")
+        super().__init__(parts, none())
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Leave each rank its own gradients."""
+        self._unscale()
+        self.step += 1

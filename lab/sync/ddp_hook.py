@@ -22,9 +22,8 @@ from lab.exchange.gate import Outside, admit, carrier
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
 from lab.sync.base import BeforeExchange, observed
-from lab.sync.owner import KEY, Owner, require_state
+from lab.sync.owner import KEY, Owner, SpoiledState, require_state
 from lab.sync.reached import Reached
-from lab.sync.spoiled import SpoiledState
 
 
 class HookState:

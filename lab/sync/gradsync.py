@@ -1,4 +1,4 @@
-"""GradSync: average gradients in every step, during backward or after it."""
+"""GradSync: average gradients in every step, during backward or after it, and watch their norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.gate import Outside, admit, carrier, is_linear
 from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState, observed
 from lab.sync.drift import Drift
-from lab.sync.gradient_noise import GradientNoise
 from lab.sync.pattern import Begin, Pattern, gradsync
 from lab.sync.reached import Reached
 
@@ -298,3 +297,39 @@ def all_finite(exchanged: list[GradBucket]) -> Tensor | None:
     """Return whether all values of some buckets were finite, bool []; None: not checked."""
     looked = [bucket.finite for bucket in exchanged if bucket.finite is not None]
     return torch.stack(looked).all() if looked else None
+
+
+class GradientNoise:
+    """Collects squared norms: of this rank's gradient, and of the mean over ranks.
+
+    Attributes:
+        local, mean: one 0-dim tensor for each step, on the gradients' device.
+    """
+
+    def __init__(self) -> None:
+        self.local: list[Tensor] = []
+        self.mean: list[Tensor] = []
+        self._begin()
+
+    def before(self, bucket: GradBucket, size: int) -> None:
+        """Add a bucket that is about to be averaged over `size` ranks."""
+        factor = size if bucket.divided else 1
+        self._local.append(factor**2 * _squared(bucket.flat))
+
+    def after(self, bucket: GradBucket) -> None:
+        """Add a bucket that holds the mean."""
+        self._mean.append(_squared(bucket.flat))
+
+    def end_step(self) -> None:
+        """Sum the buckets of a step."""
+        self.local.append(torch.stack(self._local).sum())
+        self.mean.append(torch.stack(self._mean).sum())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._local: list[Tensor] = []
+        self._mean: list[Tensor] = []
+
+
+def _squared(flat: Tensor) -> Tensor:
+    return flat.double().square().sum()

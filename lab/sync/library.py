@@ -1,15 +1,24 @@
-"""LibrarySync: another library exchanges all gradients of the model."""
+"""Syncs of other libraries; Horovod's DistributedOptimizer, unchanged, is an outside reference."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from lab.distributed.collective import Collective
+from lab.distributed.horovod_comm import HorovodComm, horovod
 from lab.exchange.allreduce import NoExchange, rounding_bound
+from lab.exchange.layout import trainable
+from lab.sync import pattern
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import Pattern
+from lab.sync.reached import Reached
+
+WIRE_BYTES = {"none": 4, "fp16": 2}  # of one gradient value
 
 
 class LibrarySync(Sync):
@@ -56,3 +65,71 @@ def library_bound(compression: str, largest: float, size: int) -> float:
         return 0.0
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compression)
     return rounding_bound(dtype, largest, size) if dtype else math.inf
+
+
+class HorovodSync(LibrarySync):
+    """A sync in which Horovod exchanges the gradients.
+
+    DistributedOptimizer all-reduces each gradient from a hook, fused by Horovod's own thread
+    (HOROVOD_FUSION_THRESHOLD, HOROVOD_CYCLE_TIME), and waits for all of them in `synchronize`. It
+    wraps an optimizer of its own that never steps: the lab's updates the weights. Horovod makes
+    zeros where backward reached a parameter on no rank; they are taken away again.
+
+    Args:
+        compression: "none" or "fp16" (Horovod's Compression).
+
+    Raises:
+        ValueError: settings that unmodified Horovod does not support.
+    """
+
+    def __init__(self, parts: SyncParts, *, compression: str) -> None:
+        if not parts.overlap or parts.bucket_mb is not None:
+            raise ValueError(
+                f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=horovod always "
+                "overlaps, and fuses by HOROVOD_FUSION_THRESHOLD"
+            )
+        if not isinstance(parts.comm, HorovodComm):
+            raise ValueError("strategy=horovod: runs over comm=horovod only")
+        for name, parameter in parts.model.named_parameters():
+            if not parameter.is_contiguous():
+                raise ValueError(
+                    f"{name}: lies in memory with strides {list(parameter.stride())}, as "
+                    "channels_last=true makes it; strategy=horovod takes contiguous tensors only"
+                )
+        if compression not in WIRE_BYTES:
+            allowed = ", ".join(WIRE_BYTES)
+            raise ValueError(f"sync.compression={compression}: allowed are {allowed}")
+        self._parameters = trainable(parts.model)
+        num_values = sum(p.numel() for p in self._parameters.values())
+        super().__init__("horovod", parts, pattern.horovod(), WIRE_BYTES[compression] * num_values)
+        self._worker = parts.worker
+        device = next(iter(self._parameters.values())).device
+        self._reached = Reached(self._parameters, self.exchange, device)
+        self._compression = compression
+        hvd = horovod()
+        self._optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parts.model.parameters(), lr=0.0),
+            named_parameters=parts.model.named_parameters(),
+            compression=getattr(hvd.Compression, compression),
+            backward_passes_per_step=parts.accumulate,
+        )
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()  # Horovod counts them by itself
+
+    def error_bound(self, largest: float, size: int) -> float:
+        return library_bound(self._compression, largest, size)
+
+    def finish(self) -> None:
+        """Wait for Horovod on the worker, where the watchdog can see it wait."""
+        self._reached.lacks([n for n, p in self._parameters.items() if p.grad is None])
+        self._worker.submit("gradients, HorovodSync", self._synchronize)
+        self._reached.begin(self.comm, self._worker)
+        self._worker.wait()
+        for name in self._reached.nowhere():
+            self._parameters[name].grad = None
+        super().finish()
+
+    def _synchronize(self) -> Iterator[Collective]:
+        self._optimizer.synchronize()
+        yield from ()  # `synchronize` has waited

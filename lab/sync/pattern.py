@@ -1,4 +1,4 @@
-"""Pattern: when a sync exchanges, what it sends, and what it cannot be combined with.
+"""Pattern: when a sync exchanges, what it sends, and what cannot be combined with it or is idle.
 
 Both the syncs and the programs that only reason about them (simulator, diagnosis) read these facts,
 so nothing here imports torch.
@@ -7,17 +7,21 @@ so nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
-from lab.exchange.grouping import Sized
+from lab.exchange.grouping import MIB, Sized
+from lab.measure.spans import OWN
 from lab.settings.names import class_name
 
 STRIDED, SEQUENTIAL = "strided", "sequential"  # orders of fragments
 ORDERS = (STRIDED, SEQUENTIAL)
 Layer = list[Sized]
+# Exchanges in which a rank works for others: a root, a parent, or a matrix's owner.
+FOR_OTHERS = ("Tree", "DoubleTree", "Star", "Muon")
+UNEVEN = 1.05  # ranks of which one sends so many times as much as another differ in their work
 
 
 class Begin(Enum):
@@ -357,3 +361,80 @@ def send_order(
         order.append(part)
         now_s += send_s[part]
     return order
+
+
+def idle(
+    pattern: Pattern,
+    *,
+    strategy: str,
+    world_size: int,
+    num_steps: int,
+    bucket_mb: float | None,
+    accumulate: int,
+    bucket_bytes: Sequence[int],
+) -> list[str]:
+    """List what does nothing, or less than its name says. Each line names a setting and the cause.
+
+    Args:
+        bucket_bytes: size of each bucket; empty if a library plans them.
+    """
+    if not pattern.legs:  # none: it exchanges nothing on purpose
+        return []
+    if world_size == 1:
+        return [f"one rank: strategy={strategy} has nothing to exchange"]
+    return [
+        *_of_buckets(pattern, bucket_mb, bucket_bytes),
+        *_of_steps(pattern, num_steps, accumulate, bucket_bytes),
+    ]
+
+
+def _of_buckets(
+    pattern: Pattern, bucket_mb: float | None, bucket_bytes: Sequence[int]
+) -> Iterator[str]:
+    if len(bucket_bytes) != 1:
+        return
+    size = f"all {bucket_bytes[0] / 1e6:.3g} MB of gradients are one bucket"
+    if pattern.begins is Begin.DURING_BACKWARD:
+        smaller = f"bucket_mb={bucket_bytes[0] / MIB / 4:.2g} divides them"
+        yield f"overlap=true: nothing overlaps: {size}, full only when backward ends; {smaller}"
+    elif bucket_mb is not None:
+        yield f"bucket_mb={bucket_mb:g}: divides nothing: {size}"
+
+
+def _of_steps(
+    pattern: Pattern, num_steps: int, accumulate: int, bucket_bytes: Sequence[int]
+) -> Iterator[str]:
+    if pattern.begins is Begin.DURING_BACKWARD and accumulate > 1 and len(bucket_bytes) != 1:
+        yield f"accumulate={accumulate}: exchanges overlap the last micro-batch's backward alone"
+    if num_steps < pattern.every:
+        yield f"sync.every={pattern.every}: ranks exchange once, after the last step ({num_steps})"
+
+
+def alike(settings: Mapping[str, Any], payload_bytes: Sequence[float] = ()) -> list[str]:
+    """List those of OWN in which a rank that takes longer is slow, and does not merely do more.
+
+    Args:
+        settings: a run's composed settings; `exchange`, `sync` and `overlap` are read.
+        payload_bytes: of each rank in a step, if known. Two levels on nodes of different sizes give
+            some ranks more to send than others.
+    """
+    pattern = pattern_of(settings)
+    unlike = set[str]()
+    if Leg.WEIGHTS_FROM_ROOT in pattern.legs:
+        unlike |= {"exchange", "update"}  # the root alone updates
+    if pattern.gathers_units:
+        unlike |= {"update"}  # ranks have whole rows: of a small matrix some have none
+    classes = [class_name(path) for path in _targets(settings.get("exchange", {})) if path]
+    if any(name in FOR_OTHERS or "." in name for name in classes):  # a user's may do anything
+        unlike |= {"exchange"}
+    if payload_bytes and max(payload_bytes) > UNEVEN * min(payload_bytes):
+        unlike |= {"exchange"}
+    return [name for name in OWN if name not in unlike]
+
+
+def _targets(exchange: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the class of an exchange, and those of the exchanges that it is made of."""
+    yield f"{exchange.get('_target_', '')}"
+    for part in exchange.values():
+        if isinstance(part, Mapping):
+            yield from _targets(cast(Mapping[str, Any], part))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lab.settings.config import ConfigError, Settings
 from lab.sync.base import Sync
-from lab.sync.gradient_noise import GradientNoise
-from lab.sync.gradsync import GradSync
+from lab.sync.gradsync import GradientNoise, GradSync
 
 
 def observe(sync: Sync, settings: Settings) -> None:

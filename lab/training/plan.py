@@ -7,7 +7,7 @@ from lab.exchange.layout import trainable
 from lab.record.schema import Bucket, Record
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
-from lab.sync.idle import idle
+from lab.sync.pattern import idle
 from lab.training.loop import Loop
 
 

@@ -33,7 +33,7 @@ from lab.exchange.memory import Memory
 from lab.exchange.paths import Ring, Star, Tree
 from lab.model.profile import Profile
 from lab.settings.files import read_file
-from lab.simulate import messages
+from lab.simulate import strategy
 from lab.simulate.fit import Group, Observation
 from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.presets import parse
@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant("tree as star", patches=as_tree(Star)),
     Mutant("tree as ring", patches=as_tree(Ring)),
     Mutant("codec x 8", hardware=partial(slower_codecs, 8.0)),
-    Mutant("buckets in reverse order", patches=((messages, "group", reversed_groups),)),
+    Mutant("buckets in reverse order", patches=((strategy, "group", reversed_groups),)),
     Mutant("residual dropped", patches=((Memory, "bind", lambda *_: None),)),
 )
 INTACT = Mutant("(nothing broken)")

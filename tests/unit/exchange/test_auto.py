@@ -15,11 +15,10 @@ from lab.distributed.comm import Comm
 from lab.distributed.silent_comm import SilentComm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce, NoExchange
-from lab.exchange.auto import Auto
+from lab.exchange.auto import Auto, rehearse
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import OneBit, TopK
-from lab.exchange.rehearsal import rehearse
 from lab.exchange.schedule import Schedule
 from tests.support.cases import maker
 

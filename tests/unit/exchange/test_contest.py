@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lab.exchange.contest import NEAR, Contest
+from lab.exchange.auto import NEAR, Contest
 
 
 def contest_of(predicted: list[float], rounds: int, tolerance: float = 0.01) -> Contest:

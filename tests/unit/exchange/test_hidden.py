@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lab.exchange.dion import Dion
-from lab.exchange.hidden import Hidden, HiddenMatrices
+from lab.exchange.direction import Hidden, HiddenMatrices
 from lab.exchange.muon import Muon, native_dtype
 
 WIDTH = 8

@@ -11,8 +11,8 @@ from lab.claims.predicted import profile_of
 from lab.codec.base import Codec, Kernels, Reference
 from lab.codec.onebit import OneBit
 from lab.exchange.bucket import GradBucket
-from lab.simulate.messages import buckets
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
+from lab.simulate.strategy import buckets
 from tests.support.cases import maker
 
 NUM_RANKS, BUCKET_MB = 8, 25.0

@@ -16,8 +16,7 @@ from lab.settings.config import load
 from lab.simulate.costs import payload_bytes, stages_of
 from lab.simulate.memory import sync_bytes
 from lab.simulate.network import Network
-from lab.sync.alike import alike
-from lab.sync.pattern import OF_CLASS, UNKNOWN, pattern_of
+from lab.sync.pattern import OF_CLASS, UNKNOWN, alike, pattern_of
 from tests.conftest import ROOT
 from tests.support import cases, readme
 from tests.support.cases import (

@@ -27,8 +27,7 @@ from lab.record.schema import read_record
 from lab.settings.config import load
 from lab.simulate import view as prediction
 from lab.study import dry_run
-from lab.sync.idle import idle
-from lab.sync.pattern import gradsync
+from lab.sync.pattern import gradsync, idle
 from lab.training import outcome
 from lab.web import charts
 from lab.web.tables import points_table
@@ -136,7 +135,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
         ),
         "lab/simulate/view.py": (prediction.notes({**rows, **profile})[0], "(100.0 MB of"),
         "lab/study/dry_run.py": (dry_run.needs(60, NUM_BYTES), "about 1 min, 100 MB"),
-        "lab/sync/idle.py": (
+        "lab/sync/pattern.py": (
             idle(gradsync(True), **IN_ONE_BUCKET, bucket_bytes=[NUM_BYTES])[0],
             "all 100 MB of gradients",
         ),

@@ -19,12 +19,11 @@ from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
 from lab.settings.names import resolved
 from lab.simulate import counting, view
-from lab.simulate.devices import parse as parse_device
-from lab.simulate.estimate import estimated
 from lab.simulate.grid import predicted
 from lab.simulate.hardware import Device
-from lab.simulate.presets import parse
+from lab.simulate.presets import parse, parse_device
 from lab.simulate.request import plain, read
+from lab.simulate.source import estimated
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
 from tests.support.records import leave, make_record

@@ -16,9 +16,9 @@ from lab.simulate.costs import payload_bytes, stages_of
 from lab.simulate.events import Compute, Exchange, Turns, run
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.load import Stage
-from lab.simulate.messages import buckets
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
+from lab.simulate.strategy import buckets
 from tests.support.cases import exchange_settings, maker
 from tests.support.simulated import strategy
 

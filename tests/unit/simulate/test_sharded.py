@@ -14,9 +14,8 @@ from lab.simulate.events import Compute, Rank
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.load import Stage
 from lab.simulate.network import Network
-from lab.simulate.sharded import Sharded, Unit
+from lab.simulate.sharded import Sharded, Unit, units_of
 from lab.simulate.step import simulate
-from lab.simulate.units import units_of
 from lab.sync.fsdp_units import units
 from tests.support.simulated import FLAT, strategy
 

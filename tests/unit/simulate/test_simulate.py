@@ -25,10 +25,8 @@ from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slow
 from lab.simulate.events import Beside, Compute, Exchange, Turns, run
 from lab.simulate.fit import Observation, calibrate, fit
 from lab.simulate.hardware import Link
-from lab.simulate.load import Load, Stage
-from lab.simulate.nccl import PROTOCOLS
-from lab.simulate.network import Network
-from lab.simulate.phases import longest_phase
+from lab.simulate.load import Load, Stage, longest_phase
+from lab.simulate.network import PROTOCOLS, Network
 from lab.simulate.presets import parse
 from lab.simulate.step import Step, predict, simulate, stages_of_step
 from lab.simulate.strategy import CEILING, Strategy

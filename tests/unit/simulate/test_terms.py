@@ -11,8 +11,14 @@ import pytest
 
 from lab.model.profile import Layer, Profile
 from lab.simulate.hardware import Link
-from lab.simulate.nccl import PROTOCOLS, Span, all_gather_s, all_reduce_s
-from lab.simulate.network import Network, slowest_factor
+from lab.simulate.network import (
+    PROTOCOLS,
+    Network,
+    Span,
+    all_gather_s,
+    all_reduce_s,
+    slowest_factor,
+)
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
 from tests.support.simulated import FLAT, strategy

@@ -16,9 +16,9 @@ from lab.model.replay import Replay
 from lab.settings.config import build, load
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
+from lab.simulate.sharded import costs_of_units
 from lab.simulate.step import simulate
 from lab.simulate.strategy import Strategy
-from lab.simulate.units import costs_of_units
 from lab.sync.base import SyncParts
 from tests.support.process_groups import run_ranks
 from tests.support.simulated import strategy

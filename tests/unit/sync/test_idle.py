@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lab.exchange.grouping import MIB, group
-from lab.sync.idle import idle
-from lab.sync.pattern import Pattern, ddp, double_buffer, gradsync, local, none
+from lab.sync.pattern import Pattern, ddp, double_buffer, gradsync, idle, local, none
 
 MLP = [("2.bias", 40), ("2.weight", 120_000), ("0.bias", 1200), ("0.weight", 200_000)]
 TOTAL = sum(size for _, size in MLP)

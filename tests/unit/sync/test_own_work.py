@@ -17,9 +17,9 @@ from lab.exchange.bucket import GradBucket
 from lab.measure.clock import Clock
 from lab.measure.spans import OWN
 from lab.settings.config import build, load
-from lab.sync.alike import alike
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
+from lab.sync.pattern import alike
 
 CPU = torch.device("cpu")
 LATE, LATE_S = 1, 0.06
