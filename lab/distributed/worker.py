@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lab.distributed.collective import Collective
 
@@ -271,3 +272,14 @@ def make_worker(overlap: bool, device: torch.device, backend: str, asynchronous:
     if not overlap:
         return InlineWorker()
     return TurnsWorker() if asynchronous else ThreadWorker(device)
+
+
+def record_stream(kept: Tensor) -> Tensor:
+    """Return `kept`, whose memory stays until the current stream has read it.
+
+    Exchanges run on a side stream, but a tensor from a checkpoint or a rollback was allocated on
+    the main one, which would otherwise reuse its memory before the side stream has read it.
+    """
+    if kept.is_cuda:
+        kept.record_stream(torch.cuda.current_stream(kept.device))
+    return kept

@@ -22,9 +22,14 @@ P = TypeVar("P", bound="Planned")
 
 
 class Lossy(Staged):
-    """An exchange that leaves something out of gradients, which a memory keeps for later steps."""
+    """An exchange that leaves something out of gradients, which a memory keeps for later steps.
+
+    Attributes:
+        warmup_steps: steps at first in which values travel as they are.
+    """
 
     exact = False
+    warmup_steps = 0
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -35,7 +40,7 @@ class Lossy(Staged):
 
     def is_coded(self, bucket: GradBucket) -> bool:
         """Return whether `bucket` is compressed in its step; if not, values travel as they are."""
-        return True
+        return bucket.step >= self.warmup_steps
 
     def planned(self, bucket: GradBucket, comm: Ranks, make: Callable[..., P]) -> P:
         """Return what stays from step to step for `bucket`, made anew where residuals moved.

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from lab.codec import levels, onebit, topk
 from lab.codec.signs import Signs
 from lab.exchange.base import Exchange, Shapes
-from lab.exchange.bucket import GradBucket
 from lab.exchange.coded import AllGather, TwoStage
 from lab.exchange.direction import require_integer
 from lab.exchange.memory import Memory
@@ -43,9 +42,6 @@ class OneBit(TwoStage):
         super().__init__(codec, Memory(error_feedback))
         require_integer("warmup_steps", warmup_steps, 0)
         self.warmup_steps = warmup_steps
-
-    def is_coded(self, bucket: GradBucket) -> bool:
-        return bucket.step >= self.warmup_steps
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:
         num_values = sum(map(math.prod, shapes.values()))

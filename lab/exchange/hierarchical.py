@@ -16,11 +16,11 @@ from torch import Tensor
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import each_alone
+from lab.distributed.worker import record_stream
 from lab.exchange.base import Exchange, Kept, Ranks, Relayed, Shapes, Staged, require_mean
 from lab.exchange.bucket import ALIGNED, GradBucket
 from lab.exchange.coded import TwoStage
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.memory import record_stream
 from lab.exchange.rails import (
     Blocks,
     Levels,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.distributed.worker import record_stream
 from lab.exchange.base import Kept
 from lab.exchange.bucket import GradBucket
 
@@ -268,17 +269,6 @@ def fill_rows(view: Tensor, saved: Tensor) -> None:
     rows = saved.flatten(0, 1)[: len(laid_out)]  # what is cut off is padding
     laid_out[: len(rows)] = rows
     view.copy_(laid_out.view_as(view))
-
-
-def record_stream(residual: Tensor) -> Tensor:
-    """Return `residual`, kept in memory until the current stream has read it.
-
-    Exchanges run on a side stream, but a residual from a checkpoint or a rollback was allocated on
-    the main one, which would otherwise reuse its memory before the side stream has read it.
-    """
-    if residual.is_cuda:
-        residual.record_stream(torch.cuda.current_stream(residual.device))
-    return residual
 
 
 def shares(kept: list[dict[str, Tensor]], size: int) -> dict[str, Tensor]:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.distributed.worker import Worker
+from lab.distributed.worker import Worker, record_stream
 from lab.exchange.base import Exchange
-from lab.exchange.memory import record_stream
 
 
 class Reached:
