@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lab.advice.accuracy import known_of
 from lab.advice.command import train_command
-from lab.advice.forecast import contenders, ranked
-from lab.advice.options import Option, fitting, options_of
+from lab.advice.forecast import Forecast, contenders, ranked, steps_on
 from lab.advice.request import Advice
+from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
 from lab.simulate.fit import Group
-from lab.simulate.grid import groups_of, sources_of
+from lab.simulate.grid import groups_of, series_of, sources_of, strategy_of
+from lab.simulate.hardware import Hardware, Link
+from lab.simulate.memory import rank_bytes
+from lab.simulate.request import plain
 from lab.simulate.score import held_out, score, scored_cells
+from lab.simulate.source import Source
+from lab.simulate.step import predict, simulate
+from lab.simulate.strategy import Strategy
 from lab.study.grid import Cell
 
 Row = dict[str, Any]
 KINDS = ("exact", "lossy")
 NEXT_SETTING = re.compile(r" (?=[\w.]+=)")
+FREE_LINK = 1e18  # bytes per second: no message takes time
+FREE_CODEC = 1e18
+CODECS = "docs/strategies.md, Other codecs"
+ROUNDS = "docs/strategies.md, Exchanging every H steps"
+FEEDBACK = "docs/results/README.md, Error feedback"
 
 
 def advised(advice: Advice) -> dict[str, Any]:
@@ -146,3 +156,171 @@ def _runs_under(cell: Cell, conditions: str) -> bool:
     pairs = (text.partition("=") for text in NEXT_SETTING.split(conditions))
     settings = {key: str(value) for key, value in cell.settings.items()}
     return all(settings.get(key, value) == value for key, _, value in pairs)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A cell that may be chosen.
+
+    Attributes:
+        forecast: its predicted steps; its name is the series'.
+        memory_bytes: of the rank that needs most, without activations; NaN: unknown.
+        limit: name and share, as lab.advice.advise finds them.
+        knee: the ranks from which twice as many gain too little; None: there is no such number
+            among the cells.
+    """
+
+    cell: Cell
+    forecast: Forecast
+    efficiency: float
+    memory_bytes: float
+    limit: tuple[str, float]
+    knee: int | None = None
+
+    @property
+    def samples_per_s(self) -> float:
+        return 1 / self.forecast.seconds_per_sample
+
+
+def options_of(advice: Advice, group: Group) -> list[Option]:
+    """Predict the cells of a request on a group's hardware.
+
+    Raises:
+        ValueError: a strategy has no cost model, or the hardware has too few ranks.
+    """
+    request = advice.prediction
+    found = [
+        _option(advice, group, cell, source)
+        for cell, source in zip(request.cells, sources_of(request), strict=True)
+    ]
+    return [replace(option, knee=_knee(option, found, advice.knee)) for option in found]
+
+
+def fitting(options: Iterable[Option], memory_bytes: float | None) -> list[Option]:
+    """Return the options that fit a device's memory, as far as both are known."""
+    return [o for o in options if not memory_bytes or not o.memory_bytes > memory_bytes]
+
+
+def _option(advice: Advice, group: Group, cell: Cell, source: Source) -> Option:
+    strategy, size = strategy_of(cell, source), cell.world_size
+    weak, per_rank = cell.config.scaling == "weak", cell.batch_size // size
+    hardware = group.hardware
+    profile = source.on(hardware)
+    steps_s = steps_on(group, source, strategy, size, per_rank)
+    weight = advice.target.weight(size, hardware.ranks_per_node)
+    name = series_of(cell, advice.prediction.cells)
+    return Option(
+        cell,
+        Forecast(name, strategy.lossy, cell.batch_size, weight, steps_s),
+        predict(profile, hardware, strategy, size, cell.batch_size, weak).efficiency,
+        rank_bytes(profile, strategy, plain(cell.config), size, hardware),
+        limit(profile, hardware, strategy, size, per_rank),
+    )
+
+
+def _knee(option: Option, options: Sequence[Option], least_gain: float) -> int | None:
+    """Return the smallest number of ranks of an option's series that should not be doubled."""
+    rates = {
+        one.cell.world_size: one.samples_per_s
+        for one in options
+        if one.cell.arguments == option.cell.arguments
+    }
+    knees = (n for n in sorted(rates) if 2 * n in rates and rates[2 * n] < least_gain * rates[n])
+    return next(knees, None)
+
+
+def _links(hardware: Hardware, **changes: float) -> Hardware:
+    def changed(link: Link | None) -> Link | None:
+        return replace(link, **changes) if link else None
+
+    rates = () if "bandwidth_bytes_per_s" in changes else hardware.node_rates
+    return replace(
+        hardware, intra=changed(hardware.intra), inter=changed(hardware.inter), node_rates=rates
+    )
+
+
+# Hardware without one of its limits. "host" is all that a rank does besides model and exchange.
+RELIEFS: dict[str, Callable[[Hardware], Hardware]] = {
+    "latency": lambda hardware: _links(hardware, latency_s=0.0),
+    "bandwidth": lambda hardware: _links(hardware, bandwidth_bytes_per_s=FREE_LINK),
+    "codec": lambda hardware: replace(
+        hardware, codec_bytes_per_s=FREE_CODEC, codec_rates=(), codec_s=0.0
+    ),
+    "host": lambda hardware: replace(
+        hardware,
+        overhead_s=0.0,
+        overhead_s_per_rank=0.0,
+        update_bytes_per_s=None,
+        input_samples_per_s=None,
+        reduce_bytes_per_s=None,
+    ),
+    "stragglers": lambda hardware: replace(hardware, jitter=0.0, num_slow=0),
+}
+
+
+def limit(
+    profile: Profile,
+    hardware: Hardware,
+    strategy: Strategy,
+    world_size: int,
+    per_rank_batch_size: int,
+) -> tuple[str, float]:
+    """Name what limits a step, and the share of the step that goes if it takes no time.
+
+    Returns:
+        "compute" (forward and backward), or a key of RELIEFS.
+    """
+    point = strategy, world_size, per_rank_batch_size
+    now_s = simulate(profile, hardware, *point).step_s
+    without = {
+        name: simulate(profile, relief(hardware), *point).step_s for name, relief in RELIEFS.items()
+    }
+    without["compute"] = simulate(profile.scaled(time_scale=0.0), hardware, *point).step_s
+    name = min(without, key=lambda each: without[each])
+    return name, 1 - without[name] / now_s
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Test accuracy on digits, on two ranks and with default settings.
+
+    Attributes:
+        percent: mean over the seeds. reference: that of allreduce. source: where it is recorded.
+    """
+
+    model: str
+    num_seeds: int
+    percent: float
+    reference: float
+    source: str
+
+    def __str__(self) -> str:
+        seeds = f"{self.num_seeds} seeds" if self.num_seeds > 1 else "1 seed"
+        return f"{self.model} {self.percent} (allreduce {self.reference}, {seeds})"
+
+
+def _codec(mlp: float, lenet: float) -> tuple[Trial, ...]:
+    return Trial("MLP", 3, mlp, 96.39, CODECS), Trial("LeNet", 1, lenet, 97.22, CODECS)
+
+
+# By strategy; a strategy that is not here has no recorded trial.
+TRIALS: dict[str, tuple[Trial, ...]] = {
+    "fp16": (Trial("LeNet", 1, 97.22, 97.22, CODECS),),
+    "int8": _codec(96.39, 97.22),
+    "onebit": (Trial("MLP", 5, 96.56, 96.5, FEEDBACK),),
+    "signsgd_ef": _codec(96.85, 96.39),
+    "topk": _codec(95.74, 97.22),
+    "randomk": _codec(95.0, 96.94),
+    "powersgd": _codec(96.3, 97.22),
+    "local_sgd": (Trial("LeNet", 1, 97.2, 97.2, ROUNDS), Trial("MLP", 1, 96.4, 96.7, ROUNDS)),
+    "diloco": (Trial("LeNet", 1, 97.5, 97.2, ROUNDS), Trial("MLP", 1, 96.7, 96.7, ROUNDS)),
+}
+
+
+def known_of(strategy: str) -> str:
+    """Write what is known of a lossy strategy's accuracy, with its sources."""
+    trials = TRIALS.get(strategy, ())
+    if not trials:
+        return "not recorded: train it beside allreduce"
+    sources = "; ".join(dict.fromkeys(trial.source for trial in trials))
+    return f"{', '.join(map(str, trials))}: {sources}"

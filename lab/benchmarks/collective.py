@@ -41,7 +41,7 @@ from lab.exchange.bucket import GradBucket, Plans
 from lab.measure.turns import order
 from lab.settings.config import ConfigError, build
 from lab.training.assemble import join
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 CALLS_BYTES = 2**22  # most bytes timed together where the host waits for each call

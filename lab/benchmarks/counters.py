@@ -19,7 +19,7 @@ from lab.layers import callgrind
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 from lab.training.assemble import join
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what these libraries may use
 PROGRAM = (sys.executable, "-m", "lab.benchmarks.counted")

@@ -28,7 +28,7 @@ from lab.measure.turns import order
 from lab.settings.names import class_name
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 
 WARMUP = 4
 LOSS = "(loss)"

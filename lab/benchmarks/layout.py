@@ -29,7 +29,7 @@ from lab.measure.turns import order
 from lab.settings.names import class_name
 from lab.training.assemble import join
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 from lab.training.trainer import AUTOCAST
 
 Call = Callable[[], object]

@@ -18,11 +18,11 @@ from lab.distributed.collective import Done
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES
-from lab.measure.steady import least_warmup
+from lab.measure.statistics import least_warmup
 from lab.measure.turns import order
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 
 NAMES = ("with marks", "without")
 STAGES = 2  # of an exchange, in the steps without work

@@ -20,15 +20,15 @@ from lab.distributed import world as worlds
 from lab.distributed.sharded import local
 from lab.distributed.world import World
 from lab.exchange.cost import Sizes
-from lab.measure.peak import CLEAR, STATUS, peak_bytes, reset_peak
-from lab.measure.steady import least_warmup
+from lab.measure.memory import CLEAR, STATUS, peak_bytes, reset_peak
+from lab.measure.statistics import least_warmup
 from lab.settings.config import ConfigError
 from lab.simulate.memory import sync_bytes
 from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import join
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 from lab.training.trainer import Trainer
 
 NUM_STEPS = 7  # after the warm-up

@@ -13,7 +13,7 @@ from lab.distributed import world as worlds
 from lab.measure.spans import PHASES
 from lab.training.assemble import join
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 
 STEP_S = 0.05  # seconds of a fast step, for comparison
 

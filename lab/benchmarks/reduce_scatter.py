@@ -28,7 +28,7 @@ from lab.measure.interfaces import namespace, sent_bytes
 from lab.measure.turns import order
 from lab.settings.config import ConfigError
 from lab.training.assemble import join
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 
 TORCH, LAB = "torch", "lab"
 COUNTED_CALLS = 4

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lab.benchmarks.filled import filled
-from lab.measure.peak import peak_bytes, reset_peak
+from lab.measure.memory import peak_bytes, reset_peak
 from lab.problem.build import blueprint
 from lab.settings.config import load
 from lab.training.optim import make_optim

@@ -14,14 +14,13 @@ from lab.benchmarks.request import Request
 from lab.benchmarks.timing import aligner
 from lab.distributed import world as worlds
 from lab.distributed.world import World
-from lab.measure.statistics import round_means
-from lab.measure.steady import least_warmup
+from lab.measure.statistics import least_warmup, round_means
 from lab.measure.turns import order
 from lab.settings.config import ConfigError
 from lab.training.assemble import Assembly, join
-from lab.training.counted import steps_of_trials
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
+from lab.training.outcome import steps_of_trials
 from lab.training.trainer import Trainer
 
 CEILING, REFERENCE = "none", "ddp"

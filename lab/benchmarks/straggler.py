@@ -19,13 +19,13 @@ from lab.cluster.straggler import PHASES, Straggler
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.intervals import wilson
-from lab.measure.steady import least_warmup
+from lab.measure.statistics import least_warmup
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from lab.settings.config import ConfigError
 from lab.sync.pattern import alike, pattern_of
 from lab.training.assemble import join
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 
 SEED = 0
 DELAYS_S = 0.02, 0.2  # drawn evenly in their logarithm

@@ -27,7 +27,7 @@ from lab.settings.names import class_name
 from lab.simulate.counting import work_of
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
-from lab.training.surroundings import surroundings
+from lab.training.identity import surroundings
 from lab.training.trainer import AUTOCAST
 
 WARMUP = 3  # steps of each batch, one of them under the profiler

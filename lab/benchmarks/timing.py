@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lab.distributed.world import World
-from lab.measure.hold import hold
+from lab.measure.marks import hold
 
 NUM_CALLS = 20  # timed together, as in nccl-tests
 

@@ -66,17 +66,17 @@ def write(findings: Findings, path: Path, figures: Path, command: str) -> None:
 
 
 def _draw_claims(findings: Findings, folder: Path) -> None:
-    from lab.claims import forest
+    from lab.claims import figures
     from lab.draw.save import save
 
     paper = findings.paper
     basis = f"; predicted: profile {paper.profile} on {paper.hardware}" if paper.profile else ""
     notes = [f"{paper.title}{basis}", *_emulations(findings.conditions)]
-    save(partial(forest.verdicts, findings.verdicts, notes), folder / "claims.png")
+    save(partial(figures.verdicts, findings.verdicts, notes), folder / "claims.png")
 
 
 def _draw_mini_batches(findings: Findings, folder: Path) -> None:
-    from lab.claims.mini_batch_figure import mini_batches
+    from lab.claims.figures import mini_batches
     from lab.draw.save import save
 
     note = findings.paper.title

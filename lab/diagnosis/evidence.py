@@ -6,20 +6,23 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from lab.analysis.noise import noise_floor
 from lab.analysis.points import Point, points_of, same_work, shared_baseline
 from lab.analysis.records import Cell, Study
 from lab.analysis.speedup import CEILING
-from lab.diagnosis.slow_ranks import slow_ranks
 from lab.measure.intervals import geometric_mean
-from lab.measure.stragglers import Slow
+from lab.measure.spans import OWN
+from lab.measure.statistics import round_means
+from lab.measure.stragglers import Slow, Times, stragglers
 from lab.record.run_settings import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace
-from lab.sync.pattern import Pattern, pattern_of
+from lab.sync.pattern import Pattern, alike, pattern_of
 
 OWN_WORK = ("data_s", "forward_s", "backward_s", "update_s")  # columns of steps.parquet
 OF_EXCHANGE = ("overlap", "bucket_mb", "exchange", "sync")  # settings that do not apply to `none`
@@ -293,3 +296,48 @@ def sweep_command(study: Study, cell: Cell, strategy: str, sizes: str, *more: st
     if strategy != cell.strategy and cell.transform:
         settings.append("transform=fc1x1")  # there is no other
     return shlex.join(["python", "-m", "lab.sweep", *where, *settings, *more])
+
+
+def slow_ranks(runs: Sequence[Cell], settings: Mapping[str, Any]) -> list[Slow] | None:
+    """Find the slow ranks that most of the `runs` of a point show.
+
+    Args:
+        settings: the runs' composed settings.
+
+    Returns:
+        The longest mean delay first, medians over the runs; None: no run has own times.
+    """
+    found = list[list[Slow]]()
+    for run in runs:
+        steps = run.steps()
+        if steps is not None and f"own_{OWN[0]}_s" in steps.columns:
+            times = own_times(steps, pattern_of(settings).every)
+            same = alike(settings, run.payload_bytes_per_step)
+            found.append(stragglers(times, run.step_s, same))
+    if not found:
+        return None
+    keys = dict.fromkeys((each.rank, each.phase) for run in found for each in run)
+    same = ([s for run in found for s in run if (s.rank, s.phase) == key] for key in keys)
+    agreed = (_middle(each) for each in same if len(each) > len(found) / 2)
+    return sorted(agreed, key=lambda slow: -slow.mean_s)
+
+
+def own_times(steps: pd.DataFrame, every: int) -> Times:
+    """Return seconds of own work in timed steps, or means over rounds: [ranks, steps, OWN]."""
+    timed: Any = steps[steps["timed"]]  # rank by rank, each in the order of its steps
+    columns = [f"own_{name}_s" for name in OWN]
+    values = timed[columns].to_numpy(float).reshape(timed["rank"].nunique(), -1, len(OWN))
+    if every == 1 or not values.size:
+        return values
+    known = ~np.isnan(values).all(axis=1, keepdims=True)
+    filled = np.where(known, np.nan_to_num(values), np.nan)  # most steps exchange nothing
+    return round_means(filled, int(timed["step"].min()), every)
+
+
+def _middle(several: Sequence[Slow]) -> Slow:
+    one = several[0]
+    delay_s, share, floor_s = (
+        float(median(getattr(each, key) for each in several))
+        for key in ("delay_s", "share", "floor_s")
+    )
+    return Slow(one.rank, one.phase, delay_s, share, floor_s)

@@ -15,8 +15,7 @@ from torch.nn.functional import conv2d
 from torch.profiler import ProfilerActivity, profile
 
 from lab.convolution.problem import Pass, Problem
-from lab.measure.onednn import Primitive, primitives
-from lab.measure.printed import printed
+from lab.measure.onednn import Primitive, primitives, printed
 
 # cuDNN's kernels that only change a layout, as in cudnn::engines_precompiled::nchwToNhwcKernel.
 TRANSPOSE = re.compile(r"(nchw|nhwc|foldedNhwc)To(Nchw|Nhwc|FoldedNhwc)Kernel")

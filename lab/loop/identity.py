@@ -11,8 +11,7 @@ from torch import nn
 
 from lab.distributed.world import World
 from lab.loop.settings import text_of
-from lab.measure.environment import git_commit
-from lab.measure.source import source_hash
+from lab.measure.environment import git_commit, source_hash
 from lab.record.schema import Record
 from lab.settings.config import FIELDS, ConfigError, check_batch, load
 from lab.settings.errors import one_line
@@ -20,7 +19,7 @@ from lab.settings.files import choices_of
 from lab.settings.names import OF_STRATEGY, resolved, variant
 from lab.settings.secrets import kept
 from lab.training.assemble import count, global_batch_size
-from lab.training.surroundings import emulation, environment_of
+from lab.training.identity import emulation, environment_of
 
 
 def settings_of(

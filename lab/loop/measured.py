@@ -18,7 +18,7 @@ from lab.exchange.allreduce import NoExchange
 from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
-from lab.measure.steady import least_warmup
+from lab.measure.statistics import least_warmup
 from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.sync.ddp import LastGradient, waits_of_ddp

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from lab.measure.layer_marks import LayerMarks, Pass
+from lab.measure.layers import LayerMarks, Pass
 from lab.measure.marks import Mark, marker, passed, seconds, since
 from lab.measure.spans import OWN, PHASES, Span
 
@@ -34,6 +34,7 @@ Phases = Mapping[str, Sequence[Part]]  # the parts of each of PHASES
 # A piece of an exchange's own work, between two waits: begin and end, the seconds within it that
 # the rank waited for others, and whether forward and backward cannot go on meanwhile.
 Piece = tuple[Mark, Mark, float, bool]
+ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
 
 
 @dataclass
@@ -120,9 +121,6 @@ class OwnTimes:
         table = np.full((len(counts), counts.max(initial=0)), np.nan)
         table[np.arange(table.shape[1]) < counts[:, None]] = np.array(self._ready)
         return table
-
-
-ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import platform
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.cuda.nccl
+from torch import nn
 
 from lab.measure import nvidia
 
@@ -66,6 +69,7 @@ VARIABLES = {
 NAMES = frozenset(
     f"{library}_{each}" for library, all_ in VARIABLES.items() for each in all_.split()
 )
+LENGTH = 8  # hexadecimal digits
 
 
 def environment(num_hosts: int, asks_tools: bool = True) -> dict[str, Any]:
@@ -145,7 +149,7 @@ def memory_gib() -> int:
 def _tf32() -> dict[str, bool]:
     """Return where torch may round float32 to TF32 on GPUs."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # see lab.training.arithmetic
+        warnings.simplefilter("ignore", UserWarning)  # see lab.training.assemble
         return {
             "products": bool(torch.backends.cuda.matmul.allow_tf32),
             "convolutions": bool(torch.backends.cudnn.allow_tf32),
@@ -192,3 +196,28 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def source_hash(model: nn.Module) -> str:
+    """Hash the source of all of the model's classes that are not torch's own.
+
+    Shapes and options of layers are settings and do not count. A class without source, as one
+    typed at a prompt, counts by its name.
+    """
+    kinds = {_as_written(type(module)) for module in model.modules()}
+    own = (kind for kind in kinds if kind.__module__.partition(".")[0] != "torch")
+    sources = sorted(_source(kind) for kind in own)
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:LENGTH]
+
+
+def _as_written(kind: type) -> type:
+    """Return the class that FSDP2's fully_shard has replaced, or the class itself."""
+    _, *bases = kind.__mro__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else kind
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return kind.__qualname__

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 
 import torch
-
-from lab.measure.printed import printed
 
 # A line has: mark, version, "primitive", "exec", engine, kind, implementation, ..., milliseconds.
 MARK, EXECUTED, KIND, IMPLEMENTATION = "onednn_verbose", "exec", 5, 6
@@ -59,3 +62,25 @@ def parsed(log: str) -> list[Primitive]:
         for fields in lines
         if fields[0] == MARK and EXECUTED in fields[:KIND]
     ]
+
+
+@contextmanager
+def printed(descriptor: int) -> Iterator[StringIO]:
+    """Send what the process prints meanwhile to a buffer, which is filled when the context ends.
+
+    Args:
+        descriptor: 1, standard output, or 2, the error output.
+    """
+    text = StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    kept = os.dup(descriptor)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), descriptor)
+        try:
+            yield text
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+            file.seek(0)
+            text.write(file.read())

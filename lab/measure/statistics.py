@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from lab.measure.intervals import UNKNOWN, Interval, quantile
 
 STALL = 2.0  # times the median
+FIRST = 5  # steps that are never counted: memory is allocated, buckets are planned
+BATCH = 5  # steps that the test averages
+FEWEST = 4 * BATCH  # steps that the test needs beyond FIRST
 
 
 def whole_rounds(values: np.ndarray, first: int, every: int) -> np.ndarray:
@@ -82,3 +90,85 @@ def phase_statistics(phase_s: np.ndarray, names: tuple[str, ...]) -> dict[str, f
         return {}
     medians = np.median(np.nan_to_num(phase_s).mean(axis=0), axis=0)
     return dict(zip(names, map(float, medians), strict=True))
+
+
+def noise_scale(
+    small: NDArray[np.float64], big: NDArray[np.float64], sizes: tuple[int, int]
+) -> Interval:
+    """Compute the noise scale from squared norms of the same steps.
+
+    Both parts are averaged over steps before they are divided, because a single step's |G|^2 may
+    even be negative. The interval is the jackknife's over steps.
+
+    Args:
+        small, big: [steps], squared norms of gradients over the smaller and the larger batch.
+        sizes: samples of the two.
+
+    Returns:
+        Samples, with the 95 % interval; UNKNOWN for fewer than three steps, or if noise hides the
+        gradient altogether.
+    """
+    if len(small) < 3:
+        return UNKNOWN
+    b, B = sizes
+    squared = (B * big - b * small) / (B - b)  # |G|^2
+    spread = (small - big) / (1 / b - 1 / B)  # tr(S)
+    if squared.sum() <= 0:
+        return UNKNOWN
+    n = len(small)
+    without = (spread.sum() - spread) / (squared.sum() - squared)
+    scale = float(spread.sum() / squared.sum())
+    error = math.sqrt((n - 1) / n * float(np.sum((without - without.mean()) ** 2)))
+    margin = quantile(n - 1) * error
+    return Interval(scale - margin, scale, scale + margin)
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The first steps of a run, which statistics leave out.
+
+    Attributes:
+        num_steps: number of steps left out.
+        reason: why so many, in a clause.
+    """
+
+    num_steps: int
+    reason: str
+
+
+def least_warmup(asked: int | None) -> int:
+    """Return how many steps to leave out where nothing tests whether later ones are steady."""
+    return FIRST if asked is None else asked
+
+
+def warmup_of(step_s: np.ndarray, asked: int | None, every: int = 1, trials: int = 0) -> Warmup:
+    """Decide how many of a run's first steps are warm-up.
+
+    By the rule MSER-5 (K. P. White, An Effective Truncation Heuristic for Bias Reduction in
+    Simulation Output, Simulation 69, 1997; in batches of five by J. R. Spratt): that many are cut
+    which leave the mean of all later steps the least standard error, at most half. The rule sees
+    logarithms, so that a stall counts as a slow step and not as ten.
+
+    Args:
+        step_s: seconds, [ranks, steps]; a step lasts until the slowest rank has finished it.
+        asked: number of steps that the user asked to leave out; None: until steady.
+        every: steps from one exchange to the next; a batch holds whole rounds of them.
+        trials: first steps in which an exchange tried others; these are warm-up in any case.
+    """
+    if trials > (asked or 0) and (asked is not None or trials >= step_s.shape[1]):
+        return Warmup(trials, f"the exchange tried others in the first {trials}")
+    if asked is not None:
+        return Warmup(asked, f"warmup_steps={asked}")
+    size = every * math.ceil(BATCH / every)
+    least = max(FIRST, trials)
+    first = size * math.ceil(least / size)
+    later = step_s.max(axis=0)[first:] if len(step_s) else np.empty(0)
+    num_batches = len(later) // size
+    if num_batches * BATCH < FEWEST:
+        return Warmup(least, f"the first {least}; too few follow for a test of steadiness")
+    batches = np.log(later[: num_batches * size]).reshape(num_batches, size).mean(axis=1)
+    errors = [np.var(batches[cut:]) / (num_batches - cut) for cut in range(num_batches // 2 + 1)]
+    cut = int(np.argmin(errors))
+    if cut == num_batches // 2:
+        return Warmup(first + cut * size, "half of the steps, at most; it may not be steady yet")
+    return Warmup(first + cut * size, f"steady from there on (MSER-{size})")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lab.model.require import require_choice, require_dropout, require_tokens, require_width
-from lab.model.rotary import Rotary
 
 POSITIONS = ("learned", "rotary")
 INIT_STD = 0.02  # GPT-2's
+BASE = 10_000.0
 
 
 class Size(NamedTuple):
@@ -44,7 +45,7 @@ class Transformer(nn.Module):
         size: nano, mini, small, medium, large or xl.
         layers, heads, width: instead of that size's; null keeps it.
         positions: "learned" vectors added to the tokens', as GPT-2; "rotary": queries and keys
-            turned by angles that grow with their position (see lab.model.rotary).
+            turned by angles that grow with their position (see lab.model.transformer).
         tied: the last layer's weight is the tokens' embedding (Press & Wolf 2017).
         dropout: probability that a value of embeddings, attention or a part's output is dropped.
 
@@ -199,3 +200,33 @@ def _checked_size(
             f"model.heads={chosen.heads} must be even"
         )
     return chosen
+
+
+class Rotary(nn.Module):
+    """Turns pairs of values by angles proportional to the position (Su et al. 2021, section 3.2).
+
+    Then the product of a query and a key depends on their contents and the distance between them,
+    not on where they are. Value i is paired with i + size/2, in every pair at another frequency.
+
+    Args:
+        context: number of positions.
+        size: values of one head's query or key; even.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, context: int, size: int) -> None:
+        super().__init__()
+        frequencies = BASE ** (-torch.arange(0, size, 2) / size)
+        angles = torch.outer(torch.arange(context), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Turn vectors [..., length, size], the first of which is at position 0."""
+        length = vectors.shape[-2]
+        cos, sin = self.cos[:length], self.sin[:length]
+        first, second = vectors.chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+        return turned.type_as(vectors)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lab.measure.steady import Warmup
+from lab.measure.statistics import Warmup
 from lab.record import schema_1
 from lab.record.certificate import Certificate
 from lab.record.decode import decode
@@ -153,7 +153,7 @@ class Record:
         final: metrics of the last evaluation by name; accuracy is a share of 1.
         evaluations: step, training seconds and metrics of each evaluation.
         gradient_noise: the gradient noise scale in samples, its 95 % interval and the steps that it
-            was taken from; of runs with measure=noise (lab.measure.noise_scale).
+            was taken from; of runs with measure=noise (lab.measure.statistics).
         drift: of runs with drift_every, for each window its bucket and last step, the relative
             error and cosine of what was delivered, and whether that is an alarm (lab.sync.drift).
         certificate: what check=first found; null: it was off, not reached, or of one rank.

@@ -31,7 +31,7 @@ def run_cells(
     torchrun would give a single rank all cores, which would distort the scaling baseline.
 
     Args:
-        cells: one, or several of one start (lab.study.starts).
+        cells: one, or several of one start (lab.study.run).
         turns: steps of a turn; None: the only cell takes none.
         timeout_s: seconds for each cell.
         lock: descriptor of the study's lock, which the launcher holds if this process dies.

@@ -7,6 +7,7 @@ import fcntl
 import importlib.util
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -18,17 +19,22 @@ from lab.record.schema import Record
 from lab.settings.command import CommandLine
 from lab.settings.command_line import show
 from lab.settings.errors import ConfigError
+from lab.settings.names import root_of
 from lab.settings.whole import open_lock
 from lab.study import dry_run, saved
 from lab.study.cells import already, recorded
-from lab.study.grid import Study
-from lab.study.starts import starts
+from lab.study.grid import Cell, Study
 
 LOCK_WAIT_S = 60.0
 
 
 CellEnded = Callable[[bool], None]  # is told of each cell, and whether it was run now
 Serve = Callable[[Study, Path], AbstractContextManager[CellEnded]]
+# What the ranks of a start have in common: the work, and all that a process has only once.
+SHARED = (
+    *("model", "profile", "data", "task", "precision", "accumulate", "straggler", "cluster"),
+    *("device", "backend", "share_gpus", "threads", "tf32", "deterministic", "code"),
+)
 
 
 def sweep(line: CommandLine, serve: Serve) -> int:
@@ -202,3 +208,20 @@ def _alone(root: Path) -> Iterator[int]:
                     raise ConfigError(f"study={root.name}: another sweep of it runs") from None
                 time.sleep(0.5)
         yield lock.fileno()
+
+
+def starts(study: Study) -> list[list[Cell]]:
+    """Group the cells in order: each by itself, or if they take turns those of the same work."""
+    if study.turns is None:
+        return [[cell] for cell in study.cells]
+    groups: defaultdict[object, list[Cell]] = defaultdict(list)
+    for cell in study.cells:
+        groups[_shared(cell)].append(cell)
+    return [*groups.values()]
+
+
+def _shared(cell: Cell) -> object:
+    config = cell.config
+    settings = {k: str(v) for k, v in cell.settings.items() if root_of(k) in SHARED}
+    axes = cell.world_size, cell.repeat, cell.batch_size, config.scaling, config.measure
+    return axes, str(config.comm), tuple(sorted(settings.items()))

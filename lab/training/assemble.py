@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,21 +23,23 @@ from lab.distributed.worker import Worker, make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
 from lab.exchange.gate import admit, require_values
+from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.problem.build import build_data, build_model, build_task, output_shapes
 from lab.settings.config import ConfigError, Settings, build
 from lab.settings.errors import SharedError, one_line
 from lab.sync.base import Sync, SyncParts
+from lab.sync.gradsync import GradientNoise, GradSync
+from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training.alike import data_facts, parameters, settings_and_software
-from lab.training.arithmetic import set_arithmetic
-from lab.training.compiled import compiled
-from lab.training.elementwise import require_elementwise
-from lab.training.observe import observe
 from lab.training.optim import make_optim
-from lab.training.piecewise import require_piecewise
+from lab.training.piecewise import require_elementwise, require_piecewise
 from lab.training.planted import Plant
 from lab.training.progress import Progress, total_steps
 from lab.training.trainer import Trainer
+
+OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
+BACKEND = "inductor"
 
 
 @dataclass(frozen=True)
@@ -284,3 +288,105 @@ def _require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
                 replicas.require_like_gpus(type(part).__name__, world)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+
+
+def set_arithmetic(tf32: bool, deterministic: bool, threads: int | None = None) -> None:
+    """Set how products and convolutions round, whether runs are bit-identical, and CPU threads.
+
+    Args: tf32: float32 operations on a GPU may round their inputs to TF32 (10 bits of mantissa).
+    False is IEEE float32, in cuDNN too, where torch's default is TF32. deterministic: use slower
+    algorithms that add in the same order in every run. threads: of an operation on a CPU; None: as
+    OMP_NUM_THREADS says.
+
+    Raises: ValueError: the environment contradicts `tf32`.
+    """
+    override = os.environ.get(OVERRIDE)
+    if override and override != str(int(tf32)):
+        raise ValueError(
+            f"tf32={str(tf32).lower()}: {OVERRIDE}={override} overrides it; unset it, or set "
+            f"tf32={str(not tf32).lower()}"
+        )
+    with warnings.catch_warnings():
+        # torch 2.9 prefers fp32_precision, with which its torch.compile fails.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:  # cuBLAS reads it when it starts; torch before 2.13 requires it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)  # a second of imports, even for False
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def compiled_as(config: DictConfig) -> str | None:
+    """Return how `compiled` compiles: "whole", "regions", or None for not at all.
+
+    Backward of a compiled region is one node of autograd's graph: all its gradients appear with its
+    last kernel. So a model is compiled in regions if exchanges overlap backward.
+    """
+    if not config.compile:
+        return None
+    return "regions" if config.overlap and config.bucket_mb is not None else "whole"
+
+
+def compiled(model: nn.Module, config: DictConfig) -> nn.Module:
+    """Return the module that runs forward; its parameters keep their names and memory.
+
+    Regions are cut as torch cuts them for DDP: from the end of the graph, whenever the parameters
+    fill a bucket. DDP itself cuts them at its own buckets.
+    """
+    how, backend = compiled_as(config), BACKEND
+    if how is None:
+        return model
+    if how == "regions" and not pattern_of(config).waits_in_backward:
+        from torch._dynamo.backends.distributed import DDPOptimizer
+        from torch._dynamo.backends.registry import lookup_backend
+
+        cap = max(1, int(config.bucket_mb * MIB))
+        regions = DDPOptimizer(cap, lookup_backend(BACKEND), min(cap, FIRST_BUCKET_BYTES))
+        backend = regions.compile_fn
+    module: Any = torch.compile(model, backend=backend)
+    return module
+
+
+def observe(sync: Sync, settings: Settings) -> None:
+    """Attach what the settings ask to be observed of each exchange."""
+    if settings.measure == "noise":
+        _observe_noise(sync)
+    if settings.drift_every is not None:
+        observe_drift(sync, settings.drift_every, settings.precision)
+
+
+def _observe_noise(sync: Sync) -> None:
+    """Collect the norms of gradients before and after their exchange.
+
+    Raises:
+        ConfigError: there is one rank, or ranks do not exchange gradients as they are.
+    """
+    if sync.comm.size == 1:
+        raise ConfigError("measure=noise: compares the ranks' gradients: needs two ranks or more")
+    if type(sync) is not GradSync or not sync.exchange.exact:
+        raise ConfigError(
+            "measure=noise: needs a strategy that averages gradients exactly in every step, such "
+            "as allreduce"
+        )
+    sync.noise = GradientNoise()
+
+
+def observe_drift(sync: Sync, every: int, precision: str) -> None:
+    """Compare what the exchange delivers with what was due.
+
+    Raises:
+        ConfigError: no exchange of the lab leaves a mean on all ranks, or steps may be undone.
+    """
+    if precision == "fp16":
+        raise ConfigError(
+            f"drift_every={every}: precision=fp16 puts residuals back when it skips a step; "
+            "allowed are fp32, bf16"
+        )
+    try:
+        sync.observe_drift(every)
+    except ValueError as error:
+        raise ConfigError(f"drift_every={every}: {error}") from None

@@ -14,26 +14,30 @@ import torch
 
 from lab.distributed.replicas import replica_hash
 from lab.distributed.world import World
-from lab.measure.noise_scale import noise_scale
+from lab.exchange.compressed import left_exact
+from lab.exchange.layout import trainable
 from lab.measure.spans import PHASES, Span
 from lab.measure.statistics import (
+    Warmup,
+    noise_scale,
     phase_statistics,
+    round_means,
     step_statistics,
     wall_seconds,
+    warmup_of,
     whole_rounds,
 )
 from lab.record import steps
 from lab.record.run_directory import RunDirectory
-from lab.record.schema import Record, StepSeconds, worded
+from lab.record.schema import Bucket, Record, StepSeconds, worded
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
+from lab.sync.pattern import idle
 from lab.task.metrics import metrics_of, shown
 from lab.training.compute import note_rates
-from lab.training.counted import after_warmup, counted_in, timed_rounds, warmup_in
 from lab.training.loop import Loop
-from lab.training.plan import note_plan
 
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
 
@@ -290,3 +294,72 @@ def _payload_lines(record: Record) -> Iterator[str]:
         across, hosts = record.across_bytes_per_step or [0], record.environment.get("num_hosts", 1)
         if any(across) and record.world_size > hosts:  # ranks share hosts
             yield f"across hosts    {max(across) / 1e6:.3f} MB of it, of the rank that sends most"
+
+
+def note_plan(trainer: Loop, record: Record) -> None:
+    """Note buckets, the sync's choices and what did nothing, of a run whose steps are counted."""
+    record.idle = _left_exact(trainer)
+    # A loop of the user's own has its own accumulation, and DDP its own buckets.
+    if not isinstance(trainer.sync, Sync) or not hasattr(trainer.config, "accumulate"):
+        return
+    record.buckets = _buckets(trainer)
+    record.choices = [*record.choices, *trainer.sync.choices()]
+    record.idle += trainer.sync.idle() + idle(
+        trainer.sync.pattern,
+        strategy=record.strategy,
+        world_size=record.world_size,
+        num_steps=record.num_steps,
+        bucket_mb=trainer.config.bucket_mb,
+        accumulate=trainer.config.accumulate,
+        bucket_bytes=[bucket.bytes for bucket in record.buckets or ()],
+    )
+
+
+def _left_exact(trainer: Loop) -> list[str]:
+    sync = trainer.sync
+    by_library = isinstance(sync, Sync) and not sync.pattern.takes_any_exchange
+    if trainer.world.size == 1 or by_library:
+        return []
+    shapes = {name: p.shape for name, p in trainable(trainer.model).items()}
+    return left_exact(sync.exchange, shapes)
+
+
+def _buckets(trainer: Loop) -> list[Bucket] | None:
+    if not isinstance(trainer.sync, GradSync):
+        return None
+    return [Bucket(bucket.nbytes, " ".join(bucket.shapes)) for bucket in trainer.sync.buckets]
+
+
+def warmup_in(trainer: Loop, step_s: np.ndarray) -> Warmup:
+    """Return how many first steps are warm-up, and why."""
+    if turns := trainer.turns:
+        first = "step does" if turns.every == 1 else f"{turns.every} steps do"
+        reason = (
+            f"until it took turns of {turns.size} with other runs, whose first {first} not count"
+        )
+        return Warmup(turns.alone, reason)
+    asked, every = trainer.config.warmup_steps, trainer.sync.every
+    return warmup_of(step_s, asked, every, steps_of_trials(trainer))
+
+
+def steps_of_trials(trainer: Loop) -> int:
+    """Count the first steps in which others were tried: all so far, if they still are."""
+    settled_at = trainer.sync.settled_at
+    last = trainer.progress.step if settled_at is None else settled_at
+    return max(0, last - trainer.first_step)
+
+
+def timed_rounds(trainer: Loop, values: np.ndarray, warmup: int) -> np.ndarray:
+    """Keep the `values` [ranks, steps, ...] that statistics count, by step or by round."""
+    return round_means(*after_warmup(trainer, values, warmup))
+
+
+def after_warmup(trainer: Loop, values: np.ndarray, warmup: int) -> tuple[np.ndarray, int, int]:
+    """Return values [ranks, steps, ...], the number of the first step, and steps per round."""
+    kept = values[:, counted_in(trainer, values.shape[1], warmup)]
+    return kept, trainer.first_step + warmup, trainer.sync.every
+
+
+def counted_in(trainer: Loop, num_steps: int, warmup: int) -> np.ndarray:
+    """Tell which steps statistics count, [steps]."""
+    return trainer.turns.counted(num_steps) if trainer.turns else np.arange(num_steps) >= warmup

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
-from lab.measure.source import source_hash
+from lab.measure.environment import source_hash
 from lab.record.decode import decode
 from lab.record.origin import Stretch, joined, stretches
 from lab.record.run_directory import RunDirectory
@@ -27,11 +27,11 @@ from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.alike import checkpoint_facts
 from lab.training.assemble import Assembly, assemble, require_alike
-from lab.training.bar import Bar
 from lab.training.compute import compute_of
 from lab.training.curves import Curves
 from lab.training.failure import failure_of, tell
 from lab.training.identity import made_by, record_of, settings_of
+from lab.training.progress import Bar
 from lab.training.trainer import Trainer
 
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does

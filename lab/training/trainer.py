@@ -20,7 +20,7 @@ from lab.distributed.watchdog import Watchdog
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
-from lab.measure.steady import least_warmup
+from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns
 from lab.record.certificate import Certificate
 from lab.settings.config import Settings

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from lab.advice.accuracy import CODECS, FEEDBACK, ROUNDS, TRIALS
+from lab.advice.advise import CODECS, FEEDBACK, ROUNDS, TRIALS, limit
 from lab.advice.forecast import MODEL_ERROR, Forecast, contenders, ranked
-from lab.advice.limits import limit
 from lab.advice.target import Target
 from lab.claims.predicted import profile_of
 from lab.exchange.cost import Sizes

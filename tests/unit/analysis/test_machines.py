@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 
 from lab.analysis import summary
-from lab.analysis.machines import labels_of, named_by_study
-from lab.analysis.records import load_study
+from lab.analysis.records import labels_of, load_study, named_by_study
 from lab.analysis.speedup import table
 from lab.draw.looks import LOOKS, looks_of
 from lab.measure.spans import Span

@@ -9,8 +9,8 @@ import pytest
 
 from lab.analysis import summary
 from lab.analysis.records import load_study
-from lab.analysis.scalability import scalability, serial_fraction, universal_law
 from lab.analysis.speedup import Row, table
+from lab.analysis.summary import scalability, serial_fraction, universal_law
 from tests.support.records import leave, make_record
 
 SIZES = (1, 2, 4, 8)

@@ -27,7 +27,7 @@ from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Int8
 from lab.exchange.cost import Sizes
-from lab.measure import peak
+from lab.measure.memory import peak_bytes, reset_peak
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
 from tests.support.cases import exchange_settings
@@ -284,12 +284,12 @@ def test_without_none_nothing_is_exposed_and_no_number_is_made_up() -> None:
 
 
 def test_peak_sees_what_was_freed_before_it_is_read() -> None:
-    peak.reset_peak(CPU)
-    before = peak.peak_bytes(CPU)
+    reset_peak(CPU)
+    before = peak_bytes(CPU)
     torch.ones(2**24)
-    assert peak.peak_bytes(CPU) - before == pytest.approx(2**26, rel=0.05)
-    peak.reset_peak(CPU)
-    assert peak.peak_bytes(CPU) < before + 2**22
+    assert peak_bytes(CPU) - before == pytest.approx(2**26, rel=0.05)
+    reset_peak(CPU)
+    assert peak_bytes(CPU) < before + 2**22
 
 
 def test_theory_counts_buffers_scratch_and_residuals() -> None:

@@ -18,7 +18,7 @@ from lab.benchmarks.views.counters import hits
 from lab.convolution.algorithms import ALGORITHMS
 from lab.layers import callgrind
 from lab.layers.footprint import KINDS
-from lab.training import compiled
+from lab.training import assemble
 from tests.support.figures import bars, keep_saved, legend, ticks
 
 LENET = ("model=lenet", "batch_size=2", "threads=1", "rounds=6")
@@ -174,7 +174,7 @@ def test_throughput_has_a_curve_and_a_knee_for_each_series_of_batches(
         shapes.append(next(tuple(each.shape) for each in inputs if each.shape[-1] == 32))
         return graph.forward
 
-    monkeypatch.setattr(compiled, "BACKEND", noting)
+    monkeypatch.setattr(assemble, "BACKEND", noting)
     saved = keep_saved(monkeypatch)
     out = tmp_path / "a.json"
     batches = (2, 3, 4, 5, 6)
@@ -293,7 +293,7 @@ def test_layers_are_told_apart_in_half_precision(tmp_path: Path) -> None:
 def test_several_settings_are_compared_by_kind_and_a_compiled_step_by_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "eager")  # its kernels are not the subject
+    monkeypatch.setattr(assemble, "BACKEND", "eager")  # its kernels are not the subject
     saved = keep_saved(monkeypatch)
     out = tmp_path / "mlp.json"
     settings = ("model=mlp", "batch_size=8", "threads=1", "rounds=6")

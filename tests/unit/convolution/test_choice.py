@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lab.convolution import choice
-from lab.convolution.algorithms import ALGORITHMS, LIBRARY
+from lab.convolution.algorithms import ALGORITHMS, LIBRARY, Library
 from lab.convolution.choice import fixed, heuristic, profile
 from lab.convolution.gemm import Gemm
 from lab.convolution.layer import ChosenConv2d
-from lab.convolution.library import Library
 from lab.convolution.problem import Pass, Problem
 from lab.model.lenet import lenet
 from lab.model.mlp import mlp

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lab.data import Data
 from lab.data.digits import _rotate, digits, rotated_digits
-from lab.data.imagefiles import CorruptImage, Sample, centre_crop, random_crop
-from lab.data.imagefolder import ImageFolder
+from lab.data.imagefolder import CorruptImage, ImageFolder, Sample, centre_crop, random_crop
 from lab.data.sampler import GlobalSampler
 from lab.data.synthetic import synthetic, synthetic_tokens
 from lab.data.tensors import TensorData

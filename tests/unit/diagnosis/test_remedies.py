@@ -23,7 +23,7 @@ from lab.diagnosis.remedies import BY_VERDICT, Remedy, remedies
 from lab.diagnosis.rules import Loss, Verdict
 from lab.distributed import world as worlds
 from lab.settings.config import ConfigError, check_batch, choices_of, load
-from lab.training import compiled
+from lab.training import assemble
 from tests.conftest import Finished
 from tests.support.ranks import join, spawn
 from tests.unit.diagnosis.test_explain import write
@@ -107,7 +107,7 @@ def different(results: dict[str, DictConfig]) -> dict[str, DictConfig]:
 
 def train(configs: dict[str, DictConfig]) -> list[str]:
     """Train one rank for two steps of each of `configs`; return refusals."""
-    compiled.BACKEND = "eager"  # does not depend on a compiler
+    assemble.BACKEND = "eager"  # does not depend on a compiler
     world, refused = join(), []
     for settings, config in configs.items():
         try:

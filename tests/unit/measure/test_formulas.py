@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lab.measure.formulas import operations_of
-from lab.measure.operations import Uncountable, count
+from lab.measure.operations import Uncountable, count, operations_of
 
 Index = tuple[int, ...]
 

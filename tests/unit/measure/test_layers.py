@@ -17,9 +17,9 @@ from torch.autograd import DeviceType
 
 from lab import profile_layers
 from lab.benchmarks.profile import clocked
-from lab.measure import layer_marks, layers
-from lab.measure.kernels import kernels_ms
+from lab.measure import layers
 from lab.measure.layers import LayerClock
+from lab.measure.marks import kernels_ms
 from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer
@@ -53,7 +53,7 @@ def medians(clock: LayerClock, warmup: int) -> list[Layer]:
 
 def test_times_of_all_layers_add_up_to_the_whole_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = count()
-    monkeypatch.setattr(layer_marks, "mark", lambda _: float(next(moments)))
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     model = Twice()
     with LayerClock(model, CPU) as clock:
         for _ in range(3):
@@ -85,7 +85,7 @@ def test_layers_of_branches_and_tied_ones_are_measured(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: torch.Tensor, without: set[str]
 ) -> None:
     moments = count()
-    monkeypatch.setattr(layer_marks, "mark", lambda _: float(next(moments)))
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     with LayerClock(model, CPU) as clock:
         model(inputs).sum().backward()
     found = medians(clock, warmup=0)
@@ -102,7 +102,7 @@ def test_layers_of_branches_and_tied_ones_are_measured(
 
 def test_a_replayed_profile_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time(overslept_s=0)
-    monkeypatch.setattr(layer_marks, "mark", lambda _: time.now_s)
+    monkeypatch.setattr(layers, "mark", lambda _: time.now_s)
     model = replay(time)
     with LayerClock(model, CPU) as clock:
         for _ in range(3):
@@ -132,7 +132,7 @@ def test_layers_out_of_the_ordinary_have_their_place(monkeypatch: pytest.MonkeyP
             return self.head(mixed)
 
     moments = count()
-    monkeypatch.setattr(layer_marks, "mark", lambda _: float(next(moments)))
+    monkeypatch.setattr(layers, "mark", lambda _: float(next(moments)))
     model = Odd()
     with LayerClock(model, CPU) as clock:
         for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.measure.lines import fixed_and_per_sample
+from lab.measure.layers import fixed_and_per_sample
 
 
 def test_times_on_a_line_give_its_parts() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lab.measure.noise_scale import noise_scale
+from lab.measure.statistics import noise_scale
 
 DIMENSIONS, STEPS = 400, 300
 

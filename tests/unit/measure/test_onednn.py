@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import conv2d
 
-from lab.measure.onednn import Primitive, implementations, parsed
-from lab.measure.printed import printed
+from lab.measure.onednn import Primitive, implementations, parsed, printed
 
 LOG = """\
 onednn_verbose,v1,info,cpu,isa:Intel AVX2

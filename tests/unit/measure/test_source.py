@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lab.measure.source import source_hash
+from lab.measure.environment import source_hash
 
 
 class Net(nn.Sequential): ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.measure.steady import FIRST, warmup_of
+from lab.measure.statistics import FIRST, warmup_of
 
 
 def steps(slow: int, count: int = 200, seed: int = 0) -> np.ndarray:

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lab.model.lstm import LSTM
-from lab.model.rotary import Rotary
-from lab.model.transformer import Transformer
+from lab.model.transformer import Rotary, Transformer
 
 Make = Callable[..., nn.Module]
 VOCABULARY, CONTEXT = 11, 8

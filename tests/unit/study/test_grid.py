@@ -11,7 +11,7 @@ from lab.settings.errors import ConfigError
 from lab.settings.files import conf_dir
 from lab.study import saved
 from lab.study.grid import Cell, read
-from lab.study.starts import starts
+from lab.study.run import starts
 
 
 def cells(*arguments: str) -> list[tuple[str, ...]]:

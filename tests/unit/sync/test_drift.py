@@ -23,7 +23,7 @@ from lab.settings.errors import ConfigError
 from lab.sync.base import SyncParts
 from lab.sync.drift import LIMIT, Drift
 from lab.sync.gradsync import GradSync
-from lab.training.observe import observe_drift
+from lab.training.assemble import observe_drift
 from tests.support.cases import (
     COMPRESSES_LITTLE,
     DIRECTIONS,

@@ -12,7 +12,7 @@ import torch
 from lab.measure.environment import environment
 from lab.settings.config import ConfigError, load
 from lab.training import assemble
-from lab.training.arithmetic import set_arithmetic
+from lab.training.assemble import set_arithmetic
 
 
 @pytest.fixture(autouse=True)

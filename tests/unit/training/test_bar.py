@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab.record.schema import Compute
-from lab.training.bar import Bar
+from lab.training.progress import Bar
 from tests.support.records import make_record
 
 

@@ -16,8 +16,8 @@ from lab.exchange.allreduce import AllReduce
 from lab.settings.config import load
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
-from lab.training import compiled as compiling
-from lab.training.compiled import compiled, compiled_as
+from lab.training import assemble as compiling
+from lab.training.assemble import compiled, compiled_as
 
 WIDTH = 64  # a layer's weight has 16 KiB
 

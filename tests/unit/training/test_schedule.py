@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lab.settings.errors import ConfigError
-from lab.training.schedule import Schedule
+from lab.training.optim import Schedule
 
 
 def rates(steps: int = 104, **settings: Any) -> list[float]:
