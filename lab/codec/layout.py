@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -159,6 +160,14 @@ class Layout:
             rows = min(step, piece.rows - row)
             at = piece.header + row * header, piece.payload + row * payload
             yield Piece(piece.start + row * piece.columns, rows, piece.columns, *at)
+
+
+def spans(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield each parameter's name and its range among the values of all, in their order."""
+    start = 0
+    for name, shape in shapes.items():
+        yield name, start, start + math.prod(shape)
+        start += math.prod(shape)
 
 
 def lay_out(
