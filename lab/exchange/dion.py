@@ -14,7 +14,7 @@ from lab.distributed.comm import Comm
 from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Adam, MatrixDirection, is_finite, zeros
+from lab.exchange.direction import MatrixDirection, is_finite, zeros
 from lab.exchange.layout import rank_of
 from lab.exchange.memory import shares
 from lab.exchange.muon import rms_factor
@@ -62,7 +62,7 @@ class Dion(MatrixDirection):
         adam: Sequence[str] = (),
         matrices: Sequence[str] = (),
     ) -> None:
-        super().__init__(adam, matrices)
+        super().__init__(adam, matrices, betas, eps)
         if not 0 < rank_fraction <= 1:
             raise ValueError(
                 f"exchange.rank_fraction={rank_fraction}: must be above 0 and at most 1"
@@ -70,7 +70,6 @@ class Dion(MatrixDirection):
         if not 0 <= momentum < 1:
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         self.rank_fraction, self.momentum = rank_fraction, momentum
-        self.adam = Adam(tuple(betas), eps)
 
     def add_cost(self, costs: Costs) -> bool:
         """Count the passes over momentum, gradients and directions, and the factors that are sent.
@@ -104,10 +103,7 @@ class Dion(MatrixDirection):
         for name, r in self._sums_of_r(matrices, ps, comm).items():
             self._direct(name, ps[name], r, matrices[name])
         for name, gradient in others.items():
-            momentum = zeros(self.moments["momentum"], name, gradient)
-            variance = zeros(self.moments["variance"], name, gradient)
-            self.adam.add(gradient, momentum, variance)
-            self.adam.direction(momentum, variance, self.updates, out=gradient)
+            self.direct_by_adam(name, gradient)
         bucket.finite = is_finite(bucket.flat)
 
     def _orthonormal_ps(
@@ -174,7 +170,6 @@ class Dion(MatrixDirection):
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each rank an equal share of the momentum; all else was equal on all ranks."""
         new = super().redistribute(states, rank, size)
-        new |= {kind: dict(states[0][kind]) for kind in self.kinds}
         new["share"] = shares([state["share"] for state in states], size)
         return new
 

@@ -36,6 +36,9 @@ class Direction(Exchange):
     their schedule stay the optimizer's, and weight decay is decoupled, as AdamW's. What adaptive
     optimizers keep between steps, moments, is kept here, by parameter name.
 
+    Args:
+        betas, eps: see Adam.
+
     Attributes:
         kinds: of moments.
         moments: of each kind, by parameter name, as far as this rank keeps them.
@@ -47,7 +50,8 @@ class Direction(Exchange):
     takes_divided = True
     kinds: tuple[str, ...]
 
-    def __init__(self) -> None:
+    def __init__(self, betas: Sequence[float], eps: float) -> None:
+        self.adam = Adam(tuple(betas), eps)
         self.moments: dict[str, Moments] = {kind: {} for kind in self.kinds}
         self.updates = 0
         self._step: int | None = None  # number of the step under way
@@ -64,6 +68,17 @@ class Direction(Exchange):
         self.updates += first
         return first
 
+    def add_by_adam(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a gradient to Adam's moments of parameter `name`; return momentum and variance."""
+        momentum = zeros(self.moments["momentum"], name, gradient)
+        variance = zeros(self.moments["variance"], name, gradient)
+        self.adam.add(gradient, momentum, variance)
+        return momentum, variance
+
+    def direct_by_adam(self, name: str, gradient: Tensor) -> None:
+        """Replace a gradient by Adam's direction."""
+        self.adam.direction(*self.add_by_adam(name, gradient), self.updates, out=gradient)
+
     def state_dict(self) -> dict[str, Any]:
         kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
         return {"counts": {"updates": torch.tensor(self.updates)}, **kinds}
@@ -74,7 +89,8 @@ class Direction(Exchange):
         self._step = None
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        return {"counts": dict(states[0]["counts"])}
+        """Give each rank what all ranks share; others override what they do not."""
+        return {kind: dict(states[0][kind]) for kind in ("counts", *self.kinds)}
 
 
 class MatrixDirection(Direction):
@@ -82,10 +98,13 @@ class MatrixDirection(Direction):
 
     Args:
         adam, matrices: see HiddenMatrices.
+        betas, eps: see Adam.
     """
 
-    def __init__(self, adam: Sequence[str], matrices: Sequence[str]) -> None:
-        super().__init__()
+    def __init__(
+        self, adam: Sequence[str], matrices: Sequence[str], betas: Sequence[float], eps: float
+    ) -> None:
+        super().__init__(betas, eps)
         self._rule = HiddenMatrices(adam, matrices)
         self._hidden: Hidden | None = None
 

@@ -15,7 +15,7 @@ from lab.exchange import owners
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
+from lab.exchange.direction import MatrixDirection, is_finite, require_integer, zeros
 from lab.exchange.layout import Matrix, trainable
 from lab.exchange.owners import Place, newton_schulz_operations
 
@@ -62,7 +62,7 @@ class Muon(Staged, MatrixDirection):
         adam: Sequence[str] = (),
         matrices: Sequence[str] = (),
     ) -> None:
-        super().__init__(adam, matrices)
+        super().__init__(adam, matrices, betas, eps)
         if not 0 <= momentum < 1:
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         if not isinstance(nesterov, bool):
@@ -71,7 +71,7 @@ class Muon(Staged, MatrixDirection):
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
         require_integer("steps", steps, 1)
         self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
-        self.dtype, self.adam = DTYPES[dtype], Adam(tuple(betas), eps)
+        self.dtype = DTYPES[dtype]
         self._sizes: dict[str, int] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}
@@ -146,12 +146,10 @@ class Muon(Staged, MatrixDirection):
 
     def _direct(self, place: Place, gradient: Tensor) -> None:
         """Turn a gradient that this rank owns into the direction."""
-        momentum = zeros(self.moments["momentum"], place.name, gradient)
         if place.owner is None:
-            variance = zeros(self.moments["variance"], place.name, gradient)
-            self.adam.add(gradient, momentum, variance)
-            self.adam.direction(momentum, variance, self.updates, out=gradient)
+            self.direct_by_adam(place.name, gradient)
             return
+        momentum = zeros(self.moments["momentum"], place.name, gradient)
         rows, columns = self._matrices[place.name]
         self.dtype = self.dtype or native_dtype(gradient.device)
         momentum.lerp_(gradient, 1 - self.momentum)
