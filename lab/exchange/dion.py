@@ -11,11 +11,10 @@ from torch import Tensor
 from lab.codec import low_rank
 from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
 from lab.distributed.comm import Comm
-from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.direction import MatrixDirection, is_finite, zeros
-from lab.exchange.layout import rank_of
+from lab.exchange.layout import hidden_matrices, rank_of
 from lab.exchange.memory import shares
 from lab.exchange.muon import rms_factor
 
@@ -77,7 +76,7 @@ class Dion(MatrixDirection):
         Orthonormalising P is work of the device, and left out.
         """
         shapes = {str(number): shape for number, shape in enumerate(costs.shapes)}
-        matrices = list(owners.hidden_matrices(shapes).values())
+        matrices = list(hidden_matrices(shapes).values())
         n = sum(rows * columns for rows, columns in matrices)
         ranks = [rank_of(*matrix, self.rank_fraction) for matrix in matrices]
         left = sum(r * rows for r, (rows, _) in zip(ranks, matrices, strict=True))

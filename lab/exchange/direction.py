@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
-from lab.exchange import owners
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.layout import COMPILED, Matrix, as_matrix
+from lab.exchange.layout import COMPILED, Matrix, as_matrix, hidden_matrices
 
 Moments = dict[str, Tensor]  # by parameter
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -113,7 +112,7 @@ class MatrixDirection(Direction):
 
     def plan(self, shapes: Shapes) -> Hidden:
         """Return the plan of the model, or of a bucket if there is no model."""
-        return self._hidden or Hidden(owners.hidden_matrices(shapes))
+        return self._hidden or Hidden(hidden_matrices(shapes))
 
     def moves_as(self, shapes: Shapes) -> list[tuple[int, ...]]:
         plan = self.plan(shapes)
