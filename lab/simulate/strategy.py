@@ -10,10 +10,9 @@ from typing import Any
 from lab.exchange.cost import Shape
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.simulate.costs import exchange_of
+from lab.simulate.costs import exchange_of, scatter_of
 from lab.simulate.load import in_shares, phases_of
 from lab.simulate.network import Network
-from lab.simulate.scatters import scatter_of
 from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of
 
 NONE = {"_target_": "lab.exchange.allreduce.NoExchange"}
