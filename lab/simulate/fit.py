@@ -64,6 +64,11 @@ class Observation:
         """The median over repeats."""
         return median(self.steps_s)
 
+    def predicted_s(self, hardware: Hardware, strategy: Strategy | None = None) -> float:
+        """Predict the step time of these cells, or of another strategy in their place."""
+        point = strategy or self.strategy, self.world_size, self.per_rank_batch_size
+        return simulate(self.profile, hardware, *point).step_s
+
 
 @dataclass(frozen=True)
 class Group:
@@ -140,16 +145,7 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     def residuals(x: np.ndarray) -> np.ndarray:
         tried = np.exp(np.clip(x, start - FARTHEST, start + FARTHEST))
         hardware = with_values(preset, names, tried)
-        predicted = [
-            simulate(
-                cell.profile,
-                hardware,
-                cell.strategy,
-                cell.world_size,
-                cell.per_rank_batch_size,
-            ).step_s
-            for cell in used
-        ]
+        predicted = [cell.predicted_s(hardware) for cell in used]
         return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
 
     found = least_squares(residuals, start)
