@@ -90,16 +90,12 @@ class Strategy:
         exchange = in_shares(settings["exchange"], settings["steps"])
         if pattern.gathers_units:
             scatter_of(exchange)
-            return cls(
-                exchange,
-                settings["bucket_mb"],
-                pattern,
-                settings["accumulate"],
-                sharding=Sharding.of(settings),
-            )
-        for _, way in phases_of(exchange):
-            exchange_of(way)
+        else:
+            for _, way in phases_of(exchange):
+                exchange_of(way)
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
+        if pattern.gathers_units:
+            return replace(strategy, sharding=Sharding.of(settings))
         if not pattern.waits_in_forward:
             return strategy
         sync = settings["sync"]
