@@ -128,14 +128,12 @@ class Sharded:
                 self._compute(unit, [stage])
                 end_s = self.rank.now_s
                 continue
-            end_s = self.rank.beside(stage, unit.name, max(end_s, self._host_s()), stage.inside)
+            # The host of a GPU runs ahead; on CPUs it begins a collective now at the earliest.
+            earliest_s = max(end_s, self.rank.now_s) if self.blocks else end_s
+            end_s = self.rank.beside(stage, unit.name, earliest_s, stage.inside)
             if self.blocks:
                 self.rank.wait_until(end_s)
         return end_s
-
-    def _host_s(self) -> float:
-        """Return when the host begins a collective at the earliest; on a GPU it runs ahead."""
-        return self.rank.now_s if self.blocks else 0.0
 
 
 def units_of(profile: Profile, bucket_mb: float | None) -> list[Bucket]:
