@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lab.exchange.dion import Dion
-from lab.exchange.direction import Direction
 from lab.exchange.muon import Muon, balanced, newton_schulz_operations, orthogonalised
 from tests.support.directions import adam, deliver, num_values
 
@@ -71,7 +70,7 @@ def test_in_float32_ranks_equal_one_process(size: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [Muon, Dion])
-def test_embeddings_their_heads_and_vectors_go_by_adam(optimizer: type[Direction]) -> None:
+def test_embeddings_their_heads_and_vectors_go_by_adam(optimizer: type[Muon | Dion]) -> None:
     given = gradients(5, 2)
     directions = deliver(optimizer, SHAPES, given, weights=Net())[0].directions.double()
     by_adam = adam(given.mean(dim=1), frozen_at=5)
