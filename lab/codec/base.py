@@ -68,14 +68,15 @@ class Codec(ABC):
     Attributes:
         name: of its kernels.
         option: a number that these are given.
-        cuts_rows: a row may be cut into several, each with a header of its own.
+        block_size: values of a row that is divided regardless of parameters; 0: rows may have any
+            length, and one may be cut into several, each with a header of its own.
         in_torch: bytes that `write` and `read` move for a value, which a GPU's time follows from;
             None: GPUs have kernels.
     """
 
     name: ClassVar[str]
     option = 0
-    cuts_rows = False
+    block_size = 0
     in_torch: ClassVar[tuple[float, float] | None] = (16.0, 8.0)
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
@@ -86,9 +87,9 @@ class Codec(ABC):
         if num_values := sum(map(math.prod, shapes.values())):
             yield self.row_of(num_values)
 
-    @abstractmethod
     def row_of(self, num_values: int) -> Rows:
         """Return the rows of values that are divided regardless of parameters; none is left out."""
+        return Rows(0, num_values, self.block_size or num_values)
 
     @abstractmethod
     def row_bytes(self, columns: int) -> RowBytes:
@@ -123,13 +124,17 @@ class Codec(ABC):
     def layout(self, shapes: Shapes, num_values: int, parts: int) -> Layout:
         """Lay out a bucket of parameters for messages of `parts` lines."""
         return lay_out(
-            list(self.rows(shapes)), num_values, parts, self.row_bytes, cuts_rows=self.cuts_rows
+            list(self.rows(shapes)),
+            num_values,
+            parts,
+            self.row_bytes,
+            cuts_rows=not self.block_size,
         )
 
     def layout_of_parts(self, num_values: int, parts: int) -> Layout:
         """Lay out a bucket whose parts are given: `num_values` each."""
         rows = [self.row_of(num_values)] if num_values else []
-        one = lay_out(rows, num_values, 1, self.row_bytes, cuts_rows=self.cuts_rows)
+        one = lay_out(rows, num_values, 1, self.row_bytes, cuts_rows=not self.block_size)
         return one.repeated(parts, num_values)
 
     def kernels(self, device: torch.device) -> Kernels:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
-from lab.codec.layout import RowBytes, Rows
+from lab.codec.layout import RowBytes
 
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -19,15 +19,11 @@ class Cast(Codec):
     """
 
     name = "cast"
-    cuts_rows = True
 
     def __init__(self, dtype: str) -> None:
         if dtype not in SHORT:
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(SHORT)}")
         self.dtype = SHORT[dtype]
-
-    def row_of(self, num_values: int) -> Rows:
-        return Rows(0, num_values, num_values)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, 2 * columns)
@@ -58,9 +54,6 @@ class Float8(Codec):
         if not isinstance(block_size, int) or block_size < 8:
             raise ValueError(f"exchange.block_size={block_size}: must be an integer of at least 8")
         self.block_size = block_size
-
-    def row_of(self, num_values: int) -> Rows:
-        return Rows(0, num_values, self.block_size)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, columns)

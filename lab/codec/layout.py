@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -52,6 +53,11 @@ class Piece(NamedTuple):
     def stop(self) -> int:
         return self.start + self.rows * self.columns
 
+    def moved(self, values: int, num_bytes: int) -> Piece:
+        """Return the piece of as many values and bytes later."""
+        header, payload = self.header + num_bytes, self.payload + num_bytes
+        return Piece(self.start + values, self.rows, self.columns, header, payload)
+
 
 class Copy(NamedTuple):
     """Values that travel as they are: `number` from `start` on, from byte `at` of the message."""
@@ -59,6 +65,10 @@ class Copy(NamedTuple):
     start: int
     number: int
     at: int
+
+    def moved(self, values: int, num_bytes: int) -> Copy:
+        """Return the copy of as many values and bytes later."""
+        return Copy(self.start + values, self.number, self.at + num_bytes)
 
 
 @dataclass(frozen=True)
@@ -110,37 +120,29 @@ class Layout:
         ):
             places[start] = place
             place += count
-        return Layout(
-            1,
-            self.line_bytes,
-            tuple(Piece(places[p.start], *p[1:3], p.header - low, p.payload - low) for p in pieces),
-            tuple(Copy(places[c.start], c.number, c.at - low) for c in copies),
-            self.row_bytes,
+        return replace(
+            self,
+            parts=1,
+            pieces=tuple(p.moved(places[p.start] - p.start, -low) for p in pieces),
+            copies=tuple(c.moved(places[c.start] - c.start, -low) for c in copies),
         )
 
     def repeated(self, parts: int, num_values: int) -> Layout:
         """Return the layout of `parts` parts of `num_values` consecutive values, each as this."""
         lines = [(part * num_values, part * self.line_bytes) for part in range(parts)]
-        return Layout(
-            parts,
-            self.line_bytes,
-            tuple(
-                Piece(p.start + value, *p[1:3], p.header + byte, p.payload + byte)
-                for value, byte in lines
-                for p in self.pieces
-            ),
-            tuple(
-                Copy(c.start + value, c.number, c.at + byte)
-                for value, byte in lines
-                for c in self.copies
-            ),
-            self.row_bytes,
+        return replace(
+            self,
+            parts=parts,
+            pieces=tuple(piece.moved(*line) for line in lines for piece in self.pieces),
+            copies=tuple(copy.moved(*line) for line in lines for copy in self.copies),
         )
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
         """Pieces, cut for threads, and copies: int64 [number, 5] and [number, 3], on the CPU."""
-        pieces = [cut for piece in self.pieces for cut in self._cut(piece)]
+        pieces = [
+            cut for p in self.pieces for cut in self.cut(p, max(1, PIECE_VALUES // p.columns))
+        ]
         return (
             torch.tensor(pieces, dtype=torch.int64).view(len(pieces), len(Piece._fields)),
             torch.tensor(self.copies, dtype=torch.int64).view(len(self.copies), len(Copy._fields)),
@@ -152,13 +154,21 @@ class Layout:
         pieces, copies = self.tables
         return pieces.data_ptr(), copies.data_ptr(), len(pieces), len(copies), self.num_encoded
 
-    def _cut(self, piece: Piece) -> Iterator[Piece]:
+    def cut(self, piece: Piece, most: int) -> Iterator[Piece]:
+        """Cut a piece into such of at most `most` rows."""
         header, payload = self.row_bytes(piece.columns)
-        step = max(1, PIECE_VALUES // piece.columns)
-        for row in range(0, piece.rows, step):
-            rows = min(step, piece.rows - row)
+        for row in range(0, piece.rows, most):
+            rows = min(most, piece.rows - row)
             at = piece.header + row * header, piece.payload + row * payload
             yield Piece(piece.start + row * piece.columns, rows, piece.columns, *at)
+
+
+def spans(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield each parameter's name and its range among the values of all, in their order."""
+    start = 0
+    for name, shape in shapes.items():
+        yield name, start, start + math.prod(shape)
+        start += math.prod(shape)
 
 
 def lay_out(
@@ -207,12 +217,8 @@ def lay_out(
     return Layout(
         parts,
         line,
-        tuple(
-            Piece(*p[:3], n * line + p.header, n * line + p.payload)
-            for n, own in enumerate(pieces)
-            for p in own
-        ),
-        tuple(Copy(*c[:2], n * line + c.at) for n, own in enumerate(copies) for c in own),
+        tuple(p.moved(0, n * line) for n, own in enumerate(pieces) for p in own),
+        tuple(c.moved(0, n * line) for n, own in enumerate(copies) for c in own),
         row_bytes,
     )
 

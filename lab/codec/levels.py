@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
-from lab.codec.layout import RowBytes, Rows
+from lab.codec.layout import RowBytes
 
 SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a block of equal values has one too
 
@@ -34,9 +34,6 @@ class Levels(Codec):
                 f"exchange.block_size={block_size}: must be a multiple of {least} above 0"
             )
         self.block_size = block_size
-
-    def row_of(self, num_values: int) -> Rows:
-        return Rows(0, num_values, self.block_size)
 
     def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
         ends = header.view(torch.float32)

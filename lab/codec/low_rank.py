@@ -10,9 +10,7 @@ import ctypes
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from lab.codec.kernels import bound, library
 HIGHEST_RANK = 4  # of the fast kernels
 
 
-@dataclass(frozen=True, eq=False)
 class Factors:
     """Where the matrices M of a bucket lie, and in two messages their factors P and Q^T.
 
@@ -34,18 +31,12 @@ class Factors:
         num_p, num_q: values of the messages: P, [rows, rank], and Q^T, [rank, columns], of each.
     """
 
-    matrices: Sequence[tuple[int, int, int, int]]
-    table: Tensor = field(init=False)
-    num_p: int = field(init=False)
-    num_q: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        ps = [0, *accumulate(rows * rank for _, rows, _, rank in self.matrices)]
-        qs = [0, *accumulate(rank * columns for _, _, columns, rank in self.matrices)]
-        rows = [[*each, p, q] for each, p, q in zip(self.matrices, ps[:-1], qs[:-1], strict=True)]
-        object.__setattr__(self, "table", torch.tensor(rows, dtype=torch.int64))
-        object.__setattr__(self, "num_p", ps[-1])
-        object.__setattr__(self, "num_q", qs[-1])
+    def __init__(self, matrices: Sequence[tuple[int, int, int, int]]) -> None:
+        self.matrices = matrices
+        *ps, self.num_p = accumulate((rows * rank for _, rows, _, rank in matrices), initial=0)
+        *qs, self.num_q = accumulate((rank * width for _, _, width, rank in matrices), initial=0)
+        rows = [[*each, p, q] for each, p, q in zip(matrices, ps, qs, strict=True)]
+        self.table = torch.tensor(rows, dtype=torch.int64)
 
     def of(self, flat: Tensor) -> list[Tensor]:
         """Return the matrices among values that are laid out like the bucket's."""
@@ -66,8 +57,8 @@ class Factors:
         return [part.view(each[3], -1) for part, each in zip(parts, self.matrices, strict=True)]
 
 
-class Kernels(Protocol):
-    """Functions on contiguous float32 tensors of one kind of device, for all matrices of a bucket.
+class Reference:
+    """The definition in plain torch, on contiguous float32 tensors, for all matrices of a bucket.
 
     Arguments: `factors` says where matrices lie in `gradients`, in `residuals` and in `out`, which
     are like the bucket; `p` and `q` are messages of all P and of all Q^T.
@@ -80,28 +71,30 @@ class Kernels(Protocol):
 
         Residuals become M. None: no error feedback, M is the gradient.
         """
-        ...
+        sums = gradients if residuals is None else residuals
+        if residuals is not None and factors.matrices:
+            torch._foreach_add_(factors.of(residuals), factors.of(gradients))
+        for matrix, q_t, out in zip(factors.of(sums), factors.qs(q), factors.ps(p), strict=True):
+            torch.mm(matrix, q_t.T, out=out)
 
     def project_back(
         self, factors: Factors, matrices: Tensor, p: Tensor, q: Tensor, subtract: bool
     ) -> None:
         """Multiply Q = M^T P, of which Q^T goes into `q`, and subtract P Q^T from M if told so."""
-        ...
+        parts = factors.of(matrices), factors.ps(p), factors.qs(q)
+        for matrix, left, q_t in zip(*parts, strict=True):
+            torch.mm(left.T, matrix, out=q_t)
+            if subtract:
+                matrix.addmm_(left, q_t, alpha=-1)
 
     def rebuild(self, factors: Factors, p: Tensor, q: Tensor, out: Tensor) -> None:
         """Multiply P Q^T into `out`; all ranks get the same bits."""
-        ...
+        for each in zip(factors.ps(p), factors.qs(q), factors.of(out), strict=True):
+            torch.mm(each[0], each[1], out=each[2])
 
 
-def kernels(device: torch.device, rank: int) -> Kernels:
-    """Return the fastest kernels for tensors of `device`, and factors of at most `rank` columns."""
-    fits = device.type == "cpu" and rank <= HIGHEST_RANK
-    found = library("low_rank") if fits else None
-    return Reference() if found is None else Native(found)
-
-
-class Native:
-    """The kernels in C++ (cpp/low_rank.cpp)."""
+class Native(Reference):
+    """The same in C++ (cpp/low_rank.cpp)."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         self._project = bound(found, "low_rank_project", tensors=5, numbers=2)
@@ -132,30 +125,11 @@ class Native:
         )
 
 
-class Reference:
-    """The definition, in plain torch."""
-
-    def project(
-        self, factors: Factors, gradients: Tensor, residuals: Tensor | None, q: Tensor, p: Tensor
-    ) -> None:
-        sums = gradients if residuals is None else residuals
-        if residuals is not None and factors.matrices:
-            torch._foreach_add_(factors.of(residuals), factors.of(gradients))
-        for matrix, q_t, out in zip(factors.of(sums), factors.qs(q), factors.ps(p), strict=True):
-            torch.mm(matrix, q_t.T, out=out)
-
-    def project_back(
-        self, factors: Factors, matrices: Tensor, p: Tensor, q: Tensor, subtract: bool
-    ) -> None:
-        parts = factors.of(matrices), factors.ps(p), factors.qs(q)
-        for matrix, left, q_t in zip(*parts, strict=True):
-            torch.mm(left.T, matrix, out=q_t)
-            if subtract:
-                matrix.addmm_(left, q_t, alpha=-1)
-
-    def rebuild(self, factors: Factors, p: Tensor, q: Tensor, out: Tensor) -> None:
-        for each in zip(factors.ps(p), factors.qs(q), factors.of(out), strict=True):
-            torch.mm(each[0], each[1], out=each[2])
+def kernels(device: torch.device, rank: int) -> Reference:
+    """Return the fastest kernels for tensors of `device`, and factors of at most `rank` columns."""
+    fits = device.type == "cpu" and rank <= HIGHEST_RANK
+    found = library("low_rank") if fits else None
+    return Reference() if found is None else Native(found)
 
 
 def orthonormalise(ps: Iterable[Tensor]) -> None:

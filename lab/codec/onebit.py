@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec, Kernels, Shapes
 from lab.codec.build import warn_slow
-from lab.codec.layout import RowBytes, Rows, lay_out
+from lab.codec.layout import RowBytes, Rows, lay_out, spans
 from lab.codec.signs import packed, unpacked
 
 THRESHOLDS = ("zero", "mean")
@@ -62,18 +61,13 @@ class OneBit(Codec):
         self.block_size, self.min_columns = block_size, min_columns
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        start = 0
-        for shape in shapes.values():
-            size = math.prod(shape)
+        for name, start, stop in spans(shapes):
+            shape, size = shapes[name], stop - start
             if self.granularity == "block":
                 if whole := size // self.block_size * self.block_size:
                     yield Rows(start, start + whole, self.block_size)
             elif len(shape) > 1 and size and size // shape[0] >= self.min_columns:
-                yield Rows(start, start + size, size // shape[0])
-            start += size
-
-    def row_of(self, num_values: int) -> Rows:
-        return Rows(0, num_values, self.block_size)
+                yield Rows(start, stop, size // shape[0])
 
     def left_out(self, key: str) -> str:
         """Say which values travel as they are. `key` names the settings of the exchange."""

@@ -156,7 +156,7 @@ def tables(layout: Layout, device: torch.device) -> Tables:
 def _encode_programs(piece: Piece, layout: Layout, found: dict[Shape, list[Any]]) -> None:
     fitting = [width for width in WIDTHS if width >= piece.columns]
     shape = Shape(fitting[0] if fitting else LONG_TILE, bool(fitting), _is_even(piece))
-    found[shape] += [Program(*each, 0) for each in _cut(piece, layout, shape.rows)]
+    found[shape] += [Program(*each, 0) for each in layout.cut(piece, shape.rows)]
 
 
 def _decode_programs(piece: Piece, layout: Layout, found: dict[Shape, list[Any]]) -> None:
@@ -164,23 +164,8 @@ def _decode_programs(piece: Piece, layout: Layout, found: dict[Shape, list[Any]]
     shape = Shape(width, piece.columns <= width, _is_even(piece))
     found[shape] += [
         Program(*each, first)
-        for each in _cut(piece, layout, shape.rows)
+        for each in layout.cut(piece, shape.rows)
         for first in range(0, piece.columns, width)
-    ]
-
-
-def _cut(piece: Piece, layout: Layout, most: int) -> list[Piece]:
-    """Cut a piece into such of at most `most` rows."""
-    header, payload = layout.row_bytes(piece.columns)
-    return [
-        Piece(
-            piece.start + row * piece.columns,
-            min(most, piece.rows - row),
-            piece.columns,
-            piece.header + row * header,
-            piece.payload + row * payload,
-        )
-        for row in range(0, piece.rows, most)
     ]
 
 

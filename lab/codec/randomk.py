@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class Draws:
 
     def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
         self.sizes, self.counts = list(sizes), list(counts)
-        starts = [0, *accumulate(sizes)][:-1]
-        places = [0, *accumulate(counts)][:-1]
+        *starts, _ = accumulate(sizes, initial=0)
+        *places, _ = accumulate(counts, initial=0)
         rows = [[*each, 0] for each in zip(starts, sizes, places, counts, strict=True)]
         self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
         self._seeds = self.table[:, 4]
@@ -47,8 +47,8 @@ class Draws:
         self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
 
 
-class Kernels(Protocol):
-    """Functions on contiguous tensors of one kind of device, for all parameters of a bucket."""
+class Reference:
+    """The definition in plain torch, on contiguous tensors, for all parameters of a bucket."""
 
     def encode(
         self,
@@ -67,21 +67,23 @@ class Kernels(Protocol):
             probe: float32 [], becomes NaN if any of the n values is not finite, which the drawn
                 values alone need not show.
         """
-        ...
+        sums = gradients if residuals is None else residuals.add_(gradients)
+        for seed, own, sent in _each(draws, sums, message):
+            chosen = places(len(own), len(sent), seed, own.device)
+            torch.index_select(own, 0, chosen, out=sent)
+            probe += (own - own).sum()  # 0, or NaN
+            if residuals is not None:
+                own.index_fill_(0, chosen, 0)
 
     def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
         """Put the values of `message` at their places in `out`, float32 [n]; zeros elsewhere."""
-        ...
+        out.zero_()
+        for seed, own, sent in _each(draws, out, message):
+            own.index_copy_(0, places(len(own), len(sent), seed, own.device), sent)
 
 
-def kernels(device: torch.device) -> Kernels:
-    """Return the fastest kernels for tensors of `device`."""
-    found = library("randomk") if device.type == "cpu" else None
-    return Reference() if found is None else Native(found)
-
-
-class Native:
-    """The kernels in C++ (cpp/randomk.cpp)."""
+class Native(Reference):
+    """The same in C++ (cpp/randomk.cpp)."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         self._encode = bound(found, "randomk_encode", tensors=5, numbers=2)
@@ -106,29 +108,10 @@ class Native:
         self._decode(message.data_ptr(), out.data_ptr(), table, count, torch.get_num_threads())
 
 
-class Reference:
-    """The definition, in plain torch."""
-
-    def encode(
-        self,
-        draws: Draws,
-        gradients: Tensor,
-        residuals: Tensor | None,
-        message: Tensor,
-        probe: Tensor,
-    ) -> None:
-        sums = gradients if residuals is None else residuals.add_(gradients)
-        for seed, own, sent in _each(draws, sums, message):
-            chosen = places(len(own), len(sent), seed, own.device)
-            torch.index_select(own, 0, chosen, out=sent)
-            probe += (own - own).sum()  # 0, or NaN
-            if residuals is not None:
-                own.index_fill_(0, chosen, 0)
-
-    def decode(self, draws: Draws, message: Tensor, out: Tensor) -> None:
-        out.zero_()
-        for seed, own, sent in _each(draws, out, message):
-            own.index_copy_(0, places(len(own), len(sent), seed, own.device), sent)
+def kernels(device: torch.device) -> Reference:
+    """Return the fastest kernels for tensors of `device`."""
+    found = library("randomk") if device.type == "cpu" else None
+    return Reference() if found is None else Native(found)
 
 
 def _each(draws: Draws, values: Tensor, message: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

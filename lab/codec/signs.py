@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
-from lab.codec.layout import Layout, RowBytes, Rows
+from lab.codec.layout import Layout, RowBytes, Rows, spans
 
 
 class Signs(Codec):
@@ -24,8 +23,6 @@ class Signs(Codec):
     """
 
     name = "signs"
-    cuts_rows = True
-    in_torch = 16.0, 8.0
 
     def __init__(self, min_values: int = 4096) -> None:
         if not isinstance(min_values, int) or min_values < 1:
@@ -33,15 +30,9 @@ class Signs(Codec):
         self.min_values = min_values
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        start = 0
-        for shape in shapes.values():
-            size = math.prod(shape)
-            if size >= self.min_values:
-                yield Rows(start, start + size, size)
-            start += size
-
-    def row_of(self, num_values: int) -> Rows:
-        return Rows(0, num_values, num_values)
+        for _, start, stop in spans(shapes):
+            if stop - start >= self.min_values:
+                yield Rows(start, stop, stop - start)
 
     def also_moved(self, layout: Layout) -> float:
         """Count a second pass over gradient and residual: the magnitude must be known first."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
-from lab.codec.layout import Layout, RowBytes, Rows
+from lab.codec.layout import Layout, RowBytes, Rows, spans
 
 INDEX_BYTES = VALUE_BYTES = 4
 LINE_BYTES = 64  # of a cache, which a value alone moves in each direction
@@ -29,7 +29,6 @@ class TopK(Codec):
     """
 
     name = "topk"
-    cuts_rows = True
     in_torch = 16.0, 4.0
 
     def __init__(self, ratio: float = 0.01) -> None:
@@ -39,14 +38,9 @@ class TopK(Codec):
         (self.option,) = struct.unpack("<q", struct.pack("<d", ratio))
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        start = 0
-        for shape in shapes.values():
-            if size := math.prod(shape):
-                yield Rows(start, start + size, size)
-            start += size
-
-    def row_of(self, num_values: int) -> Rows:
-        return Rows(0, num_values, num_values)
+        for _, start, stop in spans(shapes):
+            if start < stop:
+                yield Rows(start, stop, stop - start)
 
     def also_moved(self, layout: Layout) -> float:
         """Count what candidates move: each is read and written several times, a line at a time."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lab.codec.layout import spans
 from lab.exchange.grouping import group
 from lab.exchange.layout import as_real, dense, is_rows_first, trainable, travel_shape
 
@@ -59,10 +60,7 @@ class GradBucket:
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield each parameter's name and its range in `flat`."""
-        start = 0
-        for name, shape in self.shapes.items():
-            yield name, start, start + math.prod(shape)
-            start += math.prod(shape)
+        return spans(self.shapes)
 
     def divide(self, total: Tensor, size: int) -> None:
         """Turn `total`, the sum of this bucket's values over `size` ranks, into the mean."""

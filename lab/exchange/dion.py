@@ -11,11 +11,10 @@ from torch import Tensor
 from lab.codec import low_rank
 from lab.codec.low_rank import Factors, orthonormalise, random_factor, together
 from lab.distributed.comm import Comm
-from lab.exchange import owners
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Adam, MatrixDirection, is_finite, zeros
-from lab.exchange.layout import rank_of
+from lab.exchange.direction import MatrixDirection, is_finite, zeros
+from lab.exchange.layout import hidden_matrices, rank_of
 from lab.exchange.memory import shares
 from lab.exchange.muon import rms_factor
 
@@ -62,7 +61,7 @@ class Dion(MatrixDirection):
         adam: Sequence[str] = (),
         matrices: Sequence[str] = (),
     ) -> None:
-        super().__init__(adam, matrices)
+        super().__init__(adam, matrices, betas, eps)
         if not 0 < rank_fraction <= 1:
             raise ValueError(
                 f"exchange.rank_fraction={rank_fraction}: must be above 0 and at most 1"
@@ -70,7 +69,6 @@ class Dion(MatrixDirection):
         if not 0 <= momentum < 1:
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         self.rank_fraction, self.momentum = rank_fraction, momentum
-        self.adam = Adam(tuple(betas), eps)
 
     def add_cost(self, costs: Costs) -> bool:
         """Count the passes over momentum, gradients and directions, and the factors that are sent.
@@ -78,7 +76,7 @@ class Dion(MatrixDirection):
         Orthonormalising P is work of the device, and left out.
         """
         shapes = {str(number): shape for number, shape in enumerate(costs.shapes)}
-        matrices = list(owners.hidden_matrices(shapes).values())
+        matrices = list(hidden_matrices(shapes).values())
         n = sum(rows * columns for rows, columns in matrices)
         ranks = [rank_of(*matrix, self.rank_fraction) for matrix in matrices]
         left = sum(r * rows for r, (rows, _) in zip(ranks, matrices, strict=True))
@@ -104,10 +102,7 @@ class Dion(MatrixDirection):
         for name, r in self._sums_of_r(matrices, ps, comm).items():
             self._direct(name, ps[name], r, matrices[name])
         for name, gradient in others.items():
-            momentum = zeros(self.moments["momentum"], name, gradient)
-            variance = zeros(self.moments["variance"], name, gradient)
-            self.adam.add(gradient, momentum, variance)
-            self.adam.direction(momentum, variance, self.updates, out=gradient)
+            self.direct_by_adam(name, gradient)
         bucket.finite = is_finite(bucket.flat)
 
     def _orthonormal_ps(
@@ -174,7 +169,6 @@ class Dion(MatrixDirection):
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each rank an equal share of the momentum; all else was equal on all ranks."""
         new = super().redistribute(states, rank, size)
-        new |= {kind: dict(states[0][kind]) for kind in self.kinds}
         new["share"] = shares([state["share"] for state in states], size)
         return new
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lab.distributed.comm import Comm
-from lab.exchange import owners
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
-from lab.exchange.layout import COMPILED, Matrix, as_matrix
+from lab.exchange.layout import COMPILED, Matrix, as_matrix, hidden_matrices
 
 Moments = dict[str, Tensor]  # by parameter
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -36,6 +35,9 @@ class Direction(Exchange):
     their schedule stay the optimizer's, and weight decay is decoupled, as AdamW's. What adaptive
     optimizers keep between steps, moments, is kept here, by parameter name.
 
+    Args:
+        betas, eps: see Adam.
+
     Attributes:
         kinds: of moments.
         moments: of each kind, by parameter name, as far as this rank keeps them.
@@ -47,7 +49,8 @@ class Direction(Exchange):
     takes_divided = True
     kinds: tuple[str, ...]
 
-    def __init__(self) -> None:
+    def __init__(self, betas: Sequence[float], eps: float) -> None:
+        self.adam = Adam(tuple(betas), eps)
         self.moments: dict[str, Moments] = {kind: {} for kind in self.kinds}
         self.updates = 0
         self._step: int | None = None  # number of the step under way
@@ -64,6 +67,17 @@ class Direction(Exchange):
         self.updates += first
         return first
 
+    def add_by_adam(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a gradient to Adam's moments of parameter `name`; return momentum and variance."""
+        momentum = zeros(self.moments["momentum"], name, gradient)
+        variance = zeros(self.moments["variance"], name, gradient)
+        self.adam.add(gradient, momentum, variance)
+        return momentum, variance
+
+    def direct_by_adam(self, name: str, gradient: Tensor) -> None:
+        """Replace a gradient by Adam's direction."""
+        self.adam.direction(*self.add_by_adam(name, gradient), self.updates, out=gradient)
+
     def state_dict(self) -> dict[str, Any]:
         kinds = {kind: dict(kept) for kind, kept in self.moments.items()}
         return {"counts": {"updates": torch.tensor(self.updates)}, **kinds}
@@ -74,7 +88,8 @@ class Direction(Exchange):
         self._step = None
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        return {"counts": dict(states[0]["counts"])}
+        """Give each rank what all ranks share; others override what they do not."""
+        return {kind: dict(states[0][kind]) for kind in ("counts", *self.kinds)}
 
 
 class MatrixDirection(Direction):
@@ -82,10 +97,13 @@ class MatrixDirection(Direction):
 
     Args:
         adam, matrices: see HiddenMatrices.
+        betas, eps: see Adam.
     """
 
-    def __init__(self, adam: Sequence[str], matrices: Sequence[str]) -> None:
-        super().__init__()
+    def __init__(
+        self, adam: Sequence[str], matrices: Sequence[str], betas: Sequence[float], eps: float
+    ) -> None:
+        super().__init__(betas, eps)
         self._rule = HiddenMatrices(adam, matrices)
         self._hidden: Hidden | None = None
 
@@ -94,7 +112,7 @@ class MatrixDirection(Direction):
 
     def plan(self, shapes: Shapes) -> Hidden:
         """Return the plan of the model, or of a bucket if there is no model."""
-        return self._hidden or Hidden(owners.hidden_matrices(shapes))
+        return self._hidden or Hidden(hidden_matrices(shapes))
 
     def moves_as(self, shapes: Shapes) -> list[tuple[int, ...]]:
         plan = self.plan(shapes)

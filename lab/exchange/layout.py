@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -122,3 +122,12 @@ def as_matrix(shape: Sequence[int]) -> Matrix | None:
     if len(shape) < 2 or not math.prod(shape):
         return None
     return shape[0], math.prod(shape[1:])
+
+
+def hidden_matrices(shapes: Mapping[str, Sequence[int]]) -> dict[str, Matrix]:
+    """Return the parameters that may be matrices by their shapes alone, as [outputs, the rest].
+
+    A single row or column is a vector. Of a model, lab.exchange.direction knows more.
+    """
+    found = {name: as_matrix(shape) for name, shape in shapes.items()}
+    return {name: matrix for name, matrix in found.items() if matrix and 1 not in matrix}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,11 @@ from torch import Tensor, nn
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.exchange import owners
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Adam, MatrixDirection, is_finite, require_integer, zeros
-from lab.exchange.layout import Matrix, trainable
-from lab.exchange.owners import Place, newton_schulz_operations
+from lab.exchange.direction import MatrixDirection, is_finite, require_integer, zeros
+from lab.exchange.layout import Matrix, hidden_matrices, trainable
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest slope at zero
@@ -62,7 +61,7 @@ class Muon(Staged, MatrixDirection):
         adam: Sequence[str] = (),
         matrices: Sequence[str] = (),
     ) -> None:
-        super().__init__(adam, matrices)
+        super().__init__(adam, matrices, betas, eps)
         if not 0 <= momentum < 1:
             raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
         if not isinstance(nesterov, bool):
@@ -71,7 +70,7 @@ class Muon(Staged, MatrixDirection):
             raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
         require_integer("steps", steps, 1)
         self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
-        self.dtype, self.adam = DTYPES[dtype], Adam(tuple(betas), eps)
+        self.dtype = DTYPES[dtype]
         self._sizes: dict[str, int] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}
@@ -90,12 +89,11 @@ class Muon(Staged, MatrixDirection):
         Lines of a message are as long as the fullest.
         """
         shapes = {str(number): shape for number, shape in enumerate(costs.shapes)}
-        hidden = owners.hidden_matrices(shapes).items()
-        work = {name: newton_schulz_operations(*m, self.steps) for name, m in hidden}
-        owner, operations = owners.balanced(work, costs.N), [0.0] * costs.N
+        work = self._operations(hidden_matrices(shapes))
+        owner, operations = balanced(work, costs.N), [0.0] * costs.N
         for name, rank in owner.items():
             operations[rank] += work[name]
-        line = 4 * owners.lines(shapes, owner, costs.N)[1]
+        line = 4 * lines(shapes, owner, costs.N)[1]
         costs.codec(8 * costs.n)
         costs.wire(costs.network.all_to_all(line))
         costs.codec(12 * costs.n)
@@ -112,13 +110,13 @@ class Muon(Staged, MatrixDirection):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         self.begin(bucket, comm)
-        places, width = owners.lines(bucket.shapes, self._owners(bucket, comm.size), comm.size)
+        places, width = lines(bucket.shapes, self._owners(bucket, comm.size), comm.size)
         plans, like = bucket.plans, bucket.flat
         message = plans.scratch("message", like, comm.size, width)
         received = plans.scratch("received", like, comm.size, width)
         spans = {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
         for place in places:
-            owners.pack(spans[place.name], place, message)
+            pack(spans[place.name], place, message)
         yield comm.iall_to_all(received, message)
         own = received[0]
         for line in received[1:]:
@@ -128,7 +126,7 @@ class Muon(Staged, MatrixDirection):
                 self._direct(place, own[place.start : place.start + place.length])
         yield comm.iall_gather(message, own)
         for place in places:
-            owners.unpack(message, place, spans[place.name])
+            unpack(message, place, spans[place.name])
         bucket.finite = is_finite(bucket.flat)
 
     def _owners(self, bucket: GradBucket, size: int) -> dict[str, int]:
@@ -136,22 +134,19 @@ class Muon(Staged, MatrixDirection):
         if not self._sizes:
             self._follow(bucket.shapes)
         if not self._owner:
-            self._owner = owners.balanced(self._costs(), size)
+            self._owner = balanced(self._operations(self._matrices), size)
         return self._owner
 
-    def _costs(self) -> dict[str, int]:
-        return {
-            name: newton_schulz_operations(*m, self.steps) for name, m in self._matrices.items()
-        }
+    def _operations(self, matrices: Mapping[str, Matrix]) -> dict[str, int]:
+        """Count the operations of Newton–Schulz for each matrix."""
+        return {name: newton_schulz_operations(*m, self.steps) for name, m in matrices.items()}
 
     def _direct(self, place: Place, gradient: Tensor) -> None:
         """Turn a gradient that this rank owns into the direction."""
-        momentum = zeros(self.moments["momentum"], place.name, gradient)
         if place.owner is None:
-            variance = zeros(self.moments["variance"], place.name, gradient)
-            self.adam.add(gradient, momentum, variance)
-            self.adam.direction(momentum, variance, self.updates, out=gradient)
+            self.direct_by_adam(place.name, gradient)
             return
+        momentum = zeros(self.moments["momentum"], place.name, gradient)
         rows, columns = self._matrices[place.name]
         self.dtype = self.dtype or native_dtype(gradient.device)
         momentum.lerp_(gradient, 1 - self.momentum)
@@ -162,7 +157,7 @@ class Muon(Staged, MatrixDirection):
     def choices(self) -> list[dict[str, Any]]:
         """Return each rank's operations of Newton–Schulz in a step, its dtype, and the plan."""
         work = [0] * (max(self._owner.values(), default=0) + 1)
-        for name, cost in self._costs().items():
+        for name, cost in self._operations(self._matrices).items():
             work[self._owner[name]] += cost
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype else None
         own = {"newton_schulz_operations": work, "dtype": dtype}
@@ -170,7 +165,7 @@ class Muon(Staged, MatrixDirection):
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Give each matrix's momentum to its new owner, and cut Adam's moments anew."""
-        owner = owners.balanced(self._costs(), size)
+        owner = balanced(self._operations(self._matrices), size)
         new = super().redistribute(states, rank, size)
         for kind in self.kinds:
             new[kind] = {}
@@ -178,7 +173,7 @@ class Muon(Staged, MatrixDirection):
                 whole = torch.cat([s[kind][name] for s in states if name in s[kind]])
                 if name not in owner:
                     values = whole[: self._sizes[name]]
-                    new[kind][name] = owners.part_of(values, rank, size)
+                    new[kind][name] = part_of(values, rank, size)
                 elif owner[name] == rank:
                     new[kind][name] = whole
         return new
@@ -222,3 +217,85 @@ def rms_factor(rows: int, columns: int) -> float:
     train at one learning rate.
     """
     return 0.2 * math.sqrt(max(rows, columns))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's values in the message of its owner, or in those of all ranks.
+
+    Attributes:
+        owner: rank that owns all of it; None: each rank owns an equal part.
+        start: first value in the owner's line; in all lines if there is no owner.
+        length: values in a line.
+    """
+
+    name: str
+    owner: int | None
+    start: int
+    length: int
+
+
+def balanced(costs: Mapping[str, float], size: int) -> dict[str, int]:
+    """Assign each item to one of `size` ranks, the dearest first, to whoever has least so far.
+
+    It is Graham's rule of 1969: the busiest rank has at most 4/3 of what the best plan gives it.
+    """
+    loads, owner = [0.0] * size, dict[str, int]()
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        owner[name] = loads.index(min(loads))
+        loads[owner[name]] += costs[name]
+    return owner
+
+
+def lines(
+    shapes: Mapping[str, Sequence[int]], owner: Mapping[str, int], size: int
+) -> tuple[list[Place], int]:
+    """Lay out a bucket as one line for each rank; return the places, and the length of a line.
+
+    Exchange and cost use the same plan.
+    """
+    filled, places = [0] * size, list[Place]()
+    for name, shape in shapes.items():
+        if name in owner:
+            rank, length = owner[name], math.prod(shape)
+            places.append(Place(name, rank, filled[rank], length))
+            filled[rank] += length
+    width = max(filled)
+    for name, shape in shapes.items():
+        if name not in owner:
+            length = -(-math.prod(shape) // size)
+            places.append(Place(name, None, width, length))
+            width += length
+    return places, width
+
+
+def newton_schulz_operations(rows: int, columns: int, steps: int) -> int:
+    """Count the operations that orthogonalise a matrix: 2 for a product and a sum."""
+    short, long = sorted((rows, columns))
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def pack(values: Tensor, place: Place, message: Tensor) -> None:
+    """Copy a parameter's values to their places in `message`, float32 [ranks, length of a line]."""
+    stop = place.start + place.length
+    if place.owner is not None:
+        message[place.owner, place.start : stop] = values
+        return
+    for rank, line in enumerate(message[:, place.start : stop]):
+        line.copy_(part_of(values, rank, len(message)))
+
+
+def part_of(values: Tensor, rank: int, size: int) -> Tensor:
+    """Return the part of `values` that `rank` of `size` ranks owns; zeros fill the last ones up."""
+    length = -(-len(values) // size)
+    part = values[rank * length : (rank + 1) * length]
+    return nn.functional.pad(part, (0, length - len(part)))
+
+
+def unpack(message: Tensor, place: Place, values: Tensor) -> None:
+    """Copy a parameter's values from their places in `message`."""
+    stop = place.start + place.length
+    if place.owner is not None:
+        values.copy_(message[place.owner, place.start : stop])
+    else:
+        values.copy_(message[:, place.start : stop].reshape(-1)[: len(values)])

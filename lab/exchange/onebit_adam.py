@@ -13,14 +13,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import (
-    Adam,
-    Direction,
-    Moments,
-    is_finite,
-    require_integer,
-    zeros,
-)
+from lab.exchange.direction import Direction, Moments, is_finite, require_integer
 from lab.exchange.frozen import divide, freeze, scaled
 from lab.exchange.memory import shares
 from lab.exchange.signed_rows import Part, SignedRows
@@ -80,8 +73,7 @@ class OneBitAdam(Staged, Direction):
         freeze_at: int | None = None,
         signs_of: str = "momentum",
     ) -> None:
-        super().__init__()
-        self.adam = Adam(tuple(betas), eps)
+        super().__init__(betas, eps)
         require_integer("least_steps", least_steps, 1)
         require_integer("rate_warmup", rate_warmup, 0)
         if freeze_at is not None:
@@ -122,9 +114,7 @@ class OneBitAdam(Staged, Direction):
         correction = self.adam.correction(1, self.updates)
         for name, start, stop in bucket.spans():
             gradient = bucket.flat[start:stop]
-            momentum = zeros(self.moments["momentum"], name, gradient)
-            variance = zeros(self.moments["variance"], name, gradient)
-            self.adam.add(gradient, momentum, variance)
+            momentum, variance = self.add_by_adam(name, gradient)
             if self.freeze_at is None:
                 self.settling.look(name, variance, correction, self.updates)
             self.adam.direction(momentum, variance, self.updates, out=gradient)
@@ -203,7 +193,6 @@ class OneBitAdam(Staged, Direction):
         """
         new = super().redistribute(states, rank, size)
         new["settling"] = dict(states[0]["settling"])
-        new |= {kind: dict(states[0][kind]) for kind in ("momentum", "variance", "scales")}
         if self.of_momentum and states[0]["ratio"]:
             new["momentum"] = shares([state["momentum"] for state in states], size)
         new["ratio"] = self.signed.sharded_anew("ratio", states, rank, size)

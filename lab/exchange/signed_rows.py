@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Shapes
-from lab.codec.layout import Rows
+from lab.codec.layout import Rows, spans
 from lab.codec.onebit import OneBit
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
@@ -31,11 +30,9 @@ class Blocks(OneBit):
         super().__init__(granularity="block", block_size=block_size)
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
-        start = 0
-        for shape in shapes.values():
-            if size := math.prod(shape):
-                yield Rows(start, start + size, self.block_size)
-            start += size
+        for _, start, stop in spans(shapes):
+            if start < stop:
+                yield Rows(start, stop, self.block_size)
 
     def share(self, num_values: int, rank: int, size: int) -> slice:
         """Return the values of a parameter whose sums `rank` of `size` ranks encodes."""

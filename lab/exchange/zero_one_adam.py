@@ -13,7 +13,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Adam, Direction, is_finite, require_integer, zeros
+from lab.exchange.direction import Direction, is_finite, require_integer
 from lab.exchange.frozen import raise_least
 from lab.exchange.layout import as_matrix
 from lab.exchange.signed_rows import SignedRows
@@ -57,8 +57,7 @@ class ZeroOneAdam(Staged, Direction):
         updates_per_interval: int = 16,
         longest_interval: int = 16,
     ) -> None:
-        super().__init__()
-        self.adam = Adam(tuple(betas), eps)
+        super().__init__(betas, eps)
         self.signed = SignedRows(block_size)
         self.doubling = Doubling(updates_per_interval, longest_interval)
 
@@ -80,9 +79,7 @@ class ZeroOneAdam(Staged, Direction):
         bucket.finite = is_finite(bucket.flat)
         for name, start, stop in bucket.spans():
             gradient = bucket.flat[start:stop]
-            momentum = zeros(self.moments["momentum"], name, gradient)
-            variance = zeros(self.moments["variance"], name, gradient)
-            self.adam.add(gradient, momentum, variance)
+            momentum, variance = self.add_by_adam(name, gradient)
             if self.doubling.interval(self.updates) == 1:
                 self.adam.direction(momentum, variance, self.updates, out=gradient)
             else:  # momentum holds errors of signs, even of values without any variance
@@ -155,9 +152,8 @@ class ZeroOneAdam(Staged, Direction):
 
     def redistribute(self, states: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         """Keep the moments, which all ranks share, and give each rank its part of the residuals."""
-        new = super().redistribute(states, rank, size)
-        new |= {kind: dict(states[0][kind]) for kind in self.kinds}
-        return new | self.signed.redistribute(states, rank, size)
+        own = super().redistribute(states, rank, size)
+        return own | self.signed.redistribute(states, rank, size)
 
 
 class Doubling:

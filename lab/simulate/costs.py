@@ -1,4 +1,4 @@
-"""Costs of an exchange as configured: its stages, its bytes, its memory.
+"""Costs of an exchange as configured: its stages, whole or of a reduce-scatter, bytes, memory.
 
 The classes in lab/exchange say them, or their code is recorded (lab.simulate.recorded).
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -49,6 +49,45 @@ def stages_of(shapes: Sequence[Shape], exchange: Settings, network: Network) -> 
     load = Load(shapes, class_of(exchange), network)
     load.add(exchange_of(exchange))
     return load.stages
+
+
+def scatter_of(exchange: Settings) -> Callable[[Load], object]:
+    """Return what appends the stages of a reduce-scatter to a Load of padded shapes.
+
+    Args:
+        exchange: NoExchange: torch's own.
+
+    Raises:
+        ValueError: the exchange has no reduce-scatter.
+    """
+    from lab.exchange import scatter  # with torch, which settings and help do not need
+    from lab.exchange.allreduce import AllReduce
+
+    if class_of(exchange) == "NoExchange":
+        return _of_torch
+    made = exchange_of(exchange)
+    scatter.scatter_of(made)
+    if isinstance(made, AllReduce):
+        return partial(_exact, made.exact)
+    return partial(Load.add, exchange=made, part="scatter")
+
+
+def _of_torch(load: Load) -> None:
+    """Over Gloo it is an all-reduce, of which each rank keeps a part."""
+    if load.network.hardware.library == "gloo":
+        load.wire(load.network.all_reduce(load.num_bytes))
+    else:
+        load.wire(load.network.reduce_scatter(load.num_bytes / load.N))
+
+
+def _exact(exact: bool, load: Load) -> None:
+    part = load.num_bytes / load.N
+    if exact:
+        load.wire(load.network.reduce_scatter(part))
+        return
+    load.codec(1.5 * load.num_bytes)
+    load.wire(load.network.all_to_all(part / 2))
+    load.codec(load.num_bytes / 2 + part)
 
 
 def payload_bytes(shapes: Sequence[Shape], exchange: Settings, network: Network) -> float:

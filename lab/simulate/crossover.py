@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import replace
 
 from lab.model.profile import Profile
@@ -29,8 +29,10 @@ def crossover_batch(
         alone = simulate(profile, hardware, CEILING, 1, per_rank * world_size)
         return simulate(profile, hardware, strategy, world_size, per_rank).step_s < alone.step_s
 
-    per_rank = _first(pays, 1, LARGEST_BATCH // world_size)
-    return None if per_rank is None else per_rank * world_size
+    largest = LARGEST_BATCH // world_size
+    if not pays(largest):
+        return None
+    return world_size * (1 + bisect_left(range(1, largest), True, key=pays))
 
 
 def crossover_rate(
@@ -80,13 +82,3 @@ def slowest(hardware: Hardware) -> Link:
     link = hardware.inter or hardware.intra
     assert link is not None  # hardware of more than one rank has links
     return link
-
-
-def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """Find the first of low..high for which `holds`, by bisection; None if there is none."""
-    if not holds(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low

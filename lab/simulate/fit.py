@@ -15,7 +15,7 @@ from lab.settings.config import choices_of, load
 from lab.settings.overrides import own_choices
 from lab.settings.reading import read_json
 from lab.simulate.costs import exchange_of, stages_of
-from lab.simulate.hardware import Hardware, Range
+from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
 from lab.simulate.presets import draws as draws_of
 from lab.simulate.step import simulate, stages_of_step
@@ -63,6 +63,11 @@ class Observation:
     def step_s(self) -> float:
         """The median over repeats."""
         return median(self.steps_s)
+
+    def predicted_s(self, hardware: Hardware, strategy: Strategy | None = None) -> float:
+        """Predict the step time of these cells, or of another strategy in their place."""
+        point = strategy or self.strategy, self.world_size, self.per_rank_batch_size
+        return simulate(self.profile, hardware, *point).step_s
 
 
 @dataclass(frozen=True)
@@ -140,20 +145,12 @@ def fit(preset: Hardware, cells: Sequence[Observation]) -> Fitted:
     def residuals(x: np.ndarray) -> np.ndarray:
         tried = np.exp(np.clip(x, start - FARTHEST, start + FARTHEST))
         hardware = with_values(preset, names, tried)
-        predicted = [
-            simulate(
-                cell.profile,
-                hardware,
-                cell.strategy,
-                cell.world_size,
-                cell.per_rank_batch_size,
-            ).step_s
-            for cell in used
-        ]
+        predicted = [cell.predicted_s(hardware) for cell in used]
         return np.concatenate([(predicted - measured) / typical, PRIOR * (x - start)])
 
     found = least_squares(residuals, start)
-    known = replace(preset, assumed=tuple(r for r in preset.assumed if not _is_fitted(r, names)))
+    assumed = (each for each in preset.assumed if each.key.rpartition(".")[2] not in names)
+    known = replace(preset, assumed=tuple(assumed))
     draws = [
         with_values(machine, names, np.exp(x))
         for machine, x in zip(draws_of(known, DRAWS), found.draws(DRAWS), strict=True)
@@ -168,10 +165,6 @@ def _codecs(cell: Observation, hardware: Hardware) -> set[str]:
     network = Network(hardware, cell.world_size)
     stages = stages_of_step(cell.profile, cell.strategy, network)
     return {stage.codec for stage in stages if stage.codec}
-
-
-def _is_fitted(assumed: Range, names: Sequence[str]) -> bool:
-    return assumed.key.rpartition(".")[2] in names
 
 
 def get(hardware: Hardware, name: str) -> float | None:
@@ -254,7 +247,8 @@ def _links(result: Mapping[str, Any], preset: Hardware) -> Hardware:
     Least squares of the logarithm of predicted / measured, because sizes span orders of magnitude.
     """
     known = [row for row in result["rows"] if row["algorithm"] in choices_of("exchange")]
-    exchanges = {row["algorithm"]: _exchange(row["algorithm"]) for row in known}
+    names = {row["algorithm"] for row in known}
+    exchanges = {name: load(own_choices([f"exchange={name}"])).exchange for name in names}
     measured = np.log([row["time_s"]["median"] for row in known])
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -281,7 +275,3 @@ def _codec(result: Mapping[str, Any], preset: Hardware) -> Hardware:
     rows = [row for row in result["rows"] if row["codec"] == MEASURED_CODEC]
     rate = sum(row["bytes"] for row in rows) / sum(row["time_s"]["median"] for row in rows)
     return replace(preset, codec_bytes_per_s=rate)
-
-
-def _exchange(choice: str) -> Mapping[str, Any]:
-    return load(own_choices([f"exchange={choice}"])).exchange

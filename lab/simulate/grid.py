@@ -44,9 +44,8 @@ def predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
 
 
 def _predicted(request: Request) -> tuple[dict[str, Any], tuple[Span, ...]]:
-    sources = sources_of(request)
-    strategies = list(map(strategy_of, request.cells, sources))
-    points = list(zip(request.cells, sources, strategies, strict=True))
+    sources = zip(request.cells, sources_of(request), strict=True)
+    points = [(cell, source, strategy_of(cell, source)) for cell, source in sources]
     groups = groups_of(request)
     known: dict[str, Profile] = {}
     rows, scores, spans = [], [], ()
@@ -182,8 +181,8 @@ def measured_steps(folder: Path, cells: Sequence[Cell]) -> list[tuple[float, ...
     times: dict[str, list[float]] = {}
     for record in records:
         if record.status == "done" and record.measure == "throughput" and record.step_s:
-            times.setdefault(_of_record(record), []).append(record.step_s.median)
-    return [tuple(times.get(_of_cell(cell), ())) for cell in cells]
+            times.setdefault(_point(record), []).append(record.step_s.median)
+    return [tuple(times.get(_point(cell), ())) for cell in cells]
 
 
 def comparison(seconds: Sequence[float], predicted_s: float) -> dict[str, Any]:
@@ -203,14 +202,7 @@ def summary(rows: Sequence[dict[str, Any]], folder: str) -> str:
     )
 
 
-def _of_record(record: Record) -> str:
-    point = record.strategy, record.world_size, record.batch_size
-    return repr((*point, _work(record.settings)))
-
-
-def _of_cell(cell: Cell) -> str:
-    return repr((cell.strategy, cell.world_size, cell.batch_size, _work(cell.settings)))
-
-
-def _work(settings: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted((key, value) for key, value in settings.items() if root_of(key) in ROOTS)
+def _point(of: Record | Cell) -> str:
+    """Return what a measured cell and a predicted one must have in common."""
+    work = sorted((key, value) for key, value in of.settings.items() if root_of(key) in ROOTS)
+    return repr((of.strategy, of.world_size, of.batch_size, work))

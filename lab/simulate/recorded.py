@@ -9,7 +9,7 @@ followed in time.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lab.codec.base import Codec, Kernels
+from lab.codec.base import Codec
 from lab.codec.layout import Layout
 from lab.distributed.collective import Collective, Done, Handle
 from lab.distributed.comm import Comm, Transfer
@@ -45,6 +45,13 @@ class Moved:
     num_bytes: float
     in_torch: float
     calls: int = 1
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.num_bytes + other.num_bytes,
+            self.in_torch + other.in_torch,
+            self.calls + other.calls,
+        )
 
 
 class Collected(NamedTuple):
@@ -134,16 +141,12 @@ def _events(
             f"exchange={type(exchange).__name__}: cannot be predicted from its code, which does "
             f"not run without values ({why}); give it add_cost"
         ) from error
-    return tuple(_joined(recorder.events))
+    return _joined(recorder.events)
 
 
 def _note_kernels(codec: Codec, events: list[Event]) -> None:
     kernels = Noting(codec, events)
-
-    def instead(device: torch.device) -> Kernels:
-        return kernels
-
-    codec.kernels = instead
+    codec.kernels = lambda device: kernels
 
 
 def _run(exchange: Exchange, bucket: GradBucket, comm: Recorder, part: str) -> None:
@@ -164,24 +167,15 @@ def _run(exchange: Exchange, bucket: GradBucket, comm: Recorder, part: str) -> N
             exchange.decode(message, bucket, comm.size, comm.size)
 
 
-def _joined(events: Sequence[Event]) -> Iterator[Event]:
-    """Yield events, of which passes over memory that follow each other are one."""
-    moved: Moved | None = None
+def _joined(events: Sequence[Event]) -> tuple[Event, ...]:
+    """Return events, of which passes over memory that follow each other are one."""
+    joined = list[Event]()
     for event in events:
-        if isinstance(event, Moved):
-            before = moved or Moved(0.0, 0.0, 0)
-            moved = Moved(
-                before.num_bytes + event.num_bytes,
-                before.in_torch + event.in_torch,
-                before.calls + event.calls,
-            )
-            continue
-        if moved:
-            yield moved
-        moved = None
-        yield event
-    if moved:
-        yield moved
+        if isinstance(event, Moved) and joined and isinstance(before := joined[-1], Moved):
+            joined[-1] = before + event
+        else:
+            joined.append(event)
+    return tuple(joined)
 
 
 @lru_cache(maxsize=1000)
@@ -256,12 +250,8 @@ class Passes(TorchDispatchMode):
         if func.is_view or name in ADDRESSES:
             return out
         read = args[name in WRITES :], {k: v for k, v in (kwargs or {}).items() if k != "out"}
-        tensors = [
-            t
-            for t in tree_leaves((read, args[:1] if out is None else out))
-            if isinstance(t, Tensor)
-        ]
-        moved = float(sum(tensor.nbytes for tensor in tensors))
+        passed = tree_leaves((read, args[:1] if out is None else out))
+        moved = float(sum(each.nbytes for each in passed if isinstance(each, Tensor)))
         self._events.append(Moved(moved, moved, calls=0))  # few beside the kernels of a codec
         return out
 

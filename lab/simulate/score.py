@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from lab.simulate.fit import Group, Observation
-from lab.simulate.step import simulate
-from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.strategy import CEILING
 
 NONE = "none"
 
@@ -97,8 +96,8 @@ def scored_cell(group: Group, cell: Observation) -> ScoredCell:
         world_size=cell.world_size,
         batch_size=cell.world_size * cell.per_rank_batch_size,
         measured_s=cell.steps_s,
-        predicted_s=_step_s(group, cell, cell.strategy),
-        alone_s=(alone.step_s if alone else math.nan, _step_s(group, cell, CEILING)),
+        predicted_s=cell.predicted_s(group.hardware),
+        alone_s=(alone.step_s if alone else math.nan, cell.predicted_s(group.hardware, CEILING)),
         evidence=group.evidence(cell),
         overlaps=cell.strategy.pattern.overlaps,
         conditions=group.conditions,
@@ -139,8 +138,3 @@ def _middle_and_worst(errors: Sequence[float]) -> tuple[float, float]:
 
 def _percent(errors: tuple[float, float]) -> str:
     return f"median error {100 * errors[0]:.1f} %, worst {100 * errors[1]:.1f} %"
-
-
-def _step_s(group: Group, cell: Observation, strategy: Strategy) -> float:
-    point = cell.world_size, cell.per_rank_batch_size
-    return simulate(cell.profile, group.hardware, strategy, *point).step_s

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from lab.exchange.cost import Shape
 from lab.exchange.grouping import FIRST_BUCKET_BYTES, MIB
 from lab.model.profile import VALUE_BYTES, Profile
+from lab.simulate.costs import scatter_of
 from lab.simulate.events import Compute, Rank
-from lab.simulate.load import FSDP, Load, Stage, class_of
+from lab.simulate.load import FSDP, Load, Settings, Stage, class_of
 from lab.simulate.network import Network
-from lab.simulate.scatters import GATHERS, exact, in_two_levels, scatter_of
 from lab.simulate.strategy import Bucket, Groups, Strategy, parameters
 
 
@@ -128,14 +128,12 @@ class Sharded:
                 self._compute(unit, [stage])
                 end_s = self.rank.now_s
                 continue
-            end_s = self.rank.beside(stage, unit.name, max(end_s, self._host_s()), stage.inside)
+            # The host of a GPU runs ahead; on CPUs it begins a collective now at the earliest.
+            earliest_s = max(end_s, self.rank.now_s) if self.blocks else end_s
+            end_s = self.rank.beside(stage, unit.name, earliest_s, stage.inside)
             if self.blocks:
                 self.rank.wait_until(end_s)
         return end_s
-
-    def _host_s(self) -> float:
-        """Return when the host begins a collective at the earliest; on a GPU it runs ahead."""
-        return self.rank.now_s if self.blocks else 0.0
 
 
 def units_of(profile: Profile, bucket_mb: float | None) -> list[Bucket]:
@@ -180,20 +178,64 @@ def costs_of_units(profile: Profile, strategy: Strategy, network: Network) -> li
 def _with_stages(unit: Unit, shapes: list[Shape], strategy: Strategy, groups: Groups) -> Unit:
     """Return a unit of padded shapes with its stages."""
     sharing, second = groups.sharing, groups.second
-    whole = GATHERS[strategy.sharding.all_gather](shapes, sharing, groups.inside(sharing))
-    again = exact(shapes, second, groups.inside(second), second=True) if second else whole
+    inside = groups.inside(sharing)
+    gather = _in_bytes if strategy.sharding.all_gather == "int8" else _in_float32
+    whole = gather(shapes, sharing, inside)
+    again = _in_float32(shapes, second, groups.inside(second), second=True) if second else whole
     scatter = Load(shapes, FSDP, sharing)
     scatter.codec(2 * scatter.num_bytes)  # gradients to the message
     scattered = Load(shapes, class_of(strategy.exchange), sharing)
     if groups.levels:
-        in_two_levels(scattered, strategy.exchange)
+        _in_two_levels(scattered, strategy.exchange)
     else:
         scatter_of(strategy.exchange)(scattered)
-    inside = groups.inside(sharing)
     scatter.stages += [replace(s, inside=s.inside or inside) for s in scattered.stages]
     if groups.copies:
         scatter.wire(groups.copies.all_reduce(scatter.num_bytes / sharing.size))
     return replace(unit, gather=whole, again=again, scatter=scatter.stages)
+
+
+def _in_float32(
+    shapes: Sequence[Shape], network: Network, inside: bool, second: bool = False
+) -> list[Stage]:
+    """Gather float32.
+
+    Args:
+        shapes: padded, so that all ranks have as much of each.
+        inside: only links inside nodes are busy.
+        second: from a second shard, of which each rank made a copy after forward (hpZ).
+    """
+    load = Load(shapes, FSDP, network)
+    part = load.num_bytes / load.N
+    load.wire(network.all_gather(part), inside)
+    # A rank's part is copied to the message, all parts from it, and a part of the second shard.
+    load.codec(2 * (part + load.num_bytes + (part if second else 0.0)))
+    return load.stages
+
+
+def _in_bytes(shapes: Sequence[Shape], network: Network, inside: bool) -> list[Stage]:
+    """Gather a byte for each value, and decode all ranks' parts. Arguments as `_in_float32`."""
+    from lab.simulate import recorded  # with torch, which settings and help do not need
+
+    load = Load(shapes, "Int8", network)  # at the rate of that codec
+    recorded.add_gather(load)
+    stages = [replace(s, inside=inside and s.row == "exchange") for s in load.stages]
+    Load(shapes, FSDP, network, stages).codec(2 * (load.num_bytes / load.N + load.num_bytes))
+    return stages
+
+
+def _in_two_levels(load: Load, exchange: Settings) -> None:
+    """Append a reduce-scatter inside each node and then one between nodes (ZeRO++'s qgZ).
+
+    Before them parts are laid out by local rank, as lab.exchange.scatter.TwoLevels does.
+    """
+    scatter, network = scatter_of(exchange), load.network
+    Load(load.shapes, FSDP, network, load.stages).codec(2 * load.num_bytes)
+    first = Load(load.shapes, load.rate, network.inside())
+    scatter(first)
+    load.stages += [replace(stage, inside=True) for stage in first.stages]
+    sums = [(load.n // network.local,)]
+    scatter(Load(sums, load.rate, network.rail(network.local), load.stages))
 
 
 def _joined(units: Iterable[Bucket]) -> Bucket:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from lab.exchange.cost import Shape
 from lab.measure.spans import Span
 from lab.model.profile import Profile
-from lab.simulate.costs import exchange_of, stages_of
+from lab.simulate.costs import exchange_of, scatter_of, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Rank, Schedule, Turns, both_passes, run
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Load, Stage, class_of, phases_of, ways_of
 from lab.simulate.network import Network
-from lab.simulate.scatters import scatter_of
 from lab.simulate.sharded import Sharded, costs_of_units
 from lab.simulate.strategy import (
     CEILING,

@@ -10,10 +10,9 @@ from typing import Any
 from lab.exchange.cost import Shape
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
-from lab.simulate.costs import exchange_of
+from lab.simulate.costs import exchange_of, scatter_of
 from lab.simulate.load import in_shares, phases_of
 from lab.simulate.network import Network
-from lab.simulate.scatters import scatter_of
 from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of
 
 NONE = {"_target_": "lab.exchange.allreduce.NoExchange"}
@@ -91,16 +90,12 @@ class Strategy:
         exchange = in_shares(settings["exchange"], settings["steps"])
         if pattern.gathers_units:
             scatter_of(exchange)
-            return cls(
-                exchange,
-                settings["bucket_mb"],
-                pattern,
-                settings["accumulate"],
-                sharding=Sharding.of(settings),
-            )
-        for _, way in phases_of(exchange):
-            exchange_of(way)
+        else:
+            for _, way in phases_of(exchange):
+                exchange_of(way)
         strategy = cls(exchange, settings["bucket_mb"], pattern, settings["accumulate"])
+        if pattern.gathers_units:
+            return replace(strategy, sharding=Sharding.of(settings))
         if not pattern.waits_in_forward:
             return strategy
         sync = settings["sync"]

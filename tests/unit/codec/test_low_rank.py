@@ -9,7 +9,6 @@ from torch import Tensor
 from lab.codec.low_rank import (
     HIGHEST_RANK,
     Factors,
-    Kernels,
     Native,
     Reference,
     kernels,
@@ -28,7 +27,7 @@ def alone(rows: int, columns: int, rank: int) -> Factors:
     return Factors([(0, rows, columns, rank)])
 
 
-def implementation(level: str) -> Kernels:
+def implementation(level: str) -> Reference:
     return Reference() if level == "reference" else Native(library_at(level, "low_rank"))
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lab.exchange.dion import Dion
 from lab.exchange.direction import Direction
-from lab.exchange.muon import Muon, orthogonalised
-from lab.exchange.owners import balanced, newton_schulz_operations
+from lab.exchange.muon import Muon, balanced, newton_schulz_operations, orthogonalised
 from tests.support.directions import adam, deliver, num_values
 
 MATRICES = {"wide": (24, 50), "tall": (60, 20), "square": (16, 16)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
-from lab.codec.layout import RowBytes, Rows
+from lab.codec.layout import RowBytes
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange, Staged
@@ -34,9 +34,7 @@ class Halves(Codec):
     """Values as bfloat16."""
 
     name = "of nobody"
-
-    def row_of(self, num_values: int) -> Rows:
-        return Rows(0, num_values, 100)
+    block_size = 100
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, 2 * columns)

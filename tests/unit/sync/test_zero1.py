@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lab.training.elementwise import require_elementwise
-from lab.training.schedule import Schedule
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
@@ -26,7 +24,8 @@ from lab.sync.gradsync import GradSync
 from lab.sync.zero1 import Zero1
 from lab.training import slices
 from lab.training.gradients import clip_gradients
-from lab.training.optim import Optim
+from lab.training.optim import Optim, Schedule
+from lab.training.piecewise import require_elementwise
 
 CPU = torch.device("cpu")
 Make = Callable[[Any], Optimizer]
