@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import altair as alt
 import pandas as pd
@@ -18,12 +18,15 @@ PANEL, MOST_COLUMNS, GAP = 240, 4, 18  # pixels of a panel, panels beside each o
 LABEL_ROOM = 150  # pixels beside a panel for the names of its lines
 MOST_LABELLED = 9  # lines whose names fit beside a panel
 
+Frame = Any  # a pandas.DataFrame, and
+Point = Any  # a row of it: pandas' own types do not know what columns hold
+
 
 class NothingToDraw(ValueError):
     """Raised if a chart's data are missing; the text says which."""
 
 
-def speedup(summary: pd.DataFrame) -> Chart:
+def speedup(summary: Frame) -> Chart:
     """Chart speedup against ranks: a panel for each batch, a line for each series."""
     points = _known(summary, "speedup_mid", "no 1-rank run to measure speedup from")
     best = _best(points, "speedup_mid")
@@ -38,7 +41,7 @@ def speedup(summary: pd.DataFrame) -> Chart:
     return _over_ranks("speedup", message, about, points, "speedup", ideal="ranks")
 
 
-def efficiency(summary: pd.DataFrame) -> Chart:
+def efficiency(summary: Frame) -> Chart:
     """Chart efficiency, speedup divided by ranks."""
     points = _known(summary, "efficiency_mid", "no 1-rank run to measure efficiency from")
     best = _best(points, "efficiency_mid")
@@ -50,7 +53,7 @@ def efficiency(summary: pd.DataFrame) -> Chart:
     return _over_ranks("efficiency", message, about, points, "efficiency", ideal="one")
 
 
-def throughput(summary: pd.DataFrame) -> Chart:
+def throughput(summary: Frame) -> Chart:
     """Chart samples per second of all ranks."""
     points = _known(summary, "samples_per_s_mid", "no record gives samples_per_s")
     best, unit = _best(points, "samples_per_s_mid"), _unit(points)
@@ -62,7 +65,7 @@ def throughput(summary: pd.DataFrame) -> Chart:
     return _over_ranks("throughput", message, about, points, "samples_per_s", f"{unit}s per second")
 
 
-def payload(summary: pd.DataFrame) -> Chart:
+def payload(summary: Frame) -> Chart:
     """Chart the bytes that the busiest rank hands to the network in a step."""
     sent = summary[summary["payload_max_bytes"] > 0].copy()
     if sent.empty:
@@ -70,9 +73,7 @@ def payload(summary: pd.DataFrame) -> Chart:
     for end in ("lo", "mid", "hi"):
         sent[f"payload_{end}"] = sent["payload_max_bytes"] / 1e6 if end == "mid" else math.nan
     last = sent[sent["world_size"] == sent["world_size"].max()]
-    most, least = (
-        last.loc[cast(Any, last["payload_mid"].agg(which))] for which in ("idxmax", "idxmin")
-    )
+    most, least = (last.loc[last["payload_mid"].agg(which)] for which in ("idxmax", "idxmin"))
     factor = most["payload_mid"] / least["payload_mid"]
     message = f"{least['series']} sends {factor:.3g} times less than {most['series']}"
     if factor < 1.05:
@@ -82,12 +83,12 @@ def payload(summary: pd.DataFrame) -> Chart:
     return _over_ranks("payload", message, about, sent, "payload", title, logarithmic=True)
 
 
-CHARTS: dict[str, Callable[[pd.DataFrame], Chart]] = {
+CHARTS: dict[str, Callable[[Frame], Chart]] = {
     each.__name__: each for each in (speedup, efficiency, throughput, payload)
 }
 
 
-def repeats(points: pd.DataFrame) -> str:
+def repeats(points: Frame) -> str:
     """Say how many repeats are behind the points, and what intervals are."""
     counts = sorted(set(points["num_repeats"]))
     text = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -101,7 +102,7 @@ def _over_ranks(
     name: str,
     message: str,
     about: Sequence[str],
-    points: pd.DataFrame,
+    points: Frame,
     value: str,
     title: str = "",
     ideal: str = "",
@@ -118,7 +119,7 @@ def _over_ranks(
     sizes, batches = sorted(set(points["world_size"])), sorted(set(points["fixed_batch_size"]))
     aside = min(0.16, 0.04 * sizes[-1])
     places = {each: aside * ((at + 0.5) / len(series) - 0.5) for at, each in enumerate(series)}
-    data = pd.DataFrame(
+    data: Frame = pd.DataFrame(
         {
             "series": points["series"].map(labels.get),
             "ranks": points["world_size"],
@@ -133,14 +134,14 @@ def _over_ranks(
     )
     named = len(series) <= MOST_LABELLED
     top = float(max(data["value"].max(), data["high"].max(skipna=True) or 0))
-    scale = (
-        alt.Scale(type="log")
-        if logarithmic
-        else alt.Scale(domain=[0, 1.05 * max(top, 1.0 if ideal else 0.0)], nice=False)
-    )
+    low = float(data["value"].min()) / 1.3 if logarithmic else 0.0
+    high = 1.3 * top if logarithmic else 1.05 * max(top, 1.0 if ideal else 0.0)
+    scale = alt.Scale(type="log" if logarithmic else "linear", domain=[low, high], nice=False)
     x = alt.X("x:Q", title="ranks").axis(values=sizes, format="d", grid=False)
     x = x.scale(domain=[sizes[0] - 0.4 * aside, sizes[-1] + aside], nice=False, padding=6)
     y = alt.Y("value:Q", title=title or value.replace("_", " "), scale=scale)
+    if logarithmic:
+        y = y.axis(values=_round_values(low, high), format="~g")
     look = look_of_series(looks, labels)
     if not named:
         look["color"] = look["color"].legend(columns=_legend_columns(labels.values()))
@@ -165,15 +166,13 @@ def _over_ranks(
         ),
     ]
     if named:
-        data = pd.concat([data, _ends(data, top, logarithmic)])
+        data = pd.concat([data, _ends(data, low, high, logarithmic)])
         layers.append(_names(base, look, scale))
     columns = min(len(batches), MOST_COLUMNS, _fitting(named))
     panel = alt.layer(*layers).properties(width=PANEL, height=PANEL)
     header = alt.Header(labelExpr=f"'{_batch_name(points.iloc[0])} ' + datum.value", title=None)
     facet = alt.Facet("batch:O", title=None, sort=batches, header=header)
-    body = panel.properties(data=data).facet(
-        facet=facet, columns=columns, spacing=GAP
-    )
+    body = panel.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP)
     width = columns * (PANEL + (LABEL_ROOM if named else GAP)) + 40
     notes = [_emulation(points)] if data["emulated"].any() else []
     return Chart(name, message, about, body, width, notes)
@@ -188,40 +187,47 @@ def _names(base: alt.Chart, look: dict[str, Any], scale: alt.Scale) -> alt.Chart
     )
 
 
-def _ends(data: pd.DataFrame, top: float, logarithmic: bool) -> pd.DataFrame:
+def _ends(data: Frame, low: float, high: float, logarithmic: bool) -> Frame:
     """Return a row for the last point of each line, where its name is written: x, end and name."""
     last = data.loc[data.groupby(["batch", "series"])["ranks"].idxmax()]
-    rows: list[pd.DataFrame] = []
+    gap = (LABEL_PX + 3) / PANEL
+    rows: list[Frame] = []
     for _, panel in last.groupby("batch"):
-        values = [float(v) for v in panel["value"]]
+        values = [float(value) for value in panel["value"]]
         if logarithmic:
-            span = math.log(data["value"].max() / data["value"].min()) or 1.0
-            gap = (LABEL_PX + 2) * span / PANEL
-            ends = [math.exp(v) for v in spread([math.log(v) for v in values], gap)]
+            reach = math.log(high / low)
+            ends = [
+                low * math.exp(v) for v in spread([math.log(v / low) for v in values], gap * reach)
+            ]
         else:
-            ends = spread(values, (LABEL_PX + 2) * 1.05 * top / PANEL)
+            ends = spread(values, gap * (high - low))
         names = panel["series"]
-        placed = panel[["series", "batch"]].assign(x=data["x"].max(), end=ends, name=names)
-        rows.append(placed)
+        rows.append(panel[["series", "batch"]].assign(x=data["x"].max(), end=ends, name=names))
     return pd.concat(rows)
 
 
-def _known(summary: pd.DataFrame, column: str, lacking: str) -> pd.DataFrame:
+def _round_values(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten between two values."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [v for d in decades for v in (10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= v <= high]
+
+
+def _known(summary: Frame, column: str, lacking: str) -> Frame:
     found = summary[summary[column].notna()]
     if found.empty:
         raise NothingToDraw(lacking)
     return found
 
 
-def _best(points: pd.DataFrame, column: str) -> pd.Series:
+def _best(points: Frame, column: str) -> Point:
     """Return the point of the highest value on the most ranks, of what trains the same model."""
     rivals = points[(points["strategy"] != CEILING) & (points["transform"] == "none")]
     rivals = points if rivals.empty else rivals
     last = rivals[rivals["world_size"] == rivals["world_size"].max()]
-    return cast(pd.Series, last.loc[cast(Any, last[column].idxmax())])
+    return last.loc[last[column].idxmax()]
 
 
-def _lead(points: pd.DataFrame, best: pd.Series) -> str:
+def _lead(points: Frame, best: Point) -> str:
     """Name the series of the best point, and those that it was not shown to beat there."""
     place = ["scaling", "world_size", "fixed_batch_size", "transform"]
     here = points[(points[place] == best[place]).all(axis=1) & points["leads"]]
@@ -233,29 +239,29 @@ def _lead(points: pd.DataFrame, best: pd.Series) -> str:
     return f"{best['series']} is fastest"
 
 
-def _baselines(points: pd.DataFrame) -> str:
+def _baselines(points: Frame) -> str:
     names = sorted({str(name).split(" ")[0] for name in points["baseline"]})
     own = (points["baseline"] == points["series"]).all() and len(names) > 1
     return "each series' own 1-rank run" if own else f"{' or '.join(names)} on 1 rank"
 
 
-def _batch_name(point: pd.Series) -> str:
+def _batch_name(point: Point) -> str:
     return "global batch" if point["scaling"] == "strong" else "per-rank batch"
 
 
-def _label(points: pd.DataFrame, series: str) -> str:
+def _label(points: Frame, series: str) -> str:
     one = points[points["series"] == series].iloc[0]
     if one["strategy"] == CEILING:
         return f"{series} (ceiling)"
     return series if one["transform"] == "none" else f"{series} (another model)"
 
 
-def _unit(points: pd.DataFrame) -> str:
+def _unit(points: Frame) -> str:
     units = set(points["unit"])
     return units.pop() if len(units) == 1 else "sample"
 
 
-def _emulation(points: pd.DataFrame) -> str:
+def _emulation(points: Frame) -> str:
     how = sorted(set(points["emulation"]) - {"none"})
     return f"Hollow: emulated ({'; '.join(how)})."
 

@@ -12,7 +12,6 @@ import pandas as pd
 from lab.analysis.charts import CHARTS, NothingToDraw
 from lab.analysis.export import records_table
 from lab.analysis.leaders import leaders
-from lab.analysis.points import points_of
 from lab.analysis.records import Study, load_study
 from lab.analysis.speedup import Row, table
 from lab.analysis.summary import frame_of
@@ -80,7 +79,7 @@ class Results:
         """
         if name not in CHARTS:
             raise ValueError(f"figure={name}: allowed are {', '.join(CHARTS)}")
-        summary = self.summary()
+        summary: Any = self.summary()
         found = [each for each in SCALINGS if (summary["scaling"] == each).any()]
         wanted = scaling or next(iter(found), "strong")
         if wanted not in found:
@@ -93,7 +92,7 @@ class Results:
 
     def _repr_html_(self) -> str:
         """Show the points as a table, as notebooks do."""
-        shown = self.summary()[list(SHOWN)]
+        shown: Any = self.summary()[list(SHOWN)]
         scaled = shown.assign(**{key: shown[key] * by for key, by in SCALES.items()})
         html = scaled.rename(columns=SHOWN).to_html(index=False, na_rep="", float_format="%.3g")
         return f"<h4>{escape(self.study.name)}: {len(self.study.cells)} runs</h4>{html}"

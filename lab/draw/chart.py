@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ SCALE = 2.0  # pixels of a PNG for one of the chart
 TITLE_PX, SUBTITLE_PX, LABEL_PX = 16, 12, 11
 LETTER = 0.54  # mean width of a letter, of its height
 FORMATS = ("png", "svg", "pdf")
+CLIP = re.compile(r"(?<=\bid=\")clip\d+(?=\")|(?<=url\(#)clip\d+(?=\))")
 DASHES: dict[str, list[float]] = {"-": [1, 0], "--": [6, 3], ":": [2, 2.5], "-.": [7, 2, 2, 2]}
 CONFIG: dict[str, Any] = {
     "background": "white",
@@ -98,7 +100,10 @@ def drawn(spec: Mapping[str, Any], kind: str) -> bytes:
         return vl_convert.vegalite_to_png(dict(spec), VL_VERSION, scale=SCALE)
     if kind == "pdf":
         return vl_convert.vegalite_to_pdf(dict(spec), VL_VERSION)
-    return vl_convert.vegalite_to_svg(dict(spec), VL_VERSION).encode()
+    svg = vl_convert.vegalite_to_svg(dict(spec), VL_VERSION)
+    # vl-convert counts these up from one chart to the next: files are to depend on data alone.
+    numbers = {each: str(at) for at, each in enumerate(dict.fromkeys(CLIP.findall(svg)))}
+    return CLIP.sub(lambda found: f"clip{numbers[found[0]]}", svg).encode()
 
 
 def wrap(text: str, width: int, size: int) -> list[str]:
