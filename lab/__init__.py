@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lab.analysis.results import load as load
     from lab.certificate.report import CertificateError as CertificateError
     from lab.loop.attach import attach as attach
     from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
@@ -32,6 +33,7 @@ _HOME = {
     "fsdp_reduce_scatter": "lab.loop.fsdp",
     "grad_sync": "lab.loop.grad_sync",
     "Run": "lab.loop.run",
+    "load": "lab.analysis.results",
     "CertificateError": "lab.certificate.report",
     "ConfigError": "lab.settings.errors",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "ddp_comm_hook",
     "fsdp_reduce_scatter",
     "grad_sync",
+    "load",
 ]
 
 

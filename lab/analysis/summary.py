@@ -34,7 +34,12 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
     An interval has three columns, `<name>_lo`, `<name>_mid` and `<name>_hi`; a phase one,
     `<name>_s`; a status one, `num_<status>`, which counts throughput and breakdown runs.
     """
-    without_formulas(pd.DataFrame([_flat(row) for row in rows])).to_csv(path, index=False)
+    without_formulas(frame_of(rows)).to_csv(path, index=False)
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return the same table, a line for each row; NaN: not measured."""
+    return pd.DataFrame([_flat(row) for row in rows])
 
 
 def text(rows: Sequence[Row], study: Study, floor: float = math.nan) -> str:

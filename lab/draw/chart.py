@@ -1,0 +1,151 @@
+"""Charts: Vega-Lite by Altair, in one style, for files, pages and notebooks."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from lab.draw.looks import Look
+from lab.settings.whole import write_atomically
+
+VL_VERSION = "6.4"  # of Vega-Lite, Altair's, and one of those that vl-convert has
+INK, PALE_INK, GRID, GREY = "#1a1a1a", "#5c5c5c", "#e3e3e3", "#767676"
+FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
+SCALE = 2.0  # pixels of a PNG for one of the chart
+TITLE_PX, SUBTITLE_PX, LABEL_PX = 16, 12, 11
+LETTER = 0.54  # mean width of a letter, of its height
+FORMATS = ("png", "svg", "pdf")
+CLIP = re.compile(r"(?<=\bid=\")clip\d+(?=\")|(?<=url\(#)clip\d+(?=\))")
+DASHES: dict[str, list[float]] = {"-": [1, 0], "--": [6, 3], ":": [2, 2.5], "-.": [7, 2, 2, 2]}
+CONFIG: dict[str, Any] = {
+    "background": "white",
+    "font": FONT,
+    "padding": 12,
+    "view": {"stroke": None},
+    "axis": {
+        **{"labelColor": INK, "titleColor": INK, "domainColor": GREY, "tickColor": GREY},
+        **{"gridColor": GRID, "labelFontSize": LABEL_PX, "titleFontSize": 12},
+        **{"titleFontWeight": "normal", "labelOverlap": True, "labelLimit": 480},
+    },
+    "legend": {
+        **{"labelColor": INK, "titleColor": INK, "labelFontSize": LABEL_PX, "labelLimit": 560},
+        **{"symbolLimit": 0, "title": None, "orient": "bottom", "columns": 4},
+    },
+    "header": {"labelColor": INK, "labelFontSize": 12, "title": None},
+    "title": {
+        **{"anchor": "start", "fontSize": TITLE_PX, "color": INK, "subtitleColor": PALE_INK},
+        **{"subtitleFontSize": SUBTITLE_PX, "offset": 14, "frame": "group"},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart, its message, and how to read it.
+
+    Attributes:
+        name: of its files, and on a page.
+        message: what it shows, in a line: the title.
+        about: what is drawn, and of which runs: lines below the title.
+        body: the chart itself, with its data.
+        width: pixels of its panels together, for lines of text.
+    """
+
+    name: str
+    message: str
+    about: Sequence[str]
+    body: Any
+    width: int = 560
+    notes: Sequence[str] = field(default=())
+
+    def with_title(self) -> Any:
+        """Return the chart of Altair with its title, which notebooks show."""
+        lines = [*self.about, *self.notes]
+        wrapped = [line for text in lines for line in wrap(text, self.width, SUBTITLE_PX)]
+        title = alt.TitleParams(text=wrap(self.message, self.width, TITLE_PX), subtitle=wrapped)
+        return self.body.properties(title=title).configure(**CONFIG)
+
+    def spec(self) -> dict[str, Any]:
+        """Return the specification with title, as JSON holds it."""
+        return json.loads(self.with_title().to_json())
+
+    def write(self, stem: Path, formats: Sequence[str]) -> list[Path]:
+        """Draw the chart to files.
+
+        Args:
+            stem: of their paths, without a suffix.
+            formats: of FORMATS.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        spec, paths = self.spec(), [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
+        for path, kind in zip(paths, formats, strict=True):
+            content = drawn(spec, kind)
+            write_atomically(path, lambda temporary, bytes_=content: temporary.write_bytes(bytes_))
+        return paths
+
+
+def drawn(spec: Mapping[str, Any], kind: str) -> bytes:
+    """Draw a specification as a file of FORMATS."""
+    if kind == "png":
+        return vl_convert.vegalite_to_png(dict(spec), VL_VERSION, scale=SCALE)
+    if kind == "pdf":
+        return vl_convert.vegalite_to_pdf(dict(spec), VL_VERSION)
+    svg = vl_convert.vegalite_to_svg(dict(spec), VL_VERSION)
+    # vl-convert counts these up from one chart to the next: files are to depend on data alone.
+    numbers = {each: str(at) for at, each in enumerate(dict.fromkeys(CLIP.findall(svg)))}
+    return CLIP.sub(lambda found: f"clip{numbers[found[0]]}", svg).encode()
+
+
+def wrap(text: str, width: int, size: int) -> list[str]:
+    """Break a text into lines of at most `width` pixels, of letters of `size` pixels."""
+    return textwrap.wrap(text, max(20, int(width / (LETTER * size)))) or [""]
+
+
+def look_of_series(looks: Mapping[str, Look], labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return the encodings that tell series apart: colour and dashes, without a legend.
+
+    Args:
+        looks: by series. labels: text of each in the chart's data, in its column `series`.
+    """
+    names = [labels[name] for name in looks]
+    colours = alt.Scale(domain=names, range=[look.colour for look in looks.values()])
+    dashes = alt.Scale(domain=names, range=[DASHES[look.line] for look in looks.values()])
+    return {
+        "color": alt.Color("series:N", scale=colours, legend=None, sort=names),
+        "strokeDash": alt.StrokeDash("series:N", scale=dashes, legend=None, sort=names),
+    }
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move places apart, each as little as possible, so that neighbours are `gap` from each other.
+
+    Labels at the ends of lines are put there: the order stays, and groups stay around their mean.
+    """
+    order = sorted(range(len(places)), key=lambda at: places[at])
+    groups: list[tuple[float, list[int]]] = []  # mean of their places, and who they are
+    for at in order:
+        groups.append((places[at], [at]))
+        while len(groups) > 1 and _overlap(groups[-2], groups[-1], gap):
+            (_, low), (_, high) = groups[-2:]
+            both = [*low, *high]
+            groups[-2:] = [(sum(places[each] for each in both) / len(both), both)]
+    moved = [0.0] * len(places)
+    for middle, members in groups:
+        for rank, at in enumerate(members):
+            moved[at] = middle + (rank - (len(members) - 1) / 2) * gap
+    return moved
+
+
+def _overlap(low: tuple[float, list[int]], high: tuple[float, list[int]], gap: float) -> bool:
+    reach = (len(low[1]) + len(high[1])) / 2 * gap
+    return high[0] - low[0] < reach
