@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.exchange.base import require_mean
-from lab.exchange.layout import is_fusible, trainable
+from lab.exchange.layout import is_fusible
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import Pattern, local
@@ -22,7 +22,6 @@ class LocalSteps(GradSync):
     """A sync whose ranks take steps with their own gradients, and exchange after some updates.
 
     Attributes:
-        parameters: the trainable ones, by name.
         in_round: ranks may have different weights.
 
     Raises:
@@ -36,7 +35,6 @@ class LocalSteps(GradSync):
         super().__init__(parts, pattern)
         self.divides_loss = False
         self._follow(list(self._buckets_of))  # no exchange waits for backward: any order will do
-        self.parameters = trainable(parts.model)
         self.in_round = False
 
     @property

@@ -278,10 +278,7 @@ class PrioritySync(GradSync):
         if self._reached and self._reached.is_lacking(names):
             with self.clock.phase("exchange") if self.clock else nullcontext():
                 self.worker.wait()
-            nowhere = self._reached.nowhere()
-            self._pending.drop(
-                self._groups[self._group_of[name]].parameters[name] for name in nowhere
-            )
+            self._pending.drop(self.parameters[name] for name in self._reached.nowhere())
 
     def _slowest(self, costs: list[float]) -> list[float]:
         """Return each entry of `costs` on the rank where it is largest."""
