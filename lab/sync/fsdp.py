@@ -38,7 +38,7 @@ from lab.sync.fsdp_units import (
     units,
 )
 from lab.sync.library import LibrarySync
-from lab.sync.pattern import fsdp
+from lab.sync.pattern import GATHERS, SCATTERS, fsdp, is_whole, require_choice
 
 
 class FSDPSync(LibrarySync):
@@ -77,8 +77,8 @@ class FSDPSync(LibrarySync):
         reshard: int | str | None,
         reduce_scatter: str,
     ) -> None:
-        _check_choice("all_gather", all_gather, "torch", "int8")
-        _check_choice("reduce_scatter", reduce_scatter, "torch", "lab", "two_levels")
+        require_choice("all_gather", all_gather, GATHERS)
+        require_choice("reduce_scatter", reduce_scatter, SCATTERS)
         super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
         comm = _checked(parts, all_gather)
         self._copies = levels_of_copies(shard_size, comm)
@@ -222,11 +222,6 @@ class FSDPSync(LibrarySync):
 
 def _has_levels(scatters: list[UnitReduceScatter]) -> bool:
     return any(isinstance(hook.scatter, TwoLevels) for hook in scatters)
-
-
-def _check_choice(key: str, value: object, *allowed: str) -> None:
-    if value not in allowed:
-        raise ValueError(f"sync.{key}={value}: allowed are {', '.join(allowed)}")
 
 
 def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
@@ -382,7 +377,7 @@ def ranks_of_a_host(key: str, nodes: Nodes) -> int:
 
 
 def _divisor(key: str, size: object, setting: object, ranks: int) -> int:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or ranks % size:
+    if not is_whole(size) or size < 1 or ranks % size:
         raise ValueError(
             f"sync.{key}={setting}: must be node, null, or a divisor of the {ranks} ranks"
         )

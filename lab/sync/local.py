@@ -6,7 +6,7 @@ LocalSteps is what it shares with other syncs of ranks that train on their own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Self, TypeGuard
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lab.exchange.base import require_mean
 from lab.exchange.layout import is_fusible
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import Pattern, local
+from lab.sync.pattern import Pattern, is_number, is_whole, local
 
 
 class LocalSteps(GradSync):
@@ -70,7 +70,6 @@ class LocalSync(LocalSteps):
     Args:
         every: steps per round, H in the papers.
         outer_lr, outer_momentum: settings of the outer SGD.
-
         pattern: a subclass's; None: LocalSync's own.
 
     Raises:
@@ -156,13 +155,3 @@ def _check_ranges(every: object, outer_lr: object, outer_momentum: object) -> No
         raise ValueError(f"sync.outer_lr={outer_lr}: must be a number above 0")
     if not is_number(outer_momentum) or not 0 <= outer_momentum < 1:
         raise ValueError(f"sync.outer_momentum={outer_momentum}: must be at least 0 and below 1")
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether a setting is an integer."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a setting is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
