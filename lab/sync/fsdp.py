@@ -102,8 +102,11 @@ class FSDPSync(LibrarySync):
         group = partial(DeviceMesh.from_group, comm.group, comm.device.type)
         mesh = self._copies.mesh() if self._copies else group()
         prepare_for_sharding(parts.model)
+        scale = getattr(parts.model, "bytes_scale", 1.0)
+        reads = None if parts.sample is None else Reads(parts.model, parts.sample)
+        found = units(parts.model, parts.bucket_mb, scale, reads)
         with replacing(parts.model):
-            self.units = [_wrapped(each, mesh) for each in _units(parts)]
+            self.units = [fully_shard(each, mesh=mesh) for each in found]
         WholeGradients(parts.model)
         *inner, self._root = self.units
         self._second_shards = SecondShards(self._second, inner) if self._second else None
@@ -214,14 +217,11 @@ class FSDPSync(LibrarySync):
             ),
             "sync.reduce_scatter=two_levels: hosts are one, or have one rank each, so there is one "
             "level, as with lab": (
-                self._reduce_scatter == "two_levels" and not _has_levels(self._scatters)
+                self._reduce_scatter == "two_levels"
+                and not any(isinstance(hook.scatter, TwoLevels) for hook in self._scatters)
             ),
         }
         return [line for line, holds in does_nothing.items() if holds]
-
-
-def _has_levels(scatters: list[UnitReduceScatter]) -> bool:
-    return any(isinstance(hook.scatter, TwoLevels) for hook in scatters)
 
 
 def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
@@ -242,17 +242,6 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
         listed = ", ".join(sorted(str(each).removeprefix("torch.") for each in types))
         raise ValueError(f"sync.all_gather=int8: gathers float32; the model's weights are {listed}")
     return parts.comm
-
-
-def _units(parts: SyncParts) -> list[nn.Module]:
-    reads = None if parts.sample is None else Reads(parts.model, parts.sample)
-    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0), reads)
-
-
-def _wrapped(module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-    wrapped = fully_shard(module, mesh=mesh)
-    assert isinstance(wrapped, FSDPModule)
-    return wrapped
 
 
 def _padded_bytes(unit: FSDPModule, size: int) -> int:
