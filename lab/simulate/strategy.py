@@ -13,6 +13,7 @@ from lab.model.profile import VALUE_BYTES, Profile, shapes
 from lab.simulate.costs import exchange_of, scatter_of
 from lab.simulate.load import in_shares, phases_of
 from lab.simulate.network import Network
+from lab.sync import pattern as rules
 from lab.sync.pattern import Pattern, class_of, fragments, gradsync, pattern_of
 
 NONE = {"_target_": "lab.exchange.allreduce.NoExchange"}
@@ -37,8 +38,8 @@ class Sharding:
         """
         sync = settings["sync"]
         found = cls(**{key: sync[key] for key in asdict(cls()) if key in sync})
-        _check("all_gather", found.all_gather, "torch", "int8")
-        _check("reduce_scatter", found.reduce_scatter, "torch", "lab", "two_levels")
+        rules.require_choice("all_gather", found.all_gather, rules.GATHERS)
+        rules.require_choice("reduce_scatter", found.reduce_scatter, rules.SCATTERS)
         if found.reshard is not None and sync["shard_size"] is not None:
             raise ValueError(
                 f"sync.reshard={found.reshard}: sync.shard_size={sync['shard_size']} gathers "
@@ -110,11 +111,6 @@ class Strategy:
             return False
         late = self.pattern.outlasts_step
         return late or self.pattern.own_replicas or not exchange_of(self.exchange).exact
-
-
-def _check(key: str, value: object, *allowed: str) -> None:
-    if value not in allowed:
-        raise ValueError(f"sync.{key}={value}: allowed are {', '.join(allowed)}")
 
 
 CEILING = Strategy(NONE)

@@ -24,7 +24,7 @@ from lab.measure.clock import Clock
 from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.library import LibrarySync, library_bound
-from lab.sync.pattern import ddp
+from lab.sync.pattern import ddp, require_choice
 
 CURES = {  # by what DDP says, in many lines
     "mark a variable ready only once": (
@@ -62,8 +62,7 @@ class DDPSync(LibrarySync):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
     ) -> None:
-        if hook not in HOOKS:
-            raise ValueError(f"sync.hook={hook}: allowed are {', '.join(HOOKS)}")
+        require_choice("hook", hook, HOOKS)
         if not parts.overlap or not parts.bucket_mb:
             raise ValueError(
                 f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=ddp always "

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lab.distributed.comm import Sent
 from lab.exchange.bucket import BucketPlan
-from lab.exchange.layout import trainable
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync, all_finite
@@ -37,8 +36,6 @@ class DoubleBuffer(GradSync):
             raise ValueError("overlap=false: must be sync.double_buffer, which is true")
         super().__init__(parts, pattern.double_buffer(double_buffer))
         self.double_buffer = double_buffer
-        model = parts.model
-        self.parameters = trainable(model)
         self.arriving: dict[str, Tensor] = {}  # the last step's gradients; means once received
         self._sent = 0, 0, 0
 

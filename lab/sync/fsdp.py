@@ -38,7 +38,7 @@ from lab.sync.fsdp_units import (
     units,
 )
 from lab.sync.library import LibrarySync
-from lab.sync.pattern import fsdp
+from lab.sync.pattern import GATHERS, SCATTERS, fsdp, is_whole, require_choice
 
 
 class FSDPSync(LibrarySync):
@@ -77,8 +77,8 @@ class FSDPSync(LibrarySync):
         reshard: int | str | None,
         reduce_scatter: str,
     ) -> None:
-        _check_choice("all_gather", all_gather, "torch", "int8")
-        _check_choice("reduce_scatter", reduce_scatter, "torch", "lab", "two_levels")
+        require_choice("all_gather", all_gather, GATHERS)
+        require_choice("reduce_scatter", reduce_scatter, SCATTERS)
         super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
         comm = _checked(parts, all_gather)
         self._copies = levels_of_copies(shard_size, comm)
@@ -102,8 +102,11 @@ class FSDPSync(LibrarySync):
         group = partial(DeviceMesh.from_group, comm.group, comm.device.type)
         mesh = self._copies.mesh() if self._copies else group()
         prepare_for_sharding(parts.model)
+        scale = getattr(parts.model, "bytes_scale", 1.0)
+        reads = None if parts.sample is None else Reads(parts.model, parts.sample)
+        found = units(parts.model, parts.bucket_mb, scale, reads)
         with replacing(parts.model):
-            self.units = [_wrapped(each, mesh) for each in _units(parts)]
+            self.units = [fully_shard(each, mesh=mesh) for each in found]
         WholeGradients(parts.model)
         *inner, self._root = self.units
         self._second_shards = SecondShards(self._second, inner) if self._second else None
@@ -214,19 +217,11 @@ class FSDPSync(LibrarySync):
             ),
             "sync.reduce_scatter=two_levels: hosts are one, or have one rank each, so there is one "
             "level, as with lab": (
-                self._reduce_scatter == "two_levels" and not _has_levels(self._scatters)
+                self._reduce_scatter == "two_levels"
+                and not any(isinstance(hook.scatter, TwoLevels) for hook in self._scatters)
             ),
         }
         return [line for line, holds in does_nothing.items() if holds]
-
-
-def _has_levels(scatters: list[UnitReduceScatter]) -> bool:
-    return any(isinstance(hook.scatter, TwoLevels) for hook in scatters)
-
-
-def _check_choice(key: str, value: object, *allowed: str) -> None:
-    if value not in allowed:
-        raise ValueError(f"sync.{key}={value}: allowed are {', '.join(allowed)}")
 
 
 def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
@@ -247,17 +242,6 @@ def _checked(parts: SyncParts, all_gather: str) -> TorchComm:
         listed = ", ".join(sorted(str(each).removeprefix("torch.") for each in types))
         raise ValueError(f"sync.all_gather=int8: gathers float32; the model's weights are {listed}")
     return parts.comm
-
-
-def _units(parts: SyncParts) -> list[nn.Module]:
-    reads = None if parts.sample is None else Reads(parts.model, parts.sample)
-    return units(parts.model, parts.bucket_mb, getattr(parts.model, "bytes_scale", 1.0), reads)
-
-
-def _wrapped(module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-    wrapped = fully_shard(module, mesh=mesh)
-    assert isinstance(wrapped, FSDPModule)
-    return wrapped
 
 
 def _padded_bytes(unit: FSDPModule, size: int) -> int:
@@ -382,7 +366,7 @@ def ranks_of_a_host(key: str, nodes: Nodes) -> int:
 
 
 def _divisor(key: str, size: object, setting: object, ranks: int) -> int:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or ranks % size:
+    if not is_whole(size) or size < 1 or ranks % size:
         raise ValueError(
             f"sync.{key}={setting}: must be node, null, or a divisor of the {ranks} ranks"
         )

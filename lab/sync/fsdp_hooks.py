@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import compress
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -103,8 +102,7 @@ class UnitReduceScatter(UnitHook):
 
     Args:
         unit: name of the module.
-        names: of the module's parameters, in its order, as the whole model names them.
-        parameters: these, sharded.
+        parameters: of the module, sharded, in its order, as the whole model names them.
         traffic: counts what it sends.
         comm: the ranks that share the weights; None: made of FSDP's group when it is known.
     """
@@ -113,17 +111,14 @@ class UnitReduceScatter(UnitHook):
         self,
         scatter: Scatter,
         unit: str,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         traffic: Traffic,
         comm: Comm | None = None,
     ) -> None:
         super().__init__(unit)
         self.scatter, self._traffic = scatter, traffic
-        self._names, self._parameters = names, parameters
-        self._comm = comm
+        self._parameters, self._comm = parameters, comm
         self._layout: Layout | None = None
-        self._trained: tuple[bool, ...] = ()
 
     def __call__(
         self,
@@ -145,7 +140,12 @@ class UnitReduceScatter(UnitHook):
             self._comm.traffic = self._traffic
         size = self._comm.size
         output = output_tensor.float()  # itself, if it is
-        self._sum(output, input_tensor.float().view(size, -1), self._comm, self._layout_of(size))
+        gradients, layout = input_tensor.float().view(size, -1), self._layout_of(size)
+        if self.drift:
+            self.drift.giving(self.unit, gradients, layout)
+        self.scatter.sum(output, gradients, self._comm, layout)
+        if self.drift:
+            self.drift.given(self.unit, output, layout, self._comm)
         if op == dist.ReduceOp.AVG:
             output.div_(size)
         if output is not output_tensor:
@@ -153,19 +153,10 @@ class UnitReduceScatter(UnitHook):
 
     def _layout_of(self, size: int) -> Layout:
         """Return where gradients lie: FSDP hands over those of parameters that are trained now."""
-        trained = tuple(p.requires_grad and p.numel() > 0 for p in self._parameters)
-        if self._layout is None or trained != self._trained:
-            names = list(compress(self._names, trained))
-            own = list(compress(self._parameters, trained))
-            self._trained, self._layout = trained, Layout(_columns(names, own, size))
+        own = {n: p for n, p in self._parameters.items() if p.requires_grad and p.numel()}
+        if self._layout is None or own.keys() != self._layout.columns.keys():
+            self._layout = Layout(_columns(own, size))
         return self._layout
-
-    def _sum(self, output: Tensor, gradients: Tensor, comm: Comm, layout: Layout) -> None:
-        if self.drift:
-            self.drift.giving(self.unit, gradients, layout)
-        self.scatter.sum(output, gradients, comm, layout)
-        if self.drift:
-            self.drift.given(self.unit, output, layout, comm)
 
 
 def set_reduce_scatter(
@@ -187,9 +178,8 @@ def set_reduce_scatter(
     made = list[UnitReduceScatter]()
     name_of = {id(parameter): name for name, parameter in named(model).items()}
     for unit, module in modules_of_fsdp(model):
-        own = sharded_parameters(module)
-        names = [name_of[id(parameter)] for parameter in own]
-        of_unit = UnitReduceScatter(scatter(exchange), unit, names, own, traffic, comm)
+        own = {name_of[id(parameter)]: parameter for parameter in sharded_parameters(module)}
+        of_unit = UnitReduceScatter(scatter(exchange), unit, own, traffic, comm)
         module.set_custom_reduce_scatter(of_unit)  # pyright: ignore[reportArgumentType]
         made.append(of_unit)
     if not made:
@@ -197,12 +187,10 @@ def set_reduce_scatter(
     return made
 
 
-def _columns(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], size: int
-) -> dict[str, Columns]:
+def _columns(parameters: Mapping[str, nn.Parameter], size: int) -> dict[str, Columns]:
     """Return where FSDP puts parameters: each divided by its first dimension, rounded up."""
     columns, start = dict[str, Columns](), 0
-    for name, parameter in zip(names, parameters, strict=True):
+    for name, parameter in parameters.items():
         inner = parameter.numel() // parameter.shape[0]
         stop = start + -(-parameter.shape[0] // size) * inner
         columns[name] = Columns(start, stop, inner)

@@ -42,6 +42,7 @@ class GradSync(Sync):
         multiple: divides the length of each bucket's flat tensor; zeros fill it up.
 
     Attributes:
+        parameters: the trainable ones, by name.
         nowhere: after `finish`, the parameters that backward reached on no rank: they have no
             gradient.
 
@@ -62,9 +63,9 @@ class GradSync(Sync):
         self.noise: GradientNoise | None = None  # set to observe it
         self.drift: Drift | None = None  # the same
         self.before_exchange: BeforeExchange | None = None  # set to see what leaves
-        parameters = admit(parts.model, self.exchange)
-        self._outside = Outside(parts.model, parameters)
-        self._device = next(iter(parameters.values())).device
+        self.parameters = admit(parts.model, self.exchange)
+        self._outside = Outside(parts.model, self.parameters)
+        self._device = next(iter(self.parameters.values())).device
         self._plan = partial(
             plan, parts.model, parts.bucket_mb, multiple=multiple, carrier=self._carrier
         )
@@ -95,9 +96,8 @@ class GradSync(Sync):
 
     def __enter__(self) -> Self:
         if self._during_backward or len(self.buckets) > 1:
-            named = {n: p for bucket in self.buckets for n, p in bucket.parameters.items()}
-            for name, parameter in named.items():
-                self._on_gradient(parameter, partial(self._gradient_ready, name))
+            for name in self._buckets_of:
+                self._on_gradient(self.parameters[name], partial(self._gradient_ready, name))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,8 +150,7 @@ class GradSync(Sync):
         if self.drift:
             self.drift.leave_out(self.nowhere)
         for name in self.nowhere:
-            for place in self._buckets_of[name]:
-                self.buckets[place].parameters[name].grad = None
+            self.parameters[name].grad = None
 
     def _carrier(self, dtype: torch.dtype) -> torch.dtype:
         found = carrier(dtype, self.exchange)

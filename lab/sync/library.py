@@ -96,9 +96,7 @@ class HorovodSync(LibrarySync):
                     f"{name}: lies in memory with strides {list(parameter.stride())}, as "
                     "channels_last=true makes it; strategy=horovod takes contiguous tensors only"
                 )
-        if compression not in WIRE_BYTES:
-            allowed = ", ".join(WIRE_BYTES)
-            raise ValueError(f"sync.compression={compression}: allowed are {allowed}")
+        pattern.require_choice("compression", compression, tuple(WIRE_BYTES))
         self._parameters = trainable(parts.model)
         num_values = sum(p.numel() for p in self._parameters.values())
         super().__init__("horovod", parts, pattern.horovod(), WIRE_BYTES[compression] * num_values)

@@ -6,23 +6,22 @@ LocalSteps is what it shares with other syncs of ranks that train on their own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Self, TypeGuard
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from lab.exchange.base import require_mean
-from lab.exchange.layout import is_fusible, trainable
+from lab.exchange.layout import is_fusible
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import Pattern, local
+from lab.sync.pattern import Pattern, is_number, is_whole, local
 
 
 class LocalSteps(GradSync):
     """A sync whose ranks take steps with their own gradients, and exchange after some updates.
 
     Attributes:
-        parameters: the trainable ones, by name.
         in_round: ranks may have different weights.
 
     Raises:
@@ -36,7 +35,6 @@ class LocalSteps(GradSync):
         super().__init__(parts, pattern)
         self.divides_loss = False
         self._follow(list(self._buckets_of))  # no exchange waits for backward: any order will do
-        self.parameters = trainable(parts.model)
         self.in_round = False
 
     @property
@@ -72,7 +70,6 @@ class LocalSync(LocalSteps):
     Args:
         every: steps per round, H in the papers.
         outer_lr, outer_momentum: settings of the outer SGD.
-
         pattern: a subclass's; None: LocalSync's own.
 
     Raises:
@@ -158,13 +155,3 @@ def _check_ranges(every: object, outer_lr: object, outer_momentum: object) -> No
         raise ValueError(f"sync.outer_lr={outer_lr}: must be a number above 0")
     if not is_number(outer_momentum) or not 0 <= outer_momentum < 1:
         raise ValueError(f"sync.outer_momentum={outer_momentum}: must be at least 0 and below 1")
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether a setting is an integer."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a setting is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from lab.exchange.grouping import MIB, Sized
 from lab.measure.spans import OWN
@@ -18,6 +18,8 @@ from lab.settings.names import class_name
 
 STRIDED, SEQUENTIAL = "strided", "sequential"  # orders of fragments
 ORDERS = (STRIDED, SEQUENTIAL)
+GATHERS = ("torch", "int8")  # ways to move weights of FSDP2's units
+SCATTERS = ("torch", "lab", "two_levels")  # and their gradients
 Layer = list[Sized]
 # Exchanges in which a rank works for others: a root, a parent, or a matrix's owner.
 FOR_OTHERS = ("Tree", "DoubleTree", "Star", "Muon")
@@ -177,7 +179,7 @@ def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
     if second_every is not None:
         periods["second_every"] = second_every
     for key, period in periods.items():
-        if type(period) is not int or period < 1:
+        if not is_whole(period) or period < 1:
             raise ValueError(f"sync.{key}={period}: must be an integer of at least 1")
     whole = math.lcm(*periods.values())
     num_exchanges = sum(whole // period for period in periods.values())
@@ -287,6 +289,22 @@ def class_of(settings: Mapping[str, Any]) -> str:
     A user's own is known by its path.
     """
     return class_name(settings.get("sync", {}).get("_target_", ""))
+
+
+def require_choice(key: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a setting `sync.<key>` that is none of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"sync.{key}={value}: allowed are {', '.join(allowed)}")
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a setting is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a setting is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def fragments(parameters: Sequence[Sized], number: int, order: str) -> list[list[str]]:

@@ -24,8 +24,7 @@ from lab.exchange.layout import is_compiled
 from lab.measure.marks import Mark, mark, seconds
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync, all_finite
-from lab.sync.local import is_number
-from lab.sync.pattern import priority, send_order
+from lab.sync.pattern import is_number, is_whole, priority, send_order
 from lab.sync.pending import Pending
 from lab.sync.reads import FirstReads, after, before
 
@@ -278,10 +277,7 @@ class PrioritySync(GradSync):
         if self._reached and self._reached.is_lacking(names):
             with self.clock.phase("exchange") if self.clock else nullcontext():
                 self.worker.wait()
-            nowhere = self._reached.nowhere()
-            self._pending.drop(
-                self._groups[self._group_of[name]].parameters[name] for name in nowhere
-            )
+            self._pending.drop(self.parameters[name] for name in self._reached.nowhere())
 
     def _slowest(self, costs: list[float]) -> list[float]:
         """Return each entry of `costs` on the rank where it is largest."""
@@ -294,7 +290,7 @@ class PrioritySync(GradSync):
 def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
     if not is_number(chunk_mb) or not 0 < chunk_mb < math.inf:
         raise ValueError(f"sync.chunk_mb={chunk_mb}: must be a number above 0")
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
+    if not is_whole(trials) or trials < 0:
         raise ValueError(f"sync.trials={trials}: must be an integer of at least 0")
     if is_compiled(parts.module):
         raise ValueError("model: compiled layers cannot wait for theirs; leave torch.compile out")

@@ -14,8 +14,8 @@ from lab.exchange.bucket import plan
 from lab.sync import pattern as rules
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import all_finite
-from lab.sync.local import LocalSync, is_number, is_whole
-from lab.sync.pattern import streaming
+from lab.sync.local import LocalSync
+from lab.sync.pattern import is_number, is_whole
 
 
 class StreamingSync(LocalSync):
@@ -54,7 +54,7 @@ class StreamingSync(LocalSync):
         delay: int,
         alpha: float,
     ) -> None:
-        pattern = streaming(every, fragments, fragment_order, delay)
+        pattern = rules.streaming(every, fragments, fragment_order, delay)
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
         super().__init__(parts, every=every, **outer, pattern=pattern)
         _check_fragments(every, fragments, fragment_order, delay, alpha)
@@ -150,9 +150,7 @@ def _check_fragments(
         raise ValueError(
             f"sync.fragments={fragments}: must be an integer from 1 to sync.every, which is {every}"
         )
-    if order not in rules.ORDERS:
-        allowed = ", ".join(rules.ORDERS)
-        raise ValueError(f"sync.fragment_order={order}: allowed are {allowed}")
+    rules.require_choice("fragment_order", order, rules.ORDERS)
     if not is_whole(delay) or not 0 <= delay <= every // fragments:
         raise ValueError(
             f"sync.delay={delay}: must be an integer from 0 to {every // fragments}, the steps "

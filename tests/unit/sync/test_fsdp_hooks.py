@@ -134,10 +134,10 @@ def hooks_of(
     scatter = scatter_of(exchange)
     if broken == (GRADIENTS, unit):
         scatter = WrongScale(scatter)
-    names, parameters = [f"{unit}.weight"], [nn.Parameter(torch.empty(ROWS, INNER))]
+    parameters = {f"{unit}.weight": nn.Parameter(torch.empty(ROWS, INNER))}
     return (
         weights(unit, comm, None, Plans()),
-        UnitReduceScatter(scatter, unit, names, parameters, comm.traffic, comm),
+        UnitReduceScatter(scatter, unit, parameters, comm.traffic, comm),
     )
 
 
