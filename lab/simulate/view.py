@@ -210,7 +210,7 @@ def _fitted(result: Row) -> list[str]:
         return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
     return [
-        f"fitted to {cells}{result['fit']}{_where(hardware['conditions'])}: {_values(hardware)}"
+        f"fitted to {cells}{result['fit']}{at(hardware['conditions'])}: {_values(hardware)}"
         for hardware in result["hardware"]
     ]
 
@@ -232,12 +232,13 @@ def _held_out(result: Row) -> list[str]:
     if result["measured"]:
         return []
     lines = [
-        f"held out{_where(score['conditions'])}: {score['text']}"
+        f"held out{at(score['conditions'])}: {score['text']}"
         for score in result["scores"]
         if score["num_cells"]
     ]
     return lines or ["no held-out cell: every prediction beyond what was fitted extrapolates"]
 
 
-def _where(conditions: str) -> str:
+def at(conditions: str) -> str:
+    """Name the conditions of a group, if there are several groups."""
     return f" at {conditions}" if conditions else ""
