@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lab.measure.peaks import arithmetic_of
 from lab.model.profile import VALUE_BYTES, Layer, Profile
 from lab.model.work import LayerWork, Line, Operation, Work
+from lab.settings.errors import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.hardware import Device, Hardware
 from lab.simulate.presets import of_this_machine
@@ -19,6 +21,7 @@ from lab.simulate.step import UPDATE_PASSES
 INPUT_PASSES = 2  # a batch is gathered from the data set
 ESTIMATE = "estimate"  # begins the source of such a profile
 HALF = ("bf16", "fp16")  # activations and products take two bytes a value
+COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
 RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
 
 
@@ -80,12 +83,40 @@ def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, i
     """
     if profile:
         return Measured(profile)
-    from lab.simulate.counting import work_of  # Imports torch.
-
     work = work_of(config)
     model = class_name(config.model["_target_"])
     name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
     return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)
+
+
+def work_of(config: DictConfig) -> Work:
+    """Count the work of a run's model, at most once in a process.
+
+    Raises:
+        ConfigError: a part cannot be built, the model does not fit the data, or its operations
+            cannot be counted.
+    """
+    parts: Any = OmegaConf.to_container(config, resolve=True)
+    return _work(OmegaConf.to_yaml({part: parts[part] for part in COUNTED}))
+
+
+@lru_cache(maxsize=64)
+def _work(parts: str) -> Work:
+    """Count a model, which is built without its values."""
+    from lab.measure.operations import Uncountable, count  # with torch, which few predictions need
+    from lab.problem.build import blueprint, require_float32
+
+    config: Any = OmegaConf.create(parts)
+    plan = blueprint(config)
+    require_float32(plan.model)
+    shape, dtype = plan.data.input_shape, plan.data.input_dtype
+    try:
+        return count(plan.model, shape, dtype, plan.target, plan.task.loss)
+    except Uncountable as error:
+        raise ConfigError(
+            f"model={config.model['_target_']}: cannot be counted for an estimate ({error}); "
+            "measure it with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
+        ) from None
 
 
 def estimated(

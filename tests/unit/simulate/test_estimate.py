@@ -12,13 +12,14 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lab import predict
+from lab.measure import operations
 from lab.model.profile import Profile
 from lab.model.work import LayerWork, Line, Operation, Work
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
 from lab.settings.names import resolved
-from lab.simulate import counting, view
+from lab.simulate import source, view
 from lab.simulate.grid import predicted
 from lab.simulate.hardware import Device
 from lab.simulate.presets import parse, parse_device
@@ -136,9 +137,9 @@ def test_a_profile_that_is_given_wins() -> None:
 
 def test_a_grid_counts_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
-    real = counting.count
-    monkeypatch.setattr(counting, "count", lambda *all: counted.append(all) or real(*all))
-    counting._work.cache_clear()
+    real = operations.count
+    monkeypatch.setattr(operations, "count", lambda *all: counted.append(all) or real(*all))
+    source._work.cache_clear()
     grid = ("strategy=none,tree", "world_size=1,2", "batch_size=64,128", "model.hidden=[4],[5]")
     result = result_of(*grid, "model=mlp")
     assert len(result["rows"]) == 16 and len(counted) == 2
