@@ -20,6 +20,7 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
+from lab.simulate.fit import LINK
 from lab.simulate.grid import summary as comparison
 from lab.simulate.hardware import Hardware
 from lab.simulate.request import DEFAULT_PROFILE
@@ -28,15 +29,8 @@ from lab.simulate.source import ESTIMATE
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "efficiency"]
 SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
-FITTED = (
-    "latency_s",
-    "bandwidth_bytes_per_s",
-    "reduce_bytes_per_s",
-    "codec_bytes_per_s",
-    "contention",
-    "overhead_s",
-    "crowding",
-)
+RATES = ("reduce_bytes_per_s", "codec_bytes_per_s")
+FITTED = (*LINK, *RATES, "contention", "overhead_s", "crowding")
 
 
 def table(result: Row) -> str:
@@ -144,10 +138,8 @@ def _size_axis(panel: Axes, sizes: list[int]) -> None:
 
 
 def _handle(name: str, look: Look) -> Line2D:
-    text = f"{name} (predicted)"
-    handle = Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, label=text)
-    handle.set_markerfacecolor("white")
-    return handle
+    drawn: dict[str, Any] = {"color": look.colour, "ls": look.line, "marker": look.marker}
+    return Line2D([], [], markerfacecolor="white", label=f"{name} (predicted)", **drawn)
 
 
 def _line(row: Row) -> list[str]:
