@@ -42,7 +42,9 @@ class Estimate:
     """Counted work, whose times follow from the hardware's device.
 
     Attributes:
-        precision, batches: see `estimated`.
+        precision: a key of the device's peaks.
+        batches: samples per rank, the smallest and the largest of interest: profiles hold at both,
+            and on a line between them.
         name: of its profiles.
     """
 
@@ -63,8 +65,41 @@ class Estimate:
                 f"hardware={hardware.name}: has no device to estimate a model on; give "
                 "hardware.device.name (lab/measure/peaks.py), or the model's measured profile="
             )
-        device = of_this_machine(hardware.device)
-        return estimated(self.work, device, self.precision, self.batches, self.name)
+        return self.profile_of(of_this_machine(hardware.device))
+
+    def profile_of(self, device: Device) -> Profile:
+        """Estimate the layers' times on a device.
+
+        An operation takes the longer of its products at `compute_efficiency` of the peak and its
+        bytes at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the
+        update, and the gathering of the batch.
+
+        Raises:
+            ValueError: the peak at this precision is not known.
+        """
+        work, precision, batches = self.work, self.precision, self.batches
+        peaks = dict(device.peak_flops_per_s)
+        if precision not in peaks:
+            raise ValueError(
+                f"precision={precision}: device.peak_flops_per_s of {device.name} has "
+                f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
+            )
+        fewer, more = min(batches), max(*batches, RATIO * min(batches))
+        timer = _Timer(device, peaks[precision], precision in HALF)
+        layers, layers_of_fewer = (
+            [timer.layer(layer, batch) for layer in work.layers] for batch in (more, fewer)
+        )
+        rest_ms, rest_of_fewer = (timer.milliseconds(_rest(work), batch) for batch in (more, fewer))
+        return Profile(
+            self.name,
+            f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
+            f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
+            more,
+            tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
+            rest_ms=rest_ms,
+            fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
+            num_threads=device.num_threads,
+        )
 
 
 Source = Measured | Estimate
@@ -117,48 +152,6 @@ def _work(parts: str) -> Work:
             f"model={config.model['_target_']}: cannot be counted for an estimate ({error}); "
             "measure it with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
         ) from None
-
-
-def estimated(
-    work: Work, device: Device, precision: str, batches: tuple[int, int], name: str
-) -> Profile:
-    """Estimate the layers' times on a device.
-
-    An operation takes the longer of its products at `compute_efficiency` of the peak and its bytes
-    at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the update, and
-    the gathering of the batch.
-
-    Args:
-        precision: a key of the device's peaks.
-        batches: samples per rank, the smallest and the largest of interest: the profile holds at
-            both, and on a line between them.
-        name: of the profile.
-
-    Raises:
-        ValueError: the peak at this precision is not known.
-    """
-    peaks = dict(device.peak_flops_per_s)
-    if precision not in peaks:
-        raise ValueError(
-            f"precision={precision}: device.peak_flops_per_s of {device.name} has "
-            f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
-        )
-    fewer, more = min(batches), max(*batches, RATIO * min(batches))
-    timer = _Timer(device, peaks[precision], precision in HALF)
-    layers, layers_of_fewer = (
-        [timer.layer(layer, batch) for layer in work.layers] for batch in (more, fewer)
-    )
-    rest_ms, rest_of_fewer = (timer.milliseconds(_rest(work), batch) for batch in (more, fewer))
-    return Profile(
-        name,
-        f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
-        f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
-        more,
-        tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
-        rest_ms=rest_ms,
-        fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
-        num_threads=device.num_threads,
-    )
 
 
 def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:
