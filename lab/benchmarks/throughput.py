@@ -24,7 +24,7 @@ from lab.measure.turns import order
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
-from lab.simulate.counting import work_of
+from lab.simulate.source import work_of
 from lab.training.assemble import Assembly, join
 from lab.training.dry import assembled
 from lab.training.identity import surroundings

@@ -165,40 +165,21 @@ class Turns(Schedule):
         self._under_way.remove(job)
 
 
-def run(
-    layers: Sequence[Compute],
-    exchanges: Sequence[Exchange],
-    schedule: Schedule,
-    contention: float,
-    burst_s: float = 0.0,
-    micro_batches: int = 1,
-) -> Rank:
-    """Simulate forward, backward and all exchanges.
-
-    Args:
-        layers: in the order of forward; their times are those of one micro-batch.
-        exchanges: in the order of buckets.
-        contention, burst_s: see Hardware.
-        micro_batches: passes over the layers; gradients are exchanged in the last one.
-    """
-    rank = Rank(contention, burst_s)
-    both_passes(rank, layers, exchanges, schedule, micro_batches)
-    schedule.finish(rank)
-    return rank
-
-
 def both_passes(
     rank: Rank,
     layers: Sequence[Compute],
     exchanges: Sequence[Exchange],
     schedule: Schedule,
-    micro_batches: int,
+    micro_batches: int = 1,
     begin: Callable[[int], None] = lambda place: None,
 ) -> None:
     """Simulate forward and backward; exchanges start in their order, each when it is ready.
 
     Args:
-        begin: called before each layer's forward, with its place. For other arguments see `run`.
+        layers: in the order of forward; their times are those of one micro-batch.
+        exchanges: in the order of buckets.
+        micro_batches: passes over the layers; gradients are exchanged in the last one.
+        begin: called before each layer's forward, with its place.
     """
     waiting = deque(exchanges)
 

@@ -35,7 +35,8 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
     """
     cells: dict[str, list[Cell]] = {}
     for cell in load_study(folder).cells:
-        if _counts(cell):
+        timed = cell.status == "done" and cell.measure == "throughput"
+        if timed and not math.isnan(cell.step_s):
             cells.setdefault(cell.circumstances, []).append(cell)
     try:
         if not cells:
@@ -51,7 +52,11 @@ def fitted_groups(folder: Path, profile: Profile, preset: Hardware) -> tuple[Gro
 
 
 def _groups(cells: dict[str, list[Cell]], profile: Profile, preset: Hardware) -> tuple[Group, ...]:
-    fitted = [name for name, group in cells.items() if _can_be_fitted(group)]
+    fitted = [
+        name
+        for name, group in cells.items()
+        if any(cell.world_size == LARGEST_FITTED for cell in group)
+    ]
     groups = dict[str, Group]()
     for name in sorted(fitted or cells, key=lambda name: _ranks_per_host(cells[name])):
         start = _with_hosts(preset, cells[name], [(groups[g], cells[g]) for g in groups])
@@ -89,14 +94,13 @@ def _with_hosts(
     return replace(start, ranks_per_node=local, intra=preset.intra, assumed=preset.assumed)
 
 
-def _can_be_fitted(cells: list[Cell]) -> bool:
-    return any(cell.world_size == LARGEST_FITTED for cell in cells)
-
-
 def _fitted(name: str, cells: list[Cell], profile: Profile, preset: Hardware) -> Group:
     observations = _observations(cells, profile)
+    num_cores = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
+    if preset.num_cores and num_cores:  # emulated, on the machine on which these cells ran
+        preset = replace(preset, num_cores=min(num_cores))
     try:
-        found = fit(_on_its_cores(preset, cells), observations)
+        found = fit(preset, observations)
     except ValueError as error:
         raise ValueError(f"{name}: {error}" if name else str(error)) from None
     return Group(name, tuple(observations), found.hardware, found.draws)
@@ -146,19 +150,6 @@ def _cluster(cell: Cell) -> Cluster | None:
 def _cluster_settings(cell: Cell) -> dict[str, Any]:
     found = read_settings(cell.folder).get("cluster")
     return {k: v for k, v in found.items() if k != "_target_"} if isinstance(found, dict) else {}
-
-
-def _on_its_cores(preset: Hardware, cells: list[Cell]) -> Hardware:
-    """Give emulated hardware the cores of the machine on which these cells ran."""
-    known = [c.environment["num_cores"] for c in cells if "num_cores" in c.environment]
-    if preset.num_cores is None or not known:
-        return preset
-    return replace(preset, num_cores=min(known))
-
-
-def _counts(cell: Cell) -> bool:
-    timed = cell.status == "done" and cell.measure == "throughput"
-    return timed and not math.isnan(cell.step_s)
 
 
 def _observations(cells: list[Cell], profile: Profile) -> list[Observation]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from lab.measure.peaks import Peak, gpu_peak
+from lab.measure.peaks import gpu_peak
 from lab.model.numbers import is_number
 from lab.simulate.hardware import THIS_CPU, Device, Hardware, Link, Range
 from lab.simulate.network import PROTOCOLS
@@ -238,25 +238,20 @@ def of_this_machine(device: Device) -> Device:
 
 
 def _with_peaks(name: str, device: Device) -> Device:
-    peak = gpu_peak(device.name)
-    if peak:
-        return _filled(device, peak)
+    """Take what the block leaves out from the table."""
+    if peak := gpu_peak(device.name):
+        return replace(
+            device,
+            source=device.source or peak.source,
+            peak_flops_per_s=device.peak_flops_per_s or tuple(peak.flops_per_s.items()),
+            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s or peak.bandwidth_bytes_per_s or 0.0,
+        )
     if not device.bandwidth_bytes_per_s or not (device.peak_flops_per_s or device.name == THIS_CPU):
         raise ValueError(
             f"{name}: device.name={device.name}: lab/measure/peaks.py does not know it; give "
             "device.peak_flops_per_s.fp32 and device.bandwidth_bytes_per_s"
         )
     return device
-
-
-def _filled(device: Device, peak: Peak) -> Device:
-    """Take what the block leaves out from the table."""
-    return replace(
-        device,
-        source=device.source or peak.source,
-        peak_flops_per_s=device.peak_flops_per_s or tuple(peak.flops_per_s.items()),
-        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s or peak.bandwidth_bytes_per_s or 0.0,
-    )
 
 
 def _pairs(key: str, node: object, least: float) -> tuple[tuple[str, float], ...]:

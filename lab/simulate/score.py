@@ -109,18 +109,23 @@ def held_out(cells: Iterable[ScoredCell]) -> list[ScoredCell]:
     return [c for c in cells if c.evidence == "held out" and c.strategy != NONE]
 
 
+def with_exposed(cells: Iterable[ScoredCell], least_exposed: float) -> list[ScoredCell]:
+    """Return the cells whose exposed exchange is scored.
+
+    Args:
+        least_exposed: share of the step that it was measured to exceed: below the noise floor its
+            relative error says nothing.
+    """
+    return [c for c in cells if c.exposed_s[0] > least_exposed * median(c.measured_s)]
+
+
 def score(cells: Sequence[ScoredCell], least_exposed: float = 0.0) -> Score:
     """Summarise the errors of some cells.
 
     Args:
-        least_exposed: exposed exchange is scored where it was measured to be more than this share
-            of the step: below the noise floor its relative error says nothing.
+        least_exposed: see `with_exposed`.
     """
-    exposed = [
-        abs(cell.exposed_error)
-        for cell in cells
-        if cell.exposed_s[0] > least_exposed * median(cell.measured_s)
-    ]
+    exposed = [abs(cell.exposed_error) for cell in with_exposed(cells, least_exposed)]
     signed = [cell.error for cell in cells if cell.overlaps]
     steps = [abs(cell.error) for cell in cells]
     return Score(

@@ -29,8 +29,8 @@ from lab.settings.whole import write_atomically
 from lab.simulate.fit import Group
 from lab.simulate.observe import fitted_groups
 from lab.simulate.presets import parse
-from lab.simulate.score import ScoredCell, held_out, score, scored_cells
-from lab.simulate.view import fitted_values
+from lab.simulate.score import ScoredCell, held_out, score, scored_cells, with_exposed
+from lab.simulate.view import at, fitted_values
 
 COLUMNS = (
     *("cells", "step: median", "worst", "exposed exchange: median", "worst", "cells scored"),
@@ -83,16 +83,12 @@ def summary(card: Scorecard) -> list[str]:
     """Write the fit, and the scores by conditions and by strategy, of cells with an exchange."""
     cells = held_out(card.cells)
     fits = [
-        f"fitted{_at(group.conditions)} to cells of 1 and 2 ranks: {fitted_values(group.hardware)}"
+        f"fitted{at(group.conditions)} to cells of 1 and 2 ranks: {fitted_values(group.hardware)}"
         for group in card.groups
         if group.fitted
     ]
     by_links = [
-        [
-            group.conditions or "all",
-            *_score(card, [c for c in cells if c.conditions == group.conditions]),
-        ]
-        for group in card.groups
+        [group.conditions or "all", *_score(card, _of(cells, group))] for group in card.groups
     ]
     names = sorted({cell.strategy for cell in cells}, key=order)
     by_name = [[name, *_score(card, [c for c in cells if c.strategy == name])] for name in names]
@@ -107,7 +103,7 @@ def summary(card: Scorecard) -> list[str]:
 
 
 def _what_is_scored(card: Scorecard, cells: Sequence[ScoredCell]) -> str:
-    if not _exposed(card, cells):
+    if not with_exposed(cells, card.least_exposed):
         return (
             "exposed exchange is not scored: no cell of none on as many ranks, or none above noise"
         )
@@ -115,11 +111,6 @@ def _what_is_scored(card: Scorecard, cells: Sequence[ScoredCell]) -> str:
         f"exposed exchange is scored where it takes more than {100 * card.least_exposed:.1f} % of "
         "the step, the study's noise floor"
     )
-
-
-def _exposed(card: Scorecard, cells: Sequence[ScoredCell]) -> list[ScoredCell]:
-    """Return the cells whose exposed exchange is known and no noise."""
-    return [c for c in cells if c.exposed_s[0] > card.least_exposed * median(c.measured_s)]
 
 
 def write(card: Scorecard, path: Path, command: str, sections: Sequence[str] = ()) -> None:
@@ -173,7 +164,7 @@ def figure(card: Scorecard) -> Figure:
     Where no exposed exchange is scored, it is the step.
     """
     cells = held_out(card.cells)
-    exposed = _exposed(card, cells)
+    exposed = with_exposed(cells, card.least_exposed)
     what = "exposed exchange" if exposed else "step"
     shown = exposed or cells
     groups = [group for group in card.groups if _of(shown, group)]
@@ -222,13 +213,12 @@ def _of(cells: Sequence[ScoredCell], group: Group) -> list[ScoredCell]:
 
 
 def _score(card: Scorecard, cells: Sequence[ScoredCell]) -> list[str]:
-    found = asdict(score(cells, card.least_exposed))
-    ends = (*found["step"], *found["exposed"])
+    found = score(cells, card.least_exposed)
     return [
-        str(found["num_cells"]),
-        *map(_percent, ends),
-        str(found["num_exposed"]),
-        _percent(found["signed_error"], "+"),
+        str(found.num_cells),
+        *map(_percent, (*found.step, *found.exposed)),
+        str(found.num_exposed),
+        _percent(found.signed_error, "+"),
     ]
 
 
@@ -257,7 +247,3 @@ def _ms(seconds: float) -> str:
 
 def _percent(error: float, sign: str = "") -> str:
     return "–" if math.isnan(error) else f"{100 * error:{sign}.1f} %"
-
-
-def _at(conditions: str) -> str:
-    return f" at {conditions}" if conditions else ""

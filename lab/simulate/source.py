@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lab.measure.peaks import arithmetic_of
 from lab.model.profile import VALUE_BYTES, Layer, Profile
 from lab.model.work import LayerWork, Line, Operation, Work
+from lab.settings.errors import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.hardware import Device, Hardware
 from lab.simulate.presets import of_this_machine
@@ -19,6 +21,7 @@ from lab.simulate.step import UPDATE_PASSES
 INPUT_PASSES = 2  # a batch is gathered from the data set
 ESTIMATE = "estimate"  # begins the source of such a profile
 HALF = ("bf16", "fp16")  # activations and products take two bytes a value
+COUNTED = ("model", "transform", "task", "data", "seed")  # settings that decide a model's work
 RATIO = 2  # at least so many times apart are the two batches that give the fixed parts
 
 
@@ -39,7 +42,9 @@ class Estimate:
     """Counted work, whose times follow from the hardware's device.
 
     Attributes:
-        precision, batches: see `estimated`.
+        precision: a key of the device's peaks.
+        batches: samples per rank, the smallest and the largest of interest: profiles hold at both,
+            and on a line between them.
         name: of its profiles.
     """
 
@@ -60,8 +65,41 @@ class Estimate:
                 f"hardware={hardware.name}: has no device to estimate a model on; give "
                 "hardware.device.name (lab/measure/peaks.py), or the model's measured profile="
             )
-        device = of_this_machine(hardware.device)
-        return estimated(self.work, device, self.precision, self.batches, self.name)
+        return self.profile_of(of_this_machine(hardware.device))
+
+    def profile_of(self, device: Device) -> Profile:
+        """Estimate the layers' times on a device.
+
+        An operation takes the longer of its products at `compute_efficiency` of the peak and its
+        bytes at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the
+        update, and the gathering of the batch.
+
+        Raises:
+            ValueError: the peak at this precision is not known.
+        """
+        work, precision, batches = self.work, self.precision, self.batches
+        peaks = dict(device.peak_flops_per_s)
+        if precision not in peaks:
+            raise ValueError(
+                f"precision={precision}: device.peak_flops_per_s of {device.name} has "
+                f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
+            )
+        fewer, more = min(batches), max(*batches, RATIO * min(batches))
+        timer = _Timer(device, peaks[precision], precision in HALF)
+        layers, layers_of_fewer = (
+            [timer.layer(layer, batch) for layer in work.layers] for batch in (more, fewer)
+        )
+        rest_ms, rest_of_fewer = (timer.milliseconds(_rest(work), batch) for batch in (more, fewer))
+        return Profile(
+            self.name,
+            f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
+            f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
+            more,
+            tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
+            rest_ms=rest_ms,
+            fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
+            num_threads=device.num_threads,
+        )
 
 
 Source = Measured | Estimate
@@ -80,54 +118,40 @@ def source_of(config: DictConfig, profile: Profile | None, batches: tuple[int, i
     """
     if profile:
         return Measured(profile)
-    from lab.simulate.counting import work_of  # Imports torch.
-
     work = work_of(config)
     model = class_name(config.model["_target_"])
     name = f"{model}, {work.flops_per_sample / 1e9:.4g} GFLOP per sample (estimate)"
     return Estimate(work, arithmetic_of(config.precision, config.tf32), batches, name)
 
 
-def estimated(
-    work: Work, device: Device, precision: str, batches: tuple[int, int], name: str
-) -> Profile:
-    """Estimate the layers' times on a device.
-
-    An operation takes the longer of its products at `compute_efficiency` of the peak and its bytes
-    at `memory_efficiency` of the bandwidth, and `op_s`. The rest of the step is the update, and
-    the gathering of the batch.
-
-    Args:
-        precision: a key of the device's peaks.
-        batches: samples per rank, the smallest and the largest of interest: the profile holds at
-            both, and on a line between them.
-        name: of the profile.
+def work_of(config: DictConfig) -> Work:
+    """Count the work of a run's model, at most once in a process.
 
     Raises:
-        ValueError: the peak at this precision is not known.
+        ConfigError: a part cannot be built, the model does not fit the data, or its operations
+            cannot be counted.
     """
-    peaks = dict(device.peak_flops_per_s)
-    if precision not in peaks:
-        raise ValueError(
-            f"precision={precision}: device.peak_flops_per_s of {device.name} has "
-            f"{', '.join(peaks)}; give hardware.device.peak_flops_per_s.{precision}"
-        )
-    fewer, more = min(batches), max(*batches, RATIO * min(batches))
-    timer = _Timer(device, peaks[precision], precision in HALF)
-    layers, layers_of_fewer = (
-        [timer.layer(layer, batch) for layer in work.layers] for batch in (more, fewer)
-    )
-    rest_ms, rest_of_fewer = (timer.milliseconds(_rest(work), batch) for batch in (more, fewer))
-    return Profile(
-        name,
-        f"{ESTIMATE}: {work.flops_per_sample:.4g} FLOP per sample, counted, on {device.name} "
-        f"({peaks[precision] / 1e12:.4g} TFLOP/s {precision}, {device.source})",
-        more,
-        tuple(with_fixed_parts(layers, layers_of_fewer, more / fewer)),
-        rest_ms=rest_ms,
-        fixed_rest_ms=fixed_part(rest_ms, rest_of_fewer, more / fewer),
-        num_threads=device.num_threads,
-    )
+    parts: Any = OmegaConf.to_container(config, resolve=True)
+    return _work(OmegaConf.to_yaml({part: parts[part] for part in COUNTED}))
+
+
+@lru_cache(maxsize=64)
+def _work(parts: str) -> Work:
+    """Count a model, which is built without its values."""
+    from lab.measure.operations import Uncountable, count  # with torch, which few predictions need
+    from lab.problem.build import blueprint, require_float32
+
+    config: Any = OmegaConf.create(parts)
+    plan = blueprint(config)
+    require_float32(plan.model)
+    shape, dtype = plan.data.input_shape, plan.data.input_dtype
+    try:
+        return count(plan.model, shape, dtype, plan.target, plan.task.loss)
+    except Uncountable as error:
+        raise ConfigError(
+            f"model={config.model['_target_']}: cannot be counted for an estimate ({error}); "
+            "measure it with lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
+        ) from None
 
 
 def with_fixed_parts(whole: Sequence[Layer], fewer: Sequence[Layer], ratio: float) -> list[Layer]:

@@ -10,7 +10,7 @@ from lab.exchange.cost import Shape
 from lab.measure.spans import Span
 from lab.model.profile import Profile
 from lab.simulate.costs import exchange_of, scatter_of, stages_of
-from lab.simulate.events import Beside, Compute, Exchange, Rank, Schedule, Turns, both_passes, run
+from lab.simulate.events import Beside, Compute, Exchange, Rank, Schedule, Turns, both_passes
 from lab.simulate.hardware import Hardware
 from lab.simulate.load import Load, Stage, class_of, phases_of, ways_of
 from lab.simulate.network import Network
@@ -27,9 +27,8 @@ from lab.simulate.strategy import (
 from lab.sync.pattern import Begin, Leg, Pattern, gradsync, send_order
 
 UPDATE_PASSES = 5  # SGD with momentum reads weight, gradient and momentum, and writes two of them
-SETTLING_STEPS = (
-    4  # of PrioritySync: the second begins with an exchange under way; two more for it to settle
-)
+# Of PrioritySync: the second begins with an exchange under way; two more for it to settle.
+SETTLING_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -151,15 +150,14 @@ def _step(
     layers = _layers(profile, network, per_rank_batch_size // strategy.accumulate)
     in_turns = hardware.library == "gloo" and exchange_of(strategy.exchange).staged
     schedule = Turns() if in_turns and strategy.pattern.overlaps else Beside()
-    terms = hardware.contention, hardware.burst_s
+    rank = Rank(hardware.contention, hardware.burst_s)
     besides_s = _besides_s(profile, network, per_rank_batch_size, strategy.pattern)
     input_s = _input_s(network, per_rank_batch_size)
     if strategy.pattern.waits_in_forward:
-        passes_s, spans = steady(
-            layers, planned, schedule, Rank(*terms), besides_s, strategy.accumulate
-        )
+        passes_s, spans = steady(layers, planned, schedule, rank, besides_s, strategy.accumulate)
         return Step.of(max(passes_s, input_s), _stages(planned), spans)
-    rank = run(layers, planned, schedule, *terms, micro_batches=strategy.accumulate)
+    both_passes(rank, layers, planned, schedule, strategy.accumulate)
+    schedule.finish(rank)
     back = _of_weights(profile, strategy, network, planned)
     for exchange in back:
         schedule.submit(exchange, rank)
@@ -308,7 +306,7 @@ def steady(
     schedule: Schedule,
     rank: Rank,
     besides_s: float,
-    micro_batches: int = 1,
+    micro_batches: int,
 ) -> tuple[float, tuple[Span, ...]]:
     """Simulate steps of PrioritySync: a layer's forward waits for its own parts alone.
 
@@ -317,7 +315,7 @@ def steady(
             and the last to have a gradient of them.
         rank: at time 0.
         besides_s: seconds of a step besides forward and backward, in which exchanges go on.
-        micro_batches: see lab.simulate.events.run.
+        micro_batches: see lab.simulate.events.both_passes.
 
     Returns:
         Seconds of the last step, and its spans, from its beginning.
@@ -338,7 +336,9 @@ def steady(
         pending.update(behind)
         rank.now_s += besides_s
     return rank.now_s - began_s, tuple(
-        _from(span, began_s) for span in rank.spans if span.end_s > began_s
+        replace(span, start_s=max(span.start_s, began_s) - began_s, end_s=span.end_s - began_s)
+        for span in rank.spans
+        if span.end_s > began_s
     )
 
 
@@ -347,8 +347,3 @@ def _in_order(layers: Sequence[Compute], parts: Sequence[Exchange]) -> list[Exch
     ready_s = [sum(layer.backward_s for layer in layers[part.layer :]) for part in parts]
     send_s = [sum(stage.seconds for stage in part.stages) for part in parts]
     return [parts[place] for place in send_order(ready_s, send_s, [part.layer for part in parts])]
-
-
-def _from(span: Span, origin_s: float) -> Span:
-    start_s = max(span.start_s, origin_s)
-    return replace(span, start_s=start_s - origin_s, end_s=span.end_s - origin_s)

@@ -20,6 +20,7 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
+from lab.simulate.fit import LINK
 from lab.simulate.grid import summary as comparison
 from lab.simulate.hardware import Hardware
 from lab.simulate.request import DEFAULT_PROFILE
@@ -28,15 +29,8 @@ from lab.simulate.source import ESTIMATE
 Row = dict[str, Any]
 HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup", "efficiency"]
 SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
-FITTED = (
-    "latency_s",
-    "bandwidth_bytes_per_s",
-    "reduce_bytes_per_s",
-    "codec_bytes_per_s",
-    "contention",
-    "overhead_s",
-    "crowding",
-)
+RATES = ("reduce_bytes_per_s", "codec_bytes_per_s")
+FITTED = (*LINK, *RATES, "contention", "overhead_s", "crowding")
 
 
 def table(result: Row) -> str:
@@ -144,10 +138,8 @@ def _size_axis(panel: Axes, sizes: list[int]) -> None:
 
 
 def _handle(name: str, look: Look) -> Line2D:
-    text = f"{name} (predicted)"
-    handle = Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, label=text)
-    handle.set_markerfacecolor("white")
-    return handle
+    drawn: dict[str, Any] = {"color": look.colour, "ls": look.line, "marker": look.marker}
+    return Line2D([], [], markerfacecolor="white", label=f"{name} (predicted)", **drawn)
 
 
 def _line(row: Row) -> list[str]:
@@ -210,7 +202,7 @@ def _fitted(result: Row) -> list[str]:
         return ["hardware as its file says; fit=runs/STUDY fits it to cells of 1 and 2 ranks"]
     cells = "" if result["fit"].endswith(".json") else "cells of 1 and 2 ranks of "
     return [
-        f"fitted to {cells}{result['fit']}{_where(hardware['conditions'])}: {_values(hardware)}"
+        f"fitted to {cells}{result['fit']}{at(hardware['conditions'])}: {_values(hardware)}"
         for hardware in result["hardware"]
     ]
 
@@ -232,12 +224,13 @@ def _held_out(result: Row) -> list[str]:
     if result["measured"]:
         return []
     lines = [
-        f"held out{_where(score['conditions'])}: {score['text']}"
+        f"held out{at(score['conditions'])}: {score['text']}"
         for score in result["scores"]
         if score["num_cells"]
     ]
     return lines or ["no held-out cell: every prediction beyond what was fitted extrapolates"]
 
 
-def _where(conditions: str) -> str:
+def at(conditions: str) -> str:
+    """Name the conditions of a group, if there are several groups."""
     return f" at {conditions}" if conditions else ""

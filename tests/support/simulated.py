@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lab.model.profile import Profile
 from lab.settings.config import load
 from lab.settings.names import resolved, variant
+from lab.simulate.events import Compute, Exchange, Rank, Schedule, both_passes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.request import plain
 from lab.simulate.step import simulate
@@ -26,6 +27,16 @@ TRUE = replace(LINKED, contention=0.1, overhead_s=2e-3)
 def strategy(name: str, *settings: str) -> Strategy:
     """Compose `strategy=name`."""
     return Strategy.of(plain(load([f"strategy={name}", *settings])))
+
+
+def run(
+    layers: Sequence[Compute], exchanges: Sequence[Exchange], schedule: Schedule, contention: float
+) -> Rank:
+    """Simulate forward, backward and all exchanges."""
+    rank = Rank(contention)
+    both_passes(rank, layers, exchanges, schedule)
+    schedule.finish(rank)
+    return rank
 
 
 def leave_study(

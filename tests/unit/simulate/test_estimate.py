@@ -12,18 +12,19 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lab import predict
+from lab.measure import operations
 from lab.model.profile import Profile
 from lab.model.work import LayerWork, Line, Operation, Work
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.files import choices_of, read_file
 from lab.settings.names import resolved
-from lab.simulate import counting, view
+from lab.simulate import source, view
 from lab.simulate.grid import predicted
 from lab.simulate.hardware import Device
 from lab.simulate.presets import parse, parse_device
 from lab.simulate.request import plain, read
-from lab.simulate.source import estimated
+from lab.simulate.source import Estimate
 from lab.simulate.step import simulate
 from lab.simulate.strategy import CEILING
 from tests.support.records import leave, make_record
@@ -47,7 +48,7 @@ WORK = Work((LayerWork("a", 500, (PRODUCT, RELU), (PRODUCT,)), LayerWork("b", 0,
 
 
 def test_an_operation_takes_the_longer_of_products_and_bytes() -> None:
-    profile = estimated(WORK, DEVICE, "fp32", (2, 8), "mine")
+    profile = Estimate(WORK, "fp32", (2, 8), "mine").profile_of(DEVICE)
     a, b = profile.layers
     for batch in (2, 8):
         product_s = 1e-3 + batch * 1e7 / 5e8
@@ -62,22 +63,22 @@ def test_an_operation_takes_the_longer_of_products_and_bytes() -> None:
 
 
 def test_half_precision_has_its_own_peak_and_half_the_bytes() -> None:
-    a, _ = estimated(WORK, DEVICE, "bf16", (2, 8), "mine").layers
+    a, _ = Estimate(WORK, "bf16", (2, 8), "mine").profile_of(DEVICE).layers
     assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / 2e9 * 1e3)
     assert a.forward_ms - a.backward_ms == pytest.approx(1 + 8 * 1e5 / 2 / 1e8 * 1e3)
     with pytest.raises(ValueError, match=r"precision=fp16: .* of made up has fp32, bf16; give "):
-        estimated(WORK, DEVICE, "fp16", (2, 8), "mine")
+        Estimate(WORK, "fp16", (2, 8), "mine").profile_of(DEVICE)
 
 
 def test_single_operations_have_their_own_share_of_the_peak() -> None:
     slower = replace(DEVICE, op_efficiency=(("product", 0.25),))
-    a, _ = estimated(WORK, slower, "fp32", (2, 8), "mine").layers
+    a, _ = Estimate(WORK, "fp32", (2, 8), "mine").profile_of(slower).layers
     assert a.backward_ms == pytest.approx(1 + 8 * 1e7 / (0.25 * 5e8) * 1e3)
 
 
 def test_what_fits_into_the_cache_moves_at_its_rate() -> None:
     cached = replace(DEVICE, cache_bytes=3e5, cache_bytes_per_s=1e10)
-    a, _ = estimated(WORK, cached, "fp32", (2, 2), "mine").layers  # batches of 2 and 4
+    a, _ = Estimate(WORK, "fp32", (2, 2), "mine").profile_of(cached).layers  # batches of 2 and 4
     relu_ms = a.forward_ms - a.backward_ms
     assert relu_ms == pytest.approx(1 + 4 * 1e5 / 1e8 * 1e3)  # 400 kB do not fit
     assert a.fixed_forward_ms - a.fixed_backward_ms < 0.5  # half of them do
@@ -85,7 +86,7 @@ def test_what_fits_into_the_cache_moves_at_its_rate() -> None:
 
 def test_ranks_that_share_cores_slow_each_others_compute() -> None:
     shared = replace(FLAT, num_cores=2, crowding=0.5)
-    profile = estimated(WORK, replace(DEVICE, num_threads=1), "fp32", (8, 16), "mine")
+    profile = Estimate(WORK, "fp32", (8, 16), "mine").profile_of(replace(DEVICE, num_threads=1))
     alone, four = (simulate(profile, shared, CEILING, size, 8).step_s for size in (1, 4))
     assert four == pytest.approx(2 * 1.5 * alone)
     own = replace(profile, num_threads=None)
@@ -136,9 +137,9 @@ def test_a_profile_that_is_given_wins() -> None:
 
 def test_a_grid_counts_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
-    real = counting.count
-    monkeypatch.setattr(counting, "count", lambda *all: counted.append(all) or real(*all))
-    counting._work.cache_clear()
+    real = operations.count
+    monkeypatch.setattr(operations, "count", lambda *all: counted.append(all) or real(*all))
+    source._work.cache_clear()
     grid = ("strategy=none,tree", "world_size=1,2", "batch_size=64,128", "model.hidden=[4],[5]")
     result = result_of(*grid, "model=mlp")
     assert len(result["rows"]) == 16 and len(counted) == 2
@@ -232,7 +233,7 @@ def test_a_wrong_device_is_named(node: Any, message: str) -> None:
 
 
 def test_a_written_profile_is_read_and_predicted_as_it_was(tmp_path: Path) -> None:
-    profile = estimated(WORK, replace(DEVICE, num_threads=1), "fp32", (2, 8), "mine")
+    profile = Estimate(WORK, "fp32", (2, 8), "mine").profile_of(replace(DEVICE, num_threads=1))
     measured = replace(profile, step_ms=30.0, source="measured: here")
     path = tmp_path / "mine.yaml"
     path.write_text(measured.to_yaml())

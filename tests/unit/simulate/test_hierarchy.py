@@ -13,14 +13,14 @@ from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
 from lab.simulate.costs import payload_bytes, stages_of
-from lab.simulate.events import Compute, Exchange, Turns, run
+from lab.simulate.events import Compute, Exchange, Turns
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.load import Stage
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
 from lab.simulate.strategy import buckets
 from tests.support.cases import exchange_settings, maker
-from tests.support.simulated import strategy
+from tests.support.simulated import run, strategy
 
 FAST, SLOW = Link(0.0, 1e9), Link(0.0, 1e7)
 SHAPES = [(60, 512), (7,), (30, 100)]

@@ -22,7 +22,7 @@ from lab.settings.config import choices_of
 from lab.settings.files import conf_dir, read_file
 from lab.simulate.costs import stages_of
 from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest, with_rate
-from lab.simulate.events import Beside, Compute, Exchange, Turns, run
+from lab.simulate.events import Beside, Compute, Exchange, Turns
 from lab.simulate.fit import Observation, calibrate, fit
 from lab.simulate.hardware import Link
 from lab.simulate.load import Load, Stage, longest_phase
@@ -38,7 +38,7 @@ from tests.support.cases import (
     LIBRARIES,
     exchange_settings,
 )
-from tests.support.simulated import FLAT, LINKED, TRUE, leave_study, strategy
+from tests.support.simulated import FLAT, LINKED, TRUE, leave_study, run, strategy
 from tests.support.slow import some_of
 
 # Libraries keep a schedule of their own, and `none` exchanges nothing.
