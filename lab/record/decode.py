@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 
@@ -48,7 +49,7 @@ def check_types(made: object) -> None:
     Raises:
         ValueError: one has not; one line that names the field.
     """
-    hints = get_type_hints(type(made))
+    hints = _hints(type(made))
     for field in dataclasses.fields(cast(Any, made)):
         decode(hints[field.name], getattr(made, field.name), field.name)
 
@@ -75,12 +76,18 @@ def _choice(allowed: tuple[Any, ...], value: Any, key: str) -> Any:
 
 def _dataclass(kind: Any, value: Any, key: str) -> Any:
     items: dict[str, Any] = _a(dict, value, key)
-    prefix, hints = f"{key}." if key else "", get_type_hints(kind)
+    prefix, hints = f"{key}." if key else "", _hints(kind)
     for field in dataclasses.fields(kind):
         if field.name not in items and _is_required(field):
             raise ValueError(f"{prefix}{field.name}: is missing")
     names = [field.name for field in dataclasses.fields(kind) if field.name in items]
     return kind(**{name: decode(hints[name], items[name], prefix + name) for name in names})
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass' fields; making them from their text takes milliseconds."""
+    return get_type_hints(kind)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
