@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab.analysis import summary
+from lab.analysis.charts import payload as payload_chart
 from lab.analysis.figures.payload import payload
 from lab.analysis.records import Study, load_study
+from lab.analysis.results import Results
 from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
 from lab.benchmarks import codec, collective, sizes
@@ -106,6 +109,11 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             f"{panel.get_ylabel()}: {max(map(max, map(ys, panel.lines)))}",
             "payload per step, busiest rank (MB): 200.0",
         ),
+        "lab/analysis/charts.py": (
+            json.dumps(payload_chart(Results(study).summary()).spec()),
+            '"value": 200.0',
+        ),
+        "lab/analysis/results.py": (Results(study)._repr_html_(), "<td>200</td>"),
         "lab/benchmarks/sizes.py": (sizes.size_name(NUM_BYTES), "100 MB"),
         "lab/benchmarks/views/convolution.py": (" ".join(convolution._line(layer)), " 100.0 "),
         "lab/benchmarks/views/footprint.py": (
