@@ -117,7 +117,7 @@ class Tree(Rooted):
 
     def add_cost(self, costs: Costs) -> bool:
         chunk_bytes = costs.chunk_bytes(self.chunk_mb)
-        costs.wire(costs.network.tree_pipelined(costs.num_bytes, chunk_bytes))
+        costs.wire(costs.network.tree(costs.num_bytes, chunk_bytes))
         return True
 
     def memory_bytes(self, sizes: Sizes) -> Needs:

@@ -77,15 +77,12 @@ class Network:
             self.inter = replace(self.inter, latency_s=latency_s)
         self.slowest = self.inter if self.num_nodes > 1 else self.intra  # bounds a ring
 
-    def tree(self, num_bytes: float) -> Cost:
-        """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25)."""
-        return self.tree_pipelined(num_bytes, math.inf)
+    def tree(self, num_bytes: float, chunk_bytes: float = math.inf) -> Cost:
+        """Return the cost of store and forward: 2 ceil(log2 N) transfers (Kim et al., slide 25).
 
-    def tree_pipelined(self, num_bytes: float, chunk_bytes: float) -> Cost:
-        """Return the cost of the tree in chunks, which follow each other at the root's rate.
-
-        The root moves each chunk once per child, in both directions at the same time. On the way
-        down a rank sends to all its children at once, so that they share its link.
+        Chunks, if there are some, follow each other at the root's rate. The root moves each chunk
+        once per child, in both directions at the same time. On the way down a rank sends to all its
+        children at once, so that they share its link.
         """
         chunks = max(1, math.ceil(num_bytes / chunk_bytes))
         chunk = num_bytes / chunks
