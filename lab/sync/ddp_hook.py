@@ -130,7 +130,7 @@ class HookState:
     @property
     def _owner(self) -> Owner:
         comm, made_from = self.comm, self.settings.get("exchange", {})
-        return Owner.of(self._model, self.exchange, made_from, comm.rank, comm.size)
+        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def sent(self) -> Sent:
         """Return what the exchanges have sent so far."""
