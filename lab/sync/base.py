@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -246,6 +246,12 @@ class Sync(ABC):
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def all_finite(found: Iterable[Tensor | None]) -> Tensor | None:
+    """Return whether all findings say finite, bool []; None, as each of them may be: not checked."""
+    looked = [finite for finite in found if finite is not None]
+    return torch.stack(looked).all() if looked else None
 
 
 def observed(
