@@ -126,11 +126,6 @@ class Sync(ABC):
         return ("backward",) if self.pattern.waits_in_backward else ()
 
     @property
-    def own_replicas(self) -> bool:
-        """True if each rank has its own weights and momentum between exchanges."""
-        return self.pattern.own_replicas
-
-    @property
     def keeps_replicas_equal(self) -> bool:
         """True if all ranks have the same weights after the last step."""
         return self.exchange.keeps_replicas_equal
@@ -249,7 +244,7 @@ class Sync(ABC):
 
 
 def all_finite(found: Iterable[Tensor | None]) -> Tensor | None:
-    """Return whether all findings say finite, bool []; None, as each of them may be: not checked."""
+    """Return whether all that was checked is finite, bool []; None: nothing was checked."""
     looked = [finite for finite in found if finite is not None]
     return torch.stack(looked).all() if looked else None
 
