@@ -93,13 +93,11 @@ class PrioritySync(GradSync):
     @contextmanager
     def micro_batch(self, last: bool) -> Generator[None]:
         """Enclose one micro-batch; the first of all is watched to see where parameters are read."""
-        if self._watched or not self.overlap:
-            with super().micro_batch(last):
-                yield
-            return
-        with FirstReads(self.model) as reads, super().micro_batch(last):
+        watch = FirstReads(self.model) if self.overlap and not self._watched else nullcontext()
+        with watch as reads, super().micro_batch(last):
             yield
-        self._wait_in_forward(reads.waits())
+        if reads is not None:
+            self._wait_in_forward(reads.waits())
 
     def finish(self) -> Tensor | None:
         """End the step's exchange, or leave it to the next forward.
