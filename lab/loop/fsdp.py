@@ -59,7 +59,7 @@ class ReduceScatters:
         mesh: DeviceMesh = sharded.device_mesh
         settings = {**self._settings, "mesh": list(mesh.shape)}
         rank = mesh.mesh.flatten().tolist().index(mesh.get_rank())
-        return Owner.of(self._model, self._exchange, settings, rank, mesh.size())
+        return Owner(self._model, self._exchange, settings, rank, mesh.size())
 
 
 def fsdp_reduce_scatter(

@@ -131,7 +131,7 @@ class LoopSync(GradSync):
     @property
     def _owner(self) -> Owner:
         comm, made_from = self.comm, self.settings["exchange"]
-        return Owner.of(self._model, self.exchange, made_from, comm.rank, comm.size)
+        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def _submit_next(self) -> None:
         if not self._exchanged:

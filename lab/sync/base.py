@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -126,11 +126,6 @@ class Sync(ABC):
         return ("backward",) if self.pattern.waits_in_backward else ()
 
     @property
-    def own_replicas(self) -> bool:
-        """True if each rank has its own weights and momentum between exchanges."""
-        return self.pattern.own_replicas
-
-    @property
     def keeps_replicas_equal(self) -> bool:
         """True if all ranks have the same weights after the last step."""
         return self.exchange.keeps_replicas_equal
@@ -246,6 +241,12 @@ class Sync(ABC):
         if self.loss_scale != 1.0:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             torch._foreach_div_(gradients, self.loss_scale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def all_finite(found: Iterable[Tensor | None]) -> Tensor | None:
+    """Return whether all that was checked is finite, bool []; None: nothing was checked."""
+    looked = [finite for finite in found if finite is not None]
+    return torch.stack(looked).all() if looked else None
 
 
 def observed(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self, cast
+from typing import Self, cast
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -93,25 +93,19 @@ class DDPSync(LibrarySync):
         self._register(hook, parts, parts.comm.group)
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
-        self.needs_like_gpus = hook == "powersgd"  # orthogonalises on every rank
-        state, call = self._hook(hook, parts, group)
-        if call is not None:
-            self.wrapped.register_comm_hook(state, call)  # pyright: ignore[reportUnknownMemberType]
-
-    def _hook(
-        self, hook: str, parts: SyncParts, group: ProcessGroup
-    ) -> tuple[object, Callable[..., Any] | None]:
-        """Return the hook of that name and its state; adapt the counted bytes."""
+        """Give DDP the hook of that name; adapt the counted bytes."""
+        register = self.wrapped.register_comm_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if hook == "noop":
             self._wire_bytes = 0
-            return None, debugging_hooks.noop_hook
-        if hook in ("bf16", "fp16"):
+            register(None, debugging_hooks.noop_hook)
+        elif hook in ("bf16", "fp16"):
             self._wire_bytes //= 2
-            return group, getattr(default_hooks, f"{hook}_compress_hook")
-        if hook == "powersgd":
+            register(group, getattr(default_hooks, f"{hook}_compress_hook"))
+        elif hook == "powersgd":
+            self.needs_like_gpus = True  # orthogonalises on every rank
             self._power = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
-            return self._power, powerSGD_hook.powerSGD_hook
-        if hook == "lab":
+            register(self._power, powerSGD_hook.powerSGD_hook)
+        elif hook == "lab":
             self._wire_bytes = 0  # the comm counts what its exchange sends
             self._lab = HookState(
                 parts.model,
@@ -120,8 +114,7 @@ class DDPSync(LibrarySync):
                 parts.worker,
                 finds_unused=self.wrapped.find_unused_parameters,
             )
-            return self._lab, exchange_hook
-        return None, None
+            register(self._lab, exchange_hook)
 
     @property
     def keeps_replicas_equal(self) -> bool:

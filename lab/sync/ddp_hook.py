@@ -21,7 +21,7 @@ from lab.exchange.bucket import GradBucket, Plans, label
 from lab.exchange.gate import Outside, admit, carrier
 from lab.exchange.layout import COMPILED, as_real, is_dense, is_rows_first, named, travel_shape
 from lab.measure.clock import Clock
-from lab.sync.base import BeforeExchange, observed
+from lab.sync.base import BeforeExchange, all_finite, observed
 from lab.sync.owner import KEY, Owner, SpoiledState, require_state
 from lab.sync.reached import Reached
 
@@ -130,7 +130,7 @@ class HookState:
     @property
     def _owner(self) -> Owner:
         comm, made_from = self.comm, self.settings.get("exchange", {})
-        return Owner.of(self._model, self.exchange, made_from, comm.rank, comm.size)
+        return Owner(self._model, self.exchange, made_from, comm.rank, comm.size)
 
     def sent(self) -> Sent:
         """Return what the exchanges have sent so far."""
@@ -240,8 +240,7 @@ class HookState:
         if self.clock:
             self.clock.next_phase("update")
         buckets = [packed for packed, _ in self._exchanged]
-        looked = [bucket.finite for bucket in buckets if bucket.finite is not None]
-        self.finite = torch.stack(looked).all() if looked else None
+        self.finite = all_finite(bucket.finite for bucket in buckets)
         if self._guard:
             self._guard.end_step([buffer for _, buffer in self._exchanged], self.finite)
         for planned_before in set(self._plans) - {str(bucket) for bucket in buckets}:

@@ -9,8 +9,8 @@ from torch import Tensor
 from lab.distributed.comm import Sent
 from lab.exchange.bucket import BucketPlan
 from lab.sync import pattern
-from lab.sync.base import SyncParts, SyncState
-from lab.sync.gradsync import GradSync, all_finite
+from lab.sync.base import SyncParts, SyncState, all_finite
+from lab.sync.gradsync import GradSync
 
 
 class DoubleBuffer(GradSync):
@@ -59,7 +59,7 @@ class DoubleBuffer(GradSync):
         self.settle()
         if self.drift:
             self.drift.end_step()
-        finite = all_finite(self._exchanged)
+        finite = all_finite(bucket.finite for bucket in self._exchanged)
         self.buckets, self._resting = self._resting, self.buckets
         self._begin_step()
         self._submit_rest()

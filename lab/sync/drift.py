@@ -131,7 +131,7 @@ class Drift:
         for name, start, end in self._spans:
             if name in self._left_out:
                 due[start:end] = delivered[start:end] = 0
-        self._findings.compare(f"bucket {self._name}", self._step, due, delivered)
+        self._findings.add(f"bucket {self._name}", self._step, products(due, delivered))
 
 
 @dataclass
@@ -164,12 +164,8 @@ class Findings:
         self._coming: deque[Found] = deque()
         self._read: list[dict[str, Any]] = []
 
-    def compare(self, part: str, step: int, due: Tensor, delivered: Tensor) -> None:
-        """Compare flat tensors; both may be overwritten. The host does not wait."""
-        self.add(part, step, products(due, delivered))
-
     def add(self, part: str, step: int, sums: Tensor) -> None:
-        """Add a result of `products`, perhaps summed over ranks."""
+        """Add a result of `products`, perhaps summed over ranks. The host does not wait."""
         due, delivered, both, gap = sums.unbind()
         least = torch.finfo(sums.dtype).tiny
         cosine = both / torch.clamp((due * delivered).sqrt(), min=least)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lab.distributed.collective import Collective
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.gate import Outside, admit, carrier, is_linear
-from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState, observed
+from lab.sync.base import BeforeExchange, Sync, SyncParts, SyncState, all_finite, observed
 from lab.sync.drift import Drift
 from lab.sync.pattern import Begin, Pattern, gradsync
 from lab.sync.reached import Reached
@@ -125,7 +125,7 @@ class GradSync(Sync):
             self.noise.end_step()
         if self.drift:
             self.drift.end_step()
-        finite = all_finite(self._exchanged)
+        finite = all_finite(bucket.finite for bucket in self._exchanged)
         if self.order is None and len(self.buckets) > 1:
             self._follow(self._as_on_rank_0(self._arrived))
         self._begin_step()
@@ -290,12 +290,6 @@ class GradSync(Sync):
             self.noise.after(bucket)
         if self.drift:
             self.drift.after(bucket)
-
-
-def all_finite(exchanged: list[GradBucket]) -> Tensor | None:
-    """Return whether all values of some buckets were finite, bool []; None: not checked."""
-    looked = [bucket.finite for bucket in exchanged if bucket.finite is not None]
-    return torch.stack(looked).all() if looked else None
 
 
 class GradientNoise:

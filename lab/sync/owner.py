@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,35 +16,27 @@ from lab.settings.names import by_class
 KEY = "of"  # of a state, for whose it is
 
 
-@dataclass(frozen=True)
 class Owner:
     """Marks the states of one rank's exchange in a user's own loop, and knows others.
 
-    Attributes:
+    Args:
+        model: all of its parameters' shapes are part of the mark.
+        settings: that made the exchange; {}: its class's path stands for it.
         rank, size: of the ranks that exchange.
-        exchange: the settings that made it, or its class's path.
-        shapes: of all parameters of the model, by name.
     """
 
-    rank: int
-    size: int
-    exchange: Mapping[str, Any]
-    shapes: Mapping[str, list[int]]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         exchange: Exchange,
         settings: Mapping[str, Any],
         rank: int,
         size: int,
-    ) -> Owner:
-        """Return the owner of `exchange`, made from `settings`; {}: from none."""
+    ) -> None:
         kind = type(exchange)
-        made = settings or {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
-        shapes = {name: list(p.shape) for name, p in named(model).items()}
-        return cls(rank, size, made, shapes)
+        self.exchange = settings or {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        self.rank, self.size = rank, size
+        self.shapes = {name: list(p.shape) for name, p in named(model).items()}
 
     def mark(self) -> dict[str, Any]:
         """Return what a state holds under KEY: numbers, texts, lists and dicts."""
@@ -53,7 +44,7 @@ class Owner:
             "rank": self.rank,
             "size": self.size,
             "exchange": json.dumps(self.exchange, sort_keys=True),
-            "parameters": dict(self.shapes),
+            "parameters": self.shapes,
         }
 
     def check(self, mark: Mapping[str, Any] | None, kept: Mapping[str, Any]) -> None:

@@ -22,8 +22,8 @@ from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
 from lab.measure.marks import Mark, mark, seconds
-from lab.sync.base import SyncParts, SyncState
-from lab.sync.gradsync import GradSync, all_finite
+from lab.sync.base import SyncParts, SyncState, all_finite
+from lab.sync.gradsync import GradSync
 from lab.sync.pattern import is_number, is_whole, priority, send_order
 from lab.sync.pending import Pending
 from lab.sync.reads import FirstReads, after, before
@@ -93,13 +93,11 @@ class PrioritySync(GradSync):
     @contextmanager
     def micro_batch(self, last: bool) -> Generator[None]:
         """Enclose one micro-batch; the first of all is watched to see where parameters are read."""
-        if self._watched or not self.overlap:
-            with super().micro_batch(last):
-                yield
-            return
-        with FirstReads(self.model) as reads, super().micro_batch(last):
+        watch = FirstReads(self.model) if self.overlap and not self._watched else nullcontext()
+        with watch as reads, super().micro_batch(last):
             yield
-        self._wait_in_forward(reads.waits())
+        if reads is not None:
+            self._wait_in_forward(reads.waits())
 
     def finish(self) -> Tensor | None:
         """End the step's exchange, or leave it to the next forward.
@@ -269,7 +267,7 @@ class PrioritySync(GradSync):
         self._pending.apply(groups, self.clock)
         if not self._pending:
             self._sent = super().sent()
-            self._finite = all_finite(self._leaving)
+            self._finite = all_finite(bucket.finite for bucket in self._leaving)
             self._leaving = []
 
     def _drop_nowhere(self, names: Iterable[str]) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from lab.distributed.comm import Sent
 from lab.exchange.bucket import plan
 from lab.sync import pattern as rules
-from lab.sync.base import SyncParts, SyncState
-from lab.sync.gradsync import all_finite
+from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.local import LocalSync
 from lab.sync.pattern import is_number, is_whole
 
@@ -95,8 +94,7 @@ class StreamingSync(LocalSync):
         moved_all = begins is not None and len(self.fragments) == 1 and not self.delay
         self.in_round = not (last or (moved_all and not self.alpha))
         self.step = done
-        checked = [finite for finite in found if finite is not None]
-        return torch.stack(checked).all() if checked else None
+        return all_finite(found)
 
     def _send(self, number: int) -> None:
         """Begin to exchange a fragment."""
@@ -114,7 +112,7 @@ class StreamingSync(LocalSync):
         self.settle()
         if self.drift:
             self.drift.end_step()
-        finite = all_finite(self._exchanged)
+        finite = all_finite(bucket.finite for bucket in self._exchanged)
         for name, mean in self.arriving.items():
             self.parameters[name].grad = mean
         self._move_anchor(self.arriving, own_share)

@@ -74,7 +74,7 @@ class Zero1(GradSync):
 
     def norm(self, own: Tensor) -> Tensor:
         total = own.square()
-        self._run("norm of gradients", total)
+        self._alone("norm of gradients", partial(self.comm.iall_reduce, total))
         return total.sqrt()
 
     def update(self, optimizer: Optimizer) -> None:
@@ -127,7 +127,7 @@ class Zero1(GradSync):
 
     def _refuse_empty(self) -> None:
         rank_of_last = max(
-            (sum(map(math.prod, bucket.shapes.values())) - 1) // weights.shape[1]
+            (bucket.num_values - 1) // weights.shape[1]
             for bucket, weights in zip(self.buckets, self._weights, strict=True)
         )
         if rank_of_last < self.comm.size - 1:
@@ -145,14 +145,12 @@ class Zero1(GradSync):
         if isinstance(self._scatter, InCodec):
             yield from self._scatter.mean_of(bucket, mean, self.comm)
             return
-        if not self._scatter.needs_spare(self.comm):
-            yield self._scatter.begin(mean, parts, self.comm, None)
-            bucket.divide(mean, self.comm.size)
-            return
-        spare = self._take_spare(parts)
-        yield self._scatter.begin(mean, parts, self.comm, spare[: parts.numel()].view_as(parts))
+        spare = self._take_spare(parts) if self._scatter.needs_spare(self.comm) else None
+        memory = None if spare is None else spare[: parts.numel()].view_as(parts)
+        yield self._scatter.begin(mean, parts, self.comm, memory)
         bucket.divide(mean, self.comm.size)
-        self._spares.append(spare)
+        if spare is not None:
+            self._spares.append(spare)
 
     def _take_spare(self, like: Tensor) -> Tensor:
         """Return flat memory for `like`: the least that is large enough, or else fresh."""
@@ -167,9 +165,5 @@ class Zero1(GradSync):
     def _finite_everywhere(self) -> Tensor:
         bad = torch.stack([mean.isfinite().all() for mean in self._means]).all().logical_not()
         num_bad = bad.float()
-        self._run("finite gradients", num_bad)
+        self._alone("finite gradients", partial(self.comm.iall_reduce, num_bad))
         return num_bad == 0
-
-    def _run(self, label: str, total: Tensor) -> None:
-        self.worker.submit(label, lambda: iter([self.comm.iall_reduce(total)]))
-        self.worker.wait()

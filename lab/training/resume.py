@@ -48,7 +48,7 @@ def state_of(trainer: Trainer) -> tuple[State, State]:
     by_rank = {"exchange": sync.exchange.state_dict(), "rng": torch.get_rng_state()}
     if device.type == "cuda":
         by_rank["cuda_rng"] = torch.cuda.get_rng_state(device)
-    (by_rank if sync.own_replicas else shared).update(replica)
+    (by_rank if sync.pattern.own_replicas else shared).update(replica)
     if sync.shards:
         by_rank.update(slices.slices_of(trainer.optimizer, sync.shards))
     return shared, by_rank
@@ -65,7 +65,7 @@ def restore(trainer: Trainer, shared: State, ranks: list[State]) -> None:
         ValueError: the checkpoint is of another model or strategy.
     """
     check_fit(trainer.config, shared, ranks)
-    rank = trainer.world.rank if trainer.sync.own_replicas else None
+    rank = trainer.world.rank if trainer.sync.pattern.own_replicas else None
     replica = replica_of(rank, trainer.world.size, shared, ranks)
     try:
         own, weights = trainer.model.state_dict(), replica["model"]

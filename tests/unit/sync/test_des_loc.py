@@ -21,7 +21,7 @@ from lab.exchange.compressed import Int8
 from lab.exchange.paths import Ring
 from lab.sync import pattern
 from lab.sync.base import SyncParts
-from lab.sync.des_loc import DesLoc
+from lab.sync.local import DesLoc
 from lab.training.resume import mean_state
 from tests.unit.sync.test_local import networks
 
