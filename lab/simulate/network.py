@@ -124,7 +124,7 @@ class Network:
     def all_reduce(self, num_bytes: float) -> Cost:
         """Return the cost of the library's all-reduce; no bytes cost nothing.
 
-        Gloo uses a ring; lab.simulate.network has NCCL's.
+        Gloo uses a ring; this file has NCCL's too.
         """
         if not num_bytes:
             return Cost()
