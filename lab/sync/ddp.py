@@ -94,6 +94,7 @@ class DDPSync(LibrarySync):
 
     def _register(self, hook: str, parts: SyncParts, group: ProcessGroup) -> None:
         """Give DDP the hook of that name; adapt the counted bytes."""
+        self.needs_like_gpus = hook == "powersgd"  # orthogonalises on every rank
         register = self.wrapped.register_comm_hook  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         if hook == "noop":
             self._wire_bytes = 0
@@ -102,7 +103,6 @@ class DDPSync(LibrarySync):
             self._wire_bytes //= 2
             register(group, getattr(default_hooks, f"{hook}_compress_hook"))
         elif hook == "powersgd":
-            self.needs_like_gpus = True  # orthogonalises on every rank
             self._power = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
             register(self._power, powerSGD_hook.powerSGD_hook)
         elif hook == "lab":
