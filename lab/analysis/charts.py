@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from lab.analysis.sheet import NothingToDraw
 from lab.analysis.speedup import CEILING
 from lab.draw.chart import GREY, LABEL_PX, LETTER, Chart, look_of_series, spread
 from lab.draw.looks import looks_of, order
@@ -16,14 +17,11 @@ from lab.measure.intervals import ENOUGH_REPEATS
 
 PANEL, MOST_COLUMNS, GAP = 240, 4, 18  # pixels of a panel, panels beside each other, between them
 LABEL_ROOM = 150  # pixels beside a panel for the names of its lines
+NAMED_COLUMNS = 2  # panels with names beside each other
 MOST_LABELLED = 9  # lines whose names fit beside a panel
 
 Frame = Any  # a pandas.DataFrame, and
 Point = Any  # a row of it: pandas' own types do not know what columns hold
-
-
-class NothingToDraw(ValueError):
-    """Raised if a chart's data are missing; the text says which."""
 
 
 def speedup(summary: Frame) -> Chart:
@@ -168,14 +166,14 @@ def _over_ranks(
     if named:
         data = pd.concat([data, _ends(data, low, high, logarithmic)])
         layers.append(_names(base, look, scale))
-    columns = min(len(batches), MOST_COLUMNS, _fitting(named))
+    columns = min(len(batches), NAMED_COLUMNS if named else MOST_COLUMNS)
     panel = alt.layer(*layers).properties(width=PANEL, height=PANEL)
     header = alt.Header(labelExpr=f"'{_batch_name(points.iloc[0])} ' + datum.value", title=None)
     facet = alt.Facet("batch:O", title=None, sort=batches, header=header)
     body = panel.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP)
     width = columns * (PANEL + (LABEL_ROOM if named else GAP)) + 40
-    notes = [_emulation(points)] if data["emulated"].any() else []
-    return Chart(name, message, about, body, width, notes)
+    emulated = [_emulation(points)] if (points["emulation"] != "none").any() else []
+    return Chart(name, message, [*about, *emulated], body, width)
 
 
 def _names(base: alt.Chart, look: dict[str, Any], scale: alt.Scale) -> alt.Chart:
@@ -264,10 +262,6 @@ def _unit(points: Frame) -> str:
 def _emulation(points: Frame) -> str:
     how = sorted(set(points["emulation"]) - {"none"})
     return f"Hollow: emulated ({'; '.join(how)})."
-
-
-def _fitting(named: bool) -> int:
-    return 2 if named else MOST_COLUMNS
 
 
 def _legend_columns(labels: Any) -> int:

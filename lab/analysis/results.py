@@ -9,10 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from lab.analysis.charts import CHARTS, NothingToDraw
+from lab.analysis.charts import CHARTS
 from lab.analysis.export import records_table
 from lab.analysis.leaders import leaders
 from lab.analysis.records import Study, load_study
+from lab.analysis.sheet import NothingToDraw
 from lab.analysis.speedup import Row, table
 from lab.analysis.summary import frame_of
 from lab.draw.chart import Chart

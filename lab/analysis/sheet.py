@@ -13,7 +13,7 @@ from lab.draw.page import SCREEN, Page
 from lab.measure.intervals import ENOUGH_REPEATS
 
 
-class NothingToDraw(Exception):
+class NothingToDraw(ValueError):
     """Raised if a figure's data are missing; the text says which."""
 
 

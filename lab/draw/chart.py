@@ -6,7 +6,7 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,11 @@ class Chart:
     message: str
     about: Sequence[str]
     body: Any
-    width: int = 560
-    notes: Sequence[str] = field(default=())
+    width: int
 
     def with_title(self) -> Any:
         """Return the chart of Altair with its title, which notebooks show."""
-        lines = [*self.about, *self.notes]
-        wrapped = [line for text in lines for line in wrap(text, self.width, SUBTITLE_PX)]
+        wrapped = [line for text in self.about for line in wrap(text, self.width, SUBTITLE_PX)]
         title = alt.TitleParams(text=wrap(self.message, self.width, TITLE_PX), subtitle=wrapped)
         return self.body.properties(title=title).configure(**CONFIG)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lab.analysis.charts import CHARTS, NothingToDraw, payload, speedup
+from lab.analysis.charts import CHARTS, payload, speedup
+from lab.analysis.sheet import NothingToDraw
 from lab.draw.chart import drawn, spread
 from tests.conftest import ROOT
 from tests.support.svg import outside, overlapping
