@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from lab.analysis.sheet import NothingToDraw
 from lab.analysis.speedup import CEILING
-from lab.draw.chart import GREY, LABEL_PX, LETTER, Chart, look_of_series, spread
+from lab.draw.chart import Chart
 from lab.draw.looks import looks_of, order
+from lab.draw.plots import Axis, lines
 from lab.measure.intervals import ENOUGH_REPEATS
-
-PANEL, MOST_COLUMNS, GAP = 240, 4, 18  # pixels of a panel, panels beside each other, between them
-LABEL_ROOM = 150  # pixels beside a panel for the names of its lines
-NAMED_COLUMNS = 2  # panels with names beside each other
-MOST_LABELLED = 9  # lines whose names fit beside a panel
 
 Frame = Any  # a pandas.DataFrame, and
 Point = Any  # a row of it: pandas' own types do not know what columns hold
@@ -112,102 +108,38 @@ def _over_ranks(
         ideal: "ranks": a dotted line of so much, "one": of 1; "": none.
     """
     series = sorted(set(points["series"]), key=order)
-    labels = {each: _label(points, each) for each in series}
-    looks = looks_of(series)
-    sizes, batches = sorted(set(points["world_size"])), sorted(set(points["fixed_batch_size"]))
+    sizes = sorted(set(points["world_size"]))
+    # Series are drawn a little beside each other, so that none hides another.
     aside = min(0.16, 0.04 * sizes[-1])
     places = {each: aside * ((at + 0.5) / len(series) - 0.5) for at, each in enumerate(series)}
     data: Frame = pd.DataFrame(
         {
-            "series": points["series"].map(labels.get),
-            "ranks": points["world_size"],
-            "x": points["world_size"] + points["series"].map(places.get),
-            "batch": points["fixed_batch_size"],
+            "series": points["series"],
+            "x": points["world_size"],
+            "at": points["world_size"] + points["series"].map(places.get),
+            "panel": points["fixed_batch_size"],
             "value": points[f"{value}_mid"],
             "low": points[f"{value}_lo"],
             "high": points[f"{value}_hi"],
             "repeats": points["num_repeats"],
-            "emulated": points["emulation"] != "none",
+            "hollow": points["emulation"] != "none",
         }
     )
-    named = len(series) <= MOST_LABELLED
-    top = float(max(data["value"].max(), data["high"].max(skipna=True) or 0))
-    low = float(data["value"].min()) / 1.3 if logarithmic else 0.0
-    high = 1.3 * top if logarithmic else 1.05 * max(top, 1.0 if ideal else 0.0)
-    scale = alt.Scale(type="log" if logarithmic else "linear", domain=[low, high], nice=False)
-    x = alt.X("x:Q", title="ranks").axis(values=sizes, format="d", grid=False)
-    x = x.scale(domain=[sizes[0] - 0.4 * aside, sizes[-1] + aside], nice=False, padding=6)
-    y = alt.Y("value:Q", title=title or value.replace("_", " "), scale=scale)
-    if logarithmic:
-        y = y.axis(values=_round_values(low, high), format="~g")
-    look = look_of_series(looks, labels)
-    if not named:
-        look["color"] = look["color"].legend(columns=_legend_columns(labels.values()))
-    base = alt.Chart()
-    tooltip = ["series:N", "ranks:Q", "batch:Q", "value:Q", "low:Q", "high:Q", "repeats:Q"]
-    layers: list[Any] = []
     if ideal:
-        line = base.mark_line(color=GREY, strokeDash=[2, 3], strokeWidth=1.2, clip=True)
-        layers.append(line.encode(x="ranks:Q", y=f"{'ranks' if ideal == 'ranks' else 'one'}:Q"))
-        data["one"] = 1.0
-    layers += [
-        base.mark_line(strokeWidth=1.8).encode(x, y, **look),
-        base.mark_rule(strokeWidth=1.4)
-        .transform_filter("isValid(datum.low)")
-        .encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), color=look["color"]),
-        base.mark_point(size=46, strokeWidth=1.6, opacity=1).encode(
-            x,
-            y,
-            stroke=look["color"],
-            fill=alt.condition("datum.emulated", alt.value("white"), look["color"]),
-            tooltip=tooltip,
-        ),
-    ]
-    if named:
-        data = pd.concat([data, _ends(data, low, high, logarithmic)])
-        layers.append(_names(base, look, scale))
-    columns = min(len(batches), NAMED_COLUMNS if named else MOST_COLUMNS)
-    panel = alt.layer(*layers).properties(width=PANEL, height=PANEL)
-    header = alt.Header(labelExpr=f"'{_batch_name(points.iloc[0])} ' + datum.value", title=None)
-    facet = alt.Facet("batch:O", title=None, sort=batches, header=header)
-    body = panel.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP)
-    width = columns * (PANEL + (LABEL_ROOM if named else GAP)) + 40
+        data[ideal] = data["x"] if ideal == "ranks" else 1.0
+    x = Axis("ranks", ticks=sizes, domain=(sizes[0] - 0.4 * aside, sizes[-1] + aside))
+    y = Axis(title or value.replace("_", " "), log=10 if logarithmic else 0)
+    if not logarithmic:
+        top = float(data[["value", "high"]].max().max())
+        y = replace(y, domain=(0.0, 1.05 * max(top, 1.0 if ideal else 0.0)))
+    batch = _batch_name(points.iloc[0])
+    body, width = lines(
+        *(data, x, y, looks_of(series), {each: _label(points, each) for each in series}),
+        panels=lambda size: f"{batch} {size}",
+        reference=ideal,
+    )
     emulated = [_emulation(points)] if (points["emulation"] != "none").any() else []
     return Chart(name, message, [*about, *emulated], body, width)
-
-
-def _names(base: alt.Chart, look: dict[str, Any], scale: alt.Scale) -> alt.Chart:
-    """Write each line's name at its end."""
-    shown = base.transform_filter("isValid(datum.name)")
-    text = shown.mark_text(align="left", dx=9, fontSize=LABEL_PX, clip=False)
-    return text.encode(
-        alt.X("x:Q"), alt.Y("end:Q", scale=scale), alt.Text("name:N"), color=look["color"]
-    )
-
-
-def _ends(data: Frame, low: float, high: float, logarithmic: bool) -> Frame:
-    """Return a row for the last point of each line, where its name is written: x, end and name."""
-    last = data.loc[data.groupby(["batch", "series"])["ranks"].idxmax()]
-    gap = (LABEL_PX + 3) / PANEL
-    rows: list[Frame] = []
-    for _, panel in last.groupby("batch"):
-        values = [float(value) for value in panel["value"]]
-        if logarithmic:
-            reach = math.log(high / low)
-            ends = [
-                low * math.exp(v) for v in spread([math.log(v / low) for v in values], gap * reach)
-            ]
-        else:
-            ends = spread(values, gap * (high - low))
-        names = panel["series"]
-        rows.append(panel[["series", "batch"]].assign(x=data["x"].max(), end=ends, name=names))
-    return pd.concat(rows)
-
-
-def _round_values(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten between two values."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [v for d in decades for v in (10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= v <= high]
 
 
 def _known(summary: Frame, column: str, lacking: str) -> Frame:
@@ -262,8 +194,3 @@ def _unit(points: Frame) -> str:
 def _emulation(points: Frame) -> str:
     how = sorted(set(points["emulation"]) - {"none"})
     return f"Hollow: emulated ({'; '.join(how)})."
-
-
-def _legend_columns(labels: Any) -> int:
-    longest = max(map(len, labels))
-    return max(1, min(4, int(4 * PANEL / (LETTER * LABEL_PX * longest + 40))))

@@ -1,0 +1,280 @@
+"""The kinds of charts that the lab draws: lines with intervals, bars, and dots with intervals.
+
+Each function takes a table, and returns a chart of Altair with its data inside, and its width in
+pixels. `lab.draw.chart.Chart` puts a title around one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, look_of_series, spread
+from lab.draw.looks import Look
+
+Frame = Any  # a pandas.DataFrame: pandas' own types do not know what its columns hold
+
+PANEL, MOST_COLUMNS, GAP = 240, 4, 18  # pixels of a panel, panels beside each other, between them
+NAMED_COLUMNS = 2  # panels with names beside each other
+MOST_NAMED = 9  # lines whose names fit beside a panel
+BAR = 18  # pixels of a bar with the gap to the next
+BARS = 460  # pixels of the longest bar
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A horizontal or vertical axis of numbers.
+
+    Attributes:
+        log: the base of a logarithmic axis; 0: a linear one.
+        ticks: where labels are; None: the library decides.
+        label: a Vega expression of a tick's `datum.value`, for its text; "": the number itself.
+        domain: the smallest and the largest value; None: as the data need, linear ones from 0.
+    """
+
+    title: str
+    log: int = 0
+    ticks: Sequence[float] | None = None
+    label: str = ""
+    domain: tuple[float, float] | None = None
+
+    def scale(self, domain: tuple[float, float]) -> alt.Scale:
+        """Return the scale between two values."""
+        if self.log:
+            return alt.Scale(type="log", base=self.log, domain=domain, nice=False)
+        return alt.Scale(type="linear", domain=domain, nice=False)
+
+    def axis(self, domain: tuple[float, float], grid: bool = True) -> alt.Axis:
+        """Return the ticks and their labels."""
+        ticks = self.ticks
+        if ticks is None and self.log:
+            ticks = round_values(*domain)
+        rest: dict[str, Any] = {} if ticks is None else {"values": list(ticks)}
+        rest |= {"labelExpr": self.label} if self.label else {"format": "~g"} if self.log else {}
+        return alt.Axis(grid=grid, **rest)
+
+
+def lines(
+    data: Frame,
+    x: Axis,
+    y: Axis,
+    looks: Mapping[str, Look],
+    labels: Mapping[str, str] | None = None,
+    panels: Callable[[Any], str] | None = None,
+    reference: str = "",
+    size: tuple[int, int] = (PANEL, PANEL),
+) -> tuple[Any, int]:
+    """Draw a line with intervals for each series, named where it ends, in a panel for each `panel`.
+
+    Args:
+        data: columns series, x, value, low, high (NaN: no interval), and optionally panel (drawn
+            in ascending order), hollow (a point that was emulated or predicted), and at (where a
+            point is drawn, if beside its x); all others are shown where the pointer rests.
+        looks: of all series, in reading order. labels: other texts of them.
+        panels: the title of a panel by its value.
+        reference: a column whose values a dotted grey line joins, such as the ideal.
+        size: pixels of a panel.
+    """
+    labels = labels or {name: name for name in looks}
+    shown = [name for name in data.columns if name not in ("panel", "hollow", "at", reference)]
+    data = data.assign(series=data["series"].map(labels.get))
+    for name, value in {"panel": 0, "hollow": False, "at": data["x"]}.items():
+        data[name] = data.get(name, value)
+    order = sorted(set(data["panel"]))
+    named = len(looks) <= MOST_NAMED
+    x_domain, y_domain = x.domain or _reach(data[["x", "at"]], x), y.domain or _values(data, y)
+    x_scale, y_scale = x.scale(x_domain), y.scale(y_domain)
+    if not x.log:
+        x_scale = x.scale(x_domain).copy()
+        x_scale.padding = 6
+    look = look_of_series({name: looks[name] for name in looks}, labels)
+    if not named:
+        look["color"] = look["color"].legend(columns=legend_columns(labels.values()))
+    across = alt.X("at:Q", title=x.title, scale=x_scale, axis=x.axis(x_domain, grid=False))
+    up = alt.Y("value:Q", title=y.title, scale=y_scale, axis=y.axis(y_domain))
+    base, layers = alt.Chart(), list[Any]()
+    if reference:
+        dotted = base.mark_line(color=GREY, strokeDash=[2, 3], strokeWidth=1.2, clip=True)
+        layers.append(dotted.encode(alt.X("x:Q", scale=x_scale), y=f"{reference}:Q"))
+    layers += [
+        base.mark_line(strokeWidth=1.8).encode(across, up, **look),
+        base.mark_rule(strokeWidth=1.4)
+        .transform_filter("isValid(datum.low)")
+        .encode(across, alt.Y("low:Q", scale=y_scale), alt.Y2("high:Q"), color=look["color"]),
+        base.mark_point(size=46, strokeWidth=1.6, opacity=1).encode(
+            across,
+            up,
+            stroke=look["color"],
+            fill=alt.condition("datum.hollow", alt.value("white"), look["color"]),
+            tooltip=shown,
+        ),
+    ]
+    if named:
+        data = pd.concat([data, _ends(data, y_domain, bool(y.log), size[1])])
+        layers.append(_names(base, look, x_scale, y_scale))
+    columns = min(len(order), NAMED_COLUMNS if named else MOST_COLUMNS)
+    panel = alt.layer(*layers).properties(width=size[0], height=size[1])
+    beside = 12 + LETTER * LABEL_PX * max(map(len, labels.values())) if named else GAP
+    width = int(columns * (size[0] + beside) + 50)
+    if panels is None:
+        return panel.properties(data=data), width
+    texts = {value: panels(value) for value in order}
+    data["panel"] = data["panel"].map(texts.get)
+    facet = alt.Facet("panel:N", title=None, sort=list(texts.values()))
+    return panel.properties(data=data).facet(facet=facet, columns=columns, spacing=GAP), width
+
+
+def bars(
+    data: Frame,
+    title: str,
+    colours: Mapping[str, str],
+    marks: str = "",
+    width: int = BARS,
+) -> tuple[Any, int]:
+    """Draw horizontal bars, stacked of their parts, with a text at their ends.
+
+    Args:
+        data: columns name, value and part (a key of `colours`), in reading order, and optionally
+            low and high (an interval around a bar's end), text (written behind it), hollow
+            (emulated), and mark (a value with a tick across the bar).
+        title: of the axis.
+        colours: by part, in the order in which they are stacked.
+        marks: what a mark is, for the legend. width: pixels of the longest bar.
+    """
+    names, parts = list(dict.fromkeys(data["name"])), list(colours)
+    shown = list(data.columns)
+    data = data.assign(order=data["part"].map(parts.index))
+    data["end"] = data.groupby("name")["value"].transform("sum")
+    reaching = [name for name in ("end", "high", "mark") if name in data]
+    data["behind"] = data[reaching].max(axis=1)
+    high = float(data["behind"].max())
+    room = 0.02 + LETTER * LABEL_PX * _longest(data.get("text")) / width
+    scale = alt.Scale(domain=[min(0.0, float(data["value"].min())), high * (1 + room)], nice=False)
+    down = alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=420, ticks=False))
+    colour = alt.Color(
+        "part:N",
+        scale=alt.Scale(domain=parts, range=list(colours.values())),
+        legend=alt.Legend(columns=legend_columns(parts)) if len(parts) > 1 else None,
+    )
+    base = alt.Chart(data).encode(down)
+    across = alt.X("value:Q", title=title, scale=scale, stack="zero")
+    hollow = alt.condition("datum.hollow", alt.value(0.35), alt.value(1.0))
+    bar = base.mark_bar(height=BAR - 6).encode(
+        across, color=colour, order="order:Q", tooltip=shown, opacity=hollow
+    )
+    layers: list[Any] = [bar]
+    if "low" in data:
+        rule = base.mark_rule(color=INK, strokeWidth=1.4).transform_filter("isValid(datum.low)")
+        layers.append(rule.encode(alt.X("low:Q", scale=scale), alt.X2("high:Q")))
+    if "mark" in data:
+        what = alt.Stroke("what:N", scale=alt.Scale(domain=[marks], range=[INK]))
+        tick = base.mark_tick(thickness=2.5, height=BAR).transform_filter("isValid(datum.mark)")
+        tick = tick.transform_calculate(what=f"'{marks}'")
+        layers.append(tick.encode(alt.X("mark:Q", scale=scale), stroke=what))
+    if "text" in data:
+        text = base.mark_text(align="left", dx=6, fontSize=LABEL_PX, color=INK)
+        layers.append(text.encode(alt.X("behind:Q", scale=scale), alt.Text("text:N")))
+    chart = alt.layer(*layers).properties(width=width, height=BAR * len(names))
+    return chart, int(width + LETTER * LABEL_PX * max(map(len, names)) + 40)
+
+
+def dots(
+    data: Frame, looks: Mapping[str, Look], references: Mapping[str, float] | None = None
+) -> tuple[Any, int]:
+    """Draw a dot with its interval for each name, in a panel beside the others for each quantity.
+
+    Args:
+        data: columns name, panel (the title of its axis), value, low, high, and optionally hollow.
+        looks: by name, in reading order.
+        references: by panel a value at which a vertical line stands, such as 1 of ratios.
+    """
+    names, panels = list(looks), list(dict.fromkeys(data["panel"]))
+    data = data.assign(hollow=data.get("hollow", False))
+    scale = alt.Scale(domain=names, range=[look.colour for look in looks.values()])
+    colour: Any = alt.Color("name:N", scale=scale, legend=None)
+    wide = max(150, min(BARS, 620 // len(panels)))
+    drawn: list[Any] = []
+    for panel in panels:
+        one = data[data["panel"] == panel]
+        at = (references or {}).get(panel)
+        ends = one[["value", "low", "high"]].assign(at=at if at is not None else one["value"])
+        low, high = float(ends.min().min()), float(ends.max().max())
+        margin = 0.06 * (high - low or abs(high) or 1.0)
+        across = alt.Scale(domain=[low - margin, high + margin], nice=False)
+        axis = alt.Axis(labels=not drawn, ticks=False, labelLimit=420)
+        down = alt.Y("name:N", title=None, sort=names, axis=axis)
+        base = alt.Chart(one).encode(down)
+        x = alt.X("value:Q", title=panel, scale=across, axis=alt.Axis(tickCount=5))
+        fill = alt.condition("datum.hollow", alt.value("white"), colour)
+        point = base.mark_point(size=60, strokeWidth=1.8, opacity=1)
+        tooltip = ["name:N", "value:Q", "low:Q", "high:Q"]
+        rule = base.mark_rule(strokeWidth=1.6).transform_filter("isValid(datum.low)")
+        layers: list[Any] = [
+            rule.encode(alt.X("low:Q", scale=across), alt.X2("high:Q"), color=colour),
+            point.encode(x, stroke=colour, fill=fill, tooltip=tooltip),
+        ]
+        if at is not None:
+            line = alt.Chart(pd.DataFrame({"at": [at]})).mark_rule(color=GREY)
+            layers.insert(0, line.encode(alt.X("at:Q", scale=across)))
+        drawn.append(alt.layer(*layers).properties(width=wide, height=(BAR + 4) * len(names)))
+    room = LETTER * LABEL_PX * max(map(len, names)) + 40
+    return alt.hconcat(*drawn, spacing=GAP), int(len(panels) * (wide + GAP) + room)
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten between two values."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [v for d in decades for v in (10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= v <= high]
+
+
+def legend_columns(labels: Any, width: int = 4 * PANEL) -> int:
+    """Return how many of a legend's entries fit beside each other."""
+    longest = max(map(len, labels), default=0)
+    return max(1, min(4, int(width / (LETTER * LABEL_PX * longest + 40))))
+
+
+def _reach(data: Frame, axis: Axis) -> tuple[float, float]:
+    low, high = float(data.min().min()), float(data.max().max())
+    return (low / 1.1, high * 1.1) if axis.log else (low, high)
+
+
+def _values(data: Frame, axis: Axis) -> tuple[float, float]:
+    ends = data[["value", "low", "high"]]
+    high = float(ends.max().max())
+    return (float(ends.min().min()) / 1.3, 1.3 * high) if axis.log else (0.0, 1.05 * high)
+
+
+def _longest(texts: Any) -> int:
+    return 0 if texts is None else max(len(text) for text in texts if isinstance(text, str))
+
+
+def _names(base: Any, look: Mapping[str, Any], x: alt.Scale, y: alt.Scale) -> Any:
+    """Write each line's name at its end."""
+    text = base.mark_text(align="left", dx=9, fontSize=LABEL_PX, clip=False)
+    shown = text.transform_filter("isValid(datum.name)")
+    end = alt.Y("end:Q", scale=y)
+    return shown.encode(alt.X("at:Q", scale=x), end, alt.Text("name:N"), color=look["color"])
+
+
+def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> Frame:
+    """Return a row for the end of each line, where its name is written: at, end and name."""
+    low, high = domain
+    last = data.loc[data.groupby(["panel", "series"])["x"].idxmax()]
+    gap = (LABEL_PX + 3) / height
+    rows: list[Frame] = []
+    for _, panel in last.groupby("panel"):
+        values = [float(value) for value in panel["value"]]
+        if log:
+            reach = math.log(high / low)
+            places = spread([math.log(v / low) for v in values], gap * reach)
+            ends = [low * math.exp(place) for place in places]
+        else:
+            ends = spread(values, gap * (high - low))
+        names = panel["series"]
+        rows.append(panel[["series", "panel"]].assign(at=data["at"].max(), end=ends, name=names))
+    return pd.concat(rows)
