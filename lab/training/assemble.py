@@ -11,8 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lab.certificate.by_sync import check_of
-from lab.certificate.check import Check
+from lab.certificate.check import Check, check_of
 from lab.cluster.straggler import straggler_of
 from lab.data import Data
 from lab.distributed import replicas

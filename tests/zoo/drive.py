@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lab
-from lab.certificate.report import CertificateError
+from lab.certificate.examination import CertificateError
 from lab.distributed import thread_comm
 from lab.distributed.comm import Comm, Traffic
 from lab.distributed.nodes import Nodes
