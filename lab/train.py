@@ -53,7 +53,7 @@ def _train(line: CommandLine) -> int:
     check_batch(config, num_ranks := cluster.num_ranks if cluster else num_launched())
     straggler_of(config, num_ranks)
     if line.shows_settings:
-        from lab.training.dry import check
+        from lab.training.assemble import check
 
         check(config)
         show([config] if launcher.is_first_rank() else [])

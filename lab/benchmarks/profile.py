@@ -25,8 +25,7 @@ from lab.measure.turns import order
 from lab.model.fits import ALL, BOTH, REST, STEP, Fit
 from lab.model.profile import Layer, Profile
 from lab.problem.build import require_float32
-from lab.training.assemble import Assembly, join
-from lab.training.dry import assembled
+from lab.training.assemble import Assembly, assembled, join
 
 CHECKED = 5  # steps in which torch.profiler counts the kernels
 WAYS = ("forward", "backward")

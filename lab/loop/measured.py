@@ -24,9 +24,8 @@ from lab.settings.config import Settings
 from lab.sync.ddp import LastGradient, waits_of_ddp
 from lab.sync.gradsync import GradSync
 from lab.training.assemble import global_batch_size
-from lab.training.loop import Synced
-from lab.training.losses import Losses
-from lab.training.progress import Progress
+from lab.training.outcome import Synced
+from lab.training.trainer import Losses, Progress
 
 
 class LabSync(Synced, Protocol):

@@ -27,7 +27,7 @@ from lab.settings.names import of_all_ranks, run_name
 from lab.settings.secrets import kept
 from lab.training import outcome
 from lab.training.assemble import require_alike
-from lab.training.failure import failure_of
+from lab.training.run import failure_of
 
 
 @dataclass

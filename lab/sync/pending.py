@@ -101,7 +101,7 @@ def update_some(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Non
 
     For the time of its step the optimizer's groups hold nothing else, so it costs what these
     parameters cost. The results are those of one step for all only if the optimizer treats each
-    parameter by itself: see lab.training.piecewise.
+    parameter by itself: see lab.training.optim.
     """
     wanted = {id(parameter) for parameter in parameters}
     groups = optimizer.param_groups

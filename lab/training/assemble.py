@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,14 +33,13 @@ from lab.sync.gradsync import GradientNoise, GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training.alike import data_facts, parameters, settings_and_software
-from lab.training.optim import make_optim
-from lab.training.piecewise import require_elementwise, require_piecewise
+from lab.training.optim import make_optim, require_elementwise, require_piecewise
 from lab.training.planted import Plant
-from lab.training.progress import Progress, total_steps
-from lab.training.trainer import Trainer
+from lab.training.trainer import Progress, Trainer, total_steps
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
 BACKEND = "inductor"
+NEVER_S = 1e9  # of a watchdog for `assembled`: the process group's timeout ends a hang
 
 
 @dataclass(frozen=True)
@@ -389,3 +390,28 @@ def observe_drift(sync: Sync, every: int, precision: str) -> None:
         sync.observe_drift(every)
     except ValueError as error:
         raise ConfigError(f"drift_every={every}: {error}") from None
+
+
+@contextmanager
+def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
+    """Build everything that trains, and release it when the context ends."""
+    watch = Watchdog(world, NEVER_S, lambda _: None)
+    parts = assemble(config, world, watch)
+    parts.trainer.check = Check()  # a certificate is of a run, and its cost of no measurement
+    yield parts
+    watch.close()
+    parts.worker.close()
+
+
+def check(config: DictConfig) -> None:
+    """Build everything that trains, and release it.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices or files.
+    """
+    world = join(config)
+    try:
+        with assembled(config, world):
+            pass
+    finally:
+        worlds.stop()

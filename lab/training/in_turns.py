@@ -25,9 +25,8 @@ from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
-from lab.training.failure import failure_of, tell
 from lab.training.identity import claim_directory
-from lab.training.run import Run
+from lab.training.run import Run, failure_of, tell
 
 
 class InTurns:

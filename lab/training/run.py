@@ -1,8 +1,9 @@
-"""One run from its settings to its record."""
+"""One run from its settings to its record, which holds its failure if it fails."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from lab.distributed import launcher
@@ -22,18 +24,22 @@ from lab.record.run_directory import RunDirectory
 from lab.settings.blame import blame
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
-from lab.settings.secrets import kept_words
+from lab.settings.secrets import kept_words, without_secrets
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.alike import checkpoint_facts
 from lab.training.assemble import Assembly, assemble, require_alike
-from lab.training.compute import compute_of
-from lab.training.curves import Curves
-from lab.training.failure import failure_of, tell
 from lab.training.identity import made_by, record_of, settings_of
-from lab.training.progress import Bar
+from lab.training.outcome import compute_of
+from lab.training.progress import Bar, Curves
 from lab.training.trainer import Trainer
 
+# torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
+# lost rank, so only their messages tell them apart.
+OUT_OF_MEMORY = ("can't allocate memory",)
+TIMEOUT = ("timed out", "timeout")
+LOST_PEER = ("peer", "connection reset")
+LONGEST = 10_000  # characters of an error's text
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
 
 
@@ -303,3 +309,44 @@ class Run:
                 return True
             time.sleep(0.1)
         return False
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Return the status and the one line that a record holds for an error on `rank`.
+
+    If the user's code failed, the line names the place, and the traceback is there as well.
+    """
+    text = _first_line(error)
+    line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", line)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says(error, OUT_OF_MEMORY):
+        return Failure("oom", line)
+    if isinstance(error, TimeoutError) or _says(error, TIMEOUT):
+        return Failure("timeout", line)
+    if isinstance(error, ConnectionError) or _says(error, LOST_PEER):
+        return Failure("failed", f"rank {rank}: lost another rank: {text.rstrip(': ')[:200]}")
+    found = blame(error)
+    if found:
+        return Failure("failed", f"{line} ({found.place})", found.traceback)
+    return Failure("failed", line)
+
+
+def tell(failure: Failure) -> None:
+    """Print a failure, so that its line is the last."""
+    lines = [failure.traceback, f"lab.train: error: {failure.error}"]
+    print(without_secrets("\n".join(filter(None, lines))), file=sys.stderr)
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        text = str(error)[:LONGEST].encode(errors="backslashreplace").decode()
+    except Exception:  # a user's error may have no text
+        return "(its text cannot be read)"
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    """Return whether the first line of a library's untyped error has one of `words`."""
+    text = _first_line(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in words)

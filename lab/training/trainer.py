@@ -1,12 +1,13 @@
-"""The training loop of one rank."""
+"""The training loop of one rank: its progress, its losses, and what guards its updates."""
 
 from __future__ import annotations
 
 import math
 import operator
 from array import array
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from lab.certificate.check import Check
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
 from lab.distributed.replicas import broadcast_buffers
+from lab.distributed.sharded import local, whole
 from lab.distributed.watchdog import Watchdog
+from lab.distributed.worker import HostCopy
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
@@ -26,13 +29,44 @@ from lab.record.certificate import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
-from lab.training.gradients import LossScale, clip_gradients, gradients_finite
-from lab.training.losses import Losses, overflow
 from lab.training.optim import Optim
 from lab.training.planted import Plant
-from lab.training.progress import Progress
 
+DEFAULT_EPOCHS = 30
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Progress:
+    """The progress of training; part of every checkpoint.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run, including those before a resume.
+        evaluations: each holds its step, seconds of training, and the task's metrics.
+    """
+
+    total_steps: int
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    num_skipped_steps: int = 0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+def total_steps(
+    config: Settings, num_train: int, batch_size: int, step: int = 0, samples: int = 0
+) -> int:
+    """Return the optimizer steps of the whole run.
+
+    Args:
+        num_train: samples of an epoch.
+        batch_size: global.
+        step, samples: progress of a checkpoint, possibly with another batch size.
+    """
+    if config.steps is not None:
+        return config.steps
+    epochs = DEFAULT_EPOCHS if config.epochs is None else config.epochs
+    return step + max(0, math.ceil((epochs * num_train - samples) / batch_size))
 
 
 class Trainer:
@@ -72,7 +106,7 @@ class Trainer:
         self.plant: Plant | None = None  # set to delay a phase of each step
         self.turns: Turns | None = None  # set if other runs train in between
         self.losses = Losses()
-        self.traffic = array("q")  # see lab.training.loop.Loop
+        self.traffic = array("q")  # see lab.training.outcome.Loop
 
     def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
@@ -89,9 +123,10 @@ class Trainer:
         with self.sync, self.check:
             self.model.train()
             before = self.sync.sent()
+            steady = self.first_step + least_warmup(self.config.warmup_steps)
             while self.progress.step < self.total_steps and self.watch.begin_step():
-                least = self.first_step + least_warmup(self.config.warmup_steps)
-                if self.progress.step >= least and self.sync.settled_at is not None:
+                may_begin = self.progress.step >= steady and not self.memory.is_running
+                if may_begin and self.sync.settled_at is not None:
                     self.memory.resume()
                 with self.clock.step():
                     self._step(batches)
@@ -235,3 +270,115 @@ class Trainer:
         if self.config.channels_last:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
+
+
+class Losses:
+    """Copies of each step's loss to the host, made while the next step is queued: no host waits.
+
+    The loss becomes NaN if an exchange found non-finite gradients: one check covers both.
+
+    Attributes: read: the losses that have been read, in the order of steps.
+    """
+
+    def __init__(self) -> None:
+        self.read = array("d")
+        self._coming: HostCopy | None = None
+
+    def append(self, loss: Tensor, *finite: Tensor | None) -> None:
+        """Begin to copy a step's loss to the host.
+
+        Args:
+            loss: float32 [], overwritten.
+            finite: bool [], whether gradients were finite; None: not checked.
+        """
+        self.read_last()
+        for found in finite:
+            if found is not None:
+                loss.masked_fill_(found.logical_not(), torch.nan)
+        self._coming = HostCopy(loss)
+
+    def read_last(self) -> float | None:
+        """Return the loss appended last, once the device has computed it; None if it was read."""
+        if self._coming is None:
+            return None
+        coming, self._coming = self._coming, None
+        self.read.append(float(coming.read()))
+        return self.read[-1]
+
+
+def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointError:
+    """Return the error of a step, counted from 0; it names the first tensor that is not finite.
+
+    If none is finite, the first one cannot be told.
+    """
+    everything = list(tensors)
+    bad = [name for name, tensor in everything if not local(tensor).isfinite().all()]
+    first = f", first in {bad[0]}" if bad else ""
+    where = ", in all parameters" if len(bad) == len(everything) else first
+    return FloatingPointError(f"gradient not finite at step {step}{where}; try a smaller optim.lr")
+
+
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
+
+    The scale is equal on all ranks: it depends only on whether the averaged gradient was finite,
+    which all ranks see.
+    """
+
+    INITIAL, GROW_EVERY, LEAST = 2.0**16, 2000, 1.0
+
+    def __init__(self) -> None:
+        self.value = self.INITIAL
+        self._good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve the scale after a step that overflowed; double it after many that did not.
+
+        Raises:
+            FloatingPointError: the gradient is not finite at the smallest scale either.
+        """
+        if not finite:
+            self._good_steps = 0
+            self.value /= 2
+            if self.value < self.LEAST:
+                raise FloatingPointError("precision=fp16: gradient not finite at loss scale 1")
+            return
+        self._good_steps += 1
+        if self._good_steps % self.GROW_EVERY == 0:
+            self.value *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self._good_steps = state["value"], state["good_steps"]
+
+
+def clip_gradients(
+    model: nn.Module,
+    max_norm: float,
+    over_ranks: Callable[[Tensor], Tensor] = lambda norm: norm,
+) -> None:
+    """Scale all gradients down to the norm `max_norm`, if theirs is larger.
+
+    Args: over_ranks: turns the norm of this rank's gradients into that of all.
+
+    Like torch's clip_grad_norm_, except that a non-finite gradient spoils no other: if the norm is
+    NaN all others become 0, as they do if it is infinite.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if gradients:
+        norm = over_ranks(nn.utils.get_total_norm(gradients))
+        norm.masked_fill_(norm.isnan(), torch.inf)
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+
+
+def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
+    """Return whether all gradients are finite. The host waits: the update depends on it.
+
+    Args:
+        exchanged: bool [], the exchange's finding; None: it did not check.
+    """
+    norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
+    finite = whole(torch.stack(norms).isfinite().all())
+    return bool(finite if exchanged is None else finite & exchanged)

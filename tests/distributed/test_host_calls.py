@@ -12,7 +12,7 @@ from lab.distributed import world as worlds
 from lab.distributed.worker import InlineWorker
 from lab.settings.config import load
 from lab.training import assemble
-from lab.training.dry import assembled
+from lab.training.assemble import assembled
 from tests.support.ranks import join, spawn
 
 HOME = str(Path(lab.__file__).parent)
