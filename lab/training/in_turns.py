@@ -106,7 +106,7 @@ class InTurns:
         for run, part, loop in zip(self.runs, parts, loops, strict=True):
             for _ in loop:  # measures
                 pass
-            run.finish(part)
+            run.end(part.trainer, self.watch.stop_signal)
 
     def _advance(self, at: int, part: Assembly, loop: Iterator[int], steps: int) -> None:
         """Train one run for some steps, with the random numbers that it would draw alone."""
