@@ -129,9 +129,11 @@ def checklist(machine: Machine) -> list[Item]:
         for node in nodes:
             _refuse_unknown(Item, [node])
             _refuse_unknown(Command, node.get("commands", []))
-            _refuse_unknown(Figure, node["figures"])
+            _refuse_unknown(Figure, node.get("figures", []))
         items: list[Item] = decode(list[Item], nodes, "items")
-    except (KeyError, ValueError) as error:
+    except KeyError as error:
+        raise ConfigError(f"checklist={FILE}: there is no name {error}") from error
+    except ValueError as error:
         raise ConfigError(f"checklist={FILE}: {error}") from error
     return sorted(items, key=lambda item: place(item.key))
 

@@ -265,7 +265,7 @@ def test_a_figure_that_no_reader_reads_is_refused(text: str, message: str) -> No
         ({"figures": [{**GOOD, "lows": 1}]}, "Figure has no lows; allowed are name, read, why"),
         ({"figures": [{**GOOD, "low": 1}]}, "a: needs either equals or low"),
         ({"figures": [{**GOOD, "unit": 1}]}, r"items\[0\].figures\[0\].unit=1; must be str"),
-        ({"figures": [], "title": "on $machines"}, "machines"),
+        ({"figures": [], "title": "on $machines"}, "no name 'machines'"),
         ({"figures": [], "commands": [{"name": "b"}]}, "python: is missing"),
     ],
 )
