@@ -18,8 +18,7 @@ from lab.benchmarks.profile_request import TURN
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.environment import device_and_torch
-from lab.measure.layers import LayerClock, fixed_and_per_sample
-from lab.measure.marks import kernels_ms, profiled
+from lab.measure.layers import LayerClock, fixed_and_per_sample, kernels_ms, profiled
 from lab.measure.spans import PHASES
 from lab.measure.turns import order
 from lab.model.fits import ALL, BOTH, REST, STEP, Fit

@@ -21,7 +21,7 @@ from lab.exchange.composite import Composite
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.schedule import Schedule
-from lab.measure.marks import Mark, mark, seconds
+from lab.measure.clock import Mark, mark, seconds
 
 Key = tuple[str, ...]  # the parameters of a bucket
 Configuration = dict[Key, str]  # the exchange of each bucket

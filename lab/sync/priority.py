@@ -21,7 +21,7 @@ from lab.exchange.base import everyone
 from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
-from lab.measure.marks import Mark, mark, seconds
+from lab.measure.clock import Mark, mark, seconds
 from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import is_number, is_whole, priority, send_order

@@ -18,6 +18,7 @@ from lab.distributed import launcher
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.environment import source_hash
+from lab.measure.layers import marked_layers
 from lab.record.decode import decode
 from lab.record.origin import Stretch, joined, stretches
 from lab.record.run_directory import RunDirectory
@@ -256,7 +257,8 @@ class Run(Recording):
         """Mark layers for the timeline of a breakdown; a compiled model has none any more."""
         if self.config.measure != "breakdown" or self.config.compile:
             return contextlib.nullcontext()
-        return trainer.clock.layers.on(trainer.model)
+        device, clock = trainer.world.device, trainer.clock
+        return marked_layers(trainer.model, device, lambda: clock.passes)
 
     def _note(self, bar: Bar, result: dict[str, float]) -> None:
         bar.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
