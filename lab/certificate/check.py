@@ -16,7 +16,7 @@ from lab.certificate.traffic import Bucket, Odometer
 from lab.certificate.watch import Seen, Watch, norm
 from lab.distributed.comm import Comm, Sent
 from lab.exchange.base import Exchange
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.sync.base import Sync
 from lab.sync.ddp_hook import HookState
 from lab.sync.gradsync import GradSync

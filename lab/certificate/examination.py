@@ -35,7 +35,7 @@ from lab.distributed.nodes import Nodes
 from lab.exchange.base import Exchange
 from lab.exchange.compressed import left_exact
 from lab.exchange.layout import travel_shape
-from lab.record.certificate import Certificate, Finding, Outcome
+from lab.record.schema import Certificate, Finding, Outcome
 
 PROPERTIES = (
     *("equal start", "exchanged", "averaged once", "right group", "complete", "fresh", "bytes"),

@@ -19,7 +19,7 @@ from lab.exchange.grouping import MIB
 from lab.loop.check import FORGOT_HOOK, LoopCheck, follow, is_on
 from lab.loop.settings import compose
 from lab.loop.world import world_of
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.owner import Scaler, SpoiledState

@@ -21,7 +21,7 @@ from lab.exchange.gate import admit
 from lab.loop.check import FORGOT_FINISH, LoopCheck, is_on
 from lab.loop.settings import compose
 from lab.loop.world import world_of
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync

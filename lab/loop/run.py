@@ -27,7 +27,7 @@ from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
 from lab.measure.memory import Memory
 from lab.measure.statistics import least_warmup
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import Settings
 from lab.settings.names import of_all_ranks, run_name
 from lab.sync.ddp import LastGradient, waits_of_ddp

@@ -20,7 +20,7 @@ from lab.exchange.layout import is_fusible
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.own_code import callable_at
-from lab.sync.pending import update_some
+from lab.sync.priority import update_some
 
 NOT_NEGATIVE = ("lr", "weight_decay")
 FUSED_ON_SHARDS = ("torch.optim.Adam", "torch.optim.AdamW")  # torch has no others for DTensors

@@ -41,9 +41,8 @@ from lab.measure.statistics import (
 )
 from lab.measure.turns import Turns
 from lab.record import steps
-from lab.record.certificate import Certificate
 from lab.record.run_directory import RunDirectory
-from lab.record.schema import Bucket, Compute, Record, StepSeconds, worded
+from lab.record.schema import Bucket, Certificate, Compute, Record, StepSeconds, worded
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
 from lab.settings.config import Settings

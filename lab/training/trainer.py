@@ -25,7 +25,7 @@ from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task

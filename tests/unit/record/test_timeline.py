@@ -165,7 +165,7 @@ def test_only_the_last_timed_steps_are_kept() -> None:
 def test_layers_lie_within_the_passes_of_their_step() -> None:
     clock = Clock(CPU, breakdown=True)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with clock.layers.on(model):
+    with marked_layers(model, CPU, lambda: clock.passes):
         for _ in range(2):
             with clock.step():
                 with clock.phase("forward"):
