@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.silent_comm import SilentComm
+from lab.distributed.comm import Comm, SilentComm
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite
