@@ -116,7 +116,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     progress = Progress(total_steps(settings, data.num_train, batch_size))
     optim = make_optim(config.optim, batch_size)
     exchange: Exchange = build(config.exchange)
-    _admit(model, exchange)
+    admitted(model, exchange)
     if world.size > 1:
         require_alike(world, {**data_facts(data), **parameters(model)})
     replicas.broadcast_state(model, world)
@@ -140,7 +140,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         require_piecewise(config, model, batch_size)
     if sync.pattern.only_elementwise:
         require_elementwise(optim, sync.pattern.only_elementwise)
-    _require_like_gpus(world, exchange, sync)
+    require_like_gpus(world, exchange, sync)
     observe(sync, settings)
     trainer = Trainer(
         settings,
@@ -274,14 +274,24 @@ def _build_model(
     return model, sizes
 
 
-def _admit(model: nn.Module, exchange: Exchange) -> None:
+def admitted(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
+    """Return the parameters of `model`, ready for `exchange`: see lab.exchange.gate.admit.
+
+    Raises:
+        ConfigError: one cannot be exchanged rightly.
+    """
     try:
-        admit(model, exchange)
+        return admit(model, exchange)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
+def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
+    """Refuse unlike GPUs where one of `parts` must compute the same bits. A collective call.
+
+    Raises:
+        ConfigError: names the part and the GPUs.
+    """
     for part in parts:
         if part.needs_like_gpus:
             try:
