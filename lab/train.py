@@ -60,7 +60,7 @@ def _train(line: CommandLine) -> int:
         return 0
     if cluster and not launcher.was_launched():
         return sandbox.run(cluster, ["run", "-m", "lab.train", *line.settings])
-    from lab.training.in_turns import start
+    from lab.training.run import start
 
     with output_as_messages():
         return start(config, line.settings)

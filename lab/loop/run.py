@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from array import array
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +23,6 @@ from lab.loop.settings import settings_of_run
 from lab.loop.world import world_of
 from lab.measure.clock import Clock
 from lab.measure.environment import source_hash
-from lab.measure.memory import Memory
-from lab.measure.statistics import least_warmup
 from lab.record.schema import Certificate
 from lab.settings.config import Settings
 from lab.settings.names import of_all_ranks, run_name
@@ -35,9 +31,8 @@ from lab.sync.gradsync import GradSync
 from lab.training import outcome
 from lab.training.assemble import count, global_batch_size, require_alike
 from lab.training.identity import Recording, claim
-from lab.training.outcome import Synced
 from lab.training.run import failure_of
-from lab.training.trainer import Losses, Progress
+from lab.training.trainer import Measured, Progress, Synced
 
 
 @dataclass
@@ -194,11 +189,8 @@ class Run:
                 yield current
         finally:
             self._in_step = False
-        after = self._sent()
-        loop.after_step(
-            math.nan if current.loss is None else current.loss,
-            map(operator.sub, after, before),
-        )
+        loss = math.nan if current.loss is None else current.loss
+        loop.after_step(loss, before, self._sent())
 
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
@@ -264,34 +256,31 @@ class Unchecked:
         return self.exchange.settled_at
 
 
-class OwnLoop:
-    """One rank's loop; see lab.training.loop.Loop.
+class OwnLoop(Measured[Synced]):
+    """One rank's loop of the user's own.
 
     Args:
         model: the module that trains; None: it is not known.
         sync: exchanges its gradients; None: it is not the lab's.
     """
 
-    first_step = 0
-    turns = None  # nothing else trains in between
-
     def __init__(
         self, config: DictConfig, world: World, model: nn.Module | None, sync: LabSync | None
     ) -> None:
-        self.config, self.world = cast(Settings, config), world
-        self.model = model or nn.Module()
-        self._lab_sync = sync
-        self.sync: Synced = sync or Unchecked()
+        module = model or nn.Module()
+        shown: Synced = sync or Unchecked()
         if model is None and sync:
-            self.sync = Unchecked(sync.every, sync.exchange)
-        self.batch_size = global_batch_size(config, world.size)
-        waits_in = () if isinstance(sync, GradSync) else waits_of_ddp(self.model)
-        self.clock, self.memory = Clock(world.device, False, waits_in), Memory(world.device)
+            shown = Unchecked(sync.every, sync.exchange)
+        batch_size = global_batch_size(config, world.size)
+        clock = Clock(
+            world.device, False, () if isinstance(sync, GradSync) else waits_of_ddp(module)
+        )
+        settings = cast(Settings, config)
+        super().__init__(settings, world, module, shown, batch_size, Progress(0), clock)
+        self._lab_sync = sync
         self._hooks: list[RemovableHandle] = []
         self._last: LastGradient | None = None
         self._observe(model, sync)
-        self.losses, self.progress = Losses(), Progress(total_steps=0)
-        self.traffic = array("q")
 
     def _observe(self, model: nn.Module | None, sync: LabSync | None) -> None:
         """Let hooks of the model and the sync mark phases, and when gradients are ready."""
@@ -329,23 +318,10 @@ class OwnLoop:
         """Return the finding of check="first" of `sync`."""
         return self._lab_sync.certificate if self._lab_sync else None
 
-    def before_step(self) -> None:
-        """Begin to measure memory, once warm-up is over. The clock's step comes next."""
-        if self.progress.step >= least_warmup(self.config.warmup_steps):
-            self.memory.resume()
-
-    def after_step(self, loss: Tensor | float, sent: Iterable[int]) -> None:
-        """Note a step's loss, and what it sent (see `Sent`)."""
+    def after_step(self, loss: Tensor | float, before: Sent, after: Sent) -> None:
+        """Note a step's loss, and what it sent."""
         value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)
         if self._last:
             self._last.end_step()
         self.losses.append(value.detach().clone())
-        self.traffic.extend(sent)
-        self.progress.step += 1
-        self.progress.samples += self.batch_size
-
-    def pause(self) -> None:
-        """Wait for the device; the time until the next step is not the loop's."""
-        self.clock.pause()
-        self.memory.pause()
-        self.losses.read_last()
+        self.count_step(before, after)

@@ -16,7 +16,6 @@ from itertools import islice
 import torch
 from omegaconf import DictConfig
 
-from lab.distributed import world
 from lab.distributed import world as worlds
 from lab.distributed.launcher import end_process, run_as_process
 from lab.distributed.watchdog import Failure, Watchdog
@@ -191,20 +190,3 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     run_as_process(main)
-
-
-def start(config: DictConfig, arguments: list[str]) -> int:
-    """Run one rank of a run; return the process's exit code.
-
-    Args:
-        config: composed from `arguments`, which name the run.
-
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
-    """
-    ranks = join(config)
-    try:
-        directory = claim_directory(config, arguments, ranks)
-        return Run(config, arguments, ranks, directory).execute() if directory else 0
-    finally:
-        world.stop()

@@ -5,27 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from array import array
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import astuple
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from torch import nn
 
 from lab.cluster.settings import EMULATION
 from lab.distributed.replicas import replica_hash
 from lab.distributed.world import World
-from lab.exchange.base import Exchange
 from lab.exchange.compressed import left_exact
 from lab.exchange.layout import trainable
-from lab.measure.clock import Clock
 from lab.measure.environment import num_cores
-from lab.measure.memory import Memory
 from lab.measure.operations import Uncountable, count
 from lab.measure.peaks import Peak, arithmetic_of, cpu_peak, gpu_peak
 from lab.measure.spans import PHASES, Span
@@ -39,74 +33,18 @@ from lab.measure.statistics import (
     warmup_of,
     whole_rounds,
 )
-from lab.measure.turns import Turns
 from lab.record import steps
 from lab.record.run_directory import RunDirectory
-from lab.record.schema import Bucket, Certificate, Compute, Record, StepSeconds, worded
+from lab.record.schema import Bucket, Compute, Record, StepSeconds, worded
 from lab.record.steps import STEPS
 from lab.record.trace import TIMELINE, write_trace
-from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.sync.gradsync import GradSync
 from lab.sync.pattern import idle
 from lab.task.metrics import metrics_of, shown
-from lab.training.trainer import Losses, Progress, Trainer
+from lab.training.trainer import Loop, Trainer
 
 TIMELINE_FACTS = ("strategy", "model", "world_size", "batch_size", "scaling", "device")
-
-
-class Synced(Protocol):
-    """The part of a Sync that a record shows."""
-
-    @property
-    def every(self) -> int: ...
-    @property
-    def keeps_replicas_equal(self) -> bool: ...
-    @property
-    def settled_at(self) -> int | None: ...
-    @property
-    def exchange(self) -> Exchange: ...
-
-
-class Loop(Protocol):
-    """One rank's training loop, once it has ended.
-
-    Attributes:
-        batch_size: global.
-        first_step: number of the first step of this start of the run.
-        turns: how its steps are spread among other runs'; None: it is alone.
-        certificate: what an examination of its first exchanges found; None: there was none.
-        traffic: what each step sent, one after the other (see `Sent`); empty: unknown.
-    """
-
-    @property
-    def config(self) -> Settings: ...
-    @property
-    def world(self) -> World: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def sync(self) -> Synced: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def first_step(self) -> int: ...
-    @property
-    def turns(self) -> Turns | None: ...
-    @property
-    def total_steps(self) -> int: ...
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def memory(self) -> Memory: ...
-    @property
-    def losses(self) -> Losses: ...
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def certificate(self) -> Certificate | None: ...
-    @property
-    def traffic(self) -> array[int]: ...
 
 
 def measured(trainer: Loop, record: Record, directory: RunDirectory) -> Record:

@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from lab.distributed import launcher
+from lab.distributed import world as worlds
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.environment import source_hash
@@ -30,8 +31,8 @@ from lab.settings.secrets import kept_words, without_secrets
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.alike import checkpoint_facts
-from lab.training.assemble import Assembly, assemble, compiled_as, require_alike
-from lab.training.identity import Recording, made_by, settings_of
+from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
+from lab.training.identity import Recording, claim_directory, made_by, settings_of
 from lab.training.outcome import compute_of
 from lab.training.progress import Bar, Curves
 from lab.training.trainer import Trainer
@@ -304,6 +305,23 @@ class Run(Recording):
                 return True
             time.sleep(0.1)
         return False
+
+
+def start(config: DictConfig, arguments: list[str]) -> int:
+    """Run one rank of a run; return the process's exit code.
+
+    Args:
+        config: composed from `arguments`, which name the run.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices or files.
+    """
+    ranks = join(config)
+    try:
+        directory = claim_directory(config, arguments, ranks)
+        return Run(config, arguments, ranks, directory).execute() if directory else 0
+    finally:
+        worlds.stop()
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from lab.certificate.check import Check
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
+from lab.distributed.comm import Sent
 from lab.distributed.replicas import broadcast_buffers
 from lab.distributed.sharded import local, whole
 from lab.distributed.watchdog import Watchdog
 from lab.distributed.worker import HostCopy
 from lab.distributed.world import World
+from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.statistics import least_warmup
@@ -69,7 +71,85 @@ def total_steps(
     return step + max(0, math.ceil((epochs * num_train - samples) / batch_size))
 
 
-class Trainer:
+class Synced(Protocol):
+    """The part of a Sync that a record shows."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def keeps_replicas_equal(self) -> bool: ...
+    @property
+    def settled_at(self) -> int | None: ...
+    @property
+    def exchange(self) -> Exchange: ...
+
+
+S = TypeVar("S", bound=Synced, covariant=True)
+
+
+class Measured(Generic[S]):
+    """One rank's training loop as its record shows it: the Trainer's, or a user's own.
+
+    Attributes:
+        batch_size: global.
+        first_step: number of the first step of this start of the run.
+        turns: how its steps are spread among other runs', which train in between; None: none do.
+        traffic: what each step sent, one after the other (see `Sent`).
+    """
+
+    def __init__(
+        self,
+        config: Settings,
+        world: World,
+        model: nn.Module,
+        sync: S,
+        batch_size: int,
+        progress: Progress,
+        clock: Clock,
+    ) -> None:
+        self.config, self.world, self.model, self.sync = config, world, model, sync
+        self.batch_size, self.progress, self.clock = batch_size, progress, clock
+        self.memory, self.losses, self.traffic = Memory(world.device), Losses(), array("q")
+        self.first_step = 0
+        self.turns: Turns | None = None
+        self._least_warmup = least_warmup(config.warmup_steps)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, including those before a resume."""
+        return self.progress.total_steps
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What an examination of the first exchanges found; None: there was none."""
+        return None
+
+    def before_step(self) -> None:
+        """Begin to measure memory, once warm-up is over and no exchange tries others any more."""
+        is_warm = self.progress.step >= self.first_step + self._least_warmup
+        if is_warm and not self.memory.is_running and self.sync.settled_at is not None:
+            self.memory.resume()
+
+    def count_step(self, before: Sent, after: Sent) -> None:
+        """Count a step by what had been sent before it, and after it."""
+        self.traffic.extend(map(operator.sub, after, before))
+        self.progress.step += 1
+        self.progress.samples += self.batch_size
+
+    def pause(self) -> None:
+        """Wait for the device; the time until the next step is not the loop's."""
+        self.clock.pause()
+        self.memory.pause()
+        self._check_last_step()
+
+    def _check_last_step(self) -> None:
+        self.losses.read_last()
+
+
+Loop = Measured[Synced]
+
+
+class Trainer(Measured[Sync]):
     """Data-parallel training on one rank.
 
     Args:
@@ -93,20 +173,14 @@ class Trainer:
         progress: Progress,
         check: Check,
     ) -> None:
-        self.config, self.world, self.watch, self.data = config, world, watch, data
-        self.task, self.model, self.sync, self.optim = task, model, sync, optim
+        clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
+        super().__init__(config, world, model, sync, batch_size, progress, clock)
+        self.watch, self.data, self.task, self.optim, self.check = watch, data, task, optim, check
         self.optimized = sync.optimized(model)
         self.optimizer = optim.optimizer(self.optimized)
-        self.batch_size, self.progress, self.check = batch_size, progress, check
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
-        sync.clock = self.clock
-        self.memory = Memory(world.device)
-        self.first_step = 0  # of this start of the run
+        self.sync.clock = self.clock
         self.plant: Plant | None = None  # set to delay a phase of each step
-        self.turns: Turns | None = None  # set if other runs train in between
-        self.losses = Losses()
-        self.traffic = array("q")  # see lab.training.outcome.Loop
 
     def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
@@ -123,18 +197,13 @@ class Trainer:
         with self.sync, self.check:
             self.model.train()
             before = self.sync.sent()
-            steady = self.first_step + least_warmup(self.config.warmup_steps)
             while self.progress.step < self.total_steps and self.watch.begin_step():
-                may_begin = self.progress.step >= steady and not self.memory.is_running
-                if may_begin and self.sync.settled_at is not None:
-                    self.memory.resume()
+                self.before_step()
                 with self.clock.step():
                     self._step(batches)
                 now = self.sync.sent()  # since the last step: exchanges may outlast their steps
-                self.traffic.extend(map(operator.sub, now, before))
+                self.count_step(before, now)
                 before = now
-                self.progress.step += 1
-                self.progress.samples += self.batch_size
                 yield self.progress.step
             self.pause()
 
@@ -162,11 +231,6 @@ class Trainer:
         when = {"step": self.progress.step, "seconds": self.training_seconds()}
         self.progress.evaluations.append(when | metrics)
         return self.progress.evaluations[-1]
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run, including those before a resume."""
-        return self.progress.total_steps
 
     @property
     def certificate(self) -> Certificate | None:
@@ -230,9 +294,7 @@ class Trainer:
         Raises:
             FloatingPointError: the last step was not finite.
         """
-        self.clock.pause()
-        self.memory.pause()
-        self._check_last_step()
+        super().pause()
         self.sync.settle()
 
     def end_turn(self) -> None:
