@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lab.analysis.results import load as load
-    from lab.certificate.report import CertificateError as CertificateError
+    from lab.certificate.examination import CertificateError as CertificateError
     from lab.loop.attach import attach as attach
     from lab.loop.attach import ddp_comm_hook as ddp_comm_hook
     from lab.loop.fsdp import fsdp_reduce_scatter as fsdp_reduce_scatter
@@ -34,7 +34,7 @@ _HOME = {
     "grad_sync": "lab.loop.grad_sync",
     "Run": "lab.loop.run",
     "load": "lab.analysis.results",
-    "CertificateError": "lab.certificate.report",
+    "CertificateError": "lab.certificate.examination",
     "ConfigError": "lab.settings.errors",
 }
 __all__ = [

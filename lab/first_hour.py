@@ -6,8 +6,9 @@ import shlex
 import sys
 
 from lab.checklist import page
-from lab.checklist.check import check, checklist, chosen
-from lab.checklist.item import Results
+from lab.checklist.check import check, chosen
+from lab.checklist.figures import Results
+from lab.checklist.item import checklist
 from lab.checklist.machine import machine_of, query
 from lab.checklist.process import run
 from lab.checklist.settings import COMMAND, Settings, read

@@ -53,14 +53,14 @@ def _train(line: CommandLine) -> int:
     check_batch(config, num_ranks := cluster.num_ranks if cluster else num_launched())
     straggler_of(config, num_ranks)
     if line.shows_settings:
-        from lab.training.dry import check
+        from lab.training.assemble import check
 
         check(config)
         show([config] if launcher.is_first_rank() else [])
         return 0
     if cluster and not launcher.was_launched():
         return sandbox.run(cluster, ["run", "-m", "lab.train", *line.settings])
-    from lab.training.in_turns import start
+    from lab.training.run import start
 
     with output_as_messages():
         return start(config, line.settings)

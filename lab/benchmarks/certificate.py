@@ -15,8 +15,7 @@ from lab.certificate.check import NUM_EXCHANGES, Check
 from lab.distributed import world as worlds
 from lab.measure.turns import order
 from lab.settings.config import ConfigError
-from lab.training.assemble import Assembly, first_check, join
-from lab.training.dry import assembled
+from lab.training.assemble import Assembly, assembled, first_check, join
 from lab.training.identity import surroundings
 
 NEVER_ENDS = 10**9  # steps of the run: it ends when the rounds do

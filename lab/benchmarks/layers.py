@@ -26,8 +26,7 @@ from lab.layers.passes import Call, noting_calls, seconds_of_bias, share_of_data
 from lab.measure.spans import PHASES
 from lab.measure.turns import order
 from lab.settings.names import class_name
-from lab.training.assemble import Assembly, join
-from lab.training.dry import assembled
+from lab.training.assemble import Assembly, assembled, join
 from lab.training.identity import surroundings
 
 WARMUP = 4

@@ -27,8 +27,7 @@ from lab.layers.layouts import Layout, MixedLayouts, Moves, calls_in, layouts_fo
 from lab.measure.onednn import implementations
 from lab.measure.turns import order
 from lab.settings.names import class_name
-from lab.training.assemble import join
-from lab.training.dry import assembled
+from lab.training.assemble import assembled, join
 from lab.training.identity import surroundings
 from lab.training.trainer import AUTOCAST
 

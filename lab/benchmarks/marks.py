@@ -20,8 +20,7 @@ from lab.measure.clock import Clock
 from lab.measure.spans import PHASES
 from lab.measure.statistics import least_warmup
 from lab.measure.turns import order
-from lab.training.assemble import Assembly, join
-from lab.training.dry import assembled
+from lab.training.assemble import Assembly, assembled, join
 from lab.training.identity import surroundings
 
 NAMES = ("with marks", "without")

@@ -23,7 +23,7 @@ def measure(request: Request) -> dict[str, Any] | None:
     try:
         return _measured(request)
     except Exception as error:
-        from lab.training.failure import failure_of  # imports torch
+        from lab.training.run import failure_of  # imports torch
 
         failure = failure_of(error, int(os.environ.get("RANK", "0")))
         if failure.status != "oom":

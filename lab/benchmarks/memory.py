@@ -26,8 +26,7 @@ from lab.settings.config import ConfigError
 from lab.simulate.memory import sync_bytes
 from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync
-from lab.training.assemble import join
-from lab.training.dry import assembled
+from lab.training.assemble import assembled, join
 from lab.training.identity import surroundings
 from lab.training.trainer import Trainer
 

@@ -18,15 +18,13 @@ from lab.benchmarks.profile_request import TURN
 from lab.distributed import world as worlds
 from lab.distributed.world import World
 from lab.measure.environment import device_and_torch
-from lab.measure.layers import LayerClock, fixed_and_per_sample
-from lab.measure.marks import kernels_ms, profiled
+from lab.measure.layers import LayerClock, fixed_and_per_sample, kernels_ms, profiled
 from lab.measure.spans import PHASES
 from lab.measure.turns import order
 from lab.model.fits import ALL, BOTH, REST, STEP, Fit
 from lab.model.profile import Layer, Profile
 from lab.problem.build import require_float32
-from lab.training.assemble import Assembly, join
-from lab.training.dry import assembled
+from lab.training.assemble import Assembly, assembled, join
 
 CHECKED = 5  # steps in which torch.profiler counts the kernels
 WAYS = ("forward", "backward")

@@ -11,8 +11,7 @@ from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.distributed import world as worlds
 from lab.measure.spans import PHASES
-from lab.training.assemble import join
-from lab.training.dry import assembled
+from lab.training.assemble import assembled, join
 from lab.training.identity import surroundings
 
 STEP_S = 0.05  # seconds of a fast step, for comparison

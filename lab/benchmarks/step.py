@@ -17,8 +17,7 @@ from lab.distributed.world import World
 from lab.measure.statistics import least_warmup, round_means
 from lab.measure.turns import order
 from lab.settings.config import ConfigError
-from lab.training.assemble import Assembly, join
-from lab.training.dry import assembled
+from lab.training.assemble import Assembly, assembled, join
 from lab.training.identity import surroundings
 from lab.training.outcome import steps_of_trials
 from lab.training.trainer import Trainer

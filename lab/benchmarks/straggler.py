@@ -23,8 +23,7 @@ from lab.measure.statistics import least_warmup
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from lab.settings.config import ConfigError
 from lab.sync.pattern import alike, pattern_of
-from lab.training.assemble import join
-from lab.training.dry import assembled
+from lab.training.assemble import assembled, join
 from lab.training.identity import surroundings
 
 SEED = 0

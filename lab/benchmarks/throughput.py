@@ -25,8 +25,7 @@ from lab.problem.build import blueprint
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name
 from lab.simulate.source import work_of
-from lab.training.assemble import Assembly, join
-from lab.training.dry import assembled
+from lab.training.assemble import Assembly, assembled, join
 from lab.training.identity import surroundings
 from lab.training.trainer import AUTOCAST
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lab.distributed.world import World
-from lab.measure.marks import hold
+from lab.measure.layers import hold
 
 NUM_CALLS = 20  # timed together, as in nccl-tests
 

@@ -7,19 +7,18 @@ import platform
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.distributed.nodes import Nodes, each_alone
+from lab.measure.interfaces import COUNTERS, namespace, sent_bytes
 from lab.simulate.costs import payload_bytes
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.load import BY_ITSELF, class_of
 from lab.simulate.network import Network
 
-INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")
 TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements
 SLACK_BYTES = 16_384  # of control messages: stores, barriers, headers of short ones
 ENOUGH_BYTES = 10 * SLACK_BYTES  # of all ranks, to be told from those
@@ -41,8 +40,7 @@ class Odometer:
         """Return payload; interfaces' counts before and after, of lo and of all; and where."""
         after = _interface_bytes()
         host = zlib.crc32(platform.node().encode())
-        namespace = NAMESPACE.stat().st_ino if NAMESPACE.exists() else 0
-        row = [sent - self._sent, *self._before, *after, namespace, host]
+        row = [sent - self._sent, *self._before, *after, namespace(), host]
         return torch.tensor(row, dtype=torch.float64)
 
 
@@ -68,8 +66,8 @@ def moved(rows: Tensor, backend: str) -> Moved:
         return Moved(payload, None, f"{backend} need not send over an interface")
     if len(set(rows[:, 6].tolist())) > 1:
         return Moved(payload, None, "the hosts' interfaces carry others' bytes too")
-    if not INTERFACES.exists():
-        return Moved(payload, None, f"no {INTERFACES} here")
+    if not COUNTERS.exists():
+        return Moved(payload, None, f"no {COUNTERS} here")
     places = rows[:, 5]
     inside = [rows[places == place] for place in places.unique()]
     # All ranks of a namespace read the same counters: the first before, the last after.
@@ -191,13 +189,6 @@ def _ratio(each: Moved) -> float:
     return (each.counted - spared) / total
 
 
-def _interface_bytes() -> tuple[float, float]:
+def _interface_bytes() -> tuple[int, int]:
     """Return the bytes sent so far over lo, and over all interfaces of this namespace."""
-    try:
-        lines = INTERFACES.read_text().splitlines()[2:]
-    except OSError:
-        return 0.0, 0.0
-    sent = {
-        name.strip(): float(row.split()[8]) for name, _, row in (s.partition(":") for s in lines)
-    }
-    return sent.get("lo", 0.0), sum(sent.values())
+    return sent_bytes("lo") or 0, sent_bytes() or 0

@@ -8,22 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lab.checklist.item import Command, Figure, Item, Machine, Results, place
-from lab.checklist.one_gpu import one_gpu
+from lab.checklist.figures import Results
+from lab.checklist.item import Command, Figure, Item, place
+from lab.checklist.machine import Machine
 from lab.checklist.process import argv
-from lab.checklist.several_gpus import several_gpus
 from lab.settings.config import ConfigError
 
 Run = Callable[[Command, Results, float], dict[str, Any]]
 LEAST_S = 60.0  # seconds that a command has, however long earlier commands took
 # Worst last: an item has the verdict of its worst figure.
 VERDICTS = ("not applicable", "noted", "holds", "differs", "failed")
-
-
-def checklist(machine: Machine) -> list[Item]:
-    """List all items in the order of their numbers. Each needs at least its `num_gpus`."""
-    items = [*one_gpu(machine), *several_gpus(machine)]
-    return sorted(items, key=lambda item: place(item.key))
 
 
 def chosen(items: list[Item], keys: list[str] | None) -> list[Item]:
@@ -76,13 +70,13 @@ def judge(figure: Figure, results: Results) -> dict[str, Any]:
     facts = {"name": figure.name, "unit": figure.unit, "expected": figure.expected()}
     facts |= {"why": figure.why}
     try:
-        value = figure.read(results)
+        value = figure.reader()(results)
     except (OSError, LookupError, ValueError, TypeError, ArithmeticError) as error:
         problem = f"cannot be read: {type(error).__name__}: {error}"
         return {**facts, "value": None, "verdict": "failed", "why": problem}
-    if math.isnan(value) or not figure.known:
+    if math.isnan(value) or (ends := figure.range()) is None:
         return {**facts, "value": value, "verdict": "noted"}
-    holds = figure.low <= value <= figure.high
+    holds = ends[0] <= value <= ends[1]
     return {**facts, "value": value, "verdict": "holds" if holds else "differs"}
 
 

@@ -3,22 +3,91 @@
 from __future__ import annotations
 
 import csv
+import inspect
+import json
 import math
+import operator
 import re
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.checklist.item import RUNS, Results
+import yaml
+
+RUNS = "runs"  # the lab's default
+STUDY = "first_hour"  # of all runs that a checklist starts
+OPERATIONS = {"/": operator.truediv, "-": operator.sub}
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of commands by name: output, JSON, and records of runs."""
+
+    folder: Path
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / f"{name}.json").read_text())
+
+    def output(self, name: str) -> str:
+        """Return a command's stdout and stderr."""
+        return (self.folder / f"{name}.out").read_text(errors="replace")
+
+    def ended(self, name: str) -> dict[str, Any]:
+        """Read a command's end: see lab.checklist.process.run."""
+        return self.json(f"{name}.ended")
+
+    def run(self, cell: str) -> Path:
+        """Return the directory of a run."""
+        return Path(RUNS) / STUDY / cell
+
+    def record(self, cell: str) -> dict[str, Any]:
+        return json.loads((self.run(cell) / "record.json").read_text())
+
 
 Read = Callable[[Results], float]
 
 
-def row(name: str, key: str, scale: float = 1.0, /, **where: Any) -> Read:
+def reader(text: str) -> Read:
+    """Make a reader of `value hardware num_mig`, or of two joined by / or -.
+
+    Args:
+        text: the name of a function below and its arguments, as a shell takes words; `key=value`
+            is one by name, of YAML's type. Or a number.
+
+    Raises:
+        ValueError: there is no such function, or it takes other arguments.
+    """
+    words = shlex.split(text)
+    at = next((place for place, word in enumerate(words) if word in OPERATIONS), None)
+    if at is None:
+        return _called(words)
+    first, second, join = _called(words[:at]), _called(words[at + 1 :]), OPERATIONS[words[at]]
+    return lambda results: join(first(results), second(results))
+
+
+def _called(words: Sequence[str]) -> Read:
+    name, *given = words
+    if name not in READERS:
+        number = float(name)
+        return lambda _: number
+    named = [re.fullmatch(r"(\w+)=(\S*)", each) for each in given]
+    plain = [each for each, pair in zip(given, named, strict=True) if not pair]
+    by_name = {pair[1]: yaml.safe_load(pair[2]) for pair in named if pair}
+    function = READERS[name]
+    try:
+        inspect.signature(function).bind(*plain, **by_name)
+    except TypeError as error:
+        raise ValueError(f"{' '.join(words)}: {error}") from None
+    return function(*plain, **by_name)
+
+
+def row(benchmark: str, key: str, /, *, scale: float = 1.0, **where: Any) -> Read:
     """Read a number from a benchmark's first row that matches `where`; a.b is b in a."""
 
     def read(results: Results) -> float:
-        rows = results.json(name)["rows"]
+        rows = results.json(benchmark)["rows"]
         found = [each for each in rows if all(each[k] == v for k, v in where.items())]
         return scale * float(_dig(found[0], key))
 
@@ -30,18 +99,12 @@ def total(name: str, key: str) -> Read:
     return lambda results: float(sum(each[key] for each in results.json(name)["rows"]))
 
 
-def less(name: str, key: str, scale: float, this: str, other: str) -> Read:
-    """Read the difference between two rows of a benchmark, given by their `name`."""
-    first, second = row(name, key, scale, name=this), row(name, key, scale, name=other)
-    return lambda results: first(results) - second(results)
-
-
-def value(name: str, key: str, scale: float = 1.0) -> Read:
+def value(name: str, key: str) -> Read:
     """Read a number from a JSON file; NaN for null, which means unknown."""
 
     def read(results: Results) -> float:
         found = _dig(results.json(name), key)
-        return math.nan if found is None else scale * float(found)
+        return math.nan if found is None else float(found)
 
     return read
 
@@ -57,6 +120,22 @@ def is_recorded(cell: str, /, **values: Any) -> Read:
     def read(results: Results) -> float:
         record = results.record(cell)
         return float(all(record[key] == value for key, value in values.items()))
+
+    return read
+
+
+def num_true(cell: str, key: str) -> Read:
+    """Count what is true in a mapping of a run's record."""
+    return lambda results: float(sum(_dig(results.record(cell), key).values()))
+
+
+def num_nvlinks(name: str) -> Read:
+    """Count the pairs of GPUs that nvidia-smi calls NVLink (NV18)."""
+
+    def read(results: Results) -> float:
+        links = results.json(name)["environment"]["gpu_links"].splitlines()
+        lines = [line.split() for line in links if line.startswith("GPU")]
+        return sum(word.startswith("NV") for line in lines for word in line[1:]) / 2
 
     return read
 
@@ -96,15 +175,6 @@ def per_step(longer: str, shorter: str, pattern: str, steps: int) -> Read:
     return read
 
 
-def layers_ms(name: str) -> Read:
-    """Read the time of all layers, forward and backward, from lab.profile_layers' output."""
-    return printed(name, r"layers ([\d.]+) ms;")
-
-
-def ratio(read: Read, to: Read) -> Read:
-    return lambda results: read(results) / to(results)
-
-
 def efficiency(study: str, strategy: str, world_size: int) -> Read:
     """Read a point's efficiency from the summary.csv of lab.plot."""
 
@@ -142,3 +212,12 @@ def _dig(found: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         found = found[part]
     return found
+
+
+READERS: dict[str, Callable[..., Read]] = {
+    each.__name__: each
+    for each in (
+        *(row, total, value, recorded, is_recorded, num_true, num_nvlinks, says, printed),
+        *(ended, seen, per_step, efficiency, share_within),
+    )
+}

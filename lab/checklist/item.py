@@ -1,17 +1,26 @@
-"""Items of a checklist: commands, figures and their expected ranges."""
+"""Items of a checklist: commands, figures and their expected ranges, from conf/checklist."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from string import Template
 from typing import Any
 
-RUNS = "runs"  # the lab's default
-STUDY = "first_hour"  # of all runs that a checklist starts
+from lab.checklist.figures import Read, reader
+from lab.checklist.machine import Machine
+from lab.record.decode import decode
+from lab.settings.errors import ConfigError
+from lab.settings.files import read_file
+
+FILE = "first_hour"  # of conf/checklist
+NVLINK_4 = ("H100", "H200", "H800", "H20")  # eight of them behind switches
+POWERS = (1, 2, 4, 8)
+
+Node = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class Command:
 
     Attributes:
         name: name of its files, and of the cell if it is a run.
-        words: arguments of `python`.
+        python: arguments of `python`, as a shell takes them.
         num_ranks: number of ranks that torchrun starts; 0: started without torchrun.
         one_gpu: whether it sees only the first GPU.
         code: its expected exit code.
@@ -29,7 +38,7 @@ class Command:
     """
 
     name: str
-    words: tuple[str, ...]
+    python: str
     num_ranks: int = 0
     one_gpu: bool = False
     code: int = 0
@@ -37,30 +46,10 @@ class Command:
     stop_rank_after_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Results:
-    """Results of commands by name: output, JSON, and records of runs."""
-
-    folder: Path
-
-    def json(self, name: str) -> Any:
-        return json.loads((self.folder / f"{name}.json").read_text())
-
-    def output(self, name: str) -> str:
-        """Return a command's stdout and stderr."""
-        return (self.folder / f"{name}.out").read_text(errors="replace")
-
-    def ended(self, name: str) -> dict[str, Any]:
-        """Read a command's end: see lab.checklist.process.run."""
-        return self.json(f"{name}.ended")
-
-    def run(self, cell: str) -> Path:
-        """Return the directory of a run."""
-        return Path(RUNS) / STUDY / cell
-
-    def record(self, cell: str) -> dict[str, Any]:
-        return json.loads((self.run(cell) / "record.json").read_text())
+    @property
+    def words(self) -> list[str]:
+        """Arguments of `python`."""
+        return shlex.split(self.python)
 
 
 @dataclass(frozen=True)
@@ -68,27 +57,47 @@ class Figure:
     """One number and its expected range.
 
     Attributes:
+        read: see lab.checklist.figures.reader.
         why: the basis of the range, which is an estimate, not a measurement.
+        equals: the one expected value; None: it lies from `low` to `high`, if there are such.
+        of: what these are shares of; None: it is unknown.
         known: whether there is a range for this machine; if not, the number is noted.
     """
 
     name: str
-    unit: str
-    read: Callable[[Results], float]
-    low: float
-    high: float
+    read: str
     why: str
+    unit: str = ""
+    equals: float | None = None
+    low: float | None = None
+    high: float | None = None
+    of: float | None = 1.0
     known: bool = True
+
+    def __post_init__(self) -> None:
+        self.reader()  # refuses what cannot be read
+        if (self.equals is None) == (self.low is None):
+            raise ValueError(f"{self.name}: needs either equals or low")
+
+    def reader(self) -> Read:
+        """Return what reads the number."""
+        return reader(self.read)
+
+    def range(self) -> tuple[float, float] | None:
+        """Return the least and the largest expected number; None: not known for this machine."""
+        if self.of is None or not self.known:
+            return None
+        low, high = (self.low, self.high) if self.equals is None else (self.equals, self.equals)
+        return self.of * (low or 0.0), math.inf if high is None else self.of * high
 
     def expected(self) -> str:
         """Write the range in words."""
-        if not self.known:
+        ends = self.range()
+        if ends is None:
             return "not known for this machine"
-        if self.low == self.high:
-            return f"{self.low:g}"
-        if math.isinf(self.high):
-            return f"at least {self.low:g}"
-        return f"{self.low:g} to {self.high:g}"
+        if ends[0] == ends[1]:
+            return f"{ends[0]:g}"
+        return f"at least {ends[0]:g}" if math.isinf(ends[1]) else f"{ends[0]:g} to {ends[1]:g}"
 
 
 @dataclass(frozen=True)
@@ -102,34 +111,83 @@ class Item:
 
     key: str
     title: str
-    commands: tuple[Command, ...]
-    figures: tuple[Figure, ...]
+    figures: list[Figure]
+    commands: list[Command] = field(default_factory=list[Command])
     num_gpus: int = 1
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The machine that a checklist is made for.
+def checklist(machine: Machine) -> list[Item]:
+    """List all items in the order of their numbers. Each needs at least its `num_gpus`.
 
-    Attributes:
-        gpus: the name of each GPU.
-        folder: folder for the commands' files.
-        memory_gb_per_s: peak rate of the first GPU's memory; None: unknown.
+    Raises:
+        ConfigError: the file of items has a mistake.
     """
-
-    gpus: tuple[str, ...]
-    folder: Path
-    memory_gb_per_s: float | None = None
-
-    @property
-    def num_gpus(self) -> int:
-        return len(self.gpus)
-
-    def has(self, *kinds: str) -> bool:
-        """Tell whether the first GPU is of one of these kinds."""
-        return any(kind in self.gpus[0] for kind in kinds)
+    content = read_file("checklist", FILE)
+    names = content["names"] | _facts(machine)
+    try:
+        nodes = list(_repeated(content["items"], names))
+        for node in nodes:
+            _refuse_unknown(Item, [node])
+            _refuse_unknown(Command, node.get("commands", []))
+            _refuse_unknown(Figure, node.get("figures", []))
+        items: list[Item] = decode(list[Item], nodes, "items")
+    except KeyError as error:
+        raise ConfigError(f"checklist={FILE}: there is no name {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"checklist={FILE}: {error}") from error
+    return sorted(items, key=lambda item: place(item.key))
 
 
 def place(key: str) -> tuple[int, str]:
     """Return an item's sort key: its number, then its letter."""
     return int(re.sub(r"\D", "", key)), key
+
+
+def _facts(machine: Machine) -> Node:
+    """Return what the file may say of a machine, by name."""
+    num_gpus = machine.num_gpus
+    powers = [n for n in POWERS if n <= num_gpus]
+    return {
+        "folder": shlex.quote(str(machine.folder)),
+        "num_gpus": num_gpus,
+        "sizes": sorted({2, num_gpus}),
+        "powers": ",".join(map(str, powers)),
+        "most": powers[-1],
+        "pairs": num_gpus * (num_gpus - 1) // 2,
+        "memory_gb_per_s": machine.memory_gb_per_s,
+        "is_h200": machine.has("H200"),
+        "nvlink": num_gpus == 8 and machine.has(*NVLINK_4),
+    }
+
+
+def _repeated(nodes: list[Any], names: Node) -> Iterator[Any]:
+    """Yield nodes with all names filled in; one with `for`, once for each value of its lists."""
+    for node in nodes:
+        if not isinstance(node, dict):
+            yield _filled(node, names)
+            continue
+        lists: Node = _filled(node.get("for", {}), names)
+        for values in zip(*lists.values(), strict=True) if lists else [()]:
+            known = names | dict(zip(lists, values, strict=True))
+            if "group" in node:
+                yield from _repeated(node["group"], known)
+            else:
+                yield {key: _filled(each, known) for key, each in node.items() if key != "for"}
+
+
+def _filled(value: Any, names: Node) -> Any:
+    """Replace each $name in a value: by what it is if it stands alone, else by its text."""
+    if isinstance(value, dict):
+        return {key: _filled(each, names) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(_repeated(value, names))
+    if not isinstance(value, str):
+        return value
+    alone = re.fullmatch(r"\$(\w+)", value)
+    return names[alone[1]] if alone else Template(value).substitute(names)
+
+
+def _refuse_unknown(kind: Any, nodes: list[Node]) -> None:
+    known = [each.name for each in fields(kind)]
+    for unknown in (key for node in nodes for key in node if key not in known):
+        raise ValueError(f"{kind.__name__} has no {unknown}; allowed are {', '.join(known)}")

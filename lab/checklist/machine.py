@@ -6,13 +6,36 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.checklist.item import Machine
 from lab.settings.config import ConfigError
 
 ASK = ("-m", "lab.checklist.hardware")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a checklist is made for.
+
+    Attributes:
+        gpus: the name of each GPU.
+        folder: folder for the commands' files.
+        memory_gb_per_s: peak rate of the first GPU's memory; None: unknown.
+    """
+
+    gpus: tuple[str, ...]
+    folder: Path
+    memory_gb_per_s: float | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.gpus)
+
+    def has(self, *kinds: str) -> bool:
+        """Tell whether the first GPU is of one of these kinds."""
+        return any(kind in self.gpus[0] for kind in kinds)
 
 
 def query() -> dict[str, Any]:

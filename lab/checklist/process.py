@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab.checklist.item import Command, Results
+from lab.checklist.figures import Results
+from lab.checklist.item import Command
 from lab.record.files import write_json
 
 MARK = "LAB_FIRST_HOUR"  # marks our processes: ranks have sessions of their own

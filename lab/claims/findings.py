@@ -208,7 +208,7 @@ def _reproduce(
 
 
 def _counts(model: str) -> Counts:
-    from lab.model.counts import counts_of
+    from lab.measure.operations import counts_of
 
     return counts_of(partial(build, load(own_choices([f"model={model}"])).model))
 

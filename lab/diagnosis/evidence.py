@@ -20,7 +20,7 @@ from lab.measure.intervals import geometric_mean
 from lab.measure.spans import OWN
 from lab.measure.statistics import round_means
 from lab.measure.stragglers import Slow, Times, stragglers
-from lab.record.run_settings import SETTINGS, read_settings
+from lab.record.run_directory import SETTINGS, read_settings
 from lab.record.trace import TIMELINE, read_trace
 from lab.sync.pattern import Pattern, alike, pattern_of
 

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from lab.distributed.rank_info import RankInfo
+from lab.distributed.nodes import RankInfo
 
 Facts = Mapping[str, str]  # what a rank states, by name
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lab.distributed.collective import Done
 from lab.distributed.comm import Comm
-from lab.distributed.rank_info import RankInfo
+from lab.distributed.nodes import RankInfo
 
 ADDRESS_BYTES = 256
 

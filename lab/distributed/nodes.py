@@ -1,10 +1,31 @@
-"""Nodes: which ranks share a host, as their launcher numbered them."""
+"""A rank's place among those started together, and nodes: which ranks share a host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
 
 Nodes = Sequence[Sequence[int]]  # the ranks of each node, in rank order
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank among those started together.
+
+    Attributes:
+        launcher: "torchrun", "horovodrun", "python" (no launcher, one rank), or "env" (something
+            else set RANK and the like, such as srun in launch/slurm.sbatch).
+        store: key-value store that all ranks reach.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    store: dist.Store
 
 
 def nodes_of(places: Sequence[tuple[int, int]]) -> list[list[int]]:

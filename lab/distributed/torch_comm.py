@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -10,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.distributed import nccl
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm, Transfer
-from lab.distributed.rank_info import RankInfo
+from lab.distributed.nodes import RankInfo
 
+ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree")
+PROTOCOLS = ("LL", "LL128", "Simple")
+ON_GPUS = ("Ring", "Tree")  # the others sum in a switch, in no fixed order, with Simple only
 # A message to one rank from which all_to_all pays for a second call, about 0.2 ms over loopback.
 TWO_WAY_BYTES = 2**18
 # Three methods were renamed in torch 2.13.
@@ -177,7 +181,7 @@ def connect(
         backend: "auto" (NCCL on GPUs, Gloo otherwise), "gloo" or "nccl".
         limit: timeout of a collective.
         nccl_algo, nccl_proto: algorithm and protocol of NCCL's all-reduce, see
-            lab.distributed.nccl.
+            lab.distributed.torch_comm.
         deterministic: NCCL sums in the same order in every run.
 
     Raises:
@@ -192,10 +196,10 @@ def connect(
         if value is not None and backend != "nccl":
             raise ValueError(f"comm.{name}={value}: is for NCCL, but these ranks use {backend}")
     if backend == "nccl":
-        settings = nccl.variables(nccl_algo, nccl_proto, deterministic)
-        with nccl.told(settings):
+        settings = nccl_variables(nccl_algo, nccl_proto, deterministic)
+        with told(settings):
             # Bound to its device, NCCL connects now, and not at the first collective.
-            group = _group(place, backend, limit, nccl.options(limit), device)
+            group = _group(place, backend, limit, nccl_options(limit), device)
         comm = TorchComm(group, group, device, limit)
         comm.settings = settings
         return comm
@@ -249,3 +253,74 @@ def all_to_all_flat(
 def reduce_scatter_flat(group: dist.ProcessGroup, output: Tensor, tensor: Tensor) -> dist.Work:
     """Begin to fill `output` [n] with the sum of a part of the ranks' `tensor` [ranks * n]."""
     return getattr(group, REDUCE_SCATTER)(output, tensor)
+
+
+def nccl_variables(
+    algorithm: str | None, protocol: str | None, deterministic: bool = False
+) -> dict[str, str]:
+    """Return NCCL's environment variables for a communicator.
+
+    Args:
+        algorithm, protocol: of all-reduce, in upper or lower case; None: NCCL chooses.
+        deterministic: sum in the same order in every run.
+
+    Raises:
+        ValueError: NCCL has no such algorithm or protocol, or not this combination.
+    """
+    found = {}
+    if deterministic:
+        found |= {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0"}
+    if protocol is not None:
+        protocol = _one_of(PROTOCOLS, "nccl_proto", protocol)
+        found["NCCL_PROTO"] = f"allreduce:{protocol}"
+    if algorithm is not None:
+        algorithm = _one_of(ALGORITHMS, "nccl_algo", algorithm)
+        if algorithm not in ON_GPUS and protocol not in (None, "Simple"):
+            raise ValueError(f"comm.nccl_proto={protocol}: {algorithm} has only Simple")
+        if algorithm not in ON_GPUS and deterministic:
+            raise ValueError(
+                f"comm.nccl_algo={algorithm}: sums in a switch, in no order that "
+                f"deterministic=true could promise; allowed are {', '.join(ON_GPUS)}"
+            )
+        # Of all-reduce only: broadcast has only a ring, and fails without it.
+        found["NCCL_ALGO"] = f"ring,tree;allreduce:{algorithm}"
+    return found
+
+
+@contextmanager
+def told(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while a communicator is made, then restore them.
+
+    NCCL reads them for each communicator. It reads those that end in ENABLE only once, so all
+    communicators of a process must agree on them.
+    """
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def nccl_options(limit: timedelta) -> dist.ProcessGroupNCCL.Options:
+    """Return the options of a process group of NCCL.
+
+    Collectives run on high-priority streams: they compete with backward's kernels, and every later
+    bucket waits for them. The communicator is made before the call returns, whatever
+    TORCH_NCCL_USE_COMM_NONBLOCKING says, so that it sees the variables of `told`.
+    """
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    made.config.blocking = 1
+    made._timeout = limit
+    return made
+
+
+def _one_of(allowed: tuple[str, ...], key: str, given: str) -> str:
+    for name in allowed:
+        if name.lower() == str(given).lower():
+            return name
+    raise ValueError(f"comm.{key}={given}: allowed are {', '.join(allowed)}, or null")

@@ -283,3 +283,25 @@ def record_stream(kept: Tensor) -> Tensor:
     if kept.is_cuda:
         kept.record_stream(torch.cuda.current_stream(kept.device))
     return kept
+
+
+class HostCopy:
+    """A small tensor on its way to the host: begun now and read later, so that no host waits.
+
+    From a GPU it travels into pinned memory, behind what the current stream has queued.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        on_gpu = tensor.device.type == "cuda"
+        self._ready = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
+
+    def has_arrived(self) -> bool:
+        """Return whether `read` would return at once."""
+        return self._ready is None or self._ready.query()
+
+    def read(self) -> Tensor:
+        """Return the tensor on the host, once the device has computed it."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._copy

@@ -20,8 +20,7 @@ from lab.distributed import launcher
 from lab.distributed.agreement import Disagreement, Facts, compare_in_store, differences, written
 from lab.distributed.comm import Comm
 from lab.distributed.gpus import pick_device
-from lab.distributed.nodes import nodes_of
-from lab.distributed.rank_info import RankInfo
+from lab.distributed.nodes import RankInfo, nodes_of
 from lab.distributed.torch_comm import all_gather_flat
 
 NUM_QUESTIONS = 20  # by each rank, to compare clocks; the quickest answer is used

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from lab.distributed.collective import Collective
-from lab.distributed.comm import Comm
-from lab.distributed.silent_comm import SilentComm
+from lab.distributed.comm import Comm, SilentComm
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.composite import Composite
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.schedule import Schedule
-from lab.measure.marks import Mark, mark, seconds
+from lab.measure.clock import Mark, mark, seconds
 
 Key = tuple[str, ...]  # the parameters of a bucket
 Configuration = dict[Key, str]  # the exchange of each bucket

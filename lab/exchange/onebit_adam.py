@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
+from lab.distributed.worker import HostCopy
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
@@ -227,7 +228,7 @@ class Settling:
         self.ratio: float | None = None
         self.sample: Moments = {}  # float32 [values / SAMPLED] of v, k steps ago
         self._sums: Tensor | None = None  # float32 [2]: of differences, and of v
-        self._coming: tuple[Tensor, torch.cuda.Event | torch.Event | None] | None = None
+        self._coming: HostCopy | None = None
 
     def look(self, name: str, variance: Tensor, correction: float, updates: int) -> None:
         """Compare parameter `name` with what it was k steps ago, if it is time.
@@ -253,12 +254,10 @@ class Settling:
             updates: steps so far, the one that begins included.
         """
         if updates % self.every == 1 and self._sums is not None:
-            self._coming = _to_host(self._sums)
+            self._coming = HostCopy(self._sums)
         if updates % self.every != 2 % self.every or self._sums is None:
             return False
-        sums, ready = self._coming or _to_host(self._sums)  # not coming: just resumed
-        if ready is not None:
-            ready.synchronize()
+        sums = (self._coming or HostCopy(self._sums)).read()  # not coming: just resumed
         self._sums = self._coming = None
         difference, total = sums.tolist()
         self.ratio = difference / total if total else 0.0
@@ -272,9 +271,3 @@ class Settling:
         kept = {name: value.clone() for name, value in state["settling"].items()}
         self._sums, self._coming = kept.pop("sums", None), None
         self.sample = {name.removeprefix("sample."): value for name, value in kept.items()}
-
-
-def _to_host(sums: Tensor) -> tuple[Tensor, torch.cuda.Event | torch.Event | None]:
-    on_gpu = sums.device.type == "cuda"
-    copy = sums.to("cpu", non_blocking=True)
-    return copy, torch.cuda.current_stream(sums.device).record_event() if on_gpu else None

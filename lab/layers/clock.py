@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lab.measure.marks import Mark, mark, seconds
+from lab.measure.clock import Mark, mark, seconds
 
 OUTSIDE = ""  # no module: its time is not counted
 ACCUMULATE = "AccumulateGrad"  # torch's node that stores a parameter's gradient

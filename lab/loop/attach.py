@@ -12,19 +12,18 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lab.distributed import replicas
 from lab.distributed.worker import make_worker
 from lab.exchange.base import Exchange
 from lab.exchange.grouping import MIB
 from lab.loop.check import FORGOT_HOOK, LoopCheck, follow, is_on
 from lab.loop.settings import compose
 from lab.loop.world import world_of
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.owner import Scaler, SpoiledState
 from lab.training.alike import exchanged_alike
-from lab.training.assemble import require_alike
+from lab.training.assemble import require_alike, require_like_gpus
 
 Hook = Callable[[HookState, dist.GradBucket], Future[Tensor]]
 
@@ -91,9 +90,8 @@ def ddp_comm_hook(
     require_alike(world, exchanged_alike(settings, wrapped.module))
     worker = make_worker(True, device, world.comm.backend, exchange.asynchronous(world.comm))
     guard = SpoiledState(exchange, scaler)
+    require_like_gpus(world, exchange)
     try:
-        if exchange.needs_like_gpus:
-            replicas.require_like_gpus(type(exchange).__name__, world)
         finds_unused = wrapped.find_unused_parameters
         state = LoopState(wrapped.module, exchange, world.comm, worker, guard, finds_unused)
     except ValueError as error:

@@ -20,12 +20,11 @@ from torch.optim.optimizer import (
 )
 
 from lab.certificate.check import Exchanging, Observer
-from lab.certificate.examination import About
-from lab.certificate.report import CertificateError, unchecked
+from lab.certificate.examination import About, CertificateError, unchecked
 from lab.distributed.world import World
 from lab.exchange.layout import travelling
-from lab.record.certificate import Certificate
 from lab.record.files import write_json
+from lab.record.schema import Certificate
 from lab.settings.errors import ConfigError
 from lab.sync.ddp_hook import HookState
 

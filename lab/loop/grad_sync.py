@@ -17,17 +17,16 @@ from lab.distributed import replicas
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World
 from lab.exchange.base import Exchange
-from lab.exchange.gate import admit
 from lab.loop.check import FORGOT_FINISH, LoopCheck, is_on
 from lab.loop.settings import compose
 from lab.loop.world import world_of
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
 from lab.sync.gradsync import GradSync
 from lab.sync.owner import KEY, Owner, Scaler, SpoiledState, require_state
 from lab.training.alike import exchanged_alike
-from lab.training.assemble import require_alike
+from lab.training.assemble import admitted, require_alike, require_like_gpus
 
 
 class LoopSync(GradSync):
@@ -168,10 +167,7 @@ def grad_sync(
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("DistributedDataParallel: exchanges gradients itself; use lab.attach")
     exchange: Exchange = build(config.exchange)
-    try:
-        parameters = admit(model, exchange)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    parameters = admitted(model, exchange)
     device = next(iter(parameters.values())).device
     world = world_of(group, device, config.exchange_timeout_s)
     settings: Any = OmegaConf.to_container(config, resolve=True)
@@ -179,9 +175,8 @@ def grad_sync(
     comm = world.comm
     worker = make_worker(config.overlap, device, comm.backend, exchange.asynchronous(comm))
     parts = SyncParts(model, model, exchange, comm, worker, config.overlap, config.bucket_mb)
+    require_like_gpus(world, exchange)
     try:
-        if exchange.needs_like_gpus:
-            replicas.require_like_gpus(type(exchange).__name__, world)
         sync = LoopSync(parts, world, settings, scaler)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import math
-import operator
-import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lab.distributed.comm import Sent
-from lab.loop.identity import identity, settings_of
-from lab.loop.measured import LabSync, OwnLoop
+from lab.distributed.comm import Comm, Sent
+from lab.distributed.world import World
+from lab.exchange.allreduce import NoExchange
+from lab.exchange.base import Exchange
+from lab.loop.settings import settings_of_run
 from lab.loop.world import world_of
-from lab.record.run_directory import RunDirectory
-from lab.settings.config import ConfigError
+from lab.measure.clock import Clock
+from lab.measure.environment import source_hash
+from lab.record.schema import Certificate
+from lab.settings.config import Settings
 from lab.settings.names import of_all_ranks, run_name
-from lab.settings.secrets import kept
+from lab.sync.ddp import LastGradient, waits_of_ddp
+from lab.sync.gradsync import GradSync
 from lab.training import outcome
-from lab.training.assemble import require_alike
-from lab.training.failure import failure_of
+from lab.training.assemble import count, global_batch_size, require_alike
+from lab.training.identity import Recording, claim
+from lab.training.run import failure_of
+from lab.training.trainer import Measured, Progress, Synced
 
 
 @dataclass
@@ -95,7 +100,7 @@ class Run:
         module = model if isinstance(model, nn.Module) else None
         device = next(module.parameters()).device if module else torch.device("cpu")
         self._world = world_of(None, device)
-        config = settings_of(
+        config = settings_of_run(
             strategy,
             sync.settings if sync else None,
             model if isinstance(model, str) else _name(model),
@@ -116,32 +121,30 @@ class Run:
         self._sync = sync
         self._is_open = self._in_step = False
         self._loop = OwnLoop(config, self._world, module, sync)
-        self._began, self._started_at = time.monotonic(), datetime.now(UTC)
-        self._directory = self._claim(arguments)
-        self._record = identity(
+        directory = claim(
+            self._world, config, run_name(arguments, config.strategy, self._world.size)
+        )
+        assert directory  # a new one is not done
+        self._recording = Recording(
             config,
             arguments,
-            self._directory.path.name,
             self._world,
-            module,
+            directory,
+            model=config.model.name,
             data=data,
             task=task,
             unit=unit,
-            started_at=self._started_at.isoformat(),
+            **({**count(module), "model_source": source_hash(module)} if module else {}),
         )
 
     @property
     def path(self) -> Path:
         """The run directory."""
-        return self._directory.path
+        return self._recording.directory.path
 
     def __enter__(self) -> Self:
         if self._world.rank == 0:
-            first = {"first_step": 0, "world_size": self._world.size, "launch": None}
-            first["started_at"] = self._record.started_at
-            self._directory.begin_attempt(first)
-            own = kept(OmegaConf.to_container(self._loop.config))
-            self._directory.write_config(OmegaConf.to_yaml(own))
+            self._recording.open(first_step=0)
         self._is_open = True
         return self
 
@@ -163,7 +166,7 @@ class Run:
                 raise
         finally:
             self._loop.close()
-            self._directory.release()
+            self._recording.directory.release()
 
     @contextmanager
     def step(self) -> Generator[Step]:
@@ -186,11 +189,8 @@ class Run:
                 yield current
         finally:
             self._in_step = False
-        after = self._sent()
-        loop.after_step(
-            math.nan if current.loss is None else current.loss,
-            map(operator.sub, after, before),
-        )
+        loss = math.nan if current.loss is None else current.loss
+        loop.after_step(loss, before, self._sent())
 
     def evaluated(self, *, loss: float, **metrics: float) -> None:
         """Record an evaluation after the last step: the same values on all ranks.
@@ -207,43 +207,20 @@ class Run:
 
     def _finish(self) -> None:
         self._loop.pause()
-        self._record = outcome.measured(self._loop, self._record, self._directory)
-        outcome.note_end(self._loop, self._record, None)
+        recording = self._recording
+        record = outcome.measured(self._loop, recording.record, recording.directory)
         if self._sync is None:
-            self._record.payload_bytes_per_step = self._record.messages_per_step = None
-            self._record.across_bytes_per_step = None
-        if self._world.rank == 0:
-            self._write()
-            print(outcome.summary(self._record, self.path))
+            record.payload_bytes_per_step = record.messages_per_step = None
+            record.across_bytes_per_step = None
+        recording.record = record
+        recording.end(self._loop)
         self._world.barrier()
 
     def _fail(self, error: BaseException) -> None:
-        failure = failure_of(error, self._world.rank)
-        outcome.note_progress(self._loop, self._record)
-        self._record.end(failure.status, failure.error, failure.traceback)
-        if not self._directory.recorded_since(self._started_at.timestamp()):
-            self._write()
-
-    def _write(self) -> None:
-        self._record.attempts = self._directory.attempts()
-        self._record.duration_s = time.monotonic() - self._began
-        self._directory.write_record(self._record)
-
-    def _claim(self, arguments: list[str]) -> RunDirectory:
-        """Claim a free directory on rank 0, and tell the others its path."""
-        config, world, answer, claimed = self._loop.config, self._world, "", None
-        if world.rank == 0:
-            parent = Path(config.runs_dir).absolute() / config.study
-            name = run_name(arguments, config.strategy, world.size)
-            try:
-                claimed = RunDirectory.claim(parent, None, name, None)
-                answer = f"at {claimed.path}"
-            except ValueError as error:
-                answer = f"no {error}"
-        verdict, _, text = world.broadcast_text(answer).partition(" ")
-        if verdict == "no":
-            raise ConfigError(text)
-        return claimed or RunDirectory(Path(text))
+        recording = self._recording
+        recording.fail(failure_of(error, self._world.rank), self._loop)
+        if not recording.directory.recorded_since(recording.started_at.timestamp()):
+            recording.write()
 
 
 def _name(model: nn.Module) -> str:
@@ -251,3 +228,100 @@ def _name(model: nn.Module) -> str:
     for wrapper in ("_orig_mod", "module"):
         model = getattr(model, wrapper, model)
     return type(model).__name__
+
+
+class LabSync(Synced, Protocol):
+    """A result of `lab.attach` or `lab.grad_sync`."""
+
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def certificate(self) -> Certificate | None: ...
+
+    clock: Clock | None
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """A sync whose replicas cannot be compared: the model is not known, or it is not the lab's."""
+
+    every: int = 1
+    exchange: Exchange = field(default_factory=NoExchange)
+    keeps_replicas_equal: bool = False
+
+    @property
+    def settled_at(self) -> int | None:
+        return self.exchange.settled_at
+
+
+class OwnLoop(Measured[Synced]):
+    """One rank's loop of the user's own.
+
+    Args:
+        model: the module that trains; None: it is not known.
+        sync: exchanges its gradients; None: it is not the lab's.
+    """
+
+    def __init__(
+        self, config: DictConfig, world: World, model: nn.Module | None, sync: LabSync | None
+    ) -> None:
+        module = model or nn.Module()
+        shown: Synced = sync or Unchecked()
+        if model is None and sync:
+            shown = Unchecked(sync.every, sync.exchange)
+        batch_size = global_batch_size(config, world.size)
+        clock = Clock(
+            world.device, False, () if isinstance(sync, GradSync) else waits_of_ddp(module)
+        )
+        settings = cast(Settings, config)
+        super().__init__(settings, world, module, shown, batch_size, Progress(0), clock)
+        self._lab_sync = sync
+        self._hooks: list[RemovableHandle] = []
+        self._last: LastGradient | None = None
+        self._observe(model, sync)
+
+    def _observe(self, model: nn.Module | None, sync: LabSync | None) -> None:
+        """Let hooks of the model and the sync mark phases, and when gradients are ready."""
+        if model:
+            self._hooks.append(model.register_forward_pre_hook(self._forward_begins))
+            self._hooks.append(model.register_forward_hook(self._forward_ends))
+        if sync:
+            sync.clock = self.clock
+        elif model:
+            self._last = LastGradient(model)
+            self._last.clock = self.clock
+
+    def close(self) -> None:
+        """Remove all hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._last:
+            self._last.close()
+
+    def _forward_begins(self, model: nn.Module, _inputs: object) -> None:
+        if model.training and not torch.compiler.is_compiling():
+            self.clock.next_phase("forward")
+
+    def _forward_ends(self, model: nn.Module, _inputs: object, _outputs: object) -> None:
+        if model.training and not torch.compiler.is_compiling():
+            self.clock.next_phase("backward")  # with the loss
+
+    @property
+    def total_steps(self) -> int:
+        """Steps so far: the loop alone knows when it ends."""
+        return self.progress.step
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """Return the finding of check="first" of `sync`."""
+        return self._lab_sync.certificate if self._lab_sync else None
+
+    def after_step(self, loss: Tensor | float, before: Sent, after: Sent) -> None:
+        """Note a step's loss, and what it sent."""
+        value = torch.as_tensor(loss, dtype=torch.float32, device=self.world.device)
+        if self._last:
+            self._last.end_step()
+        self.losses.append(value.detach().clone())
+        self.count_step(before, after)

@@ -1,4 +1,4 @@
-"""The settings of an exchange for a user's own loop, composed as a run's are."""
+"""The settings of a user's own loop: of its exchange, as a run's are, and of its record."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from lab.settings.config import ConfigError, load
+from lab.settings.config import FIELDS, ConfigError, check_batch, load
+from lab.settings.errors import one_line
 from lab.settings.files import choices_of
-from lab.settings.names import class_name
+from lab.settings.names import OF_STRATEGY, class_name
 from lab.settings.overrides import quoted
 from lab.sync.pattern import class_of
 
@@ -66,3 +68,55 @@ def text_of(value: Any) -> str:
     if plain or not isinstance(value, str):
         return str(value) if plain else json.dumps(value)
     return quoted(value)
+
+
+def settings_of_run(
+    strategy: str | None,
+    composed: Mapping[str, Any] | None,
+    model: str,
+    own: Mapping[str, Any],
+    world_size: int,
+    **scalars: Any,
+) -> DictConfig:
+    """Return the settings of a run, checked, as `config.yaml` holds them.
+
+    Args:
+        strategy: names how gradients are exchanged; None: as `composed` does.
+        composed: the settings behind a result of `lab.attach` or `lab.grad_sync`.
+        own: settings of the user's own.
+        scalars: settings that lab.train has too.
+
+    Raises:
+        ConfigError: neither strategy nor `composed`, a value that lab.train would refuse, or an own
+            setting with a name of the lab's or a value that no file of settings can hold.
+    """
+    if composed is None and strategy is None:
+        raise ConfigError("strategy=None: name how gradients are exchanged, or pass sync=")
+    _require_plain(own)
+    if taken := {*FIELDS} & set(own):
+        raise ConfigError(f"settings: {min(taken)} is a name of the lab's; choose another")
+    known = strategy in choices_of("strategy")
+    words = [f"strategy={strategy}"] if known else []
+    checked = load([*words, *(f"{key}={text_of(value)}" for key, value in scalars.items())])
+    check_batch(checked, world_size)
+    settings: Any = OmegaConf.to_container(checked, resolve=True)
+    source = composed or (settings if known else {})
+    return OmegaConf.create(
+        {
+            "strategy": strategy or source["strategy"],
+            "model": {"name": model},
+            **{key: settings[key] for key in scalars},
+            **{key: source[key] for key in OF_STRATEGY if key in source},
+            **own,
+        }
+    )
+
+
+def _require_plain(own: Mapping[str, Any]) -> None:
+    try:
+        OmegaConf.create(dict(own))
+    except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "settings: must map names to numbers, texts, and lists and dicts of them: "
+            f"{one_line(error)}"
+        ) from None

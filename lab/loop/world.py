@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lab.distributed import nccl
 from lab.distributed.launcher import was_launched
-from lab.distributed.rank_info import RankInfo
-from lab.distributed.torch_comm import TorchComm
+from lab.distributed.nodes import RankInfo
+from lab.distributed.torch_comm import TorchComm, nccl_options
 from lab.distributed.world import World
 
 
@@ -37,7 +36,7 @@ def world_of(
     backend = _backend(group, device)
     control = _beside(ranks, "gloo", limit)
     if backend == "nccl":
-        main = _beside(ranks, "nccl", limit, nccl.options(limit))
+        main = _beside(ranks, "nccl", limit, nccl_options(limit))
         comm = TorchComm(main, main, device, limit)
     else:
         beside, second = _beside(ranks, backend, limit), _beside(ranks, backend, limit)

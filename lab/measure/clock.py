@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from lab.measure.layers import LayerMarks, Pass
-from lab.measure.marks import Mark, marker, passed, seconds, since
 from lab.measure.spans import OWN, PHASES, Span
 
+Mark = float | torch.cuda.Event
 KEPT_STEPS = 5  # for the timeline
 
 Stage = TypeVar("Stage")
@@ -35,6 +35,39 @@ Phases = Mapping[str, Sequence[Part]]  # the parts of each of PHASES
 # the rank waited for others, and whether forward and backward cannot go on meanwhile.
 Piece = tuple[Mark, Mark, float, bool]
 ROWS = {"exchange": "wait", "update": "optimizer"}  # tracks of a timeline; exchanges have their own
+
+
+def mark(device: torch.device) -> Mark:
+    """Mark the current moment: the host's on a CPU, the current stream's on a GPU."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def marker(device: torch.device) -> Callable[[], Mark]:
+    """Return what marks the current moment on `device`; a CPU's is no function of Python."""
+    return time.perf_counter if device.type == "cpu" else partial(mark, device)
+
+
+def since(begin: Mark, moments: Sequence[Mark]) -> list[float]:
+    """Return the seconds from one mark to each of several; see `seconds`."""
+    if type(begin) is float:
+        return [moment - begin for moment in moments]  # type: ignore[operator]
+    return [seconds(begin, moment) for moment in moments]
+
+
+def seconds(begin: Mark, end: Mark) -> float:
+    """Return the seconds between two marks, which on a GPU the stream must have reached."""
+    if type(begin) is float:  # asked first: steps of a CPU have tens of marks
+        return end - begin  # type: ignore[operator]
+    return begin.elapsed_time(end) / 1000  # type: ignore[union-attr, arg-type]
+
+
+def passed(moment: Mark) -> bool:
+    """Return whether the device has reached a mark; a host mark always has been."""
+    return not isinstance(moment, torch.cuda.Event) or moment.query()
 
 
 @dataclass
@@ -124,6 +157,39 @@ class OwnTimes:
 
 
 @dataclass
+class Pass:
+    """Marks of one forward and backward.
+
+    Attributes:
+        forward: layers with their begin, in order.
+        middle: end of the model's forward.
+        backward: layers with the moments when their gradients were ready.
+    """
+
+    begin: Mark
+    forward: list[tuple[str, Mark]] = field(default_factory=list[tuple[str, Mark]])
+    middle: Mark | None = None
+    backward: list[tuple[str, Mark]] = field(default_factory=list[tuple[str, Mark]])
+
+    def spans(self) -> Iterator[tuple[str, str, Mark, Mark]]:
+        """Yield pass, layer, begin and end.
+
+        In forward a layer lasts until the next one begins, so it includes the activations and
+        pooling after it. In backward it lasts from the last gradient of the layer above to its
+        own; the last layer includes the loss.
+        """
+        assert self.middle is not None
+        ends = [*(begin for _, begin in self.forward[1:]), self.middle]
+        begins = [self.begin, *ends]
+        for (name, _), begin, end in zip(self.forward, begins, ends, strict=False):
+            yield "forward", name, begin, end
+        before = self.middle
+        for name, ready in self.backward:
+            yield "backward", name, before, ready
+            before = ready
+
+
+@dataclass
 class StepMarks:
     """Marks of one step.
 
@@ -191,7 +257,8 @@ class Clock:
         own: mark what own times need; False, to measure what that costs.
 
     Attributes:
-        layers: marks layers in each step while they are on.
+        passes: where marks of layers go, if anything marks them (see marked_layers); those of the
+            step under way.
     """
 
     def __init__(
@@ -202,7 +269,7 @@ class Clock:
         own: bool = True,
     ) -> None:
         self._device, self._mark = device, marker(device)
-        self.layers = LayerMarks(device)
+        self.passes: list[Pass] = []
         self._breakdown, self._own = breakdown, own
         self._current = StepMarks(None, 0.0)
         self._part: tuple[str, str, Mark] | None = None  # under way: phase, label, begin
@@ -223,9 +290,9 @@ class Clock:
     def step(self) -> Iterator[None]:
         """Time one optimizer step."""
         self._current = step = StepMarks(self._last_end, self._mark())
-        self.layers.passes = step.passes
+        self.passes = step.passes
         yield
-        self.layers.passes = []
+        self.passes = []
         step.end = self._last_end = self._mark()
         self._end_part(step.end)
         self._recent.append(step)

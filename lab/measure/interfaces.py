@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
+NAMESPACE = Path("/proc/self/ns/net")
 SENT_BYTES = 8  # column after the interface's name
 
 
@@ -29,5 +30,8 @@ def sent_bytes(interface: str | None = None) -> int | None:
 
 
 def namespace() -> int:
-    """Return the number of this process's network namespace: its processes share counters."""
-    return Path("/proc/self/ns/net").stat().st_ino
+    """Return the number of this process's network namespace, whose processes share counters.
+
+    0: this system has none.
+    """
+    return NAMESPACE.stat().st_ino if NAMESPACE.exists() else 0

@@ -1,29 +1,36 @@
-"""Layer clock: times of a model's layers, by hooks during training."""
+"""Layer clock: times of a model's layers, by hooks during training; and of a GPU's kernels."""
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from lab.measure.marks import Mark, hold, mark, seconds
+from lab.measure.clock import Pass, mark, seconds
 
 WAYS = ("forward", "backward")
+CYCLES_PER_S = 3e9  # the fastest GPUs' clocks; a slower one holds longer
+SLACK = 1.5
+LONGEST_S = 0.1
+OPTIMIZER = "Optimizer.step"  # torch's name for every optimizer's step
 Values = NDArray[np.float64]
 
 
 class LayerClock:
     """A clock for each layer, that is each module with its own parameters, in every pass.
 
-    All times add up to the whole pass (see lab.measure.layers.Pass.spans).
+    All times add up to the whole pass (see lab.measure.clock.Pass.spans).
 
     On a GPU the stream is held until the host has queued a whole pass, so a layer lasts as long as
     its kernels.
@@ -39,14 +46,14 @@ class LayerClock:
         self._model, self._device = model, device
         self._modules = layers_of(model)
         self.parameters = sizes_of(self._modules)
-        self._marks = LayerMarks(device)
+        self._passes: list[Pass] = []
         self._open = ExitStack()
         # Host times: begin of a pass, its last gradient, and the shortest pass.
         self._begun_s, self._noted_s, self._launch_s = 0.0, math.inf, math.inf
 
     def __enter__(self) -> Self:
         self._open.callback(self._model.register_forward_pre_hook(self._begin).remove)
-        self._open.enter_context(self._marks.on(self._model))
+        self._open.enter_context(marked_layers(self._model, self._device, lambda: self._passes))
         for parameter in owners_of(self._modules):
             hook = parameter.register_post_accumulate_grad_hook(self._note)
             self._open.callback(hook.remove)
@@ -66,10 +73,10 @@ class LayerClock:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        passes = self._marks.passes
-        order = in_order((name for name, _ in passes[0].forward), self._modules)
+        first = self._passes[0]
+        order = in_order((name for name, _ in first.forward), self._modules)
         position = {name: index for index, name in enumerate(order)}
-        return order, np.array([_milliseconds(one, position) for one in passes[warmup:]])
+        return order, np.array([_milliseconds(one, position) for one in self._passes[warmup:]])
 
     def _begin(self, *_: Any) -> None:
         if self._device.type == "cuda":
@@ -90,84 +97,41 @@ def _milliseconds(one: Pass, position: dict[str, int]) -> np.ndarray:
     return times
 
 
-@dataclass
-class Pass:
-    """Marks of one forward and backward.
+@contextmanager
+def marked_layers(
+    model: nn.Module, device: torch.device, passes: Callable[[], list[Pass]]
+) -> Iterator[None]:
+    """Mark the layers of `model`, by hooks, in every pass while the context lasts.
 
-    Attributes:
-        forward: layers with their begin, in order.
-        middle: end of the model's forward.
-        backward: layers with the moments when their gradients were ready.
+    Args:
+        passes: returns the list to which passes are added now.
     """
 
-    begin: Mark
-    forward: list[tuple[str, Mark]] = field(default_factory=list[tuple[str, Mark]])
-    middle: Mark | None = None
-    backward: list[tuple[str, Mark]] = field(default_factory=list[tuple[str, Mark]])
+    def begin(*_: Any) -> None:
+        passes().append(Pass(mark(device)))
 
-    def spans(self) -> Iterator[tuple[str, str, Mark, Mark]]:
-        """Yield pass, layer, begin and end.
+    def turn(*_: Any) -> None:
+        passes()[-1].middle = mark(device)
 
-        In forward a layer lasts until the next one begins, so it includes the activations and
-        pooling after it. In backward it lasts from the last gradient of the layer above to its
-        own; the last layer includes the loss.
-        """
-        assert self.middle is not None
-        ends = [*(begin for _, begin in self.forward[1:]), self.middle]
-        begins = [self.begin, *ends]
-        for (name, _), begin, end in zip(self.forward, begins, ends, strict=False):
-            yield "forward", name, begin, end
-        before = self.middle
-        for name, ready in self.backward:
-            yield "backward", name, before, ready
-            before = ready
+    def forward(name: str, *_: Any) -> None:
+        if passes()[-1].middle is None:  # else backward computes the layer again
+            passes()[-1].forward.append((name, mark(device)))
 
+    def backward(name: str, *_: Any) -> None:
+        passes()[-1].backward.append((name, mark(device)))
 
-class LayerMarks:
-    """Hooks that mark the layers of a model, that is each module with its own parameters.
-
-    Attributes:
-        passes: where marks go; whoever empties it may put another list in its place.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.passes: list[Pass] = []
-
-    @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        """Mark every pass of a model while the context lasts."""
-        layers = layers_of(model)
-        hooks = [model.register_forward_pre_hook(self._begin)]
-        for name, module in layers.items():
-            hooks.append(module.register_forward_pre_hook(self._forward(name)))
-        for parameter, name in owners_of(layers).items():
-            hooks.append(parameter.register_post_accumulate_grad_hook(self._backward(name)))
-        hooks.append(model.register_forward_hook(self._turn))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _begin(self, *_: Any) -> None:
-        self.passes.append(Pass(mark(self._device)))
-
-    def _turn(self, *_: Any) -> None:
-        self.passes[-1].middle = mark(self._device)
-
-    def _forward(self, name: str) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            if self.passes[-1].middle is None:  # else backward computes the layer again
-                self.passes[-1].forward.append((name, mark(self._device)))
-
-        return note
-
-    def _backward(self, name: str) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            self.passes[-1].backward.append((name, mark(self._device)))
-
-        return note
+    layers = layers_of(model)
+    hooks = [model.register_forward_pre_hook(begin)]
+    for name, module in layers.items():
+        hooks.append(module.register_forward_pre_hook(partial(forward, name)))
+    for parameter, name in owners_of(layers).items():
+        hooks.append(parameter.register_post_accumulate_grad_hook(partial(backward, name)))
+    hooks.append(model.register_forward_hook(turn))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -210,6 +174,42 @@ def in_order(called: Iterable[str], registered: Iterable[str]) -> list[str]:
             order.insert(order.index(before) + 1 if before else 0, name)
         before = name
     return order
+
+
+def hold(launch_s: float) -> None:
+    """Keep the current stream busy for a little more than `launch_s`, at most LONGEST_S.
+
+    Kernels queued meanwhile then run without gaps, so their time excludes the host's launches.
+    """
+    sleep = getattr(torch.cuda, "_sleep", None)  # private: a later torch may lack it
+    if sleep is None:
+        warnings.warn("torch.cuda._sleep is gone: times may hold launches", stacklevel=2)
+        return
+    sleep(int(min(SLACK * launch_s, LONGEST_S) * CYCLES_PER_S))
+
+
+@contextmanager
+def profiled() -> Iterator[profile]:
+    """Profile the GPU's kernels; feed the result to `kernels_ms(profiler.key_averages(), ...)`."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        yield profiler
+        torch.cuda.synchronize()
+
+
+def kernels_ms(averages: Iterable[Any], num_steps: int) -> float:
+    """Return the milliseconds of kernels per step, without the optimizer's.
+
+    Args:
+        averages: the profiler's events, summed by name.
+        num_steps: number of profiled steps.
+    """
+    whole_us = optimizer_us = 0.0
+    for each in averages:
+        if each.device_type == DeviceType.CUDA and not each.is_user_annotation:
+            whole_us += each.self_device_time_total
+        elif each.device_type == DeviceType.CPU and each.key.startswith(OPTIMIZER):
+            optimizer_us += each.device_time_total
+    return (whole_us - optimizer_us) / num_steps / 1000
 
 
 def fixed_and_per_sample(batches: Sequence[int], times: Sequence[Values]) -> tuple[Values, Values]:

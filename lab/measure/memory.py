@@ -17,25 +17,27 @@ class Memory:
 
     On a GPU torch's allocator keeps a peak that can be reset, so warm-up, evaluations and
     checkpoints do not count. On a CPU it is the process's peak resident set since its start.
+
+    Attributes: is_running: steady steps are under way.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steady_bytes = 0
-        self._running = False
+        self.is_running = False
 
     def resume(self) -> None:
         """Start counting: steady steps follow."""
-        if not self._running and self._device.type == "cuda":
+        if not self.is_running and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._running = True
+        self.is_running = True
 
     def pause(self) -> None:
         """Stop counting: an evaluation, a checkpoint or the like follows."""
-        if self._running and self._device.type == "cuda":
+        if self.is_running and self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self._steady_bytes = max(self._steady_bytes, peak)
-        self._running = False
+        self.is_running = False
 
     @property
     def kind(self) -> str:

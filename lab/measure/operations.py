@@ -19,12 +19,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lab.measure.layers import in_order, layers_of, sizes_of
+from lab.model.facts import Counts
 from lab.model.work import LayerWork, Line, Operation, Work
 
 # Two batches give each count's fixed part; one sample is too few for BatchNorm at 1x1 px.
 FEWER, MORE = 2, 4
 META = torch.device("meta")
 LAST = 2**63  # nodes that accumulate gradients have the largest number there is
+
+IMAGENET: dict[str, Any] = {"input_shape": (3, 224, 224), "output_size": 1000}
+LAYERS: dict[type[nn.Module], str] = {nn.Conv2d: "conv", nn.Linear: "fc"}
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Place = tuple[str, bool, str, bool]  # layer, in backward, operation, computed again
@@ -74,6 +78,32 @@ def count(
             lines = str(error).splitlines() or [type(error).__name__]
             errors.append(f"on {device}: {lines[0]}")
     raise Uncountable("; ".join(errors))
+
+
+def counts_of(make_model: Callable[..., nn.Module]) -> Counts:
+    """Count a model for ImageNet; fully connected layers are nn.Linear.
+
+    Args:
+        make_model: called with input_shape and output_size. Nothing is allocated or computed.
+
+    Raises:
+        Uncountable: see `count`.
+    """
+    with META:
+        model, label = make_model(**IMAGENET), torch.empty(())
+    work = count(model, IMAGENET["input_shape"], torch.float32, label, lambda y, _: y.sum())
+    forward = {layer.name: layer.forward_flops_per_sample for layer in work.layers}
+    layers = [(name, layer) for name, layer in layers_of(model).items() if type(layer) in LAYERS]
+    operations = {
+        f"{LAYERS[type(layer)]}{number}": int(forward[name])
+        for number, (name, layer) in enumerate(layers, start=1)
+    }
+    connected = sum(_size(layer) for _, layer in layers if isinstance(layer, nn.Linear))
+    return Counts(_size(model), connected, operations)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(tensor.numel() for tensor in module.parameters())
 
 
 def _count(

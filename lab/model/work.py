@@ -48,6 +48,11 @@ class LayerWork:
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
 
+    @property
+    def forward_flops_per_sample(self) -> float:
+        """Floating-point operations of forward, for one sample."""
+        return _flops(self.forward)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -63,7 +68,7 @@ class Work:
     @property
     def forward_flops_per_sample(self) -> float:
         """Floating-point operations of forward, for one sample."""
-        return _flops(op for layer in self.layers for op in layer.forward)
+        return sum(layer.forward_flops_per_sample for layer in self.layers)
 
     @property
     def flops_per_sample(self) -> float:

@@ -15,9 +15,10 @@ from typing import IO, Any
 
 from lab.record.files import write_json
 from lab.record.schema import Record
-from lab.settings.reading import read_json
+from lab.settings.reading import DamagedFile, read_json, read_yaml
 from lab.settings.whole import open_lock, write_atomically
 
+SETTINGS = "config.yaml"
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # time for a killed run to disappear
 
@@ -214,7 +215,7 @@ class RunDirectory:
 
     def write_config(self, yaml: str) -> None:
         """Write the resolved configuration."""
-        write_atomically(self.path / "config.yaml", lambda path: path.write_text(yaml))
+        write_atomically(self.path / SETTINGS, lambda path: path.write_text(yaml))
 
     def write_record(self, record: Record) -> None:
         """Write the certificate, if there is one, and the record, the last file of a run.
@@ -232,3 +233,19 @@ def _numbered(parent: Path, name: str) -> Iterator[Path]:
     yield parent / name
     for number in itertools.count(2):
         yield parent / f"{name}-{number}"
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read the composed settings of the run in a folder.
+
+    They may be a stranger's: nothing that they name is ever called.
+
+    Raises:
+        DamagedFile: the file holds no settings.
+        OSError: it cannot be read.
+    """
+    path = folder / SETTINGS
+    content: dict[object, Any] = read_yaml(path)
+    if not isinstance(content, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DamagedFile(f"{path}: must hold keys and values")
+    return {str(key): value for key, value in content.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lab.distributed.collective import Collective
 from lab.distributed.comm import Comm
-from lab.distributed.worker import Worker
+from lab.distributed.worker import HostCopy, Worker
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.memory import fill_rows
@@ -141,13 +141,11 @@ class Found:
     Attributes:
         values: relative error, cosine, and gain: the factor of what was due that was delivered;
             float32 [3].
-        ready: the event after which the host may read them; None: at once.
     """
 
     part: str
     step: int
-    values: Tensor
-    ready: torch.cuda.Event | torch.Event | None
+    values: HostCopy
 
 
 class Findings:
@@ -171,16 +169,13 @@ class Findings:
         cosine = both / torch.clamp((due * delivered).sqrt(), min=least)
         error = (gap / torch.clamp(due, min=least)).sqrt()
         values = torch.stack([error, cosine, both / torch.clamp(due, min=least)])
-        on_gpu = sums.device.type == "cuda"
-        values = values.to("cpu", non_blocking=True)
-        ready = torch.cuda.current_stream(sums.device).record_event() if on_gpu else None
-        self._coming.append(Found(part, step, values, ready))
+        self._coming.append(Found(part, step, HostCopy(values)))
 
     def read_arrived(self) -> None:
         """Read what has arrived, and warn of the first alarm."""
-        while self._coming and ((ready := self._coming[0].ready) is None or ready.query()):
+        while self._coming and self._coming[0].values.has_arrived():
             found = self._coming.popleft()
-            error, cosine, gain = (float(value) for value in found.values)
+            error, cosine, gain = (float(value) for value in found.values.read())
             # Never of NaN: gradients that are not finite end the run.
             wrong = error > LIMIT
             if self._coarse:
@@ -194,8 +189,7 @@ class Findings:
     def all(self) -> list[dict[str, Any]]:
         """Return what each window found: its bucket, last step, error, cosine, and alarm or not."""
         for found in self._coming:
-            if found.ready is not None:
-                found.ready.synchronize()
+            found.values.read()
         self.read_arrived()
         return self._read
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from lab.distributed.worker import HostCopy
 from lab.exchange.base import Exchange
 from lab.exchange.layout import named
 from lab.settings.names import by_class
@@ -134,7 +135,7 @@ class SpoiledState:
         self._exchange = exchange
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._before: dict[str, Any] = {}
-        self._last: tuple[Tensor, torch.cuda.Event | torch.Event | None] | None = None
+        self._last: HostCopy | None = None
 
     def begin_step(self) -> float:
         """Return the loss scale of the step that begins: residuals are kept without it.
@@ -157,7 +158,7 @@ class SpoiledState:
         if not self._exchange.state_dict():
             return
         if self._scaler is None:
-            self._note(finite)
+            self._last = None if finite is None else HostCopy(finite)
             return
         norms: list[Tensor] = list(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         found = torch.stack(norms).isfinite().all()
@@ -165,21 +166,9 @@ class SpoiledState:
             self._exchange.load_state_dict(self._before)
             torch._foreach_mul_(gradients, torch.nan)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    def _note(self, finite: Tensor | None) -> None:
-        if finite is None:
-            return
-        on_gpu = finite.device.type == "cuda"
-        copy = finite.to("cpu", non_blocking=True)
-        ready = torch.cuda.current_stream(finite.device).record_event() if on_gpu else None
-        self._last = copy, ready
-
     def _check_last(self) -> None:
-        if self._last is None:
-            return
-        (finite, ready), self._last = self._last, None
-        if ready is not None:
-            ready.synchronize()
-        if not bool(finite):
+        last, self._last = self._last, None
+        if last is not None and not bool(last.read()):
             name = type(self._exchange).__name__
             raise FloatingPointError(
                 f"exchange={name}: gradients of the last step were not finite, and spoiled its "

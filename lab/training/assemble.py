@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,8 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lab.certificate.by_sync import check_of
-from lab.certificate.check import Check
+from lab.certificate.check import Check, check_of
 from lab.cluster.straggler import straggler_of
 from lab.data import Data
 from lab.distributed import replicas
@@ -32,14 +33,13 @@ from lab.sync.gradsync import GradientNoise, GradSync
 from lab.sync.pattern import pattern_of
 from lab.task.base import Task
 from lab.training.alike import data_facts, parameters, settings_and_software
-from lab.training.optim import make_optim
-from lab.training.piecewise import require_elementwise, require_piecewise
+from lab.training.optim import make_optim, require_elementwise, require_piecewise
 from lab.training.planted import Plant
-from lab.training.progress import Progress, total_steps
-from lab.training.trainer import Trainer
+from lab.training.trainer import Progress, Trainer, total_steps
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; it overrides torch
 BACKEND = "inductor"
+NEVER_S = 1e9  # of a watchdog for `assembled`: the process group's timeout ends a hang
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
     progress = Progress(total_steps(settings, data.num_train, batch_size))
     optim = make_optim(config.optim, batch_size)
     exchange: Exchange = build(config.exchange)
-    _admit(model, exchange)
+    admitted(model, exchange)
     if world.size > 1:
         require_alike(world, {**data_facts(data), **parameters(model)})
     replicas.broadcast_state(model, world)
@@ -140,7 +140,7 @@ def assemble(config: DictConfig, world: World, watch: Watchdog) -> Assembly:
         require_piecewise(config, model, batch_size)
     if sync.pattern.only_elementwise:
         require_elementwise(optim, sync.pattern.only_elementwise)
-    _require_like_gpus(world, exchange, sync)
+    require_like_gpus(world, exchange, sync)
     observe(sync, settings)
     trainer = Trainer(
         settings,
@@ -274,14 +274,24 @@ def _build_model(
     return model, sizes
 
 
-def _admit(model: nn.Module, exchange: Exchange) -> None:
+def admitted(model: nn.Module, exchange: Exchange) -> dict[str, nn.Parameter]:
+    """Return the parameters of `model`, ready for `exchange`: see lab.exchange.gate.admit.
+
+    Raises:
+        ConfigError: one cannot be exchanged rightly.
+    """
     try:
-        admit(model, exchange)
+        return admit(model, exchange)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
+def require_like_gpus(world: World, *parts: Exchange | Sync) -> None:
+    """Refuse unlike GPUs where one of `parts` must compute the same bits. A collective call.
+
+    Raises:
+        ConfigError: names the part and the GPUs.
+    """
     for part in parts:
         if part.needs_like_gpus:
             try:
@@ -390,3 +400,28 @@ def observe_drift(sync: Sync, every: int, precision: str) -> None:
         sync.observe_drift(every)
     except ValueError as error:
         raise ConfigError(f"drift_every={every}: {error}") from None
+
+
+@contextmanager
+def assembled(config: DictConfig, world: World) -> Iterator[Assembly]:
+    """Build everything that trains, and release it when the context ends."""
+    watch = Watchdog(world, NEVER_S, lambda _: None)
+    parts = assemble(config, world, watch)
+    parts.trainer.check = Check()  # a certificate is of a run, and its cost of no measurement
+    yield parts
+    watch.close()
+    parts.worker.close()
+
+
+def check(config: DictConfig) -> None:
+    """Build everything that trains, and release it.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices or files.
+    """
+    world = join(config)
+    try:
+        with assembled(config, world):
+            pass
+    finally:
+        worlds.stop()

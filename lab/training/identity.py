@@ -1,9 +1,10 @@
-"""A run as it begins: its directory, and what its record says of it before anything is measured."""
+"""A run's directory and record, from its begin to its end: the Trainer's or a user's own loop's."""
 
 from __future__ import annotations
 
 import os
-from datetime import datetime
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +14,97 @@ from omegaconf import DictConfig, OmegaConf
 from lab.cluster.settings import EMULATION
 from lab.cluster.straggler import straggler_of
 from lab.distributed import launcher
+from lab.distributed.watchdog import Failure
 from lab.distributed.world import World
 from lab.measure.environment import environment, git_commit, num_cores
 from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, worded
 from lab.settings.config import ConfigError
-from lab.settings.names import class_name, resolved, run_name, variant
+from lab.settings.names import resolved, run_name, variant
 from lab.settings.secrets import kept, kept_words
 from lab.settings.sources import fingerprint
-from lab.training.assemble import compiled_as, global_batch_size
+from lab.training.assemble import global_batch_size
+from lab.training.outcome import Loop, note_end, note_progress, summary
 
 
-def record_of(
-    config: DictConfig, arguments: list[str], world: World, cell: str, started_at: datetime
-) -> Record:
-    """Return the record of a run that has just begun; if the run is lost, it says failed."""
-    batch_size = global_batch_size(config, world.size)
-    return Record(
-        status="failed",
-        study=config.study,
-        cell=cell,
-        repeat=config.repeat,
-        strategy=config.strategy,
-        variant=variant(arguments),
-        settings=resolved(settings_of(config)),
-        model=class_name(config.model["_target_"]),
-        data=class_name(config.data["_target_"]),
-        task=class_name(config.task["_target_"]),
-        world_size=world.size,
-        batch_size=batch_size,
-        per_rank_batch_size=batch_size // world.size,
-        scaling=config.scaling,
-        precision=config.precision,
-        compile=compiled_as(config),
-        measure=config.measure,
-        launcher=world.place.launcher,
-        device=world.device.type,
-        backend=world.comm.backend,
-        started_at=started_at.isoformat(),
-        emulation=emulation(world, config),
-        comm_settings=world.comm.settings,
-        environment=environment_of(world),
-        git_commit=git_commit(),
-    )
+class Recording:
+    """One rank's part in the record of a run: from its first step to its end.
+
+    Args:
+        config: the run's settings. arguments: those that name it.
+        directory: claimed for this run.
+        launch: the job that starts it, see lab.distributed.launcher.launch_id.
+        started_at: of the start; None: now.
+        known: more of the record's values.
+
+    Attributes:
+        record: says failed until the end, as a run that is lost cannot say so itself.
+        recorded: rank 0 has written that the run ended; a rank lost after this changes nothing.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        arguments: list[str],
+        world: World,
+        directory: RunDirectory,
+        launch: str | None = None,
+        started_at: datetime | None = None,
+        **known: Any,
+    ) -> None:
+        self.config, self.world, self.directory, self.launch = config, world, directory, launch
+        self._began, self.started_at = time.monotonic(), started_at or datetime.now(UTC)
+        self.recorded = False
+        batch_size = global_batch_size(config, world.size)
+        self.record = Record(
+            status="failed",
+            study=config.study,
+            cell=directory.path.name,
+            repeat=config.repeat,
+            strategy=config.strategy,
+            variant=variant(arguments),
+            settings=resolved(settings_of(config)),
+            world_size=world.size,
+            batch_size=batch_size,
+            per_rank_batch_size=batch_size // world.size,
+            scaling=config.scaling,
+            precision=config.precision,
+            launcher=world.place.launcher,
+            device=world.device.type,
+            backend=world.comm.backend,
+            started_at=self.started_at.isoformat(),
+            emulation=emulation(world, config),
+            environment=environment_of(world),
+            git_commit=git_commit(),
+            **known,
+        )
+
+    def open(self, first_step: int) -> None:
+        """Write on rank 0 that the run begins, and its settings."""
+        attempt = {"first_step": first_step, "world_size": self.world.size}
+        attempt |= {"started_at": self.record.started_at, "launch": self.launch}
+        self.directory.begin_attempt(attempt)
+        self.directory.write_config(OmegaConf.to_yaml(settings_of(self.config)))
+
+    def end(self, loop: Loop, stop_signal: str | None = None) -> None:
+        """Record how the run ended, and print its summary."""
+        note_end(loop, self.record, stop_signal)
+        if self.world.rank == 0:
+            self.write()
+            self.recorded = True
+            print(summary(self.record, self.directory.path))
+
+    def fail(self, failure: Failure, loop: Loop | None) -> None:
+        """Note how the run failed; `write` follows, on one rank."""
+        if loop:
+            note_progress(loop, self.record)
+        self.record.end(failure.status, failure.error, failure.traceback)
+
+    def write(self) -> None:
+        """Write the record."""
+        self.record.attempts = self.directory.attempts()
+        self.record.duration_s = time.monotonic() - self._began
+        self.directory.write_record(self.record)
 
 
 def made_by(record: Record, first_step: int, end_step: int) -> dict[str, Any]:
@@ -79,7 +128,23 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
 
 
 def claim_directory(config: DictConfig, arguments: list[str], world: World) -> RunDirectory | None:
-    """Claim the run's directory on rank 0, and tell the others its path, or why there is none.
+    """Claim the directory of a run of the lab's own trainer; see `claim`."""
+    name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
+    launch = launcher.launch_id(kept_words(arguments))
+    return claim(world, config, name, config.cell, config.resume, launch)
+
+
+def claim(
+    world: World,
+    config: DictConfig,
+    name: str,
+    cell: str | None = None,
+    resume: str | None = None,
+    launch: str | None = None,
+) -> RunDirectory | None:
+    """Claim a run's directory on rank 0, and tell the others its path, or why there is none.
+
+    Args: name, cell, resume, launch: see RunDirectory.claim.
 
     Returns: None if an earlier start of this job has already finished.
 
@@ -88,11 +153,8 @@ def claim_directory(config: DictConfig, arguments: list[str], world: World) -> R
     answer, claimed = "", None
     if world.rank == 0:
         parent = Path(config.runs_dir).absolute() / config.study
-        name = run_name(arguments, config.strategy, world.size, fingerprint(config.code))
         try:
-            claimed = RunDirectory.claim(
-                parent, config.cell, name, config.resume, launcher.launch_id(kept_words(arguments))
-            )
+            claimed = RunDirectory.claim(parent, cell, name, resume, launch)
             answer = f"{'done' if claimed.status() == 'done' else 'at'} {claimed.path}"
         except ValueError as error:
             answer = f"no {error}"

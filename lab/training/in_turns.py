@@ -16,7 +16,6 @@ from itertools import islice
 import torch
 from omegaconf import DictConfig
 
-from lab.distributed import world
 from lab.distributed import world as worlds
 from lab.distributed.launcher import end_process, run_as_process
 from lab.distributed.watchdog import Failure, Watchdog
@@ -25,9 +24,8 @@ from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns, order
 from lab.settings.config import ConfigError, load
 from lab.training.assemble import Assembly, join
-from lab.training.failure import failure_of, tell
 from lab.training.identity import claim_directory
-from lab.training.run import Run
+from lab.training.run import Run, failure_of, tell
 
 
 class InTurns:
@@ -107,7 +105,7 @@ class InTurns:
         for run, part, loop in zip(self.runs, parts, loops, strict=True):
             for _ in loop:  # measures
                 pass
-            run.finish(part)
+            run.end(part.trainer, self.watch.stop_signal)
 
     def _advance(self, at: int, part: Assembly, loop: Iterator[int], steps: int) -> None:
         """Train one run for some steps, with the random numbers that it would draw alone."""
@@ -192,20 +190,3 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     run_as_process(main)
-
-
-def start(config: DictConfig, arguments: list[str]) -> int:
-    """Run one rank of a run; return the process's exit code.
-
-    Args:
-        config: composed from `arguments`, which name the run.
-
-    Raises:
-        ConfigError: a setting does not fit the data, devices or files.
-    """
-    ranks = join(config)
-    try:
-        directory = claim_directory(config, arguments, ranks)
-        return Run(config, arguments, ranks, directory).execute() if directory else 0
-    finally:
-        world.stop()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lab.cluster.straggler import Straggler
-from lab.measure.marks import mark, seconds
+from lab.measure.clock import mark, seconds
 from lab.sync.base import Sync
 
 CALIBRATION_CYCLES = 10**8

@@ -1,43 +1,52 @@
-"""One run from its settings to its record."""
+"""One run from its settings to its record, which holds its failure if it fails."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import torch
+from omegaconf import DictConfig
 
 from lab.distributed import launcher
+from lab.distributed import world as worlds
 from lab.distributed.watchdog import Failure, Watchdog
 from lab.distributed.world import World
 from lab.measure.environment import source_hash
+from lab.measure.layers import marked_layers
 from lab.record.decode import decode
 from lab.record.origin import Stretch, joined, stretches
 from lab.record.run_directory import RunDirectory
 from lab.settings.blame import blame
 from lab.settings.command_line import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
-from lab.settings.secrets import kept_words
+from lab.settings.names import class_name
+from lab.settings.secrets import kept_words, without_secrets
 from lab.task.metrics import metrics_of
 from lab.training import checkpoint, outcome, resume
 from lab.training.alike import checkpoint_facts
-from lab.training.assemble import Assembly, assemble, require_alike
-from lab.training.compute import compute_of
-from lab.training.curves import Curves
-from lab.training.failure import failure_of, tell
-from lab.training.identity import made_by, record_of, settings_of
-from lab.training.progress import Bar
+from lab.training.assemble import Assembly, assemble, compiled_as, join, require_alike
+from lab.training.identity import Recording, claim_directory, made_by, settings_of
+from lab.training.outcome import compute_of
+from lab.training.progress import Bar, Curves
 from lab.training.trainer import Trainer
 
+# torch raises plain RuntimeErrors from its CPU allocator, Gloo's waits and Gloo's connections to a
+# lost rank, so only their messages tell them apart.
+OUT_OF_MEMORY = ("can't allocate memory",)
+TIMEOUT = ("timed out", "timeout")
+LOST_PEER = ("peer", "connection reset")
+LONGEST = 10_000  # characters of an error's text
 RECORD_WAIT_S = 5.0  # time for rank 0 to record a failure before another rank does
 
 
-class Run:
+class Run(Recording):
     """One rank of one run.
 
     Args:
@@ -58,15 +67,24 @@ class Run:
         watch: Watchdog | None = None,
         started_at: datetime | None = None,
     ) -> None:
-        self.config, self.world, self.directory = config, world, directory
-        self.began, self.started_at = time.monotonic(), started_at or datetime.now(UTC)
-        self.record = record_of(config, arguments, world, directory.path.name, self.started_at)
-        self.launch = launcher.launch_id(kept_words(arguments))
+        super().__init__(
+            config,
+            arguments,
+            world,
+            directory,
+            launcher.launch_id(kept_words(arguments)),
+            started_at,
+            model=class_name(config.model["_target_"]),
+            data=class_name(config.data["_target_"]),
+            task=class_name(config.task["_target_"]),
+            compile=compiled_as(config),
+            measure=config.measure,
+            comm_settings=world.comm.settings,
+        )
         self.continues = directory.was_started_by(self.launch)
         self.parts: Assembly | None = None
         self.curves = Curves()
         self._made_before: list[dict[str, Any]] = []  # steps, by runs that this one goes on from
-        self.recorded = False  # a rank lost after this changes nothing
         self.watch = watch or Watchdog(world, config.exchange_timeout_s, self._end_process)
 
     def execute(self) -> int:
@@ -81,7 +99,7 @@ class Run:
             parts = self.begin()
             for _ in self.steps(parts, shown=self.world.rank == 0):
                 pass
-            self.finish(parts)
+            self.end(parts.trainer, self.watch.stop_signal)
         except ConfigError as error:
             self.watch.publish(Failure("failed", str(error)))
             self.discard()
@@ -100,16 +118,10 @@ class Run:
         """
         parts = self.build()
         if self.world.rank == 0:
-            self._open_records(parts.trainer)
+            self.open(parts.trainer.progress.step)
+            settings, study = settings_of(self.config), self.config.study
+            self.curves.start(parts.trainer, self.directory.path, study, settings)
         return parts
-
-    def finish(self, parts: Assembly) -> None:
-        """Record how the run ended, and print its summary."""
-        outcome.note_end(parts.trainer, self.record, self.watch.stop_signal)
-        if self.world.rank == 0:
-            self._write_record()
-            self.recorded = True
-            print(outcome.summary(self.record, self.directory.path))
 
     def discard(self) -> None:
         """Leave nothing of a run that did not begin.
@@ -246,25 +258,17 @@ class Run:
         """Mark layers for the timeline of a breakdown; a compiled model has none any more."""
         if self.config.measure != "breakdown" or self.config.compile:
             return contextlib.nullcontext()
-        return trainer.clock.layers.on(trainer.model)
+        device, clock = trainer.world.device, trainer.clock
+        return marked_layers(trainer.model, device, lambda: clock.passes)
 
     def _note(self, bar: Bar, result: dict[str, float]) -> None:
         bar.set_postfix({name: f"{value:.4g}" for name, value in metrics_of(result).items()})
         self.curves.evaluated(result)
 
-    def _open_records(self, trainer: Trainer) -> None:
-        attempt = {"first_step": trainer.progress.step, "world_size": self.world.size}
-        attempt |= {"started_at": self.record.started_at, "launch": self.launch}
-        self.directory.begin_attempt(attempt)
-        settings = settings_of(self.config)
-        self.directory.write_config(OmegaConf.to_yaml(settings))
-        self.curves.start(trainer, self.directory.path, self.config.study, settings)
-
-    def _write_record(self) -> None:
-        self.record.attempts = self.directory.attempts()
+    def write(self) -> None:
+        """Write the record, and end the curves with it."""
         self.record.stretches = stretches(self._made())
-        self.record.duration_s = time.monotonic() - self.began
-        self.directory.write_record(self.record)
+        super().write()
         self.curves.finish(self.record)
 
     def _end_process(self, failure: Failure) -> None:
@@ -280,11 +284,9 @@ class Run:
         """Record a failure, unless rank 0 does; return whether this rank did."""
         if self.world.rank and self._recorded_by_rank_0():
             return False
-        if self.parts:
-            outcome.note_progress(self.parts.trainer, self.record)
-        self.record.end(failure.status, failure.error, failure.traceback)
+        self.fail(failure, self.parts and self.parts.trainer)
         try:
-            self._write_record()
+            self.write()
         except OSError as error:  # the failure itself must still be printed
             tell(Failure("failed", f"the record cannot be written: {error}"))
         return True
@@ -303,3 +305,61 @@ class Run:
                 return True
             time.sleep(0.1)
         return False
+
+
+def start(config: DictConfig, arguments: list[str]) -> int:
+    """Run one rank of a run; return the process's exit code.
+
+    Args:
+        config: composed from `arguments`, which name the run.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices or files.
+    """
+    ranks = join(config)
+    try:
+        directory = claim_directory(config, arguments, ranks)
+        return Run(config, arguments, ranks, directory).execute() if directory else 0
+    finally:
+        worlds.stop()
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Return the status and the one line that a record holds for an error on `rank`.
+
+    If the user's code failed, the line names the place, and the traceback is there as well.
+    """
+    text = _first_line(error)
+    line = f"rank {rank}: {type(error).__name__}: {text}".rstrip(": ")
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", line)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says(error, OUT_OF_MEMORY):
+        return Failure("oom", line)
+    if isinstance(error, TimeoutError) or _says(error, TIMEOUT):
+        return Failure("timeout", line)
+    if isinstance(error, ConnectionError) or _says(error, LOST_PEER):
+        return Failure("failed", f"rank {rank}: lost another rank: {text.rstrip(': ')[:200]}")
+    found = blame(error)
+    if found:
+        return Failure("failed", f"{line} ({found.place})", found.traceback)
+    return Failure("failed", line)
+
+
+def tell(failure: Failure) -> None:
+    """Print a failure, so that its line is the last."""
+    lines = [failure.traceback, f"lab.train: error: {failure.error}"]
+    print(without_secrets("\n".join(filter(None, lines))), file=sys.stderr)
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        text = str(error)[:LONGEST].encode(errors="backslashreplace").decode()
+    except Exception:  # a user's error may have no text
+        return "(its text cannot be read)"
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    """Return whether the first line of a library's untyped error has one of `words`."""
+    text = _first_line(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in words)

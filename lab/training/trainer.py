@@ -1,13 +1,14 @@
-"""The training loop of one rank."""
+"""The training loop of one rank: its progress, its losses, and what guards its updates."""
 
 from __future__ import annotations
 
 import math
 import operator
 from array import array
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +16,140 @@ from torch import Tensor, nn
 from lab.certificate.check import Check
 from lab.data import Data
 from lab.data.sampler import GlobalSampler
+from lab.distributed.comm import Sent
 from lab.distributed.replicas import broadcast_buffers
+from lab.distributed.sharded import local, whole
 from lab.distributed.watchdog import Watchdog
+from lab.distributed.worker import HostCopy
 from lab.distributed.world import World
+from lab.exchange.base import Exchange
 from lab.measure.clock import Clock
 from lab.measure.memory import Memory
 from lab.measure.statistics import least_warmup
 from lab.measure.turns import Turns
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import Settings
 from lab.sync.base import Sync
 from lab.task.base import Task
-from lab.training.gradients import LossScale, clip_gradients, gradients_finite
-from lab.training.losses import Losses, overflow
 from lab.training.optim import Optim
 from lab.training.planted import Plant
-from lab.training.progress import Progress
 
+DEFAULT_EPOCHS = 30
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Trainer:
+@dataclass
+class Progress:
+    """The progress of training; part of every checkpoint.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run, including those before a resume.
+        evaluations: each holds its step, seconds of training, and the task's metrics.
+    """
+
+    total_steps: int
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    num_skipped_steps: int = 0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+def total_steps(
+    config: Settings, num_train: int, batch_size: int, step: int = 0, samples: int = 0
+) -> int:
+    """Return the optimizer steps of the whole run.
+
+    Args:
+        num_train: samples of an epoch.
+        batch_size: global.
+        step, samples: progress of a checkpoint, possibly with another batch size.
+    """
+    if config.steps is not None:
+        return config.steps
+    epochs = DEFAULT_EPOCHS if config.epochs is None else config.epochs
+    return step + max(0, math.ceil((epochs * num_train - samples) / batch_size))
+
+
+class Synced(Protocol):
+    """The part of a Sync that a record shows."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def keeps_replicas_equal(self) -> bool: ...
+    @property
+    def settled_at(self) -> int | None: ...
+    @property
+    def exchange(self) -> Exchange: ...
+
+
+S = TypeVar("S", bound=Synced, covariant=True)
+
+
+class Measured(Generic[S]):
+    """One rank's training loop as its record shows it: the Trainer's, or a user's own.
+
+    Attributes:
+        batch_size: global.
+        first_step: number of the first step of this start of the run.
+        turns: how its steps are spread among other runs', which train in between; None: none do.
+        traffic: what each step sent, one after the other (see `Sent`).
+    """
+
+    def __init__(
+        self,
+        config: Settings,
+        world: World,
+        model: nn.Module,
+        sync: S,
+        batch_size: int,
+        progress: Progress,
+        clock: Clock,
+    ) -> None:
+        self.config, self.world, self.model, self.sync = config, world, model, sync
+        self.batch_size, self.progress, self.clock = batch_size, progress, clock
+        self.memory, self.losses, self.traffic = Memory(world.device), Losses(), array("q")
+        self.first_step = 0
+        self.turns: Turns | None = None
+        self._least_warmup = least_warmup(config.warmup_steps)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, including those before a resume."""
+        return self.progress.total_steps
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What an examination of the first exchanges found; None: there was none."""
+        return None
+
+    def before_step(self) -> None:
+        """Begin to measure memory, once warm-up is over and no exchange tries others any more."""
+        is_warm = self.progress.step >= self.first_step + self._least_warmup
+        if is_warm and not self.memory.is_running and self.sync.settled_at is not None:
+            self.memory.resume()
+
+    def count_step(self, before: Sent, after: Sent) -> None:
+        """Count a step by what had been sent before it, and after it."""
+        self.traffic.extend(map(operator.sub, after, before))
+        self.progress.step += 1
+        self.progress.samples += self.batch_size
+
+    def pause(self) -> None:
+        """Wait for the device; the time until the next step is not the loop's."""
+        self.clock.pause()
+        self.memory.pause()
+        self._check_last_step()
+
+    def _check_last_step(self) -> None:
+        self.losses.read_last()
+
+
+Loop = Measured[Synced]
+
+
+class Trainer(Measured[Sync]):
     """Data-parallel training on one rank.
 
     Args:
@@ -59,20 +173,14 @@ class Trainer:
         progress: Progress,
         check: Check,
     ) -> None:
-        self.config, self.world, self.watch, self.data = config, world, watch, data
-        self.task, self.model, self.sync, self.optim = task, model, sync, optim
+        clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
+        super().__init__(config, world, model, sync, batch_size, progress, clock)
+        self.watch, self.data, self.task, self.optim, self.check = watch, data, task, optim, check
         self.optimized = sync.optimized(model)
         self.optimizer = optim.optimizer(self.optimized)
-        self.batch_size, self.progress, self.check = batch_size, progress, check
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.clock = Clock(world.device, config.measure == "breakdown", sync.waits_in)
-        sync.clock = self.clock
-        self.memory = Memory(world.device)
-        self.first_step = 0  # of this start of the run
+        self.sync.clock = self.clock
         self.plant: Plant | None = None  # set to delay a phase of each step
-        self.turns: Turns | None = None  # set if other runs train in between
-        self.losses = Losses()
-        self.traffic = array("q")  # see lab.training.loop.Loop
 
     def steps(self) -> Generator[int]:
         """Train, and yield the number of steps done after each one; end early after a signal.
@@ -90,16 +198,12 @@ class Trainer:
             self.model.train()
             before = self.sync.sent()
             while self.progress.step < self.total_steps and self.watch.begin_step():
-                least = self.first_step + least_warmup(self.config.warmup_steps)
-                if self.progress.step >= least and self.sync.settled_at is not None:
-                    self.memory.resume()
+                self.before_step()
                 with self.clock.step():
                     self._step(batches)
                 now = self.sync.sent()  # since the last step: exchanges may outlast their steps
-                self.traffic.extend(map(operator.sub, now, before))
+                self.count_step(before, now)
                 before = now
-                self.progress.step += 1
-                self.progress.samples += self.batch_size
                 yield self.progress.step
             self.pause()
 
@@ -127,11 +231,6 @@ class Trainer:
         when = {"step": self.progress.step, "seconds": self.training_seconds()}
         self.progress.evaluations.append(when | metrics)
         return self.progress.evaluations[-1]
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run, including those before a resume."""
-        return self.progress.total_steps
 
     @property
     def certificate(self) -> Certificate | None:
@@ -195,9 +294,7 @@ class Trainer:
         Raises:
             FloatingPointError: the last step was not finite.
         """
-        self.clock.pause()
-        self.memory.pause()
-        self._check_last_step()
+        super().pause()
         self.sync.settle()
 
     def end_turn(self) -> None:
@@ -235,3 +332,115 @@ class Trainer:
         if self.config.channels_last:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
+
+
+class Losses:
+    """Copies of each step's loss to the host, made while the next step is queued: no host waits.
+
+    The loss becomes NaN if an exchange found non-finite gradients: one check covers both.
+
+    Attributes: read: the losses that have been read, in the order of steps.
+    """
+
+    def __init__(self) -> None:
+        self.read = array("d")
+        self._coming: HostCopy | None = None
+
+    def append(self, loss: Tensor, *finite: Tensor | None) -> None:
+        """Begin to copy a step's loss to the host.
+
+        Args:
+            loss: float32 [], overwritten.
+            finite: bool [], whether gradients were finite; None: not checked.
+        """
+        self.read_last()
+        for found in finite:
+            if found is not None:
+                loss.masked_fill_(found.logical_not(), torch.nan)
+        self._coming = HostCopy(loss)
+
+    def read_last(self) -> float | None:
+        """Return the loss appended last, once the device has computed it; None if it was read."""
+        if self._coming is None:
+            return None
+        coming, self._coming = self._coming, None
+        self.read.append(float(coming.read()))
+        return self.read[-1]
+
+
+def overflow(step: int, tensors: Iterable[tuple[str, Tensor]]) -> FloatingPointError:
+    """Return the error of a step, counted from 0; it names the first tensor that is not finite.
+
+    If none is finite, the first one cannot be told.
+    """
+    everything = list(tensors)
+    bad = [name for name, tensor in everything if not local(tensor).isfinite().all()]
+    first = f", first in {bad[0]}" if bad else ""
+    where = ", in all parameters" if len(bad) == len(everything) else first
+    return FloatingPointError(f"gradient not finite at step {step}{where}; try a smaller optim.lr")
+
+
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
+
+    The scale is equal on all ranks: it depends only on whether the averaged gradient was finite,
+    which all ranks see.
+    """
+
+    INITIAL, GROW_EVERY, LEAST = 2.0**16, 2000, 1.0
+
+    def __init__(self) -> None:
+        self.value = self.INITIAL
+        self._good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve the scale after a step that overflowed; double it after many that did not.
+
+        Raises:
+            FloatingPointError: the gradient is not finite at the smallest scale either.
+        """
+        if not finite:
+            self._good_steps = 0
+            self.value /= 2
+            if self.value < self.LEAST:
+                raise FloatingPointError("precision=fp16: gradient not finite at loss scale 1")
+            return
+        self._good_steps += 1
+        if self._good_steps % self.GROW_EVERY == 0:
+            self.value *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self._good_steps = state["value"], state["good_steps"]
+
+
+def clip_gradients(
+    model: nn.Module,
+    max_norm: float,
+    over_ranks: Callable[[Tensor], Tensor] = lambda norm: norm,
+) -> None:
+    """Scale all gradients down to the norm `max_norm`, if theirs is larger.
+
+    Args: over_ranks: turns the norm of this rank's gradients into that of all.
+
+    Like torch's clip_grad_norm_, except that a non-finite gradient spoils no other: if the norm is
+    NaN all others become 0, as they do if it is infinite.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if gradients:
+        norm = over_ranks(nn.utils.get_total_norm(gradients))
+        norm.masked_fill_(norm.isnan(), torch.inf)
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+
+
+def gradients_finite(model: nn.Module, exchanged: Tensor | None) -> bool:
+    """Return whether all gradients are finite. The host waits: the update depends on it.
+
+    Args:
+        exchanged: bool [], the exchange's finding; None: it did not check.
+    """
+    norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
+    finite = whole(torch.stack(norms).isfinite().all())
+    return bool(finite if exchanged is None else finite & exchanged)

@@ -16,7 +16,7 @@ from lab.distributed.worker import InlineWorker
 from lab.distributed.world import World
 from lab.settings.config import load
 from lab.training import assemble
-from lab.training.dry import assembled
+from lab.training.assemble import assembled
 from tests.support.cases import STRATEGIES
 from tests.support.guard import Guard, Wait
 from tests.support.ranks import join, spawn
@@ -47,7 +47,7 @@ CASES = {name: (f"strategy={name}", *MORE.get(name, ())) for name in STRATEGIES}
 }
 # Places that may wait, and why.
 MAY_WAIT = {
-    "lab/training/gradients.py gradients_finite": "fp16: the host must know whether to update",
+    "lab/training/trainer.py gradients_finite": "fp16: the host must know whether to update",
 }
 
 

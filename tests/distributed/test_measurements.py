@@ -16,7 +16,7 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Record
 from lab.settings.config import load
 from lab.training import outcome
-from lab.training.dry import assembled
+from lab.training.assemble import assembled
 from tests.support.ranks import join, spawn
 from tests.support.records import make_record
 
@@ -31,7 +31,7 @@ class Noted(Memory):
         self.log: list[str] = []
 
     def resume(self) -> None:
-        if not self._running:
+        if not self.is_running:
             self.log.append("steady")
         super().resume()
 

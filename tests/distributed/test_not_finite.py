@@ -11,7 +11,7 @@ from torch import nn
 
 from lab.distributed import world as worlds
 from lab.settings.config import load
-from lab.training.dry import assembled
+from lab.training.assemble import assembled
 from lab.training.resume import state_of
 from lab.training.trainer import Trainer
 from tests.support.ranks import join, spawn

@@ -19,12 +19,12 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lab.certificate.by_sync import check_of
-from lab.certificate.report import CertificateError
+from lab.certificate.check import check_of
+from lab.certificate.examination import CertificateError
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.distributed.worker import make_worker
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.settings.config import build, load
 from lab.sync.base import Sync, SyncParts
 from tests.support.cases import DIRECTIONS, LIBRARIES, OVER_TIME, STRATEGIES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.measure.marks import CYCLES_PER_S
+from lab.measure.layers import CYCLES_PER_S
 
 CUDA = torch.device("cuda")
 

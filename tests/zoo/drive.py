@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lab
-from lab.certificate.report import CertificateError
+from lab.certificate.examination import CertificateError
 from lab.distributed import thread_comm
 from lab.distributed.comm import Comm, Traffic
-from lab.distributed.nodes import Nodes
-from lab.distributed.rank_info import RankInfo
+from lab.distributed.nodes import Nodes, RankInfo
 from lab.distributed.replicas import broadcast_state
 from lab.distributed.worker import make_worker
 from lab.distributed.world import World

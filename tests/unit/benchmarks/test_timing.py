@@ -11,7 +11,7 @@ import torch
 from lab.benchmarks import timing
 from lab.benchmarks.timing import NUM_CALLS, Took, aligner, per_call
 from lab.distributed.comm import Traffic
-from lab.measure.marks import LONGEST_S, hold
+from lab.measure.layers import LONGEST_S, hold
 from tests.support.fake_gpu import CUDA, FakeGpu
 
 

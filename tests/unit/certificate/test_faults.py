@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lab.record.certificate import Certificate
+from lab.record.schema import Certificate
 from lab.sync.base import Sync
 from lab.sync.local import LocalSync
 from tests.support.certified import MODELS, MORE, UNCHECKED, Case, certified, clean_cases

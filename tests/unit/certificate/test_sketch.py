@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.certificate.sketch import BLOCK, HEAD, NUM_IMAGES, Sketch, norm
+from lab.certificate.watch import BLOCK, HEAD, NUM_IMAGES, Sketch, norm
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, BLOCK - 1, BLOCK, 5 * BLOCK + 7, HEAD + 3 * BLOCK + 1)

@@ -15,9 +15,10 @@ import pytest
 from lab import plot
 from lab.benchmarks import profile_request, request
 from lab.benchmarks.views.profile import KERNELS
-from lab.checklist import check, page
-from lab.checklist.figures import value
-from lab.checklist.item import Command, Figure, Item, Machine, Results
+from lab.checklist import check, item, page
+from lab.checklist.figures import Results, reader
+from lab.checklist.item import Command, Figure, Item
+from lab.checklist.machine import Machine
 from lab.measure.spans import Span
 from lab.record.trace import write_trace
 from lab.settings import command_line
@@ -28,9 +29,10 @@ from tests.unit.benchmarks.test_bench import results as bench_results
 
 
 def items(num_gpus: int, folder: Path = Path("docs/results")) -> list[Item]:
-    return check.checklist(Machine(("NVIDIA H200",) * num_gpus, folder, 4900.0))
+    return item.checklist(Machine(("NVIDIA H200",) * num_gpus, folder, 4900.0))
 
 
+GOOD = {"name": "a", "read": "7", "why": "", "equals": 1}
 COMMANDS = [command for item in items(8) for command in item.commands]
 
 
@@ -72,7 +74,7 @@ def test_numbers_and_needs_are_those_of_the_checklist() -> None:
     assert len(set(names)) == len(names)  # each writes separate files
 
 
-def test_items_are_chosen_by_number_or_part() -> None:
+def test_itemare_chosen_by_number_or_part() -> None:
     def keys(*chosen: str) -> list[str]:
         return [item.key for item in check.chosen(items(1), list(chosen))]
 
@@ -234,10 +236,43 @@ def test_scaling_is_that_of_the_studys_table(checked: Callable[..., dict[str, An
 
 
 def test_a_figure_that_nobody_can_expect_is_noted(tmp_path: Path) -> None:
-    figure = Figure("x", "s", lambda _: 7.0, 0, 1, "why")
+    figure = Figure("x", "7", "why", "s", low=0, high=1)
     assert check.judge(figure, Results(tmp_path))["verdict"] == "differs"
     assert check.judge(replace(figure, known=False), Results(tmp_path))["verdict"] == "noted"
     (tmp_path / "hardware.json").write_text('{"max_sm_mhz": null}')
-    unseen = replace(figure, read=value("hardware", "max_sm_mhz"))
+    assert check.judge(replace(figure, of=None), Results(tmp_path))["verdict"] == "noted"
+    unseen = replace(figure, read="value hardware max_sm_mhz")
     assert check.judge(unseen, Results(tmp_path))["verdict"] == "noted"
     assert (figure.expected(), page.value({"value": None, "unit": "s"})) == ("0 to 1", "- s")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("values hardware num_mig", "could not convert string to float: 'values'"),
+        ("value hardware", "value hardware: missing a required argument: 'key'"),
+        ("value hardware num_mig unit=s", "got an unexpected keyword argument 'unit'"),
+    ],
+)
+def test_a_figure_that_no_reader_reads_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reader(text)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"figures": [{**GOOD, "lows": 1}]}, "Figure has no lows; allowed are name, read, why"),
+        ({"figures": [{**GOOD, "low": 1}]}, "a: needs either equals or low"),
+        ({"figures": [{**GOOD, "unit": 1}]}, r"items\[0\].figures\[0\].unit=1; must be str"),
+        ({"figures": [], "title": "on $machines"}, "no name 'machines'"),
+        ({"figures": [], "commands": [{"name": "b"}]}, "python: is missing"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(
+    node: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {"names": {}, "items": [{"key": "1", "title": "t", **node}]}
+    monkeypatch.setattr(item, "read_file", lambda *_: content)
+    with pytest.raises(check.ConfigError, match=f"checklist=first_hour: .*{message}"):
+        items(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from lab import first_hour
 from lab.checklist import hardware, machine, page, process
-from lab.checklist.item import Command, Results
+from lab.checklist.figures import Results
+from lab.checklist.item import Command
 from tests.unit.checklist.test_checklist import leaves, running
 
 FOUND: dict[str, Any] = {
@@ -127,11 +129,13 @@ TICKS = "import time\nfor i in range(1000):\n    print(i, flush=True)\n    time.
 
 def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
     found = process.run(
-        Command("late", ("-SEc", f"import os\nos.fork()\n{TICKS}")), Results(tmp_path), 6.0
+        Command("late", shlex.join(["-SEc", f"import os\nos.fork()\n{TICKS}"])),
+        Results(tmp_path),
+        6.0,
     )
     assert found["code"] is None and found["num_left"] == 1
     assert Results(tmp_path).ended("late") == found
-    again = process.run(Command("late", ("-c", "print('once')")), Results(tmp_path), 20.0)
+    again = process.run(Command("late", """-c "print('once')" """), Results(tmp_path), 20.0)
     assert (again["code"], again["num_left"]) == (0, 0)
     assert Results(tmp_path).output("late") == "once\n"
 
@@ -141,6 +145,8 @@ def test_a_rank_is_stopped_as_a_lost_one_would_be(
 ) -> None:
     monkeypatch.setattr(process, "POLL_S", 0.1)
     monkeypatch.setattr(process, "STOP_S", 0.2)
-    command = Command("hang", ("-SEc", TICKS), stop_rank_after_s=4, environment={"RANK": "1"})
+    command = Command(
+        "hang", shlex.join(["-SEc", TICKS]), stop_rank_after_s=4, environment={"RANK": "1"}
+    )
     assert process.run(command, Results(tmp_path), 8)["code"] is None
     assert 0 < len(Results(tmp_path).output("hang").splitlines()) < 120  # of 160 if it went on

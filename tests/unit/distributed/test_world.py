@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lab.distributed import agreement, horovod_comm, world
 from lab.distributed.agreement import Disagreement, written
 from lab.distributed.comm import Comm
-from lab.distributed.rank_info import RankInfo
+from lab.distributed.nodes import RankInfo
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, build, load
 from lab.sync.ddp import DDPSync

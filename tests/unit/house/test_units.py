@@ -40,7 +40,7 @@ from tests.support.records import leave, make_record
 
 NUM_BYTES = 10**8  # 95.4 MiB
 # Say how much something is, which nothing computes.
-FIXED = {"lab/benchmarks/catalogue.py", "lab/checklist/several_gpus.py"}
+FIXED = {"lab/benchmarks/catalogue.py"}
 
 IN_ONE_BUCKET: dict[str, Any] = {
     **{"strategy": "overlap", "world_size": 2, "num_steps": 9},

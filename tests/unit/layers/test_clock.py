@@ -14,7 +14,7 @@ from lab.layers.clock import ModuleClock, ModulePass
 from lab.layers.clock_cost import clock_cost
 from lab.layers.parts import PASSES, backward_ratio, by_kind, passes_of
 from lab.layers.passes import Call, noting_calls, seconds_of_bias, share_of_data
-from lab.measure.marks import Mark
+from lab.measure.clock import Mark
 
 CPU = torch.device("cpu")
 SLEEP_S = 0.02

@@ -18,8 +18,7 @@ from torch.autograd import DeviceType
 from lab import profile_layers
 from lab.benchmarks.profile import clocked
 from lab.measure import layers
-from lab.measure.layers import LayerClock
-from lab.measure.marks import kernels_ms
+from lab.measure.layers import LayerClock, kernels_ms
 from lab.model.inception import googlenet
 from lab.model.profile import Layer, Profile
 from lab.model.transformer import Transformer

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from lab.measure.operations import counts_of
 from lab.model.alexnet import alexnet_paper
-from lab.model.counts import counts_of
 from lab.model.facts import Counts
 from lab.model.mlp import mlp
 

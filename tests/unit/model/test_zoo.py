@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from lab.measure.operations import counts_of
 from lab.model.alexnet import alexnet, alexnet_cifar, alexnet_mxnet, overfeat
 from lab.model.convnet import ConvNet
-from lab.model.counts import counts_of
 from lab.model.inception import googlenet, inception_bn
 from lab.model.keras_cnn import keras_cnn
 from lab.model.mlp import fcn5, keras_mlp

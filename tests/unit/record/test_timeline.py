@@ -17,6 +17,7 @@ from lab.analysis.figures.timeline import timeline_of_step
 from lab.distributed.collective import Done
 from lab.distributed.worker import InlineWorker, ThreadWorker, TurnsWorker, Worker
 from lab.measure.clock import KEPT_STEPS, Clock
+from lab.measure.layers import marked_layers
 from lab.measure.spans import Span
 from lab.plot import main as plot
 from lab.record.trace import Timeline, lanes, read_trace, write_trace
@@ -165,7 +166,7 @@ def test_only_the_last_timed_steps_are_kept() -> None:
 def test_layers_lie_within_the_passes_of_their_step() -> None:
     clock = Clock(CPU, breakdown=True)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with clock.layers.on(model):
+    with marked_layers(model, CPU, lambda: clock.passes):
         for _ in range(2):
             with clock.step():
                 with clock.phase("forward"):
@@ -182,9 +183,9 @@ def test_layers_lie_within_the_passes_of_their_step() -> None:
     assert passes[0].start_s <= layers[0].start_s
     assert layers[1].end_s <= passes[0].end_s
     assert layers[-1].end_s <= passes[1].end_s
-    left = len(clock.layers.passes)
+    left = len(clock.passes)
     model(torch.ones(2, 3)).sum().backward()
-    assert len(clock.layers.passes) == left  # no hook is
+    assert len(clock.passes) == left  # no hook is
 
 
 def test_a_throughput_run_notes_nothing() -> None:

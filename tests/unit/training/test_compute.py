@@ -15,9 +15,8 @@ from lab.measure.operations import Uncountable
 from lab.measure.peaks import Peak
 from lab.record.schema import Compute, read_record
 from lab.settings.config import load
-from lab.training import compute
-from lab.training.compute import flops_per_sample, note_rates, peak_of
-from lab.training.outcome import summary
+from lab.training import outcome
+from lab.training.outcome import flops_per_sample, note_rates, peak_of, summary
 from tests.support.records import leave, make_record
 
 COUNTED = Compute(2e9, None, 1e12, "estimated: a core")
@@ -67,21 +66,21 @@ def world(size: int, device: str, num_hosts: int = 1) -> World:
 
 def test_ranks_on_one_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(compute, "cpu_peak", asked.append)
-    monkeypatch.setattr(compute, "num_cores", lambda: 4)
+    monkeypatch.setattr(outcome, "cpu_peak", asked.append)
+    monkeypatch.setattr(outcome, "num_cores", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for size in (1, 2, 8):
         peak_of(world(size, "cpu"))
     peak_of(world(16, "cpu", num_hosts=2))
     monkeypatch.setenv("LAB_EMULATED_HOSTS", "set by the emulated cluster")
-    monkeypatch.setattr(compute, "EMULATION", "LAB_EMULATED_HOSTS")
+    monkeypatch.setattr(outcome, "EMULATION", "LAB_EMULATED_HOSTS")
     peak_of(world(16, "cpu", num_hosts=2))
     assert asked == [1, 2, 4, 8, 4]
 
 
 def test_ranks_that_share_gpus_do_not_multiply_their_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Peak("a GPU", {"fp32": 1e12}, 1e9, "a datasheet")
-    monkeypatch.setattr(compute, "gpu_peak", {"a GPU": one}.get)
+    monkeypatch.setattr(outcome, "gpu_peak", {"a GPU": one}.get)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     for size, num_gpus in ((1, 1), (2, 2), (8, 2)):

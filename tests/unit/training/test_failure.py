@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.training.failure import failure_of
+from lab.training.run import failure_of
 
 
 @pytest.mark.parametrize(

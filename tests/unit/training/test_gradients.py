@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lab.training.gradients import clip_gradients
+from lab.training.trainer import clip_gradients
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.training.losses import Losses
+from lab.training.trainer import Losses
 
 
 class OnGpu:

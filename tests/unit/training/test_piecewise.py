@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lab.settings.config import ConfigError, load
-from lab.training.piecewise import require_piecewise
+from lab.training.optim import require_piecewise
 
 
 class TrustAll(torch.optim.SGD):
