@@ -60,6 +60,7 @@ class Bench:
         environment: variables set for its ranks.
         sets: sets of settings that it compares, unless others are given.
         runs: the benchmark that measures them; empty: itself.
+        module: measures and shows it; empty: the one of lab.benchmarks with its name.
         num_ranks: ranks to start unless told otherwise; 0: as many as the machine allows, at most
             NUM_RANKS.
     """
@@ -75,6 +76,7 @@ class Bench:
     environment: tuple[tuple[str, str], ...] = ()
     sets: tuple[tuple[str, ...], ...] = ()
     runs: str = ""
+    module: str = ""
     num_ranks: int = 0
 
 

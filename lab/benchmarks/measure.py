@@ -33,7 +33,9 @@ def measure(request: Request) -> dict[str, Any] | None:
 
 def _measured(request: Request) -> dict[str, Any] | None:
     # torch is imported only here: help and wrong settings are answered without it.
-    benchmark = importlib.import_module(f"lab.benchmarks.{request.bench}")
+    benchmark = importlib.import_module(
+        BENCHES[request.bench].module or f"lab.benchmarks.{request.bench}"
+    )
     if is_rank():
         return benchmark.measure(request)
     request = with_world_size(request)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lab.benchmarks.catalogue import BENCHES
 from lab.benchmarks.request import Request
 from lab.draw.save import save
 from lab.draw.text import aligned
@@ -30,7 +31,7 @@ def present(request: Request, measured: dict[str, Any]) -> bool:
 
 def is_result(value: object) -> bool:
     """Return whether a value, read from a file, is a result that one of the views shows."""
-    return isinstance(value, dict) and value.get("bench") in VIEWS
+    return isinstance(value, dict) and value.get("bench") in BENCHES
 
 
 def table(result: dict[str, Any]) -> str:
@@ -50,10 +51,14 @@ def write(path: Path, result: dict[str, Any]) -> list[Path]:
 def draw(result: dict[str, Any], target: Path) -> bool:
     """Draw the result to a file; return whether this benchmark has a figure."""
     module = _module_of(result)
+    if hasattr(module, "chart"):
+        module.chart(result).write(target.with_suffix(""), [target.suffix.removeprefix(".")])
+        return True
     if has_one := hasattr(module, "figure"):
         save(lambda: module.figure(result), target)
     return has_one
 
 
 def _module_of(result: dict[str, Any]) -> ModuleType:
-    return importlib.import_module(f"lab.benchmarks.views.{result['bench']}")
+    name = result["bench"]
+    return importlib.import_module(f"lab.benchmarks.{'views.' if name in VIEWS else ''}{name}")

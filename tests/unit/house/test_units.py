@@ -18,8 +18,8 @@ from lab.analysis.records import Study, load_study
 from lab.analysis.results import Results
 from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
-from lab.benchmarks import codec, collective, sizes
-from lab.benchmarks.views import convolution, footprint, memory, roofline, text, transfer
+from lab.benchmarks import codec, collective, memory, present, sizes
+from lab.benchmarks.views import convolution, footprint, roofline, text, transfer
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
 from lab.diagnosis.remedies import remedies
@@ -125,8 +125,16 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             " ".join(transfer._line(copies)),
             "HtoD a 1 100.000 100000.00 0.100 1000.000",
         ),
-        "lab/benchmarks/views/memory.py": (
-            " ".join(memory._line({"name": "a", "of_theory": 1.0, "rank": 0, **used, **peaks})),
+        "lab/benchmarks/present.py": (
+            " ".join(present.in_cache({"cache_bytes": NUM_BYTES}, 0)),
+            "up to 100 MB stay",
+        ),
+        "lab/benchmarks/memory.py": (
+            " ".join(
+                memory.table(
+                    {"rows": [{"name": "a", "of_theory": 1.0, "rank": 0, **used, **peaks}]}
+                )[1]
+            ),
             "a 100.0 100.0 100.0 1.000 100.0 100.0 0 100.00 0.2500",
         ),
         "lab/benchmarks/views/text.py": (
