@@ -248,8 +248,8 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     memory = {"codec": result["reference"]["name"], **result["reference"]}
     rows = [memory, *result["rows"]]
 
-    def ratio(row: dict[str, Any], name: str) -> str:  # earlier results have none over torch
-        return "1" if row is memory else ranged(row[name])
+    def ratio(row: dict[str, Any], key: str, of_memory: str = "1") -> str:
+        return of_memory if row is memory else ranged(row.get(key))  # old results lack one
 
     return tabulate(
         rows,
@@ -262,7 +262,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
             "GB/s": lambda row: f"{row['gb_per_s']:.2f}",
             "ratio": lambda row: ratio(row, "ratio"),
             "of bandwidth": lambda row: ratio(row, "of_bandwidth"),
-            "over torch": lambda row: "" if row is memory else ranged(row.get("over_torch")),
+            "over torch": lambda row: ratio(row, "over_torch", ""),
             "rounds": lambda row: str(row["num_rounds"]),
             "#wrong": lambda row: str(row.get("wrong", "")),
             **host_column(rows),

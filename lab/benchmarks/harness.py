@@ -27,10 +27,10 @@ from lab.training.identity import surroundings
 
 NUM_CALLS = 20  # timed together, as in nccl-tests
 
-Result = dict[str, Any]  # as in its JSON: rows, and what else was found
 
-
-def on_ranks(measure: Callable[[Request, World], Result]) -> Callable[[Request], Result | None]:
+def on_ranks(
+    measure: Callable[[Request, World], dict[str, Any]],
+) -> Callable[[Request], dict[str, Any] | None]:
     """Let all ranks join before they measure, and leave afterwards.
 
     Args:
@@ -42,7 +42,7 @@ def on_ranks(measure: Callable[[Request, World], Result]) -> Callable[[Request],
     """
 
     @wraps(measure)
-    def joined(request: Request) -> Result | None:
+    def joined(request: Request) -> dict[str, Any] | None:
         configs = [variant.config for variant in request.variants]
         try:
             world = join(configs[0])
@@ -61,7 +61,7 @@ def worlds_of(request: Request, first: World) -> list[World]:
     return [first, *(join(variant.config) for variant in request.variants[1:])]
 
 
-def here(emulation: str = "none") -> Result:
+def here(emulation: str = "none") -> dict[str, Any]:
     """Describe machine and software of this process, for the result of a benchmark without ranks.
 
     Args:

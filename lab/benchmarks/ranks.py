@@ -33,6 +33,10 @@ def measure(request: Request) -> dict[str, Any] | None:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
         RanksFailed: a rank failed, or this one ran out of memory.
     """
+    request = request if is_rank() else with_world_size(request)
+    reason = BENCHES[request.bench].one_rank
+    if reason and request.own["world_size"] == 1:
+        raise ConfigError(f"world_size=1: {reason}")
     try:
         return _measured(request)
     except Exception as error:
@@ -45,14 +49,10 @@ def measure(request: Request) -> dict[str, Any] | None:
 
 
 def _measured(request: Request) -> dict[str, Any] | None:
-    bench = BENCHES[request.bench]
-    request = request if is_rank() else with_world_size(request)
-    alone = request.own.get("world_size", 1) == 1
-    if alone and bench.one_rank:
-        raise ConfigError(f"world_size=1: {bench.one_rank}")
-    if not is_rank() and bench.apart:
+    if not is_rank() and BENCHES[request.bench].apart:
         return module_of(request.bench).combine(list(_one_by_one(request)))
-    if is_rank() or (alone and not request.cluster()):
+    alone = request.own.get("world_size", 1) == 1 and not request.cluster()
+    if is_rank() or alone:
         return module_of(request.bench).measure(request)
     return ask_ranks(request)
 

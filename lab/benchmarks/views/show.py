@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lab.draw.save import save
-
 VIEWS = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
 
 
@@ -29,6 +27,8 @@ class Figure:
 
     def write(self, stem: Path, formats: Sequence[str]) -> list[Path]:
         """Draw the figure to files."""
+        from lab.draw.save import save  # imports matplotlib
+
         paths = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
         save(lambda: self.view.figure(self.result), *paths)
         return paths
