@@ -361,11 +361,11 @@ def chart(result: dict[str, Any]) -> Chart:
     }
     message = f"{fastest(others, 'the library')}, at {size_name(sizes[-1])}"
     sample = f"medians of {result['num_rounds']} interleaved rounds, 95 % bootstrap intervals"
-    lines_ = [
+    below = [
         f"All-reduce of float32; {LIBRARY} is the library's, {SEND_RECV} a plain send and recv.",
         f"{machine(result)} · {sample}",
         *about(result),
     ]
     # A single size is in the middle of its panel, with its names.
     width = sum(wide for _, wide in panels[:2]) if len(sizes) > 1 else 2 * (PANEL_PX[0] + 50)
-    return Chart("collective", message, lines_, body, width)
+    return Chart("collective", message, below, body, width)

@@ -270,5 +270,5 @@ def chart(result: dict[str, Any]) -> Chart:
     message = f"Exchanges cost the training thread {times} × the host time of DDP"
     sample = f"medians of {result['num_rounds']} rounds, 95 % intervals"
     parameters = f"{result['num_parameters']} parameters"
-    about_ = [f"{parameters} · {machine(result)} · {sample}", *about(result)]
-    return Chart("host", message, about_, body, width)
+    below = [f"{parameters} · {machine(result)} · {sample}", *about(result)]
+    return Chart("host", message, below, body, width)

@@ -183,8 +183,8 @@ def chart(result: dict[str, Any]) -> Chart:
     others = {row["name"]: row["ratio"] for row in rows[:-1] if row["name"] != CEILING}
     message = fastest(others, last, "step time") if others else f"Step times on {ranks_of(result)}"
     sample = f"medians of {result['num_pairs']} rounds in turns, 95 % intervals"
-    about_ = [f"{machine(result)} · {sample}", *about(result)]
-    return Chart("step", message, about_, body, width)
+    below = [f"{machine(result)} · {sample}", *about(result)]
+    return Chart("step", message, below, body, width)
 
 
 def _around(step_s: dict[str, float]) -> dict[str, float]:
