@@ -11,14 +11,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from lab.benchmarks import interleave
+from lab.benchmarks.harness import on_ranks
+from lab.benchmarks.present import about, machine, ranks_of, tabulate
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING
-from lab.distributed import world as worlds
 from lab.distributed.sharded import local
 from lab.distributed.world import World
+from lab.draw.chart import Chart
+from lab.draw.looks import SKY
+from lab.draw.plots import bars
 from lab.exchange.cost import Sizes
 from lab.measure.memory import CLEAR, STATUS, peak_bytes, reset_peak
 from lab.measure.statistics import least_warmup
@@ -26,15 +31,16 @@ from lab.settings.config import ConfigError
 from lab.simulate.memory import sync_bytes
 from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync
-from lab.training.assemble import assembled, join
-from lab.training.identity import surroundings
+from lab.training.assemble import assembled
 from lab.training.trainer import Trainer
 
 NUM_STEPS = 7  # after the warm-up
+MB = 1e-6
 
 
-def measure(request: Request) -> dict[str, Any] | None:
-    """Measure the peaks of one strategy; return the result on rank 0.
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure the peaks of one strategy.
 
     Raises:
         ConfigError: there are several strategies, or peaks cannot be read here.
@@ -44,27 +50,22 @@ def measure(request: Request) -> dict[str, Any] | None:
             "memory: each strategy needs fresh ranks; run python -m lab.bench memory world_size=N"
         )
     config = request.variants[0].config
-    try:
-        world = join(config)
-        _check_readable(world.device)
-        with assembled(config, world) as part:
-            peaks = _peaks(part.trainer, world)
-            theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
-            state = state_bytes(part.trainer.optimizer)
-        own = torch.tensor([theory, state], dtype=torch.float64)
-        everyones, states = world.gather(own).T.tolist()
-        row = {
-            "name": request.variants[0].label,
-            "peak_bytes": [interleave.middle(of_rank) for of_rank in peaks.numpy()],
-            "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
-            "optimizer_bytes": states,
-            "num_steps": peaks.shape[1],
-            **part.sizes,
-        }
-        result = {"rows": [row], "backend": world.comm.backend, **surroundings(world, config)}
-        return {**result, "world_size": world.size} if world.rank == 0 else None
-    finally:
-        worlds.stop()
+    _check_readable(world.device)
+    with assembled(config, world) as part:
+        peaks = _peaks(part.trainer, world)
+        theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
+        state = state_bytes(part.trainer.optimizer)
+    own = torch.tensor([theory, state], dtype=torch.float64)
+    everyones, states = world.gather(own).T.tolist()
+    row = {
+        "name": request.variants[0].label,
+        "peak_bytes": [interleave.middle(of_rank) for of_rank in peaks.numpy()],
+        "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
+        "optimizer_bytes": states,
+        "num_steps": peaks.shape[1],
+        **part.sizes,
+    }
+    return {"rows": [row]}
 
 
 def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,3 +150,71 @@ def _check_readable(device: torch.device) -> None:
             f"device={device.type}: peaks of resident memory are read from {CLEAR} and {STATUS}, "
             f"as Linux has them: {error.strerror}; device=cuda needs neither"
         ) from None
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each strategy."""
+
+    def megabytes(value: float | None, digits: int = 1) -> str:
+        return "-" if value is None else f"{MB * value:.{digits}f}"
+
+    def of_theory(row: dict[str, Any]) -> str:
+        return "-" if row["of_theory"] is None else f"{row['of_theory']:.3f}"
+
+    def share(row: dict[str, Any]) -> str:
+        return "-" if row.get("optimizer_share") is None else f"{row['optimizer_share']:.4f}"
+
+    def state(row: dict[str, Any]) -> str:  # results of earlier versions do not have it
+        return megabytes(max(row.get("optimizer_bytes", []), default=None), 2)
+
+    return tabulate(
+        result["rows"],
+        {
+            "": lambda row: row["name"],
+            "peak (MB)": lambda row: megabytes(row["total_bytes"]),
+            "mad": lambda row: megabytes(row["peak_bytes"][row["rank"]]["mad"]),
+            "theory (MB)": lambda row: megabytes(row["theory_bytes"]),
+            "peak/theory": of_theory,
+            "extra (MB)": lambda row: megabytes(row["extra_bytes"]),
+            "extra, theory (MB)": lambda row: megabytes(row["extra_theory_bytes"][row["rank"]]),
+            "rank": lambda row: str(row["rank"]),
+            "optimizer (MB)": state,
+            "share of none": share,
+        },
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns."""
+    parameters = result["rows"][0]["num_parameters"]
+    return [
+        f"medians of {result['rows'][0]['num_steps']} steady steps of the rank with the highest "
+        f"peak, on {result['world_size']} ranks, each strategy in fresh processes",
+        f"extra: besides what training {parameters / 1e6:.1f} M parameters needs without exchange "
+        "(measured: the peak of none less its buffers)",
+        "optimizer: tensors of its state, on the rank that has most",
+    ]
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw a bar for each strategy's peak, and a mark where theory puts it."""
+    rows = result["rows"]
+    data = pd.DataFrame(
+        {
+            "name": row["name"],
+            "part": "measured",
+            "value": MB * row["total_bytes"],
+            "mark": None if row["theory_bytes"] is None else MB * row["theory_bytes"],
+            "text": f"{MB * row['total_bytes']:.0f}"
+            + ("" if row["of_theory"] is None else f" ({row['of_theory']:.2f} × theory)"),
+        }
+        for row in rows
+    )
+    body, width = bars(data, "peak of a step, busiest rank (MB)", {"measured": SKY}, marks="theory")
+    known = [row["of_theory"] for row in rows if row["of_theory"] is not None]
+    message = f"Peak memory on {ranks_of(result)}"
+    if known:
+        message += f" is {' to '.join(dict.fromkeys((f'{min(known):.2f}', f'{max(known):.2f}')))}"
+        message += " of theory"
+    sample = f"medians of {rows[0]['num_steps']} steady steps"
+    return Chart("memory", message, [f"{machine(result)} · {sample}", *about(result)], body, width)

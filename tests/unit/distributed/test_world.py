@@ -19,7 +19,7 @@ from lab.distributed.nodes import RankInfo
 from lab.exchange.base import Exchange
 from lab.settings.config import ConfigError, build, load
 from lab.sync.ddp import DDPSync
-from lab.training.assemble import _require_like_gpus
+from lab.training.assemble import require_like_gpus
 
 
 @pytest.fixture
@@ -162,16 +162,16 @@ def test_what_all_ranks_compute_alike_needs_gpus_of_one_kind(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     own = exchange("powersgd")
-    _require_like_gpus(ranks_with("A100", "A100"), own)
+    require_like_gpus(ranks_with("A100", "A100"), own)
     with pytest.raises(
         ConfigError, match=r"one kind.* A100 \(ranks \[0, 2\]\), H100 \(ranks \[1\]"
     ):
-        _require_like_gpus(ranks_with("A100", "H100", "A100"), own)
+        require_like_gpus(ranks_with("A100", "H100", "A100"), own)
 
 
 def test_other_exchanges_take_gpus_of_any_kind() -> None:
     for name in ("allreduce", "onebit", "topk", "randomk", "ring"):
-        _require_like_gpus(ranks_with("A100", "H100"), exchange(name))
+        require_like_gpus(ranks_with("A100", "H100"), exchange(name))
 
 
 def test_auto_needs_what_it_is_made_of() -> None:
