@@ -121,7 +121,7 @@ class Measured(Generic[S]):
 
     @property
     def certificate(self) -> Certificate | None:
-        """What an examination of the first exchanges found; None: there was none."""
+        """The finding of an examination of its first exchanges; None: there is none."""
         return None
 
     def before_step(self) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.cuda.nccl
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lab.measure import nvidia
-from lab.measure.environment import environment
+from lab.measure.environment import environment, source_hash
 
 # nvidia-smi 580 on two GPUs of one host, one of them without its own power limit.
 PRINTED = """\
@@ -144,3 +146,18 @@ def test_variables_that_shape_speed_are_recorded_and_secrets_are_not(
     recorded = environment(num_hosts=1)["variables"]
     assert shaping.items() <= recorded.items()
     assert "hush" not in recorded.values()
+
+
+class Net(nn.Sequential): ...
+
+
+class Other(nn.Sequential):
+    """Of other source."""
+
+
+def test_a_sharded_model_has_the_code_of_the_model() -> None:
+    """fully_shard replaces the class of each unit; runs with and without it are compared."""
+    model = Net(nn.Linear(2, 2))
+    before = source_hash(model)
+    model.__class__ = type("FSDPNet", (FSDPModule, Net), {})
+    assert source_hash(model) == before != source_hash(Other(nn.Linear(2, 2)))

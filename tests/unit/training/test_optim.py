@@ -1,4 +1,4 @@
-"""Optimizers by path: their hyperparameters, what is refused, and what holds in each step."""
+"""Any optimizer: its settings, its learning rate over time, and whether it may update parts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.settings.config import load
-from lab.settings.errors import ConfigError
-from lab.training.optim import Optim, make_optim
+from lab.settings.config import ConfigError, load
+from lab.training.optim import Optim, Schedule, make_optim, require_piecewise
 
 MINE = "tests.support.optimizers"
 
@@ -209,3 +208,136 @@ def test_what_is_refused_is_named(name: str, settings: dict[str, Any], message: 
 def test_what_is_not_an_optimizer_is_named(target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         optim(target).optimizer(model())
+
+
+class TrustAll(torch.optim.SGD):
+    """Scales each step by the norm of all gradients together, as LAMB over all would."""
+
+    def step(self, closure: None = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        total = nn.utils.get_total_norm([g for g in gradients if g is not None])
+        for gradient in gradients:
+            if gradient is not None:
+                gradient /= total
+        super().step()
+
+
+class Counting(torch.optim.SGD):
+    """Decays its rate by its own count of steps, which it keeps for a whole group."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        super().step()
+
+
+class Failing(torch.optim.SGD):
+    """Wants all parameters at each step."""
+
+    def step(self, closure: None = None) -> None:
+        if len(self.param_groups[0]["params"]) < 2:
+            raise RuntimeError("where are the others?")
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        ("optim=sgd",),
+        ("optim=sgd", "optim.lr=0"),
+        ("optim=adamw", "optim.decay_vectors=false"),
+        ("optim=torch.optim.RMSprop",),
+        ("optim=torch.optim.Adafactor",),
+        ("optim=torch.optim.NAdam",),
+    ],
+)
+def test_optimizers_that_treat_each_parameter_by_itself(optim: tuple[str, ...]) -> None:
+    ours, state = convnet(), torch.get_rng_state()
+    require_piecewise(load(["strategy=priority", *optim]), ours, 32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("optim=tests.unit.training.test_optim.TrustAll",), "gives other weights"),
+        (("optim=tests.unit.training.test_optim.Counting",), "gives other weights"),
+        (("optim=tests.unit.training.test_optim.Failing",), "where are the others?"),
+        (("clip_grad_norm=1",), "clip_grad_norm=1.0: needs all gradients at once"),
+    ],
+)
+def test_others_are_refused_in_a_line(settings: tuple[str, ...], message: str) -> None:
+    lr = ("optim.lr=0.1",) if settings[0].startswith("optim") else ()
+    with pytest.raises(ConfigError) as refused:
+        require_piecewise(load(["strategy=priority", *settings, *lr]), convnet(), 32)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def rates(steps: int = 104, **settings: Any) -> list[float]:
+    schedule = Schedule(warmup_steps=4, **settings)
+    return [schedule.rate(0.1, step, total_steps=104) for step in range(steps + 1)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"schedule": "constant"}, {"schedule": "linear"}, {"schedule": "step", "step_every": 30}],
+)
+def test_warm_up_is_linear_and_ends_at_the_peak(settings: dict[str, Any]) -> None:
+    assert rates(**settings)[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+
+
+def test_cosine_ends_at_zero_by_way_of_half() -> None:
+    assert [rates()[step] for step in (54, 104)] == pytest.approx([0.05, 0.0])
+
+
+def test_linear_falls_by_the_same_in_each_step() -> None:
+    fall = rates(schedule="linear")[4:]
+    assert [a - b for a, b in zip(fall, fall[1:], strict=False)] == pytest.approx(100 * [0.001])
+    assert fall[-1] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_final_share_is_the_rate_at_the_end(schedule: str) -> None:
+    course = rates(schedule=schedule, final_share=0.2)
+    assert course[4] == pytest.approx(0.1)
+    assert course[54] == pytest.approx(0.06)  # half of the way from 0.1 to 0.02
+    assert course[104] == pytest.approx(0.02)
+
+
+def test_step_multiplies_every_so_many_steps_of_the_run() -> None:
+    course = rates(schedule="step", step_every=30, step_factor=0.5)
+    assert [course[step] for step in (29, 30, 59, 60, 100)] == [0.1, 0.05, 0.05, 0.025, 0.0125]
+
+
+def test_constant_stays_and_linear_scaling_multiplies_the_peak() -> None:
+    assert set(rates(schedule="constant")[4:]) == {0.1}
+    assert Schedule(linear_scaling=True).peak(0.1, batch_size=512) == pytest.approx(0.4)
+    assert Schedule().peak(0.1, batch_size=512) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "poly"}, "schedule=poly: allowed are constant, cosine, linear, step"),
+        ({"base_batch_size": 0}, "base_batch_size=0: must be an integer of at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1: must be an integer of at least 0"),
+        ({"warmup_steps": True}, "warmup_steps=True: must be an integer"),
+        ({"linear_scaling": 1}, "linear_scaling=1: must be true or false"),
+        ({"final_share": 1.5}, "final_share=1.5: must be a number from 0 to 1"),
+        ({"step_factor": float("nan")}, "step_factor=nan: must be a number from 0 to 1"),
+        ({"schedule": "step"}, "step_every=null: must be an integer of at least 1"),
+        ({"step_every": 30}, "step_every=30: needs optim.schedule=step"),
+        (
+            {"schedule": "constant", "final_share": 0.1},
+            "final_share=0.1: needs optim.schedule=cosine or linear",
+        ),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"optim.{message}"):
+        Schedule(**settings)

@@ -1,11 +1,13 @@
-"""Warm-up ends when step time is steady."""
+"""Warm-up until steps are steady, and the gradient noise scale."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 
-from lab.measure.statistics import FIRST, warmup_of
+from lab.measure.statistics import FIRST, noise_scale, warmup_of
 
 
 def steps(slow: int, count: int = 200, seed: int = 0) -> np.ndarray:
@@ -58,3 +60,29 @@ def test_steps_in_which_an_exchange_tried_others_are_warm_up() -> None:
     assert warmup_of(steps(0), None, trials=52).num_steps >= 52
     found = warmup_of(steps(0, count=20), 10, trials=20)
     assert (found.num_steps, found.reason) == (20, "the exchange tried others in the first 20")
+
+
+DIMENSIONS, STEPS = 400, 300
+
+
+def norms(spread: float, batch: int, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw squared norms of rank and mean gradients; the true gradient has norm 1."""
+    chance = np.random.default_rng(0)
+    true = np.full(DIMENSIONS, 1 / math.sqrt(DIMENSIONS))
+    deviation = math.sqrt(spread / DIMENSIONS / batch)
+    drawn = true + deviation * chance.standard_normal((STEPS, ranks, DIMENSIONS))
+    small = (drawn**2).sum(axis=2).mean(axis=1)
+    return small, (drawn.mean(axis=1) ** 2).sum(axis=1)
+
+
+@pytest.mark.parametrize(("spread", "batch", "ranks"), [(50, 16, 2), (500, 64, 4), (5, 8, 8)])
+def test_known_noise_is_found(spread: float, batch: int, ranks: int) -> None:
+    found = noise_scale(*norms(spread, batch, ranks), (batch, batch * ranks))
+    assert found.lo < spread < found.hi
+    assert found.mid == pytest.approx(spread, rel=0.1)
+
+
+def test_too_few_steps_or_noise_alone_say_nothing() -> None:
+    small, big = norms(50, 16, 2)
+    assert math.isnan(noise_scale(small[:2], big[:2], (16, 32)).mid)
+    assert math.isnan(noise_scale(2 * big, big, (16, 32)).mid)
