@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from lab.advice.advise import advised
 from lab.advice.request import SETTINGS, read
-from lab.advice.view import text
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, show
 from lab.study.grid import SWEEP_SETTINGS
@@ -42,6 +40,9 @@ def _advise(line: CommandLine, command: str) -> int:
     if line.shows_settings:
         show(cell.config for cell in advice.prediction.cells)
         return 0
+    from lab.advice.advise import advised  # imports numpy
+    from lab.advice.view import text
+
     result = {"command": command, **advised(advice)}
     print(text(result))
     if advice.prediction.out:

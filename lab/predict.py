@@ -7,7 +7,6 @@ import sys
 
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, show
-from lab.simulate.grid import predicted
 from lab.simulate.request import SETTINGS, read
 from lab.study.grid import SWEEP_SETTINGS
 
@@ -45,11 +44,12 @@ def _predict(line: CommandLine, command: str) -> int:
     if line.shows_settings:
         show(cell.config for cell in request.cells)
         return 0
+    # Imported here: a wrong setting is answered before numpy, pandas and matplotlib load.
+    from lab.simulate import view
+    from lab.simulate.grid import predicted
+
     result, spans = predicted(request)
     result = {"command": command, **result}
-    # Imported here: a wrong setting is answered before pandas and matplotlib load.
-    from lab.simulate import view
-
     print(view.table(result))
     written = view.write(request.out, result) if request.out else []
     written += view.write_timeline(request.trace, result, spans) if request.trace else []

@@ -19,10 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.files import choices_of, read_file, standing_here
+from lab.settings.files import conf_dir, standing_here
 from lab.settings.sources import note_sources, source_hashes
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+TARGET = re.compile(r"^_target_: *(\S+)", re.MULTILINE)
 # Where the lab's own choices of a group are. A file of settings may name these, and none of the
 # lab's functions besides, some of which run commands.
 OWN = {
@@ -88,7 +89,8 @@ def check_choices(
                 _tell(group, path)
     for group, names in offered.items():
         path = str(config[group].get("_target_", ""))
-        if path and not path.startswith("lab."):
+        # What the lab chooses is not imported: torch takes two seconds.
+        if path and not path.startswith("lab.") and path not in _chosen(group):
             function = callable_at(path, f"{group}={path}")
             if group != "optim":  # its settings are the optimizer's and the schedule's
                 own = [str(key) for key in config[group] if not str(key).startswith("_")]
@@ -110,16 +112,16 @@ def targets(value: Any) -> Iterator[str]:
 
 
 @cache
-def _codecs() -> frozenset[str]:
-    """Return the lab's codecs, which an exchange may have."""
-    choices = choices_of("codec")
-    return frozenset(str(read_file("codec", choice)["_target_"]) for choice in choices)
+def _chosen(group: str) -> frozenset[str]:
+    """Return the callables that the lab's own choices of a group name."""
+    files = (conf_dir() / group).glob("*.yaml")
+    return frozenset(found for file in files for found in TARGET.findall(file.read_text()))
 
 
 def _check_target(group: str, path: str, may_be_own: bool) -> None:
     """Refuse what no choice of a group is: the lab's other functions, or code where none may be."""
     is_labs = path.startswith("lab.")
-    if group == "exchange" and path in _codecs():
+    if group == "exchange" and path in _chosen("codec"):
         return
     if (is_labs and (not path.startswith(OWN[group]) or "._" in path)) or not (
         is_labs or may_be_own
