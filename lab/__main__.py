@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lab import __version__
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
 
 COMMAND = Command("lab", "List the commands.", ("python -m lab", "python -m lab.train --help"))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer, show
-from lab.simulate.request import SETTINGS, read
-from lab.study.grid import SWEEP_SETTINGS
+from lab.settings.command import Command, CommandLine, answer, show
+from lab.simulate.request import OwnSettings, read
+from lab.study.grid import WORLD_SIZE
 
 COMMAND = Command(
     "lab.predict",
@@ -28,8 +27,9 @@ profile.KEY=... change single figures. With neither, the profile is alexnet_tita
         "python -m lab.predict study=kim2017 hardware=emulated_1gbit fit=runs/kim2017",
         "python -m lab.predict strategy=overlap world_size=4 batch_size=512 trace=step.json",
     ),
-    SETTINGS | {"world_size": SWEEP_SETTINGS["world_size"]},
+    OwnSettings,
     runs=True,
+    grid=(WORLD_SIZE,),
 )
 
 

@@ -93,7 +93,6 @@ def wilson(count: int, total: int, level: float = LEVEL) -> dict[str, float | No
     """
     if total == 0:
         return {"median": None, "low": None, "high": None}
-    from scipy.special import ndtri  # takes a third of a second to import
 
     z, share = float(ndtri((1 + level) / 2)), count / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
@@ -103,7 +102,6 @@ def wilson(count: int, total: int, level: float = LEVEL) -> dict[str, float | No
 
 def quantile(degrees_of_freedom: int, level: float = LEVEL) -> float:
     """Return how many standard errors lie between the middle and an end of a t interval."""
-    from scipy.special import stdtrit  # takes a third of a second to import
 
     return float(stdtrit(degrees_of_freedom, (1 + level) / 2))
 

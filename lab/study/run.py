@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.cluster import sandbox
-from lab.settings.command import CommandLine
-from lab.settings.command_line import show
+from lab.settings.command import CommandLine, show
 from lab.settings.errors import ConfigError
 from lab.settings.names import root_of
 from lab.settings.whole import open_lock

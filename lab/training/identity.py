@@ -19,8 +19,8 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, worded
 from lab.settings.config import ConfigError
 from lab.settings.names import class_name, resolved, run_name, variant
+from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept, kept_words
-from lab.settings.sources import fingerprint
 from lab.training.assemble import compiled_as, global_batch_size
 
 

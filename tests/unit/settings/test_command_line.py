@@ -12,12 +12,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lab import explain, plot, sweep, train, verify
-from lab.settings.command import Command
-from lab.settings.command_line import read
+from lab.settings.command import Command, read
 from lab.settings.config import ConfigError, load
+from lab.settings.fields import file_to_write, own_settings, split
 from lab.settings.files import choices_of, conf_dir
 from lab.settings.names import run_name, variant
-from lab.settings.overrides import file_to_write, own_choices, split
+from lab.settings.overrides import own_choices
 from lab.study import grid
 
 MINE = """\
@@ -75,7 +75,7 @@ def test_a_folder_of_ones_own_choices_is_searched(
     assert (config.strategy, config.bucket_mb, config.config_dir) == ("mine", 3, str(folder))
     assert load(["strategy=tree", *line.settings[:1]]).strategy == "tree"
     assert train.main([*words, "--help"]) == 0
-    assert "layerwise, local_sgd, mine, muon, none" in capsys.readouterr().out
+    assert "\n    mine\n" in capsys.readouterr().out
     assert "config_dir" not in str(variant(line.settings))
     assert run_name(line.settings, "mine", 2) == "mine-n2"
 
@@ -147,7 +147,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
         ("cell=figures", "cell='figures': names a directory under runs_dir; allowed are"),
         ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
-        (f"steps={10**20}", f"steps={10**20}: must be at most 9.0072e+15"),
+        (f"steps={10**20}", f"steps={10**20}: must be an integer from 1 to 9.00719925474099e+15"),
         (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}…: is nested too deep"),
     ],
 )
@@ -174,7 +174,7 @@ def test_wrong_words_are_answered_in_a_line(
     command: Command, arguments: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        command.texts(read(command, arguments).settings)
+        own_settings(command.settings, read(command, arguments).settings)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
