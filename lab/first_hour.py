@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 def _run(settings: Settings, command: str) -> int:
     found = query()
     machine, path = machine_of(found, settings.out)
-    items = chosen(checklist(machine), settings.items and [*settings.items])
+    items = chosen(checklist(machine), [*settings.items] if settings.items else None)
     try:
         machine.folder.mkdir(parents=True, exist_ok=True)
         write_json(machine.folder / "hardware.json", found)

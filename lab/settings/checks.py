@@ -30,16 +30,16 @@ class Limits:
         return lower and upper
 
     def __str__(self) -> str:
-        """Return " of at least 1", " from 0 to below 1", " above 0"; empty if there is no end."""
-        low = self.at_least if self.above is None else self.above
-        high = self.at_most if self.below is None else self.below
-        begin = "" if low is None else f"{'above' if self.at_least is None else 'from'} {low:.15g}"
-        end = "" if high is None else f"{'below ' if self.at_most is None else ''}{high:.15g}"
-        if not end:
-            return f" {begin}".replace("from", "of at least") if begin else ""
-        if not begin:
-            return f" {end}" if self.at_most is None else f" of at most {end}"
-        return f" {begin} to {end}"
+        """Return " of at least 1", " from 0 to below 1", " above 0 and at most 1"; "" without ends."""
+        low, high = self.at_least, self.at_most
+        if self.above is not None:
+            ends = {"above": self.above, "at most": high, "below": self.below}
+            words = [f"{word} {end:.16g}" for word, end in ends.items() if end is not None]
+            return f" {' and '.join(words)}"
+        if high is None and self.below is None:
+            return "" if low is None else f" of at least {low:.16g}"
+        end = f"{high:.16g}" if self.below is None else f"below {self.below:.16g}"
+        return f" of at most {end}" if low is None else f" from {low:.16g} to {end}"
 
 
 def whole(
@@ -60,9 +60,10 @@ def number(
     key: str,
     value: object,
     at_least: float | None = None,
+    at_most: float | None = None,
+    *,
     above: float | None = None,
     below: float | None = None,
-    at_most: float | None = None,
 ) -> float:
     """Return a finite number.
 

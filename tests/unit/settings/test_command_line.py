@@ -147,7 +147,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
         ("cell=figures", "cell='figures': names a directory under runs_dir; allowed are"),
         ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
-        (f"steps={10**20}", f"steps={10**20}: must be an integer from 1 to 9.00719925474099e+15"),
+        (f"steps={10**20}", f"steps={10**20}: must be an integer from 1 to 9007199254740992"),
         (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}…: is nested too deep"),
     ],
 )
