@@ -30,7 +30,7 @@ class Limits:
         return lower and upper
 
     def __str__(self) -> str:
-        """Return " of at least 1", " from 0 to below 1", " above 0 and at most 1"; "" without ends."""
+        """Return " of at least 1", " from 0 to below 1" or " above 0 and at most 1", or nothing."""
         low, high = self.at_least, self.at_most
         if self.above is not None:
             ends = {"above": self.above, "at most": high, "below": self.below}
