@@ -1,42 +1,64 @@
-"""The list of commands: `python -m lab`."""
+"""All commands: `lab` lists them and `lab train` is `python -m lab.train`."""
 
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lab import __version__
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
 
-COMMAND = Command("lab", "List the commands.", ("python -m lab", "python -m lab.train --help"))
+COMMAND = Command(
+    "lab",
+    "List the commands; lab NAME runs one, as python -m lab.NAME does.",
+    ("python -m lab", "python -m lab train --help"),
+)
 
 
-def main(arguments: list[str]) -> int:
-    """Print a line for each command; the exit code is 2 for any argument but --help."""
-    return answer(COMMAND, arguments, _list)
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that the first word names, or print a line for each.
+
+    Args:
+        arguments: the words; None: of this process, as of the script `lab`.
+
+    Returns:
+        0; 2 for a word that names no command. A command that runs ends the process itself.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and (name := f"lab.{words[0]}") in _modules():
+        sys.argv = [name, *words[1:]]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    lists = {"-h", "--help"} & {*words}
+    purpose = f"{COMMAND.purpose}\n\n{_listing()}" if lists else COMMAND.purpose
+    return answer(replace(COMMAND, purpose=purpose), words, _list)
 
 
 def _list(line: CommandLine) -> int:
     if line.settings:
-        raise ConfigError(f"{line.settings[0]}: takes none; a command is python -m lab.NAME")
+        named = ", ".join(name.removeprefix("lab.") for name in _modules())
+        raise ConfigError(f"{line.settings[0]}: is no command; these are {named}")
     print(f"scaling-lab {__version__}; python -m COMMAND --help tells more\n")
-    for command in sorted(_commands(), key=lambda each: each.name):
-        print(f"  {command.name:<20} {_sentence(command.purpose)}")
-    print('\nin a program of your own: "import lab", see docs/your_own.md')
+    print(f'{_listing()}\n\nin a program of your own: "import lab", see docs/your_own.md')
     return 0
 
 
-def _commands() -> Iterator[Command]:
-    """Yield the command of each door, and of each room that is one."""
+def _listing() -> str:
+    modules = (importlib.import_module(module) for module in _modules().values())
+    commands: Iterator[Command] = (module.COMMAND for module in modules)
+    return "\n".join(f"  {each.name:<20} {_sentence(each.purpose)}" for each in commands)
+
+
+def _modules() -> dict[str, str]:
+    """Return the module of each command: of each door, and of each room that is one."""
     folder = Path(__file__).parent
-    files = [*folder.glob("*.py"), *folder.glob("*/__main__.py")]
-    for path in (file for file in files if file.parent != folder or file.stem[0] != "_"):
-        parts = path.relative_to(folder.parent).with_suffix("").parts
-        yield importlib.import_module(".".join(parts)).COMMAND
+    doors = {f"lab.{path.stem}" for path in folder.glob("*.py") if path.stem[0] != "_"}
+    rooms = {f"lab.{path.parent.name}" for path in folder.glob("*/__main__.py")}
+    return {name: name if name in doors else f"{name}.__main__" for name in sorted(doors | rooms)}
 
 
 def _sentence(purpose: str) -> str:
@@ -45,4 +67,4 @@ def _sentence(purpose: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

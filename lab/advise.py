@@ -5,12 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 
-from lab.advice.advise import advised
-from lab.advice.request import SETTINGS, read
-from lab.advice.view import text
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer, show
-from lab.study.grid import SWEEP_SETTINGS
+from lab.advice.request import OF_PREDICTION, OwnSettings, read
+from lab.settings.command import Command, CommandLine, answer, show
+from lab.study.grid import WORLD_SIZE
 
 COMMAND = Command(
     "lab.advise",
@@ -26,8 +23,9 @@ cost model that fit the other settings, and ranks up to the hardware's size.""",
         "python -m lab.advise hardware=eth10g target=cost price_per_hour=12 price_of=node",
         "python -m lab.advise study=links fit=runs/links hardware=emulated_1gbit world_size=4",
     ),
-    SETTINGS | {"world_size": SWEEP_SETTINGS["world_size"]},
+    OwnSettings,
     runs=True,
+    grid=(*OF_PREDICTION.values(), WORLD_SIZE),
 )
 
 
@@ -42,6 +40,9 @@ def _advise(line: CommandLine, command: str) -> int:
     if line.shows_settings:
         show(cell.config for cell in advice.prediction.cells)
         return 0
+    from lab.advice.advise import advised  # imports numpy
+    from lab.advice.view import text
+
     result = {"command": command, **advised(advice)}
     print(text(result))
     if advice.prediction.out:

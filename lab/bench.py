@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from lab.benchmarks.catalogue import BENCHES, OWN
+from lab.benchmarks.catalogue import BENCHES, OwnSettings
 from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, measure, was_asked
 from lab.benchmarks.request import read
 from lab.distributed.launcher import let_first_rank_report, run_as_process
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer, report_error, show
+from lab.settings.command import Command, CommandLine, answer, report_error, show
 from lab.settings.errors import ConfigError
 
 COMMAND = Command(
@@ -26,7 +25,7 @@ Compared are the values of the one setting with a list, or sets of settings: a='
         "python -m lab.bench footprint model=lenet optim=sgd,adamw memory_gb=12",
         "torchrun --nproc-per-node 2 -m lab.bench step strategy=onebit,bf16 model=alexnet_small",
     ),
-    OWN,
+    OwnSettings,
     word="|".join(BENCHES),
     runs=True,
 )

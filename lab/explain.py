@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
-from lab.settings.overrides import file_to_write
+from lab.settings.fields import file_setting, own_settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of lab.explain."""
+
+    out: Path | None = file_setting(
+        "FILE.txt or FILE.md for the text; null: no file", ".txt", ".md"
+    )
+
 
 COMMAND = Command(
     "lab.explain",
@@ -20,7 +30,7 @@ Rules and thresholds: lab/diagnosis/rules.py and docs/measuring.md.""",
         "python -m lab.explain runs/demo",
         "python -m lab.explain runs/demo out=why.txt",
     ),
-    {"out": ("null", "FILE.txt or FILE.md for the text; null: printed alone")},
+    Settings,
     word="STUDY[/CELL]",
 )
 
@@ -35,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _explain(line: CommandLine) -> int:
-    out = file_to_write("out", COMMAND.texts(line.settings)["out"], ".txt", ".md")
+    out = own_settings(Settings, line.settings).out
     try:
         text = _explanation(Path(line.word))
     except (ValueError, OSError) as error:

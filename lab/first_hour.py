@@ -11,10 +11,11 @@ from lab.checklist.figures import Results
 from lab.checklist.item import checklist
 from lab.checklist.machine import machine_of, query
 from lab.checklist.process import run
-from lab.checklist.settings import COMMAND, Settings, read
+from lab.checklist.settings import COMMAND, Settings
 from lab.record.files import write_json
-from lab.settings.command_line import answer
+from lab.settings.command import answer
 from lab.settings.errors import ConfigError
+from lab.settings.fields import own_settings
 
 
 def main(arguments: list[str]) -> int:
@@ -25,13 +26,15 @@ def main(arguments: list[str]) -> int:
         GPU; 130 after Ctrl-C.
     """
     command = shlex.join(["python", "-m", COMMAND.name, *arguments])
-    return answer(COMMAND, arguments, lambda line: _run(read(line.settings), command))
+    return answer(
+        COMMAND, arguments, lambda line: _run(own_settings(Settings, line.settings), command)
+    )
 
 
 def _run(settings: Settings, command: str) -> int:
     found = query()
     machine, path = machine_of(found, settings.out)
-    items = chosen(checklist(machine), settings.items)
+    items = chosen(checklist(machine), [*settings.items] if settings.items else None)
     try:
         machine.folder.mkdir(parents=True, exist_ok=True)
         write_json(machine.folder / "hardware.json", found)

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
-from lab.settings.texts import listed, number, truth
+from lab.settings.fields import own_settings, setting
 
-FORMATS = ("png", "svg", "pdf")
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of lab.plot."""
+
+    out: Path | None = setting(None, "folder to write to; null: STUDY/figures, of several A+B")
+    format: tuple[str, ...] = setting(("png", "svg"), "formats, a list", ("png", "svg", "pdf"))
+    only: tuple[str, ...] | None = setting(
+        None, "figures, by their names or how these begin, a list; null: all"
+    )
+    width_in: float | None = setting(
+        None, "width, as of a paper's column; null: as contents need", unit="inches", at_least=2
+    )
+    title: bool = setting(True, "false: print title and footer as a caption instead")
+    baseline: str | None = setting(
+        None, "strategy whose 1-rank runs speedup refers to; null: none, or each series' own"
+    )
+    target: float | None = setting(
+        None, "value of the metric: print the time to reach it (needs eval_every=...)"
+    )
+
+
 COMMAND = Command(
     "lab.plot",
     """\
@@ -26,22 +47,7 @@ cell) too. Several studies, as of several machines, are shown as one.""",
         "python -m lab.plot machine1/runs/demo machine2/runs/demo out=both",
         "python -m lab.plot runs/demo target=0.9            time to 90 % accuracy",
     ),
-    {
-        "out": ("null", "folder to write to; null: STUDY/figures, or of several studies A+B"),
-        "format": ("png,svg", f"a list of {', '.join(FORMATS)}"),
-        "only": ("null", "a list of figures, by their names or how these begin; null: all"),
-        "width_in": ("null", "width in inches, as of a paper's column; null: as contents need"),
-        "title": ("true", "false: print title and footer as a caption instead"),
-        "baseline": (
-            "null",
-            "strategy whose 1-rank runs are the baseline of speedup; null: none, or each series' "
-            "own if the study has no run of none",
-        ),
-        "target": (
-            "null",
-            "value of the metric: print the time to reach it (needs eval_every=...)",
-        ),
-    },
+    Settings,
     word="STUDY[/CELL]",
     several=True,
 )
@@ -53,20 +59,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _plot(line: CommandLine) -> int:
-    texts = COMMAND.texts(line.settings)
-    given = {key: text for key, text in texts.items() if text != "null"}
-    formats = listed("format", texts["format"], FORMATS)
-    width_in = number("width_in", given["width_in"], at_least=2) if "width_in" in given else None
-    target = number("target", given["target"]) if "target" in given else None
-    title = truth("title", texts["title"])
+    own = own_settings(Settings, line.settings)
     # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
     from lab.analysis.plot import Sink, report
     from lab.draw.page import Page
 
-    out = Path(given["out"]) if "out" in given else None
-    sink = Sink(out, formats, Page(width_in, title), listed("only", given.get("only", "")))
+    sink = Sink(own.out, own.format, Page(own.width_in, own.title), own.only or ())
     try:
-        report([Path(word) for word in line.words], sink, given.get("baseline"), target)
+        report([Path(word) for word in line.words], sink, own.baseline, own.target)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     return 0

@@ -5,11 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer, show
-from lab.simulate.grid import predicted
-from lab.simulate.request import SETTINGS, read
-from lab.study.grid import SWEEP_SETTINGS
+from lab.settings.command import Command, CommandLine, answer, show
+from lab.simulate.request import OwnSettings, read
+from lab.study.grid import WORLD_SIZE
 
 COMMAND = Command(
     "lab.predict",
@@ -29,8 +27,9 @@ profile.KEY=... change single figures. With neither, the profile is alexnet_tita
         "python -m lab.predict study=kim2017 hardware=emulated_1gbit fit=runs/kim2017",
         "python -m lab.predict strategy=overlap world_size=4 batch_size=512 trace=step.json",
     ),
-    SETTINGS | {"world_size": SWEEP_SETTINGS["world_size"]},
+    OwnSettings,
     runs=True,
+    grid=(WORLD_SIZE,),
 )
 
 
@@ -45,11 +44,12 @@ def _predict(line: CommandLine, command: str) -> int:
     if line.shows_settings:
         show(cell.config for cell in request.cells)
         return 0
+    # Imported here: a wrong setting is answered before numpy, pandas and matplotlib load.
+    from lab.simulate import view
+    from lab.simulate.grid import predicted
+
     result, spans = predicted(request)
     result = {"command": command, **result}
-    # Imported here: a wrong setting is answered before pandas and matplotlib load.
-    from lab.simulate import view
-
     print(view.table(result))
     written = view.write(request.out, result) if request.out else []
     written += view.write_timeline(request.trace, result, spans) if request.trace else []

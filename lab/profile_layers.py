@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from lab.benchmarks.profile_request import profile_file, read
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer, show
+from lab.settings.command import Command, CommandLine, answer, show
 from lab.settings.errors import ConfigError
-from lab.settings.overrides import split
+from lab.settings.fields import fields_of, parsed, setting, split
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of lab.profile_layers beside a run's."""
+
+    out: Path | None = setting(
+        "null",
+        "FILE.yaml for the profile, which profile=FILE.yaml opens",
+        parse=lambda _, text: profile_file(text),
+    )
+
 
 COMMAND = Command(
     "lab.profile_layers",
@@ -23,7 +36,7 @@ which is measured beside a quarter of it.""",
         "python -m lab.profile_layers model=alexnet data=synthetic 'data.shape=[3,224,224]' "
         "batch_size=256 precision=bf16",
     ),
-    {"out": ("null", "FILE.yaml for the profile, which profile=FILE.yaml opens")},
+    Settings,
     runs=True,
 )
 
@@ -38,8 +51,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _profile(line: CommandLine) -> int:
-    texts, settings = split(line.settings, COMMAND.settings)
-    out = profile_file(texts.get("out", "null"))
+    texts, settings = split(line.settings, fields_of(Settings))
+    out = parsed(Settings, texts).out
     configs = read(settings)
     if line.shows_settings:
         show(configs[:1])

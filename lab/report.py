@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
-from lab.settings.overrides import file_to_write
+from lab.settings.fields import file_setting, own_settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of lab.report."""
+
+    out: Path | None = file_setting("FILE.html; null: report.html of the first study", ".html")
+
 
 COMMAND = Command(
     "lab.report",
@@ -23,7 +31,7 @@ shows the differences. Results of lab.bench, FILE.json, are shown too.""",
         "python -m lab.report runs/before runs/after out=change.html",
         "python -m lab.report runs/demo layers.json",
     ),
-    {"out": ("null", "FILE.html; null: STUDY/report.html, in the folder of the first study")},
+    Settings,
     word="STUDY|FILE.json",
     several=True,
 )
@@ -36,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(line: CommandLine, command: str) -> int:
-    out = file_to_write("out", COMMAND.texts(line.settings)["out"], ".html")
+    out = own_settings(Settings, line.settings).out
     # Imported here: help and a wrong setting are answered before pandas and matplotlib load.
     from lab.web.command import parts_of
     from lab.web.page import render, write

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
+from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import read_file
-from lab.settings.overrides import config_dir_of, file_to_write
-from lab.simulate.request import DEFAULT_PROFILE
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of lab.score."""
+
+    hardware: str = setting("emulated_1gbit", "a file of conf/hardware: what the fit starts from")
+    profile: str = setting("alexnet_titanx", "a file of conf/profile, for cells of a real model")
+    config_dir: str | None = folder_setting("further hardware/ and profile/ files")
+    out: Path | None = file_setting("FILE.md for the page; its figure goes to FILE.png", ".md")
+
 
 COMMAND = Command(
     "lab.score",
@@ -23,12 +33,7 @@ that follows from them is scored where several strategies were measured alike.""
         "python -m lab.score runs/links                        scores, by links and by strategy",
         "python -m lab.score runs/links out=links.md           and every cell, with a figure",
     ),
-    {
-        "hardware": ("emulated_1gbit", "a file of conf/hardware: what the fit starts from"),
-        "profile": (DEFAULT_PROFILE, "a file of conf/profile, for cells of a real model"),
-        "config_dir": ("null", "folder of further hardware/ and profile/ files"),
-        "out": ("null", "FILE.md for the page; its figure goes to FILE.png"),
-    },
+    Settings,
     word="runs/STUDY",
 )
 
@@ -40,11 +45,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _score(line: CommandLine, command: str) -> int:
-    texts = COMMAND.texts(line.settings)
-    out = file_to_write("out", texts["out"], ".md")
-    folder = config_dir_of(line.settings)
-    profile = read_file("profile", texts["profile"], folder)
-    hardware = read_file("hardware", texts["hardware"], folder)
+    own = own_settings(Settings, line.settings)
+    out = own.out
+    profile = read_file("profile", own.profile, own.config_dir)
+    hardware = read_file("hardware", own.hardware, own.config_dir)
     # Imported here: a wrong setting is answered before pandas and matplotlib load.
     from lab.advice import map_view
     from lab.advice import score as advice

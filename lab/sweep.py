@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from lab.settings.command import Command
-from lab.settings.command_line import answer
-from lab.study.grid import SWEEP_SETTINGS
+from lab.settings.command import Command, answer
+from lab.study.grid import SweepSettings
 from lab.study.run import sweep
 from lab.web.live import served
 
@@ -20,7 +19,7 @@ COMMAND = Command(
         "python -m lab.sweep study=buckets strategy=overlap world_size=2 bucket_mb=1,4,25 steps=60",
         "SBATCH_GPUS_PER_TASK=1 python -m lab.sweep launcher=slurm study=demo world_size=1,2,4,8",
     ),
-    SWEEP_SETTINGS,
+    SweepSettings,
     runs=True,
     sweeps=True,
 )

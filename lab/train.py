@@ -6,8 +6,7 @@ from lab.cluster import sandbox
 from lab.cluster.settings import cluster_of, num_launched
 from lab.cluster.straggler import straggler_of
 from lab.distributed import launcher
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer, report_error, show
+from lab.settings.command import Command, CommandLine, answer, report_error, show
 from lab.settings.config import ConfigError, check_batch, load
 from lab.settings.errors import SharedError
 from lab.settings.streams import output_as_messages

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer
+from lab.settings.command import Command, CommandLine, answer
 from lab.settings.errors import ConfigError
+from lab.settings.fields import file_setting, folder_setting, own_settings, setting
 from lab.settings.files import choices_of
-from lab.settings.overrides import config_dir_of, file_to_write
 
 ALL = "all"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of lab.verify."""
+
+    runs: Path | None = setting(None, "the measured cells' study; with all, a folder of studies")
+    benches: Path | None = setting(None, "results of lab.bench, for claims about one device")
+    out: Path | None = file_setting("FILE.md for the page; figures go into the folder FILE", ".md")
+    config_dir: str | None = folder_setting("further claims/, hardware/ and profile/ files")
+
+
 COMMAND = Command(
     "lab.verify",
     "Check a paper's claims against counts, predictions, and what measured them.",
@@ -24,12 +36,7 @@ COMMAND = Command(
         "python -m lab.verify kim2017 runs=runs/kim2017 out=page.md     all cells, and figures",
         "python -m lab.verify zhao2016 benches=results         one device: results of lab.bench",
     ),
-    {
-        "runs": ("null", "study folder with the measured cells; with all, a folder of studies"),
-        "benches": ("null", "folder with results of lab.bench, for claims about one device"),
-        "out": ("null", "FILE.md for the page; figures go into the folder FILE"),
-        "config_dir": ("null", "folder of further claims/, hardware/ and profile/ files"),
-    },
+    Settings,
     word="|".join([*choices_of("claims"), "FILE.yaml", ALL]),
 )
 
@@ -46,12 +53,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _verify(line: CommandLine, command: str) -> int:
-    texts = COMMAND.texts(line.settings)
-    runs, benches = (
-        None if texts[key] == "null" else Path(texts[key]) for key in ("runs", "benches")
-    )
-    out = file_to_write("out", texts["out"], ".md")
-    folder = config_dir_of(line.settings)
+    own = own_settings(Settings, line.settings)
+    runs, benches, out, folder = own.runs, own.benches, own.out, own.config_dir
     if out and line.word == ALL:
         raise ConfigError(f"out={out}: a page is about one paper, not {ALL}")
     from lab.claims import page

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lab.advice.target import Target, check_duration
-from lab.advice.target import read as read_target
+from lab.advice.target import UNITS, Target, check_duration
 from lab.settings.errors import ConfigError
+from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, read_file
-from lab.settings.overrides import config_dir_of, split
+from lab.settings.overrides import config_dir_of
 from lab.simulate import request as prediction
 from lab.simulate.hardware import Hardware
 from lab.simulate.network import Network
@@ -20,23 +20,37 @@ from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 from lab.sync.pattern import class_of
 
-OF_PREDICTION = {key: text for key, text in prediction.SETTINGS.items() if key != "trace"}
-OWN = {
-    "target": (
-        "throughput",
-        "what is best: throughput, hours, 'efficiency>=0.8' (throughput with at least that), cost",
-    ),
-    "samples": ("null", "number of samples of one epoch; epochs=... says how many epochs"),
-    "price_per_hour": ("null", "price of a device, or of a node if price_of=node"),
-    "price_of": ("device", "what has that price (device | node)"),
-    "knee": ("1.5", "throughput gain of twice as many ranks, below which they do not pay"),
-    "top": ("5", "how many strategies to list of either kind"),
-}
-SETTINGS = OWN | OF_PREDICTION
+# Settings of lab.predict that advice takes too.
+OF_PREDICTION = fields_of(prediction.OwnSettings)
+del OF_PREDICTION["trace"]
 ESTIMATED_BATCH = 64  # samples of a rank
 MOST_NODES = 8  # of hardware whose nodes are linked, unless world_size= says otherwise
 # Emulate frameworks of 2016, which nobody would choose today unless named.
 FRAMEWORKS = ("RootUpdate", "DoubleBuffer")
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """The settings of lab.advise beside those of lab.predict."""
+
+    target: str = setting(
+        "throughput",
+        "what is best: throughput, hours, 'efficiency>=0.8' (throughput with that), cost",
+    )
+    samples: float | None = setting(
+        None, "number of samples of one epoch; epochs=... says how many epochs", above=0
+    )
+    price_per_hour: float | None = setting(
+        None, "price of a device, or of a node if price_of=node", above=0
+    )
+    price_of: str = setting("device", "what has that price", UNITS)
+    knee: float = setting(
+        1.5,
+        "throughput gain of twice as many ranks, below which they do not pay",
+        at_least=1,
+        at_most=2,
+    )
+    top: int = setting(5, "how many strategies to list of either kind", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Advice:
 
     Attributes:
         prediction: the cells to choose from, their profiles and hardware.
-        knee, top: see OWN.
+        knee, top: see OwnSettings.
     """
 
     prediction: Request
@@ -64,35 +78,18 @@ def read(arguments: Sequence[str]) -> Advice:
     Raises:
         ConfigError: a setting is wrong.
     """
-    texts, run = split(arguments, OWN)
-    texts = {key: default for key, (default, _) in OWN.items()} | texts
+    texts, run = split(arguments, fields_of(OwnSettings))
     for argument in run:
         if argument.startswith("trace="):
             raise ConfigError(f"{argument}: lab.predict writes the timeline of one cell")
-    target = read_target(texts)
-    knee, top = _knee(texts["knee"]), _top(texts["top"])
+    own = parsed(OwnSettings, texts)
+    target = Target.of(own.target, own.samples, own.price_per_hour, own.price_of)
     request = _with_grid(run)
     if "strategy" not in _texts(run):
         request = _of_dividing(request)
     for cell in request.cells:
         check_duration(target, cell.config.epochs, cell.config.steps)
-    return Advice(request, target, knee, top)
-
-
-def _knee(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= 2:
-        raise ConfigError(f"knee={text}: must be a number from 1 to 2")
-    return value
-
-
-def _top(text: str) -> int:
-    if not _is_count(text):
-        raise ConfigError(f"top={text}: must be an integer of at least 1")
-    return int(text)
+    return Advice(request, target, own.knee, own.top)
 
 
 def _with_grid(run: list[str]) -> Request:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lab.settings.errors import ConfigError
@@ -32,6 +31,19 @@ class Target:
     price_per_hour: float | None = None
     unit: str = "device"
 
+    @classmethod
+    def of(
+        cls, text: str, samples: float | None, price_per_hour: float | None, unit: str
+    ) -> Target:
+        """Read a target as it is typed.
+
+        Raises:
+            ConfigError: there is none of that name, or it is cost without a price.
+        """
+        if text == "cost" and price_per_hour is None:
+            raise ConfigError("target=cost: needs price_per_hour=, of a device (or price_of=node)")
+        return cls(text, _least(text), samples, price_per_hour, unit)
+
     def units(self, world_size: int, ranks_per_node: int) -> int:
         """Return how many devices or nodes are paid for."""
         return world_size if self.unit == "device" else math.ceil(world_size / ranks_per_node)
@@ -53,22 +65,6 @@ class Target:
         return None if total is None else total * seconds_per_sample / SECONDS
 
 
-def read(texts: Mapping[str, str]) -> Target:
-    """Read `target`, `samples`, `price_per_hour` and `price_of`.
-
-    Raises:
-        ConfigError: a value that is not allowed, or cost without a price.
-    """
-    text, unit = texts["target"], texts["price_of"]
-    samples = _positive("samples", texts["samples"])
-    price = _positive("price_per_hour", texts["price_per_hour"])
-    if unit not in UNITS:
-        raise ConfigError(f"price_of={unit}: allowed are {', '.join(UNITS)}")
-    if text == "cost" and price is None:
-        raise ConfigError("target=cost: needs price_per_hour=, of a device (or price_of=node)")
-    return Target(text, _least(text), samples, price, unit)
-
-
 def check_duration(target: Target, epochs: float | None, steps: int | None) -> None:
     """Refuse hours of a training of unknown length.
 
@@ -83,7 +79,10 @@ def check_duration(target: Target, epochs: float | None, steps: int | None) -> N
 def _least(text: str) -> float:
     bound = BOUND.fullmatch(text)
     if bound:
-        share = _number(bound[1])
+        try:
+            share = float(bound[1])
+        except ValueError:
+            share = math.nan
         if not 0 < share <= 1:
             raise ConfigError(f"target={text}: the efficiency must be above 0 and at most 1")
         return share
@@ -94,20 +93,3 @@ def _least(text: str) -> float:
     if text not in ("throughput", "hours", "cost"):
         raise ConfigError(f"target={text}: allowed are {ALLOWED}")
     return 0.0
-
-
-def _positive(key: str, text: str) -> float | None:
-    if text == "null":
-        return None
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{key}={text}: must be a number above 0")
-    return value
-
-
-def _number(text: str) -> float:
-    """Parse a number; NaN, which no range holds, if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from lab.analysis.records import Cell
 from lab.analysis.series import CONTEXT
 from lab.draw.looks import order
-from lab.settings.alone import adds_nothing, idle_groups
-from lab.settings.names import root_of
+from lab.settings.names import adds_nothing, idle_groups, root_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def own_baseline(points: list[Point], point: Point) -> Point | None:
 def shared_baseline(points: list[Point], point: Point, strategy: str | None = None) -> Point | None:
     """Find a measured one-rank point that computes what `point`'s strategy does on one rank.
 
-    There settings of exchange and buckets change nothing (lab.settings.alone). None if its
+    There settings of exchange and buckets change nothing (lab.settings.names). None if its
     strategy does something of its own even there.
 
     Args:

@@ -3,45 +3,119 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+
+from lab.settings.errors import ConfigError
+from lab.settings.fields import file_setting, setting
 
 NUM_RANKS = 2  # the default
 NUM_VALUES = {
     "cpu": 25_000_000,
     "cuda": 400_000_000,
 }  # larger than the caches, which are large on GPUs
-OWN = {
-    "out": ("null", "FILE.json for the result; its figure is written next to it"),
-    "world_size": (
-        "null",
+# Larger units first; of a pair, the one that has powers of two. IEC 80000-13.
+UNITS = {
+    "GiB": 2**30,
+    "GB": 10**9,
+    "MiB": 2**20,
+    "MB": 10**6,
+    "KiB": 2**10,
+    "kB": 10**3,
+    "B": 1,
+}
+BYTES = {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
+VALUE_BYTES = 4  # everything that is measured is float32
+
+
+def sizes_in_bytes(key: str, text: str) -> list[int]:
+    """Parse `[4KiB,1MB]`, in upper or lower case, into bytes, in the order given.
+
+    Raises:
+        ConfigError: one of them is not a whole number of float32 values.
+    """
+    sizes = []
+    for word in text.strip("[]").split(","):
+        match = re.fullmatch(r"(\d+)([a-z]+)", word.strip().lower())
+        size = int(match[1]) * BYTES.get(match[2], 0) if match else 0
+        if size == 0 or size % VALUE_BYTES:
+            raise ConfigError(
+                f"{key}={text}: {word.strip()!r} is not a size; allowed are whole float32 values "
+                "in KiB, MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B, as in [4KiB,1MiB]"
+            )
+        sizes.append(size)
+    return sizes
+
+
+def size_name(size: int) -> str:
+    """Write a number of bytes in the largest unit that leaves no fraction: 64 KiB, 1 MB."""
+    unit = next(unit for unit, num_bytes in UNITS.items() if size % num_bytes == 0)
+    return f"{size // UNITS[unit]} {unit}"
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """The settings that are no run's; each benchmark takes some of them."""
+
+    out: Path | None = file_setting(
+        "FILE.json for the result; its figure is written next to it", ".json"
+    )
+    world_size: int | None = setting(
+        None,
         "ranks to start, unless a launcher has; null: 2, or 1 with one GPU (recording: 1, "
         "straggler: 4)",
-    ),
-    "runs": ("100", "straggler: runs with a planted delay, and as many without one"),
-    "rounds": (
-        "20",
+        at_least=1,
+    )
+    runs: int = setting(
+        100, "straggler: runs with a planted delay, and as many without one", at_least=1
+    )
+    rounds: int = setting(
+        20,
         "certificate, collective, reduce_scatter, codec, convolution, host, layout, layers, "
         "throughput",
-    ),
-    "sizes": (
+        at_least=1,
+    )
+    sizes: list[int] = setting(
         "[4KiB,64KiB,1MiB,16MiB,64MiB]",
         "collective, reduce_scatter: sizes; MiB is 2**20 bytes, MB 10**6, likewise for k and G",
-    ),
-    "codec": ("null", "codec: a list of codecs; null: all"),
-    "algorithm": ("null", "convolution: a list of algorithms; null: all"),
-    "num_values": ("null", "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M"),
-    "columns": ("4096", "codec: values that share two reconstruction values"),
-    "trace": ("null", "counters, transfer: FILE.json or FILE.json.gz, of torch.profiler"),
-    "l1": ("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line"),
-    "l2": ("8388608,16,64", "counters: the second one"),
-    "isa": ("avx", "counters: instructions of oneDNN and MKL, avx or avx2 (far slower)"),
-    "memory_gb": ("null", "footprint: also find the largest batch for a device of so many GB"),
-    "num_ranks": ("1", "footprint: ranks that share the batch and exchange by strategy="),
-    "measured": ("false", "footprint: true also trains steps, and measures resident memory"),
-    "threads": ("2", "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs"),
-    "input_grad": ("false", "layers: true computes the gradient of the model's input too"),
-}
+        parse=sizes_in_bytes,
+    )
+    codec: tuple[str, ...] | None = setting(None, "codec: a list of codecs; null: all")
+    algorithm: tuple[str, ...] | None = setting(
+        None, "convolution: a list of algorithms; null: all"
+    )
+    num_values: int | None = setting(
+        None, "codec: float32 values; null: 25 M on CPUs, on GPUs 400 M", at_least=1
+    )
+    columns: int = setting(4096, "codec: values that share two reconstruction values", at_least=1)
+    trace: Path | None = setting(
+        None, "counters, transfer: FILE.json or FILE.json.gz, of torch.profiler"
+    )
+    l1: str = setting("32768,8,64", "counters: first data cache: bytes, ways, bytes of a line")
+    l2: str = setting("8388608,16,64", "counters: the second one")
+    isa: str = setting(
+        "avx", "counters: instructions of oneDNN and MKL; avx2 is far slower", ("avx", "avx2")
+    )
+    memory_gb: int | None = setting(
+        None,
+        "footprint: also find the largest batch for a device of so much",
+        unit="GB",
+        at_least=1,
+    )
+    num_ranks: int = setting(
+        1, "footprint: ranks that share the batch and exchange by strategy=", at_least=1
+    )
+    measured: bool = setting(
+        False, "footprint: true also trains steps, and measures resident memory"
+    )
+    threads: int = setting(
+        2, "codec, convolution, layout, layers, throughput, roofline: threads, on CPUs", at_least=1
+    )
+    input_grad: bool = setting(False, "layers: true computes the gradient of the model's input too")
+
+
 # What one device does: nothing is exchanged, and nothing copied into buckets.
 ALONE = ("strategy=none",)
 NOTHING_SENT = "nothing is exchanged; must be at least 2"
@@ -53,7 +127,7 @@ class Bench:
 
     Attributes:
         text: describes it in a line.
-        own: keys of OWN that it takes, besides out.
+        own: settings of OwnSettings that it takes, besides out.
         group: the setting that it compares, unless another setting has the list.
         default: choices of that group, if none are given.
         num_variants: least number of variants.

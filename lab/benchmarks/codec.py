@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lab.benchmarks import interleave
-from lab.benchmarks.catalogue import NUM_VALUES
+from lab.benchmarks.catalogue import NUM_VALUES, VALUE_BYTES
 from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec
 from lab.benchmarks.harness import NUM_CALLS, cache_bytes, here, per_call
 from lab.benchmarks.present import (
@@ -30,7 +30,7 @@ from lab.benchmarks.present import (
     ranged,
     tabulate,
 )
-from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.benchmarks.request import Request
 from lab.codec import build
 from lab.codec.base import Reference
 from lab.codec.onebit import OneBit

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lab.benchmarks import crossing, interleave
+from lab.benchmarks.catalogue import VALUE_BYTES, size_name
 from lab.benchmarks.crossing import Crossing
 from lab.benchmarks.harness import NUM_CALLS, cache_bytes, on_ranks, slowest
 from lab.benchmarks.present import (
@@ -41,7 +42,7 @@ from lab.benchmarks.present import (
     ranged,
     tabulate,
 )
-from lab.benchmarks.request import VALUE_BYTES, Request, size_name
+from lab.benchmarks.request import Request
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import Nodes
 from lab.distributed.world import World

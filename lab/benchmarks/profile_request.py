@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from lab.cluster.settings import num_launched
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
-from lab.settings.overrides import file_to_write
+from lab.settings.fields import file_to_write
 from lab.study.lists import expanded
 
 FEWER = 4  # the second batch is smaller by this factor, where only one is given

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from lab.benchmarks import interleave
+from lab.benchmarks.catalogue import VALUE_BYTES
 from lab.benchmarks.collective import calls_together, draw_values
 from lab.benchmarks.crossing import through_interfaces
 from lab.benchmarks.harness import on_ranks, slowest
 from lab.benchmarks.present import ranged, tabulate
-from lab.benchmarks.request import VALUE_BYTES, Request
+from lab.benchmarks.request import Request
 from lab.distributed.torch_comm import TorchComm, reduce_scatter_flat
 from lab.distributed.world import World
 from lab.settings.config import ConfigError

@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, OWN
+from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, OwnSettings
 from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
+from lab.settings.checks import as_text
 from lab.settings.config import check_batch, load
 from lab.settings.errors import ConfigError
+from lab.settings.fields import parsed, split
 from lab.settings.overrides import (
     Override,
     config_dir_of,
-    file_to_write,
     listed,
     parse_overrides,
-    split,
 )
 from lab.sync.pattern import pattern_of
 
 # Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
 LETTERED = re.compile(r"[a-z]=")
-# Larger units first; of a pair, the one that has powers of two. IEC 80000-13.
-UNITS = {
-    "GiB": 2**30,
-    "GB": 10**9,
-    "MiB": 2**20,
-    "MB": 10**6,
-    "KiB": 2**10,
-    "kB": 10**3,
-    "B": 1,
-}
-BYTES = {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
-VALUE_BYTES = 4  # everything that is measured is float32
 
 
 @dataclass(frozen=True)
@@ -102,110 +88,22 @@ def read(arguments: list[str]) -> Request:
     name, *settings = arguments or [""]
     if name not in BENCHES:
         raise ConfigError(f"{name or '(nothing)'}: the first word must be {', '.join(BENCHES)}")
-    texts = {key: OWN[key][0] for key in ("out", *BENCHES[name].own)}
-    if was_launched():
-        texts |= {"world_size": str(num_launched())}
-    elif BENCHES[name].num_ranks:
-        texts |= {"world_size": str(BENCHES[name].num_ranks)}
-    own_texts, others = split(settings, texts)
-    texts |= own_texts
-    if was_launched() and texts["world_size"] != str(num_launched()):
+    keys = ("out", *BENCHES[name].own)
+    texts, others = split(settings, keys)
+    num_ranks = num_launched() if was_launched() else BENCHES[name].num_ranks
+    given = parsed(OwnSettings, ({"world_size": str(num_ranks)} if num_ranks else {}) | texts)
+    own = {key: getattr(given, key) for key in keys}
+    if was_launched() and given.world_size != num_ranks:
         raise ConfigError(
-            f"world_size={texts['world_size']}: a launcher has started {num_launched()} ranks"
+            f"world_size={as_text(given.world_size)}: a launcher has started {num_ranks} ranks"
         )
-    own = {key: PARSERS.get(key, whole_number)(key, text) for key, text in texts.items()}
     variants = _variants(name, others)
     for variant in () if BENCHES[name].only else variants:
-        check_batch(variant.config, own["world_size"] or NUM_RANKS)
+        check_batch(variant.config, given.world_size or NUM_RANKS)
     request = Request(BENCHES[name].runs or name, variants, own, arguments)
     if len({request.cluster(each) for each in variants}) > 1 and not BENCHES[name].apart:
         raise ConfigError("cluster: what is compared takes turns on the same one")
     return request
-
-
-def whole_number(key: str, text: str) -> int:
-    """Parse an integer of at least 1; digits may be grouped, as in 25_000_000.
-
-    Raises:
-        ConfigError: the text is not such an integer.
-    """
-    if not re.fullmatch(r"\d+(_\d+)*", text) or int(text) < 1:
-        raise ConfigError(f"{key}={text}: must be an integer of at least 1")
-    return int(text)
-
-
-def sizes_in_bytes(key: str, text: str) -> list[int]:
-    """Parse `[4KiB,1MB]`, in upper or lower case, into bytes, in the order given.
-
-    Raises:
-        ConfigError: one of them is not a whole number of float32 values.
-    """
-    sizes = []
-    for word in text.strip("[]").split(","):
-        match = re.fullmatch(r"(\d+)([a-z]+)", word.strip().lower())
-        size = int(match[1]) * BYTES.get(match[2], 0) if match else 0
-        if size == 0 or size % VALUE_BYTES:
-            raise ConfigError(
-                f"{key}={text}: {word.strip()!r} is not a size; allowed are whole float32 values "
-                "in KiB, MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B, as in [4KiB,1MiB]"
-            )
-        sizes.append(size)
-    return sizes
-
-
-def size_name(size: int) -> str:
-    """Write a number of bytes in the largest unit that leaves no fraction: 64 KiB, 1 MB."""
-    unit = next(unit for unit, num_bytes in UNITS.items() if size % num_bytes == 0)
-    return f"{size // UNITS[unit]} {unit}"
-
-
-def _number_or_null(key: str, text: str) -> int | None:
-    return None if text == "null" else whole_number(key, text)
-
-
-def _text(_key: str, text: str) -> str:
-    return text
-
-
-def _flag(key: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ConfigError(f"{key}={text}: must be true or false")
-    return text == "true"
-
-
-def _isa(key: str, text: str) -> str:
-    if text not in ("avx", "avx2"):
-        raise ConfigError(f"{key}={text}: must be avx or avx2")
-    return text
-
-
-def _names(_key: str, text: str) -> list[str] | None:
-    return None if text == "null" else text.strip("[]").split(",")
-
-
-def _file_or_null(_key: str, text: str) -> Path | None:
-    return None if text == "null" else Path(text)
-
-
-def _json_file(key: str, text: str) -> Path | None:
-    return file_to_write(key, text, ".json")
-
-
-PARSERS: dict[str, Callable[[str, str], Any]] = {
-    "sizes": sizes_in_bytes,
-    "codec": _names,
-    "algorithm": _names,
-    "num_values": _number_or_null,
-    "input_grad": _flag,
-    "isa": _isa,
-    "measured": _flag,
-    "l1": _text,
-    "l2": _text,
-    "memory_gb": _number_or_null,
-    "trace": _file_or_null,
-    "world_size": _number_or_null,
-    "out": _json_file,
-}
 
 
 def _variants(name: str, settings: list[str]) -> list[Variant]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Protocol
 
 from lab.model.facts import Counts
 from lab.model.profile import VALUE_BYTES
+from lab.settings import checks
 
 
 class Missing(LookupError):
@@ -36,10 +36,9 @@ class Point:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"at.{name}={getattr(self, name)}: must be at least 1")
-        if self.rate_gbit is not None and not 0 < self.rate_gbit < math.inf:
-            raise ValueError(f"at.rate_gbit={self.rate_gbit}: must be a number above 0")
+            checks.whole(f"at.{name}", getattr(self, name), 1)
+        if self.rate_gbit is not None:
+            checks.number("at.rate_gbit", self.rate_gbit, above=0)
 
 
 class Facts(Protocol):

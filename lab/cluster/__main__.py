@@ -6,8 +6,7 @@ import sys
 
 from lab.cluster import sandbox
 from lab.cluster.settings import Cluster, cluster_of
-from lab.settings.command import Command, CommandLine
-from lab.settings.command_line import answer, report_error
+from lab.settings.command import Command, CommandLine, answer, report_error
 from lab.settings.config import load
 from lab.settings.errors import ConfigError
 from lab.settings.files import conf_dir

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from omegaconf import DictConfig
 
 from lab.distributed import launcher
+from lab.settings import checks
 from lab.settings.config import ConfigError, build
 
 EMULATION = "LAB_EMULATION"  # describes the emulation to ranks, for their records
@@ -160,7 +161,7 @@ def emulated(
     Raises:
         ValueError: names the wrong setting, its value and what is allowed.
     """
-    _whole("ranks_per_host", ranks_per_host)
+    checks.whole("cluster.ranks_per_host", ranks_per_host, 1, 1024)
     num_hosts = _number_of_hosts(hosts, ranks_per_host, world_size)
     for key, value in (("rates", rates), ("changes", changes)):
         if isinstance(value, str) or not isinstance(value, Sequence | None):
@@ -170,9 +171,9 @@ def emulated(
         raise ValueError(f"cluster.rates={every}: {num_hosts} hosts need as many rates")
     for one in every:
         _check_rate("rate" if rates is None else "rates", one)
-    _within("delay_ms", delay_ms, 0, 10_000)
-    _within("loss_percent", loss_percent, 0, 99)
-    _within("slow_factor", slow_factor, 1, 100)
+    checks.number("cluster.delay_ms", delay_ms, 0, 10_000)
+    checks.number("cluster.loss_percent", loss_percent, 0, 99)
+    checks.number("cluster.slow_factor", slow_factor, 1, 100)
     slow = None if slow_host is None else _host("slow_host", slow_host, num_hosts)
     parsed = sorted((_change(text, num_hosts) for text in changes), key=lambda one: one.after_s)
     if (delay_ms or loss_percent) and any(not every[one.host] for one in parsed if one.sets_rate):
@@ -201,23 +202,13 @@ def _number_of_hosts(hosts: int | None, ranks_per_host: int, world_size: int | N
     if hosts is None:
         assert world_size is not None
         hosts = world_size // ranks_per_host or 1
-    _whole("hosts", hosts, MOST_HOSTS)
+    checks.whole("cluster.hosts", hosts, 1, MOST_HOSTS)
     if world_size not in (None, hosts * ranks_per_host):
         raise ValueError(
             f"cluster.hosts={hosts}: with cluster.ranks_per_host={ranks_per_host} they have "
             f"{hosts * ranks_per_host} ranks, but world_size={world_size}"
         )
     return hosts
-
-
-def _whole(key: str, value: object, at_most: int = 1024) -> None:
-    if type(value) is not int or not 1 <= value <= at_most:
-        raise ValueError(f"cluster.{key}={value}: must be an integer from 1 to {at_most}")
-
-
-def _within(key: str, value: object, at_least: float, at_most: float) -> None:
-    if type(value) not in (int, float) or not at_least <= value <= at_most:  # type: ignore[operator]
-        raise ValueError(f"cluster.{key}={value}: must be a number from {at_least} to {at_most}")
 
 
 def _host(key: str, name: str, num_hosts: int) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from lab.settings import checks
 from lab.settings.config import ConfigError, build
 
 PHASES = ("input", "forward", "backward", "exchange", "update")
@@ -89,11 +90,8 @@ def planted(rank: int, phase: str, delay_ms: float, every: int) -> Straggler:
     Raises:
         ValueError: names the wrong setting, its value and what is allowed.
     """
-    for key, value, least in (("rank", rank, 0), ("every", every, 1)):
-        if type(value) is not int or value < least:
-            raise ValueError(f"straggler.{key}={value}: must be an integer of at least {least}")
-    if phase not in PHASES:
-        raise ValueError(f"straggler.phase={phase}: allowed are {', '.join(PHASES)}")
-    if type(delay_ms) not in (int, float) or not 0 < delay_ms <= 60_000:
-        raise ValueError(f"straggler.delay_ms={delay_ms}: must be a number above 0, at most 60000")
+    checks.whole("straggler.rank", rank, 0)
+    checks.whole("straggler.every", every, 1)
+    checks.one_of("straggler.phase", phase, PHASES)
+    checks.number("straggler.delay_ms", delay_ms, above=0, at_most=60_000)
     return Straggler(rank, phase, delay_ms / 1e3, every)

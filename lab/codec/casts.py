@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec
 from lab.codec.layout import RowBytes
+from lab.settings import checks
 
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -21,9 +22,7 @@ class Cast(Codec):
     name = "cast"
 
     def __init__(self, dtype: str) -> None:
-        if dtype not in SHORT:
-            raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(SHORT)}")
-        self.dtype = SHORT[dtype]
+        self.dtype = SHORT[checks.one_of("exchange.dtype", dtype, SHORT)]
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, 2 * columns)
@@ -51,9 +50,7 @@ class Float8(Codec):
     name = "float8"
 
     def __init__(self, block_size: int = 128) -> None:
-        if not isinstance(block_size, int) or block_size < 8:
-            raise ValueError(f"exchange.block_size={block_size}: must be an integer of at least 8")
-        self.block_size = block_size
+        self.block_size = checks.whole("exchange.block_size", block_size, 8)
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, columns)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec
 from lab.codec.layout import RowBytes
+from lab.settings import checks
 
 SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a block of equal values has one too
 
@@ -29,7 +30,7 @@ class Levels(Codec):
 
     def __init__(self, block_size: int) -> None:
         least = self.multiple
-        if not isinstance(block_size, int) or block_size < least or block_size % least:
+        if not checks.is_whole(block_size) or block_size < least or block_size % least:
             raise ValueError(
                 f"exchange.block_size={block_size}: must be a multiple of {least} above 0"
             )

@@ -13,6 +13,7 @@ from lab.codec.base import Codec, Kernels, Shapes
 from lab.codec.build import warn_slow
 from lab.codec.layout import RowBytes, Rows, lay_out, spans
 from lab.codec.signs import packed, unpacked
+from lab.settings import checks
 
 THRESHOLDS = ("zero", "mean")
 GRANULARITIES = ("column", "block")
@@ -47,18 +48,11 @@ class OneBit(Codec):
         block_size: int = 1024,
         min_columns: int = 64,
     ) -> None:
-        for key, value, allowed in (
-            ("threshold", threshold, THRESHOLDS),
-            ("granularity", granularity, GRANULARITIES),
-        ):
-            if value not in allowed:
-                raise ValueError(f"exchange.{key}={value}: allowed are {', '.join(allowed)}")
-        for key, value, least in (("block_size", block_size, 8), ("min_columns", min_columns, 1)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"exchange.{key}={value}: must be an integer of at least {least}")
+        self.threshold = checks.one_of("exchange.threshold", threshold, THRESHOLDS)
+        self.granularity = checks.one_of("exchange.granularity", granularity, GRANULARITIES)
+        self.block_size = checks.whole("exchange.block_size", block_size, 8)
+        self.min_columns = checks.whole("exchange.min_columns", min_columns, 1)
         self.option = int(threshold == "mean")
-        self.threshold, self.granularity = threshold, granularity
-        self.block_size, self.min_columns = block_size, min_columns
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
         for name, start, stop in spans(shapes):

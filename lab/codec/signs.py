@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
 from lab.codec.layout import Layout, RowBytes, Rows, spans
+from lab.settings import checks
 
 
 class Signs(Codec):
@@ -25,9 +26,7 @@ class Signs(Codec):
     name = "signs"
 
     def __init__(self, min_values: int = 4096) -> None:
-        if not isinstance(min_values, int) or min_values < 1:
-            raise ValueError(f"exchange.min_values={min_values}: must be an integer of at least 1")
-        self.min_values = min_values
+        self.min_values = checks.whole("exchange.min_values", min_values, 1)
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
         for _, start, stop in spans(shapes):

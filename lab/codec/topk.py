@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
 from lab.codec.layout import Layout, RowBytes, Rows, spans
+from lab.settings import checks
 
 INDEX_BYTES = VALUE_BYTES = 4
 LINE_BYTES = 64  # of a cache, which a value alone moves in each direction
@@ -32,9 +33,7 @@ class TopK(Codec):
     in_torch = 16.0, 4.0
 
     def __init__(self, ratio: float = 0.01) -> None:
-        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-            raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")
-        self.ratio = ratio
+        self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
         (self.option,) = struct.unpack("<q", struct.pack("<d", ratio))
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:

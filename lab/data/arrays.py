@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lab.data.files import existing, held_out, reading
 from lab.data.tensors import TensorData
+from lab.settings import checks
 
 LAYOUT = "give an .npz file, a folder of .npy files, or a .parquet table"
 SPLIT = ("x_train", "y_train", "x_test", "y_test")  # as Keras names the arrays of its data sets
@@ -149,8 +150,7 @@ def _check_shapes(root: Path, part: Part) -> None:
 
 
 def _check_ids(root: Path, inputs: np.ndarray, vocabulary: object) -> None:
-    if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise ValueError(f"data.vocabulary={vocabulary}: must be an integer of at least 1")
+    vocabulary = checks.whole("data.vocabulary", vocabulary, 1)
     smallest, largest = inputs.min(), inputs.max()
     if inputs.dtype.kind not in "iu" or smallest < 0 or largest >= vocabulary:
         raise ValueError(

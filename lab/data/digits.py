@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate
 
 from lab.data.tensors import TensorData
+from lab.settings import checks
 
 NATIVE_PX = 8
 
@@ -53,8 +54,7 @@ def rotated_digits(
         ValueError: `size` is not an integer of at least 8, or `max_degrees` not a number above 0
             and up to 180.
     """
-    if not isinstance(max_degrees, int | float) or not 0 < max_degrees <= 180:
-        raise ValueError(f"data.max_degrees={max_degrees}: must be a number above 0, at most 180")
+    checks.number("data.max_degrees", max_degrees, above=0, at_most=180)
     images, _, num_test = _load(size)
     generator = torch.Generator().manual_seed(seed)
     angles = math.radians(max_degrees) * (2 * torch.rand(len(images), generator=generator) - 1)
@@ -68,8 +68,7 @@ def _load(size: object) -> tuple[Tensor, Tensor, int]:
 
     Images are resized, not normalised.
     """
-    if not isinstance(size, int) or size < NATIVE_PX:
-        raise ValueError(f"data.size={size}: must be an integer of at least {NATIVE_PX}")
+    size = checks.whole("data.size", size, NATIVE_PX)
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         pixels, classes, num_test = file["pixels"], file["classes"], int(file["num_test"])
     images = torch.from_numpy(pixels).float().unsqueeze(1)

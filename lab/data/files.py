@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lab.settings import checks
+
 
 def existing(path: str | None, layout: str) -> Path:
     """Return the file or folder of `data.path`.
@@ -45,6 +47,4 @@ def held_out(test_share: object) -> float:
     Raises:
         ValueError: it is not a number between 0 and 1.
     """
-    if not isinstance(test_share, int | float) or not 0 < test_share < 1:
-        raise ValueError(f"data.test_share={test_share}: must be a number above 0 and below 1")
-    return test_share
+    return checks.number("data.test_share", test_share, above=0, below=1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lab.data.sampler import GlobalSampler
+from lab.settings import checks
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's RGB values, in 0 to 1
@@ -63,11 +64,9 @@ class ImageFolder:
         workers: int = 2,
         augment: bool = True,
     ) -> None:
-        for name, value, least in (("size", size, 1), ("workers", workers, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"data.{name}={value}: must be an integer of at least {least}")
-        if not isinstance(augment, bool):
-            raise ValueError(f"data.augment={augment}: must be true or false")
+        checks.whole("data.size", size, 1)
+        checks.whole("data.workers", workers, 0)
+        checks.truth("data.augment", augment)
         train, test, self.num_classes = find_files(path)
         self.train_images = ImageFiles(train, size, seed if augment else None)
         self.test_images = ImageFiles(test, size, None)

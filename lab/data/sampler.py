@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lab.settings import checks
+
 
 class GlobalSampler:
     """This rank's share of an endless stream of samples that does not depend on the world size.
@@ -41,8 +43,7 @@ class GlobalSampler:
             ("seed", seed, 0),
             ("start", start, 0),
         ):
-            if value < least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
+            checks.whole(name, value, least)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}: must be from 0 to {world_size - 1}")
         if batch_size % world_size:

@@ -9,6 +9,7 @@ import torch
 
 from lab.data.tensors import TensorData
 from lab.data.windows import Windows
+from lab.settings import checks
 
 
 def synthetic(
@@ -34,7 +35,8 @@ def synthetic(
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if len(sizes) != 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise ValueError(f"data.shape={shape}: must be [C, H, W], integers of at least 1")
-    _require_positive(num_classes=num_classes, num_images=num_images)
+    checks.whole("data.num_classes", num_classes, 1)
+    checks.whole("data.num_images", num_images, 1)
     total = num_images + max(1, num_images // 8)
     generator = torch.Generator(device).manual_seed(seed)
     images = torch.randn(total, *sizes, generator=generator, device=device)
@@ -67,7 +69,9 @@ def synthetic_tokens(
     Raises:
         ValueError: an argument out of range.
     """
-    _require_positive(vocabulary=vocabulary, context=context, num_sequences=num_sequences)
+    checks.whole("data.vocabulary", vocabulary, 1)
+    checks.whole("data.context", context, 1)
+    checks.whole("data.num_sequences", num_sequences, 1)
     generator = np.random.default_rng(seed)
     train, test = (
         generator.integers(vocabulary, size=number * context + 1, dtype=np.int64)
@@ -77,9 +81,3 @@ def synthetic_tokens(
     return Windows(
         *(train, test), context=context, vocabulary=vocabulary, device=device, source=source
     )
-
-
-def _require_positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"data.{name}={value}: must be an integer of at least 1")

@@ -9,6 +9,7 @@ import torch
 
 from lab.data.files import existing, reading
 from lab.data.windows import Windows, split
+from lab.settings import checks
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 LAYOUT = "give a folder with train.bin and val.bin (or test.bin), or one file"
@@ -42,8 +43,7 @@ def tokens(
     Raises:
         ValueError: an argument out of range, or files are missing, of another form or unreadable.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"data.dtype={dtype}: allowed are {', '.join(DTYPES)}")
+    checks.one_of("data.dtype", dtype, DTYPES)
     root = existing(path, LAYOUT)
     if root.is_dir():
         train, test = (_mapped(file, dtype) for file in _parts(root))
@@ -92,6 +92,4 @@ def _checked(vocabulary: object, train: np.ndarray, test: np.ndarray) -> int:
     """Return the size of the vocabulary."""
     if vocabulary is None:
         return int(max(ids.max(initial=0) for ids in (train, test))) + 1
-    if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise ValueError(f"data.vocabulary={vocabulary}: must be an integer of at least 1")
-    return vocabulary
+    return checks.whole("data.vocabulary", vocabulary, 1)

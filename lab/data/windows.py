@@ -12,6 +12,7 @@ from torch import Tensor
 from lab.data.files import held_out
 from lab.data.sampler import GlobalSampler
 from lab.data.tensors import to_device
+from lab.settings import checks
 
 NUM_CHECKED = 64  # windows of each part whose targets a task sees before the first step
 
@@ -44,8 +45,7 @@ class Windows:
         device: torch.device,
         source: str,
     ) -> None:
-        if not isinstance(context, int) or context < 1:
-            raise ValueError(f"data.context={context}: must be an integer of at least 1")
+        checks.whole("data.context", context, 1)
         for part, ids in (("train", train), ("test", test)):
             if len(ids) <= context:
                 raise ValueError(

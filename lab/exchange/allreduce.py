@@ -11,6 +11,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import ADDED, COMPRESSED, Exchange, Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
+from lab.settings import checks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,9 +32,7 @@ class AllReduce(Staged):
     takes_divided = True
 
     def __init__(self, dtype: str = "float32") -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
-        self.dtype = DTYPES[dtype]
+        self.dtype = DTYPES[checks.one_of("exchange.dtype", dtype, DTYPES)]
         self.exact = self.dtype == torch.float32
         self.dtypes = ADDED if self.exact else COMPRESSED
 

@@ -21,6 +21,7 @@ from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.schedule import Schedule
 from lab.measure.clock import Mark, mark, seconds
+from lab.settings import checks
 
 Key = tuple[str, ...]  # the parameters of a bucket
 Configuration = dict[Key, str]  # the exchange of each bucket
@@ -265,10 +266,8 @@ def _check(candidates: object, among: object, rounds: object, tolerance: object)
     if not names or len({*names}) < len(names) or not set(names) <= candidates.keys():
         allowed = ", ".join(candidates)
         raise ValueError(f"exchange.among={among}: must be a list of some of {allowed}, each once")
-    if type(rounds) is not int or rounds < 1:
-        raise ValueError(f"exchange.rounds={rounds}: must be an integer of at least 1")
-    if not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
-        raise ValueError(f"exchange.tolerance={tolerance}: must be a number from 0 to below 1")
+    checks.whole("exchange.rounds", rounds, 1)
+    checks.number("exchange.tolerance", tolerance, at_least=0, below=1)
     for name in names:
         if isinstance(candidates[name], Auto | Schedule | Hierarchical):
             kind = type(candidates[name]).__name__

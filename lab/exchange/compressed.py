@@ -9,8 +9,8 @@ from lab.codec import levels, onebit, topk
 from lab.codec.signs import Signs
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.coded import AllGather, TwoStage
-from lab.exchange.direction import require_integer
 from lab.exchange.memory import Memory
+from lab.settings import checks
 
 NOTABLE = 0.1  # share of all values: sent as float32, they are most of what one bit each leaves
 
@@ -40,7 +40,7 @@ class OneBit(TwoStage):
     ) -> None:
         codec = onebit.OneBit(threshold, granularity, block_size, min_columns)
         super().__init__(codec, Memory(error_feedback))
-        require_integer("warmup_steps", warmup_steps, 0)
+        checks.whole("exchange.warmup_steps", warmup_steps, 0)
         self.warmup_steps = warmup_steps
 
     def left_exact(self, shapes: Shapes, key: str = "exchange") -> Iterator[tuple[int, str]]:

@@ -17,6 +17,7 @@ from lab.exchange.direction import MatrixDirection, is_finite, zeros
 from lab.exchange.layout import hidden_matrices, rank_of
 from lab.exchange.memory import shares
 from lab.exchange.muon import rms_factor
+from lab.settings import checks
 
 ROUNDING = 1e-6  # a column of R is nothing else, if its norm is this share of the largest one's
 
@@ -62,13 +63,10 @@ class Dion(MatrixDirection):
         matrices: Sequence[str] = (),
     ) -> None:
         super().__init__(adam, matrices, betas, eps)
-        if not 0 < rank_fraction <= 1:
-            raise ValueError(
-                f"exchange.rank_fraction={rank_fraction}: must be above 0 and at most 1"
-            )
-        if not 0 <= momentum < 1:
-            raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
-        self.rank_fraction, self.momentum = rank_fraction, momentum
+        self.rank_fraction = checks.number(
+            "exchange.rank_fraction", rank_fraction, above=0, at_most=1
+        )
+        self.momentum = checks.number("exchange.momentum", momentum, at_least=0, below=1)
 
     def add_cost(self, costs: Costs) -> bool:
         """Count the passes over momentum, gradients and directions, and the factors that are sent.

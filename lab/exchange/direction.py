@@ -15,6 +15,7 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Exchange, Shapes
 from lab.exchange.bucket import GradBucket
 from lab.exchange.layout import COMPILED, Matrix, as_matrix, hidden_matrices
+from lab.settings import checks
 
 Moments = dict[str, Tensor]  # by parameter
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -143,8 +144,7 @@ class Adam:
             raise ValueError(
                 f"exchange.betas={list(self.betas)}: must be two numbers of at least 0 and below 1"
             )
-        if not 0 < self.eps < 1:
-            raise ValueError(f"exchange.eps={self.eps}: must be a number above 0 and below 1")
+        checks.number("exchange.eps", self.eps, above=0, below=1)
 
     def correction(self, moment: int, updates: int) -> float:
         """Return the sum of the weights of `updates` gradients in momentum (0) or variance (1)."""
@@ -177,16 +177,6 @@ def zeros(kept: Moments, name: str, like: Tensor) -> Tensor:
 def copies(kept: Moments) -> Moments:
     """Return a copy of each tensor that is kept."""
     return {name: value.clone() for name, value in kept.items()}
-
-
-def require_integer(key: str, value: object, least: int) -> None:
-    """Refuse a setting of an exchange that is no integer of at least `least`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"exchange.{key}={value}: must be an integer of at least {least}")
 
 
 @dataclass(frozen=True)

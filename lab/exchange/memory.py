@@ -13,6 +13,7 @@ from torch import Tensor
 from lab.distributed.worker import record_stream
 from lab.exchange.base import Kept
 from lab.exchange.bucket import GradBucket
+from lab.settings import checks
 
 LEGACY = "stripe_residual"  # of checkpoints before residuals of sums were kept by place
 
@@ -80,9 +81,7 @@ class Memory:
     of_sums = False
 
     def __init__(self, keeps: bool = True) -> None:
-        if not isinstance(keeps, bool):
-            raise ValueError(f"exchange.error_feedback={keeps}: must be true or false")
-        self.keeps = keeps
+        self.keeps = checks.truth("exchange.error_feedback", keeps)
         self._own: dict[str, Tensor] = {}  # [values] by parameter, views of a bucket's residuals
         self._owned: dict[str, Owned] = {}
         self._starts: dict[str, Tensor] = {}  # of _owned, as states hold them

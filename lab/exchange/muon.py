@@ -15,8 +15,9 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import MatrixDirection, is_finite, require_integer, zeros
+from lab.exchange.direction import MatrixDirection, is_finite, zeros
 from lab.exchange.layout import Matrix, hidden_matrices, trainable
+from lab.settings import checks
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest slope at zero
@@ -62,15 +63,10 @@ class Muon(Staged, MatrixDirection):
         matrices: Sequence[str] = (),
     ) -> None:
         super().__init__(adam, matrices, betas, eps)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"exchange.momentum={momentum}: must be at least 0 and below 1")
-        if not isinstance(nesterov, bool):
-            raise ValueError(f"exchange.nesterov={nesterov}: must be true or false")
-        if dtype not in DTYPES:
-            raise ValueError(f"exchange.dtype={dtype}: allowed are {', '.join(DTYPES)}")
-        require_integer("steps", steps, 1)
-        self.momentum, self.nesterov, self.steps = momentum, nesterov, steps
-        self.dtype = DTYPES[dtype]
+        self.momentum = checks.number("exchange.momentum", momentum, at_least=0, below=1)
+        self.nesterov = checks.truth("exchange.nesterov", nesterov)
+        self.steps = checks.whole("exchange.steps", steps, 1)
+        self.dtype = DTYPES[checks.one_of("exchange.dtype", dtype, DTYPES)]
         self._sizes: dict[str, int] = {}  # of the whole model
         self._matrices: dict[str, Matrix] = {}
         self._owner: dict[str, int] = {}

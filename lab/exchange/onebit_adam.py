@@ -14,10 +14,11 @@ from lab.distributed.worker import HostCopy
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Direction, Moments, is_finite, require_integer
+from lab.exchange.direction import Direction, Moments, is_finite
 from lab.exchange.frozen import divide, freeze, scaled
 from lab.exchange.memory import shares
 from lab.exchange.signed_rows import Part, SignedRows
+from lab.settings import checks
 
 SIGNS_OF = ("momentum", "gradient")
 SAMPLED = 16  # every 16th value is compared: the norms hardly differ, and nor does memory
@@ -75,13 +76,11 @@ class OneBitAdam(Staged, Direction):
         signs_of: str = "momentum",
     ) -> None:
         super().__init__(betas, eps)
-        require_integer("least_steps", least_steps, 1)
-        require_integer("rate_warmup", rate_warmup, 0)
+        checks.whole("exchange.least_steps", least_steps, 1)
+        checks.whole("exchange.rate_warmup", rate_warmup, 0)
         if freeze_at is not None:
-            require_integer("freeze_at", freeze_at, 1)
-        if signs_of not in SIGNS_OF:
-            raise ValueError(f"exchange.signs_of={signs_of}: allowed are {', '.join(SIGNS_OF)}")
-        self.of_momentum = signs_of == "momentum"
+            checks.whole("exchange.freeze_at", freeze_at, 1)
+        self.of_momentum = checks.one_of("exchange.signs_of", signs_of, SIGNS_OF) == "momentum"
         self.freeze_at, self.signed = freeze_at, SignedRows(block_size)
         self.settling = Settling(settle_every, settle_below, least_steps + rate_warmup)
         self.frozen_at = 0  # steps before the variance was frozen; 0: it is not
@@ -221,9 +220,8 @@ class Settling:
     """
 
     def __init__(self, every: int, below: float, least: int) -> None:
-        require_integer("settle_every", every, 2)
-        if not isinstance(below, int | float) or not 0 < below < 1:
-            raise ValueError(f"exchange.settle_below={below}: must be a number above 0 and below 1")
+        checks.whole("exchange.settle_every", every, 2)
+        checks.number("exchange.settle_below", below, above=0, below=1)
         self.every, self.below, self.least = every, below, least
         self.ratio: float | None = None
         self.sample: Moments = {}  # float32 [values / SAMPLED] of v, k steps ago

@@ -15,6 +15,7 @@ from lab.exchange.cost import Costs
 from lab.exchange.direction import Moments, copies
 from lab.exchange.layout import named
 from lab.exchange.onebit_adam import OneBitAdam
+from lab.settings import checks
 
 KINDS = ("trust", "power", "power_at_first", "factor")
 MEMORY = 20  # steps over which the power of delivered directions is averaged
@@ -114,8 +115,7 @@ class TrustRatios:
                     "most 1 and the second at least 1"
                 )
         for key, value in {"ratio_decay": decay, "factor_change": change}.items():
-            if not 0 <= value < 1:
-                raise ValueError(f"exchange.{key}={value}: must be at least 0 and below 1")
+            checks.number(f"exchange.{key}", value, at_least=0, below=1)
         self.ratios, self.factors = tuple(ratios), tuple(factors)
         self.decay, self.change = decay, change
         self.kept: dict[str, Moments] = {kind: {} for kind in KINDS}  # float32 [] by parameter

@@ -19,6 +19,7 @@ from lab.exchange.coded import Lossy
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.layout import low_rank_matrix
 from lab.exchange.memory import Memory
+from lab.settings import checks
 
 
 class PowerSGD(Lossy):
@@ -45,9 +46,7 @@ class PowerSGD(Lossy):
 
     def __init__(self, rank: int = 2, error_feedback: bool = True) -> None:
         super().__init__(Memory(error_feedback))
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"exchange.rank={rank}: must be an integer of at least 1")
-        self.rank = rank
+        self.rank = checks.whole("exchange.rank", rank, 1)
         self.q: dict[str, Tensor] = {}  # Q^T [r, columns] by parameter, equal on all ranks
 
     def add_cost(self, costs: Costs) -> bool:

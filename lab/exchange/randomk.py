@@ -14,6 +14,7 @@ from lab.exchange.coded import Lossy
 from lab.exchange.cost import Costs, Needs, Sizes
 from lab.exchange.layout import num_sent
 from lab.exchange.memory import Memory
+from lab.settings import checks
 
 
 class RandomK(Lossy):
@@ -34,11 +35,8 @@ class RandomK(Lossy):
 
     def __init__(self, ratio: float = 0.3, error_feedback: bool = True, seed: int = 0) -> None:
         super().__init__(Memory(error_feedback))
-        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-            raise ValueError(f"exchange.ratio={ratio}: must be above 0 and at most 1")
-        if not isinstance(seed, int):
-            raise ValueError(f"exchange.seed={seed}: must be an integer")
-        self.ratio, self.seed = ratio, seed
+        self.ratio = checks.number("exchange.ratio", ratio, above=0, at_most=1)
+        self.seed = checks.whole("exchange.seed", seed)
 
     def add_cost(self, costs: Costs) -> bool:
         n, sent = costs.n, sum(num_sent(shape, self.ratio) for shape in costs.shapes)

@@ -17,8 +17,9 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Ranks
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Moments, copies, require_integer
+from lab.exchange.direction import Moments, copies
 from lab.exchange.memory import shares
+from lab.settings import checks
 
 KINDS = ("active", "late", "residual", "shard_residual")
 
@@ -111,7 +112,7 @@ class SignedRows:
     """
 
     def __init__(self, block_size: int) -> None:
-        require_integer("block_size", block_size, 8)
+        checks.whole("exchange.block_size", block_size, 8)
         self.codec = Blocks(block_size)
         self.kept: dict[str, Moments] = {kind: {} for kind in KINDS}
         self._rows: Moments = {}  # indices of active rows

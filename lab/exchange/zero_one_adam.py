@@ -13,10 +13,11 @@ from lab.distributed.comm import Comm
 from lab.exchange.base import Staged
 from lab.exchange.bucket import GradBucket
 from lab.exchange.cost import Costs, Needs, Sizes
-from lab.exchange.direction import Direction, is_finite, require_integer
+from lab.exchange.direction import Direction, is_finite
 from lab.exchange.frozen import raise_least
 from lab.exchange.layout import as_matrix
 from lab.exchange.signed_rows import SignedRows
+from lab.settings import checks
 
 
 class ZeroOneAdam(Staged, Direction):
@@ -167,8 +168,8 @@ class Doubling:
     """
 
     def __init__(self, each: int, longest: int) -> None:
-        require_integer("updates_per_interval", each, 1)
-        require_integer("longest_interval", longest, 1)
+        checks.whole("exchange.updates_per_interval", each, 1)
+        checks.whole("exchange.longest_interval", longest, 1)
         if longest & (longest - 1):
             raise ValueError(f"exchange.longest_interval={longest}: must be a power of two")
         self.each = each

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from lab.model.convnet import ConvNet, initialise_for_relu, with_fc_head
-from lab.model.require import require_dropout, require_size, require_width, require_widths
+from lab.model.require import require_dropout, require_size, require_widths
+from lab.settings import checks
 
 SMALLEST_PX = 63
 MXNET_SMALLEST_PX = 67
@@ -132,8 +133,8 @@ def alexnet_small(
     Raises:
         ValueError: images smaller than 8 px, or an argument out of range.
     """
-    require_width("model.width", width)
-    require_width("model.hidden", hidden)
+    checks.whole("model.width", width, 1)
+    checks.whole("model.hidden", hidden, 1)
     require_dropout(dropout)
     require_size("alexnet_small", input_shape, SMALL_SMALLEST_PX)
     features = nn.Sequential(

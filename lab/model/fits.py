@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lab.model.numbers import is_number
+from lab.settings import checks
 
 ALL, REST = "(all layers)", "(rest)"
 BOTH, STEP = "forward and backward", "step"
@@ -66,7 +66,7 @@ def _check(where: str, times: Any) -> None:
         raise ValueError(f"{where}: must have the keys {', '.join(ENDS)}")
     for key in ENDS:
         value = times[key]
-        if value is not None and (not is_number(value) or value < 0):
+        if value is not None and (not checks.is_number(value) or value < 0):
             raise ValueError(f"{where}.{key}={value}: must be null or a number of at least 0")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from lab.model.convnet import ConvNet, with_fc_head
-from lab.model.require import require_dropout, require_size, require_width, require_widths
+from lab.model.require import require_dropout, require_size, require_widths
+from lab.settings import checks
 
 
 def keras_cnn(
@@ -40,7 +41,7 @@ def keras_cnn(
         raise ValueError(f"model.blocks={blocks}: must be a list of blocks such as [[32,32],[64]]")
     for block in blocks:
         require_widths("model.blocks", block)
-    require_width("model.hidden", hidden)
+    checks.whole("model.hidden", hidden, 1)
     require_dropout(block_dropout, "model.block_dropout")
     require_dropout(dropout)
     require_size("keras_cnn", input_shape, _smallest_px(blocks))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lab.model.profile import require_positive
-from lab.model.require import require_dropout, require_tokens, require_width
+from lab.model.require import require_dropout, require_tokens
+from lab.settings import checks
 
 
 class LSTM(nn.Module):
@@ -39,10 +39,10 @@ class LSTM(nn.Module):
     ) -> None:
         super().__init__()
         num_ids = require_tokens("lstm", vocabulary)
-        require_width("model.layers", layers)
-        require_width("model.hidden", hidden)
+        checks.whole("model.layers", layers, 1)
+        checks.whole("model.hidden", hidden, 1)
         require_dropout(dropout)
-        require_positive("model.init_scale", init_scale)
+        checks.number("model.init_scale", init_scale, above=0)
         self.embedding = nn.Embedding(num_ids, hidden)
         self.dropout = nn.Dropout(dropout)
         between = dropout if layers > 1 else 0.0  # torch warns where there is no between

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lab.model.require import require_choice, require_dropout, require_widths
+from lab.model.require import require_dropout, require_widths
+from lab.settings import checks
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -98,7 +99,7 @@ def _perceptron(
     dropout: float,
 ) -> nn.Sequential:
     require_widths("model.hidden", hidden)
-    require_choice("model.activation", activation, ACTIVATIONS)
+    checks.one_of("model.activation", activation, ACTIVATIONS)
     layers: list[nn.Module] = [nn.Flatten()]
     width = math.prod(input_shape)
     for hidden_width in hidden:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from lab.model.fits import ALL, Fit, fit_of
-from lab.model.numbers import is_number, is_whole, require_positive
+from lab.settings import checks
 
 SLOW_FACTOR = "LAB_SLOW_FACTOR"  # environment: factor on replayed layers' times on this host
 VALUE_BYTES = 4  # gradients are float32
@@ -229,7 +229,7 @@ def _make(kind: type[T], node: Any, where: str) -> T:
 def _share(where: str, ends: Any) -> tuple[float, float] | None:
     if ends is None:
         return None
-    numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(is_number, ends))
+    numbers = isinstance(ends, Sequence) and len(ends) == 2 and all(map(checks.is_number, ends))
     if not numbers or not 0 <= ends[0] <= ends[1] < 1:
         raise ValueError(f"{where}: fixed_share={ends}: must be [lowest, highest] from 0 to 1")
     return ends[0], ends[1]
@@ -241,10 +241,8 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
     for key in ("name", "source"):
         if not isinstance(text := getattr(profile, key), str):
             raise ValueError(f"{where}: {key}={text}: must be text")
-    require_positive(f"{where}: bytes_scale", profile.bytes_scale)
-    batch = profile.reference_batch
-    if not is_whole(batch) or batch < 1:
-        raise ValueError(f"{where}: reference_batch={batch}: must be an integer of at least 1")
+    checks.number(f"{where}: bytes_scale", profile.bytes_scale, above=0)
+    checks.whole(f"{where}: reference_batch", profile.reference_batch, 1)
     _check_rest(where, profile)
     for index, layer in enumerate(layers):
         if not isinstance(layer.name, str) or not re.fullmatch(r"\w+", layer.name):
@@ -258,25 +256,21 @@ def _check_profile(where: str, profile: Profile, layers: tuple[Layer, ...]) -> N
 
 def _check_rest(where: str, profile: Profile) -> None:
     for key in ("rest_ms", "step_ms"):
-        value = getattr(profile, key)
-        if value is not None and (not is_number(value) or value < 0):
-            raise ValueError(f"{where}: {key}={value}: must be a number of at least 0")
+        if (value := getattr(profile, key)) is not None:
+            checks.number(f"{where}: {key}", value, at_least=0)
     fixed, rest = profile.fixed_rest_ms, profile.rest_ms or 0.0
-    if not is_number(fixed) or not 0 <= fixed <= rest:
+    if not checks.is_number(fixed) or not 0 <= fixed <= rest:
         raise ValueError(f"{where}: fixed_rest_ms={fixed}: must be from 0 to rest_ms={rest}")
-    threads = profile.num_threads
-    if threads is not None and (not is_whole(threads) or threads < 1):
-        raise ValueError(f"{where}: num_threads={threads}: must be an integer of at least 1")
+    if profile.num_threads is not None:
+        checks.whole(f"{where}: num_threads", profile.num_threads, 1)
 
 
 def _check_layer(where: str, layer: Layer) -> None:
-    if not is_whole(layer.parameters) or layer.parameters < 0:
-        raise ValueError(f"{where}.parameters={layer.parameters}: must be an integer of at least 0")
+    checks.whole(f"{where}.parameters", layer.parameters, 0)
     for key, fixed_key in zip(TIMES, FIXED_TIMES, strict=True):
         whole, fixed = getattr(layer, key), getattr(layer, fixed_key)
-        if not is_number(whole) or whole < 0:
-            raise ValueError(f"{where}.{key}={whole}: must be a number of at least 0")
-        if not is_number(fixed) or not 0 <= fixed <= whole:
+        checks.number(f"{where}.{key}", whole, at_least=0)
+        if not checks.is_number(fixed) or not 0 <= fixed <= whole:
             raise ValueError(f"{where}.{fixed_key}={fixed}: must be from 0 to {key}={whole}")
 
 

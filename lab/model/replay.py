@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.model.numbers import require_positive
 from lab.model.profile import SLOW_FACTOR, Layer, Profile, shapes
+from lab.settings import checks
 
 SLACK_S = 0.002
 
@@ -93,8 +93,8 @@ class Replay(nn.Module):
         pace: Pace | None = None,
     ) -> None:
         super().__init__()
-        require_positive("model.bytes_scale", bytes_scale)
-        require_positive("model.time_scale", time_scale)
+        checks.number("model.bytes_scale", bytes_scale, above=0)
+        checks.number("model.time_scale", time_scale, above=0)
         time_scale *= float(os.environ.get(SLOW_FACTOR, 1))
         scaled = Profile.parse(profile).scaled(bytes_scale, time_scale)
         if not scaled.gradient_bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+from lab.settings import checks
 
 
 def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
@@ -24,24 +26,13 @@ def require_size(model: str, input_shape: Sequence[int], smallest: int) -> None:
         )
 
 
-def require_width(key: str, value: object) -> None:
-    """Refuse a value that cannot be the width of a layer.
-
-    Raises:
-        ValueError: not an integer of at least 1.
-    """
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value}: must be an integer of at least 1")
-
-
 def require_dropout(dropout: object, key: str = "model.dropout") -> None:
     """Refuse a value that is not a dropout probability.
 
     Raises:
         ValueError: not a number in [0, 1).
     """
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(f"{key}={dropout}: must be a number from 0 to below 1")
+    checks.number(key, dropout, at_least=0, below=1)
 
 
 def require_widths(key: str, widths: object) -> None:
@@ -51,18 +42,8 @@ def require_widths(key: str, widths: object) -> None:
         ValueError: not a list of integers of at least 1.
     """
     listed = list(widths) if isinstance(widths, Sequence) else [None]
-    if not all(isinstance(width, int) and width >= 1 for width in listed):
+    if not all(checks.is_whole(width) and width >= 1 for width in listed):
         raise ValueError(f"{key}={widths}: must be a list of integers of at least 1")
-
-
-def require_choice(key: str, value: object, allowed: Iterable[str]) -> None:
-    """Refuse a value that is none of `allowed`.
-
-    Raises:
-        ValueError: the message lists them.
-    """
-    if value not in (choices := tuple(allowed)):
-        raise ValueError(f"{key}={value}: allowed are {', '.join(choices)}")
 
 
 def require_tokens(model: str, vocabulary: int | None) -> int:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lab.model.convnet import initialise_for_relu
-from lab.model.require import require_choice, require_size
+from lab.model.require import require_size
+from lab.settings import checks
 
 SMALLEST_PX = 32
 CIFAR_SMALLEST_PX = 4
@@ -106,7 +107,7 @@ class Subsample(nn.Module):
 def _for_imagenet(
     name: str, depths: Sequence[int], input_shape: Sequence[int], output_size: int, stride_in: str
 ) -> nn.Sequential:
-    require_choice("model.stride_in", stride_in, STRIDES_IN)
+    checks.one_of("model.stride_in", stride_in, STRIDES_IN)
     require_size(name, input_shape, SMALLEST_PX)
     stem = [*_normalised(input_shape[0], 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     layers = OrderedDict[str, nn.Module](stem=nn.Sequential(*stem))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lab.model.require import require_choice, require_dropout, require_tokens, require_width
+from lab.model.require import require_dropout, require_tokens
+from lab.settings import checks
 
 POSITIONS = ("learned", "rotary")
 INIT_STD = 0.02  # GPT-2's
@@ -71,8 +72,7 @@ class Transformer(nn.Module):
         self.context = require_tokens("transformer", context)
         self.size = _checked_size(size, layers, heads, width, positions)
         require_dropout(dropout)
-        if not isinstance(tied, bool):
-            raise ValueError(f"model.tied={tied}: must be true or false")
+        checks.truth("model.tied", tied)
         learned = positions == "learned"
         rotary = None if learned else Rotary(self.context, self.size.width // self.size.heads)
         self.embedding = nn.Embedding(num_ids, self.size.width)
@@ -183,12 +183,12 @@ def _checked_size(
     Raises:
         ValueError: an argument out of range, or a width that the heads cannot share.
     """
-    require_choice("model.size", size, SIZES)
-    require_choice("model.positions", positions, POSITIONS)
+    checks.one_of("model.size", size, SIZES)
+    checks.one_of("model.positions", positions, POSITIONS)
     given = {"layers": layers, "heads": heads, "width": width}
     for key, value in given.items():
         if value is not None:
-            require_width(f"model.{key}", value)
+            checks.whole(f"model.{key}", value, 1)
     chosen = SIZES[size]._replace(**{k: value for k, value in given.items() if value is not None})
     if chosen.width % chosen.heads:
         raise ValueError(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from lab.model.convnet import ConvNet, initialise_for_relu, with_fc_head
-from lab.model.require import require_dropout, require_size, require_width
+from lab.model.require import require_dropout, require_size
+from lab.settings import checks
 
 SMALLEST_PX = 32  # five poolings halve it to one
 WIDTHS = (64, 128, 256, 512, 512)
@@ -69,7 +70,7 @@ def _vgg(
     Weights are He's (2015), not the paper's: it had to train VGG-11 first, and begin the deeper
     ones with its layers (section 3.1).
     """
-    require_width("model.hidden", hidden)
+    checks.whole("model.hidden", hidden, 1)
     require_dropout(dropout)
     require_size(name, input_shape, SMALLEST_PX)
     layers: list[nn.Module] = []

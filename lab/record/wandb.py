@@ -10,6 +10,7 @@ from typing import Any
 
 from lab.record.recorder import require_package
 from lab.record.schema import Record
+from lab.settings import checks
 from lab.settings.secrets import is_secret
 
 MODES = ("offline", "online")
@@ -27,8 +28,7 @@ class WandbRecorder:
     """
 
     def __init__(self, project: str, mode: str) -> None:
-        if mode not in MODES:
-            raise ValueError(f"recorder.mode={mode}: allowed are {', '.join(MODES)}")
+        checks.one_of("recorder.mode", mode, MODES)
         require_package("wandb", "wandb")
         self._project = project
         self._mode = mode

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lab.settings import hints, method
+from lab.settings import checks, hints
 from lab.settings.blame import reason_of
-from lab.settings.composition import composed
+from lab.settings.composition import composed, exchange_of, parts_apart
 from lab.settings.errors import ConfigError, one_line
+from lab.settings.fields import fields_of, setting
 from lab.settings.files import choices_of, keys_of, make_importable
 from lab.settings.names import DIRECTORY
 from lab.settings.overrides import config_dir_of, parse_overrides
@@ -42,27 +42,6 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "sync": ("parts",),
     **dict.fromkeys(("exchange", "transform", "task", "comm", "recorder"), ()),
 }
-
-
-def setting(
-    default: Any,
-    help: str,
-    choices: tuple[Any, ...] = (),
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> Any:
-    """Define a scalar setting: its default, its line of `--help` and its allowed values."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-    }
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -135,7 +114,7 @@ class Settings:
     code: dict[str, Any] = setting({}, "hashes of your own files, which the lab sets")
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+FIELDS = fields_of(Settings)
 ConfigStore.instance().store(name="settings", node=Settings)
 
 
@@ -151,7 +130,7 @@ def load(arguments: Sequence[str]) -> DictConfig:
     overrides = parse_overrides(arguments)
     for override in overrides:
         _refuse(override)
-    method_parts, overrides = method.apart(overrides)
+    method_parts, overrides = parts_apart(overrides)
     config_dir = config_dir_of(arguments)
     # A run's study is a name; Hydra would take it for a choice among the files of conf/study.
     studies = [str(o.value()) for o in overrides if o.key_or_group == "study"]
@@ -160,7 +139,7 @@ def load(arguments: Sequence[str]) -> DictConfig:
         if studies:
             config.study = studies[-1]
         if method_parts:
-            config.exchange = method.exchange_of(method_parts, config_dir)
+            config.exchange = exchange_of(method_parts, config_dir)
         _validate(config)
         make_importable(config_dir)
         config.code = check_choices(config, OFFERED, arguments)
@@ -224,34 +203,33 @@ def build(node: DictConfig, *parts: Any, **runtime: Any) -> Any:
 
 def _validate(config: DictConfig) -> None:
     for name, field in FIELDS.items():
-        value, allowed = config[name], field.metadata["choices"]
-        if allowed and value not in allowed:
-            raise ConfigError(f"{name}={value}: allowed are {', '.join(allowed)}")
-        if isinstance(value, int | float) and (problem := _out_of_range(value, field.metadata)):
-            raise ConfigError(f"{name}={value}: {problem}")
+        value, choices, limits = config[name], field.metadata["choices"], field.metadata["limits"]
+        if choices:
+            checks.one_of(name, value, choices)
+        elif checks.is_whole(value):
+            checks.whole(name, value, limits.at_least, limits.at_most)
+        elif isinstance(value, float):
+            checks.number(name, value, **dataclasses.asdict(limits))
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"steps={config.steps} epochs={config.epochs}: set one of the two")
     if not config.runs_dir:
         raise ConfigError("runs_dir=: must name a directory")
     for name in ("study", "cell"):
-        value = config[name]
-        as_name = value is None or re.fullmatch(DIRECTORY, value)
-        if not as_name or without_secrets(str(value)) != str(value):
-            raise ConfigError(
-                f"{name}={value!r}: names a directory under runs_dir; allowed are letters, "
-                "digits and . , = + _ - (not first a dot), and no secret"
-            )
+        check_name(name, config[name])
 
 
-def _out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
-    at_least, above = limits["at_least"], limits["above"]
-    if at_least is not None and not at_least <= value < math.inf:
-        return f"must be a number of at least {at_least}"
-    if above is not None and not above < value < math.inf:
-        return f"must be a number above {above}"
-    if limits["at_most"] is not None and value > limits["at_most"]:
-        return f"must be at most {limits['at_most']:g}"
-    return None
+def check_name(key: str, value: str | None) -> None:
+    """Refuse a study's or cell's name that is none of a directory.
+
+    Raises:
+        ConfigError: it has other signs, or holds a secret.
+    """
+    as_name = value is None or re.fullmatch(DIRECTORY, value)
+    if not as_name or without_secrets(str(value)) != str(value):
+        raise ConfigError(
+            f"{key}={value!r}: names a directory under runs_dir; allowed are letters, "
+            "digits and . , = + _ - (not first a dot), and no secret"
+        )
 
 
 def _explain(error: Exception, arguments: Sequence[str], config_dir: str | None) -> str:

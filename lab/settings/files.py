@@ -49,7 +49,7 @@ def standing_here() -> Iterator[None]:
 
 def choices_of(group: str, config_dir: str | None = None) -> list[str]:
     """Return the names that `group=` accepts, in alphabetical order."""
-    return sorted(_files(group, config_dir))
+    return sorted(files_of(group, config_dir))
 
 
 def is_file(name: str) -> bool:
@@ -74,7 +74,7 @@ def read_file(group: str, name: str, config_dir: str | None = None) -> dict[str,
     Raises:
         ConfigError: there is no such file, or it is not a YAML mapping.
     """
-    files = {name: file_at(group, name)} if is_file(name) else _files(group, config_dir)
+    files = {name: file_at(group, name)} if is_file(name) else files_of(group, config_dir)
     if name not in files:
         known = ", ".join(sorted(files))
         raise ConfigError(f"{group}={name}: allowed are {known}, or a path such as ./{group}.yaml")
@@ -108,7 +108,7 @@ def located(content: Any, config_dir: str | None) -> Any:
 
 
 def _path_of(group: str, name: str, config_dir: str | None) -> str:
-    file = _files(group, config_dir).get(name)
+    file = files_of(group, config_dir).get(name)
     is_users = file is not None and not file.is_relative_to(conf_dir())
     return str(file) if is_users else name
 
@@ -117,11 +117,11 @@ def keys_of(group: str, config_dir: str | None = None) -> dict[str, set[str]]:
     """Return each choice's settings, without parsing its YAML: help must be quick."""
     return {
         name: set(TOP_LEVEL_KEY.findall(path.read_text())) - {"defaults"}
-        for name, path in _files(group, config_dir).items()
+        for name, path in files_of(group, config_dir).items()
     }
 
 
-def _files(group: str, config_dir: str | None) -> dict[str, Path]:
+def files_of(group: str, config_dir: str | None) -> dict[str, Path]:
     """Return files by name. As in Hydra, the lab's win: users can add choices, not replace them."""
     folders = [Path(config_dir)] if config_dir else []
     return {

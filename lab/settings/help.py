@@ -1,14 +1,18 @@
-"""The help of a command, made from its settings and the schema."""
+"""The help on the settings of a run, made from the schema and the files of choices."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lab.settings.command import Command
 from lab.settings.config import FIELDS, GROUPS, ConfigError, load
-from lab.settings.files import choices_of
+from lab.settings.fields import columns
+from lab.settings.files import conf_dir, files_of
 from lab.settings.overrides import config_dir_of
 
 GRAMMAR = """\
@@ -17,43 +21,47 @@ flags, as in Hydra:
   --cfg job          print the settings, composed and checked, and end
 {}settings may be added to a choice and removed from it: +exchange.key=value ~exchange.key"""
 MULTIRUN = "  -m, --multirun     a grid, as python -m lab.sweep: settings take lists\n"
+DEFAULT = re.compile(r"^  - (?:override )?/?(\w+): (\w+)", re.MULTILINE)  # of a list of Hydra's
+# The first comment of a file that stands on lines of its own.
+COMMENT = re.compile(r"^(?:# (?!@package|Bytes sent).*\n)+", re.MULTILINE)
+WIDEST = 100  # characters of a line about a choice
 
 
-def help_text(command: Command, arguments: Sequence[str]) -> str:
-    """Return the text of `--help`; `arguments` select the choices whose settings are listed."""
-    lines = [f"usage: {command.usage}", "", command.purpose]
-    lines += _of_run(command, arguments) if command.runs else _own(command)
-    lines += ["", "examples:", *(f"  {example}" for example in command.examples)]
-    return "\n".join(lines)
-
-
-def _own(command: Command) -> list[str]:
-    pairs = [(f"{name}={default}", text) for name, (default, text) in command.settings.items()]
-    return _columns("settings:", pairs) if pairs else []
-
-
-def _of_run(command: Command, arguments: Sequence[str]) -> list[str]:
+def of_run(command: Command, arguments: Sequence[str]) -> list[str]:
+    """Return the lines about groups and settings; `arguments` select choices."""
     try:
         config_dir = config_dir_of(arguments)
     except ConfigError:  # help is what was asked for
         config_dir = None
-    lines = ["", "groups:"]
-    lines += [f"  {name:<20} {', '.join(choices_of(name, config_dir))}" for name in GROUPS]
-    pairs = [(f"{name}={default}", text) for name, (default, text) in command.settings.items()]
-    for name, field in FIELDS.items():
-        if name not in (*GROUPS, "code"):
-            default = "null" if field.default is None else str(field.default)
-            allowed = " | ".join(map(str, field.metadata["choices"]))
-            text = field.metadata["help"] + (f" ({allowed})" if allowed else "")
-            pairs.append((f"{name}={default.lower()}", text))
-    lines += _columns("settings:", pairs)
+    chosen = _chosen(arguments, config_dir)
+    lines = ["", "groups, each with its choices (* is what this command line takes):"]
+    for group in GROUPS:
+        lines.append(f"  {group}: {FIELDS[group].metadata['help'].removesuffix(' (a group)')}")
+        for name, file in sorted(files_of(group, config_dir).items()):
+            mark = "*" if chosen.get(group) == name else " "
+            lines.append(f"  {mark} {name:<22} {_described(file)}".rstrip())
+    others = (field for name, field in FIELDS.items() if name not in (*GROUPS, "code"))
+    lines += columns((*command.fields.values(), *others))
     lines += ["", "settings of the groups' choices (strategy=onebit --help shows that one's):"]
     lines += [f"  {line}" for line in _settings_of_choices(arguments)]
     return [*lines, "", GRAMMAR.format(MULTIRUN if command.sweeps else "")]
 
 
-def _columns(title: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
-    return ["", title, *(f"  {setting:<28} {text}" for setting, text in pairs)]
+def _chosen(arguments: Sequence[str], config_dir: str | None) -> dict[str, str]:
+    """Return the choice of each group; a strategy chooses some."""
+    words = {key: value for key, _, value in (word.partition("=") for word in arguments)}
+    chosen: dict[str, str] = dict(DEFAULT.findall((conf_dir() / "train.yaml").read_text()))
+    file = files_of("strategy", config_dir).get(words.get("strategy", chosen["strategy"]))
+    return chosen | dict(DEFAULT.findall(file.read_text() if file else "")) | words
+
+
+def _described(file: Path) -> str:
+    """Return the first sentence of a choice's file."""
+    with file.open(encoding="utf-8") as opened:
+        found = COMMENT.search(opened.read(4096))
+    text = " ".join(line.lstrip("# ") for line in found[0].splitlines()) if found else ""
+    sentence = re.split(r"(?<=[a-z0-9)`])\.\s+(?=[A-Z])", text)[0]
+    return textwrap.shorten(sentence.rstrip("."), WIDEST, placeholder=" …")
 
 
 def _settings_of_choices(arguments: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Names of runs, made from their settings."""
+"""Names of runs, made from their settings; and which of these change nothing on one rank."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ LOCAL = ("runs_dir", "config_dir", "resume", "data.path")
 OF_STRATEGY = ("exchange", "transform", "sync", "comm", "overlap", "bucket_mb")
 # A name of a directory: none that a study gives to what lies beside its cells.
 DIRECTORY = r"(?!\.|(?:figures|report\.html|study\.json)$)[\w.,=+\-]+"
+# The lab's classes of exchanges and syncs that add nothing to the step of one rank.
+EXACT = ("NoExchange", "AllReduce", "Tree", "DoubleTree", "Ring", "Star")
+PLAIN = ("NoSync", "GradSync", "RootUpdate")
+OF_EXCHANGE = ("exchange", "sync", "overlap", "bucket_mb")
+
+Computation = frozenset[tuple[str, str]]
 LONGEST = 120  # characters of a name; file systems take 255 bytes
 
 
@@ -130,3 +136,35 @@ def run_name(arguments: Sequence[str], strategy: str, world_size: int, code: str
     if len(readable) <= LONGEST:
         return readable
     return f"{readable[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def adds_nothing(exchange: str, sync: str) -> bool:
+    """Return whether an exchange and a sync, by class name, add nothing to one rank's step."""
+    return exchange in EXACT and sync in PLAIN
+
+
+def idle_groups(compiled: object) -> tuple[str, ...]:
+    """Return the groups and settings that then change nothing on one rank.
+
+    Args:
+        compiled: the setting `compile`; torch.compile divides a model that overlaps by buckets.
+    """
+    return ("exchange", "sync") if str(compiled) == "True" else OF_EXCHANGE
+
+
+def computation(resolved: Mapping[str, Any]) -> Computation | None:
+    """Return what a run's settings compute on one rank: equal ones are the same computation.
+
+    None if its strategy does something of its own even there: compresses, averages weights, leaves
+    gradients to a library.
+
+    Args:
+        resolved: of a composed run; see lab.settings.names.resolved.
+    """
+    exchange, sync = (
+        class_name(str(resolved.get(f"{group}._target_", ""))) for group in ("exchange", "sync")
+    )
+    if not adds_nothing(exchange, sync):
+        return None
+    idle = idle_groups(resolved.get("compile"))
+    return frozenset((k, str(v)) for k, v in resolved.items() if root_of(k) not in idle)

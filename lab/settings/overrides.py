@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,18 +16,14 @@ from lab.settings.files import choices_of
 from lab.settings.hints import lonely_hint
 from lab.settings.secrets import kept_words
 
-OF_RUNS = ("record.json", "attempts.json", "timeline.json", "study.json")
-
 __all__ = [
     "Override",
     "config_dir_of",
-    "file_to_write",
     "handed_over",
     "listed",
     "own_choices",
     "parse_overrides",
     "quoted",
-    "split",
 ]
 
 
@@ -131,45 +127,6 @@ def _hint(arguments: Sequence[str], index: int) -> str:
     return meant or (
         "write key=value, and quote values with commas, brackets or '=' as in 'cell=\"a=b\"'"
     )
-
-
-def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Separate a command's own settings from all others.
-
-    Args:
-        keys: the command's own keys; `hardware` includes `hardware.inter.latency_s`.
-
-    Returns:
-        The text of each own setting, the last one if repeated; and the other arguments, unchanged.
-    """
-    texts, others = dict[str, str](), list[str]()
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if equals and key.split(".")[0] in keys:
-            texts[key] = text
-        else:
-            others.append(argument)
-    return texts, others
-
-
-def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
-    """Return the file that a setting such as `out=` names; None for `null`.
-
-    Raises:
-        ConfigError: it has none of the `suffixes`, or cannot be written there.
-    """
-    if text == "null":
-        return None
-    path = Path(text)
-    if path.name in OF_RUNS:
-        raise ConfigError(f"{key}={text}: is the name of a file that runs keep; choose another")
-    if path.suffix not in suffixes or not path.stem or not path.parent.is_dir():
-        names = " or ".join(f"FILE{suffix}" for suffix in suffixes)
-        raise ConfigError(f"{key}={text}: must name {names} in a folder that is there")
-    target = path if path.exists() else path.parent
-    if path.is_dir() or not os.access(target, os.W_OK):
-        raise ConfigError(f"{key}={text}: cannot write {target.absolute()}")
-    return path
 
 
 def config_dir_of(arguments: Sequence[str]) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -10,19 +12,19 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lab.settings.blame import blame
+from lab.settings.blame import blame, is_users
 from lab.settings.errors import ConfigError, one_line
-from lab.settings.files import choices_of, read_file, standing_here
-from lab.settings.sources import note_sources, source_hashes
+from lab.settings.files import conf_dir, standing_here
 
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+TARGET = re.compile(r"^_target_: *(\S+)", re.MULTILINE)
 # Where the lab's own choices of a group are. A file of settings may name these, and none of the
 # lab's functions besides, some of which run commands.
 OWN = {
@@ -38,7 +40,10 @@ OWN = {
     "cluster": "lab.cluster.settings.",
     "straggler": "lab.cluster.straggler.",
 }
+HASH_LENGTH = 8  # hexadecimal digits
 KNOWN = ("lab.", "torch.optim.")  # paths that need no word before they are imported
+
+_as_imported = dict[Path, str]()  # hashes; a slow import leaves time to edit its file
 
 
 def names_code(choice: str) -> bool:
@@ -88,7 +93,8 @@ def check_choices(
                 _tell(group, path)
     for group, names in offered.items():
         path = str(config[group].get("_target_", ""))
-        if path and not path.startswith("lab."):
+        # What the lab chooses is not imported: torch takes two seconds.
+        if path and not path.startswith("lab.") and path not in _chosen(group):
             function = callable_at(path, f"{group}={path}")
             if group != "optim":  # its settings are the optimizer's and the schedule's
                 own = [str(key) for key in config[group] if not str(key).startswith("_")]
@@ -110,16 +116,16 @@ def targets(value: Any) -> Iterator[str]:
 
 
 @cache
-def _codecs() -> frozenset[str]:
-    """Return the lab's codecs, which an exchange may have."""
-    choices = choices_of("codec")
-    return frozenset(str(read_file("codec", choice)["_target_"]) for choice in choices)
+def _chosen(group: str) -> frozenset[str]:
+    """Return the callables that the lab's own choices of a group name."""
+    files = (conf_dir() / group).glob("*.yaml")
+    return frozenset(found for file in files for found in TARGET.findall(file.read_text()))
 
 
 def _check_target(group: str, path: str, may_be_own: bool) -> None:
     """Refuse what no choice of a group is: the lab's other functions, or code where none may be."""
     is_labs = path.startswith("lab.")
-    if group == "exchange" and path in _codecs():
+    if group == "exchange" and path in _chosen("codec"):
         return
     if (is_labs and (not path.startswith(OWN[group]) or "._" in path)) or not (
         is_labs or may_be_own
@@ -242,3 +248,78 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
+
+
+def note_sources(module: str) -> None:
+    """Hash the user's files of a module that is about to be imported, as they are now."""
+    spec = None if module in sys.modules else importlib.util.find_spec(module)
+    if spec and spec.has_location and spec.origin and is_users(spec.origin):
+        path = Path(spec.origin).resolve()
+        if path.suffix == ".py":
+            with suppress(SyntaxError, ValueError, OSError):  # the import will say it better
+                files = _closure(path, _root_of(path, module), set())
+                _as_imported.update({each: _hash_of(each) for each in files})
+
+
+def source_hashes(function: Callable[..., Any]) -> dict[str, str]:
+    """Hash the user's files that a callable's module is made of: its own, and those it imports.
+
+    Returns:
+        A hash by file name, relative to the folder that the module was found in; {} for installed
+        packages, whose versions tell them apart.
+    """
+    path = _file_of(function)
+    if path is None or not is_users(str(path)):
+        return {}
+    root = _root_of(path, function.__module__)
+    return {
+        str(each.relative_to(root)).replace(".", "_"): _as_imported.get(each) or _hash_of(each)
+        for each in sorted(_closure(path, root, set()))
+    }
+
+
+def fingerprint(hashes: Mapping[str, str]) -> str:
+    """Return one hash for all files; empty if there are none."""
+    return _hash(repr(sorted(hashes.items())).encode()) if hashes else ""
+
+
+def _file_of(function: Callable[..., Any]) -> Path | None:
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def _root_of(path: Path, module: str) -> Path:
+    return path.parents[module.count(".") + (path.stem == "__init__")]
+
+
+def _closure(path: Path, root: Path, seen: set[Path]) -> set[Path]:
+    """Add `path` and the files under `root` that it imports, and so on, to `seen`."""
+    if path not in seen:
+        seen.add(path)
+        for name in _imported(path, root):
+            for file in (root / f"{name}.py", root / name / "__init__.py"):
+                if file.is_file():
+                    _closure(file, root, seen)
+    return seen
+
+
+def _imported(path: Path, root: Path) -> Iterator[str]:
+    """Yield the modules that a file names in imports, as paths relative to `root`."""
+    package = list(path.parent.relative_to(root).parts)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.replace(".", "/") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            parts = [*base, *(node.module.split(".") if node.module else [])]
+            yield "/".join(parts)
+            yield from ("/".join([*parts, alias.name]) for alias in node.names)
+
+
+def _hash_of(path: Path) -> str:
+    return _hash(path.read_bytes())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:HASH_LENGTH]

@@ -1,12 +1,21 @@
-"""Standard streams that are closed, full, or read by nobody: no traceback, and no run is lost."""
+"""Standard streams that are closed, full, or read by nobody: no traceback, and no run is lost.
+
+On them, names of others are shown without what would control a terminal, or turn text around.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import IO, Any
+
+# Halves of surrogate pairs too, which JSON may hold and no file can.
+CONTROL = re.compile(
+    r"[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 
 
 class OutputLost(OSError):
@@ -107,3 +116,28 @@ def _told() -> Iterator[None]:
         raise
     except OSError as error:
         raise OutputLost(f"standard output: {error.strerror}") from None
+
+
+def visible(text: str) -> str:
+    """Write characters that control a terminal, or the direction of text, as escapes."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class VisibleOutput:
+    """A stream of text that shows controls instead of passing them on."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(visible(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def visible_output() -> Iterator[None]:
+    """Show controls on standard output while the context lasts."""
+    with redirect_stdout(VisibleOutput(sys.stdout)):  # pyright: ignore[reportArgumentType]
+        yield

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from lab.measure.peaks import gpu_peak
-from lab.model.numbers import is_number
+from lab.settings import checks
 from lab.simulate.hardware import THIS_CPU, Device, Hardware, Link, Range
 from lab.simulate.network import PROTOCOLS
 
@@ -124,14 +124,14 @@ def _check_hardware(name: str, hardware: Hardware) -> None:
         raise ValueError(f"{name}: library={hardware.library}: allowed are {allowed}")
     for key, least in LEAST.items():
         if getattr(hardware, key) is not None or key not in OPTIONAL:
-            _check(f"{name}: {key}", getattr(hardware, key), least)
-    _check_count(f"{name}: ranks_per_node", hardware.ranks_per_node)
+            checks.number(f"{name}: {key}", getattr(hardware, key), least)
+    checks.whole(f"{name}: ranks_per_node", hardware.ranks_per_node, 1)
     if hardware.num_cores is not None:
-        _check_count(f"{name}: num_cores", hardware.num_cores)
+        checks.whole(f"{name}: num_cores", hardware.num_cores, 1)
     if hardware.ranks_per_node > 1 and hardware.intra is None:
         raise ValueError(f"{name}: intra=null: must join the {hardware.ranks_per_node} ranks")
     for rate in hardware.node_rates:
-        _check(f"{name}: node_rates", rate, 1)
+        checks.number(f"{name}: node_rates", rate, 1)
     if not hardware.protocols or set(hardware.protocols) - set(PROTOCOLS):
         allowed = ", ".join(PROTOCOLS)
         raise ValueError(f"{name}: protocols={hardware.protocols}: must be some of {allowed}")
@@ -141,8 +141,8 @@ def _check_range(name: str, hardware: Hardware, given: Range) -> None:
     """Refuse a range of what is no number of the hardware, or that leaves out its value."""
     way, _, key = given.key.rpartition(".")
     value = getattr(getattr(hardware, way) if way else hardware, key)
-    _check(f"{name}: assumed.{given.key}", given.low, 0)
-    _check(f"{name}: assumed.{given.key}", given.high, given.low)
+    checks.number(f"{name}: assumed.{given.key}", given.low, 0)
+    checks.number(f"{name}: assumed.{given.key}", given.high, given.low)
     if value is None or not given.low <= value <= given.high or math.isnan(value):
         raise ValueError(
             f"{name}: assumed.{given.key}=[{given.low}, {given.high}]: leaves out its value {value}"
@@ -166,22 +166,12 @@ def _link(where: str, figures: Mapping[str, Any]) -> Link:
             raise ValueError(f"{where}.num_links={dict(links)}: must begin with 2 ranks")
     link = Link(**{**figures, "num_links": links})
     for key, least in LEAST_OF_LINK.items():
-        _check(f"{where}.{key}", getattr(link, key), least)
+        checks.number(f"{where}.{key}", getattr(link, key), least)
     if link.duplex > 1:
         raise ValueError(f"{where}.duplex={link.duplex}: must be at most 1")
     for count in (links,) if isinstance(links, int) else (count for _, count in links):
-        _check_count(f"{where}.num_links", count)
+        checks.whole(f"{where}.num_links", count, 1)
     return link
-
-
-def _check(key: str, value: object, least: float) -> None:
-    if not is_number(value) or value < least:
-        raise ValueError(f"{key}={value}: must be a number of at least {least:g}")
-
-
-def _check_count(key: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value}: must be an integer of at least 1")
 
 
 def parse_device(name: str, node: Mapping[str, Any]) -> Device:
@@ -211,7 +201,7 @@ def parse_device(name: str, node: Mapping[str, Any]) -> Device:
                 f"{name}: device.peak_flops_per_s.{precision}: allowed are {', '.join(PRECISIONS)}"
             )
     for key, least in LEAST_OF_DEVICE.items():
-        _check(f"{name}: device.{key}", getattr(device, key), least)
+        checks.number(f"{name}: device.{key}", getattr(device, key), least)
     return _with_peaks(name, device)
 
 
@@ -258,5 +248,5 @@ def _pairs(key: str, node: object, least: float) -> tuple[tuple[str, float], ...
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be values by name")
     for name, value in node.items():
-        _check(f"{key}.{name}", value, least)
+        checks.number(f"{key}.{name}", value, least)
     return tuple((str(name), float(value)) for name, value in node.items())

@@ -12,8 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lab.model.profile import Profile, replayed
 from lab.settings.errors import ConfigError
+from lab.settings.fields import fields_of, file_setting, parsed, setting, split
 from lab.settings.files import read_file
-from lab.settings.overrides import config_dir_of, file_to_write, split
+from lab.settings.overrides import config_dir_of
 from lab.settings.reading import escaped
 from lab.simulate.hardware import Hardware
 from lab.simulate.presets import parse as parse_hardware
@@ -21,17 +22,29 @@ from lab.study.grid import Cell
 from lab.study.grid import read as read_grid
 
 DEFAULT_PROFILE = "alexnet_titanx"
-SETTINGS = {
-    "hardware": ("titanx_x4", "a file of conf/hardware; hardware.KEY=... changes one figure of it"),
-    "fit": (
-        "null",
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """The settings of lab.predict beside a grid's; hardware.KEY=... is read apart."""
+
+    hardware: str = setting(
+        "titanx_x4", "a file of conf/hardware; hardware.KEY=... changes one figure of it"
+    )
+    fit: Path | None = setting(
+        None,
         "runs/STUDY: fit the hardware to its cells of 1 and 2 ranks, score on others; "
         "or FILE.json of lab.bench collective or codec",
-    ),
-    "measured": ("null", "runs/STUDY: compare with its cells of these settings, without a fit"),
-    "out": ("null", "FILE.json for the result, its figure next to it; or FILE.png alone"),
-    "trace": ("null", "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure"),
-}
+    )
+    measured: Path | None = setting(
+        None, "runs/STUDY: compare with its cells of these settings, without a fit"
+    )
+    out: Path | None = file_setting(
+        "FILE.json for the result, its figure next to it; or FILE.png alone", ".json", ".png"
+    )
+    trace: Path | None = file_setting(
+        "FILE.json for the one cell's timeline (ui.perfetto.dev), and its figure", ".json"
+    )
 
 
 @dataclass(frozen=True)
@@ -61,30 +74,27 @@ def read(arguments: Sequence[str]) -> Request:
     Raises:
         ConfigError: a setting is wrong.
     """
-    texts, run = split(arguments, SETTINGS)
-    texts = {key: default for key, (default, _) in SETTINGS.items()} | texts
-    out = file_to_write("out", texts["out"], ".json", ".png")
-    trace = file_to_write("trace", texts["trace"], ".json")
+    texts, run = split(arguments, fields_of(OwnSettings))
+    own = parsed(OwnSettings, texts)
+    fit, trace = own.fit, own.trace
     cells = [cell for cell in read_grid([*run, "baselines=all"]).cells if cell.repeat == 0]
     if trace and len(cells) > 1:
         raise ConfigError(f"trace={trace}: takes one cell, and these are {len(cells)}")
     config_dir = config_dir_of(run)
     try:
-        hardware = parse_hardware(_hardware(texts, config_dir))
+        hardware = parse_hardware(_hardware(own.hardware, texts, config_dir))
         profiles = [_profile(cell) for cell in cells]
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    fit = None if texts["fit"] == "null" else Path(texts["fit"])
     if fit and fit.suffix != ".json" and None in profiles:
         raise ConfigError(
             f"fit={fit}: an exchange cannot be fitted beside an estimated model; measure it with "
             "lab.profile_layers out=FILE.yaml and give profile=FILE.yaml"
         )
-    measured = None if texts["measured"] == "null" else Path(texts["measured"])
-    if fit and measured:
-        raise ConfigError(f"fit={fit} measured={measured}: a fit is scored on its own; set one")
+    if fit and own.measured:
+        raise ConfigError(f"fit={fit} measured={own.measured}: a fit is scored on its own; set one")
     by_default = not any(map(_is_given, cells))
-    return Request(cells, profiles, by_default, hardware, fit, measured, out, trace)
+    return Request(cells, profiles, by_default, hardware, fit, own.measured, own.out, trace)
 
 
 def plain(node: Any) -> dict[str, Any]:
@@ -110,7 +120,7 @@ def _is_given(cell: Cell) -> bool:
     return any(key.partition(".")[0] in ("model", "profile") for key in keys)
 
 
-def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:
+def _hardware(name: str, texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, Any]:
     """Read a file of conf/hardware and apply `hardware.key=value` to it.
 
     Raises:
@@ -119,7 +129,7 @@ def _hardware(texts: Mapping[str, str], config_dir: str | None) -> Mapping[str, 
     changes = {key: text for key, text in texts.items() if key.startswith("hardware.")}
     dotted = [f"{key.removeprefix('hardware.')}={text}" for key, text in changes.items()]
     try:
-        node: Any = OmegaConf.create(escaped(read_file("hardware", texts["hardware"], config_dir)))
+        node: Any = OmegaConf.create(escaped(read_file("hardware", name, config_dir)))
         for key in changes:  # a value that is given is not assumed
             node.get("assumed", {}).pop(key.removeprefix("hardware."), None)
         return plain(OmegaConf.merge(node, OmegaConf.from_dotlist(dotted)))

@@ -10,6 +10,7 @@ from typing import Any
 from lab.exchange.cost import Shape
 from lab.exchange.grouping import cut, group
 from lab.model.profile import VALUE_BYTES, Profile, shapes
+from lab.settings import checks
 from lab.simulate.costs import exchange_of, scatter_of
 from lab.simulate.load import in_shares, phases_of
 from lab.simulate.network import Network
@@ -38,8 +39,8 @@ class Sharding:
         """
         sync = settings["sync"]
         found = cls(**{key: sync[key] for key in asdict(cls()) if key in sync})
-        rules.require_choice("all_gather", found.all_gather, rules.GATHERS)
-        rules.require_choice("reduce_scatter", found.reduce_scatter, rules.SCATTERS)
+        checks.one_of("sync.all_gather", found.all_gather, rules.GATHERS)
+        checks.one_of("sync.reduce_scatter", found.reduce_scatter, rules.SCATTERS)
         if found.reshard is not None and sync["shard_size"] is not None:
             raise ValueError(
                 f"sync.reshard={found.reshard}: sync.shard_size={sync['shard_size']} gathers "

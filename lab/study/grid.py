@@ -15,45 +15,51 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.cluster.settings import Cluster, cluster_of
 from lab.cluster.straggler import straggler_of
-from lab.settings.alone import computation
-from lab.settings.config import check_batch, load
+from lab.settings.config import check_batch, check_name, load
 from lab.settings.errors import ConfigError
+from lab.settings.fields import fields_of, parsed, setting, split
 from lab.settings.files import choices_of, is_file, read_file
-from lab.settings.names import resolved, run_name, variant
-from lab.settings.overrides import config_dir_of, split
-from lab.settings.sources import fingerprint
-from lab.study.lists import expanded, one_value, positive, values_of
+from lab.settings.names import computation, resolved, run_name, variant
+from lab.settings.overrides import config_dir_of
+from lab.settings.own_code import fingerprint
+from lab.study.lists import expanded, one_value
 
-SWEEP_SETTINGS = {
-    "launcher": ("local", "what starts the ranks of a cell (local | slurm)"),
-    "world_size": ("1", "numbers of ranks (a list)"),
-    "repeats": ("1", "times that the whole grid is measured, one after the other"),
-    "cell_timeout_s": ("3600", "a cell that takes longer is ended and recorded as timeout"),
-    "baselines": (
-        "shared",
-        "runs of one rank: shared by strategies that compute the same there, or all (shared | all)",
-    ),
-    "turns": (
-        "null",
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """The settings of a sweep itself."""
+
+    launcher: str = setting("local", "what starts the ranks of a cell", ("local", "slurm"))
+    world_size: tuple[int, ...] = setting((1,), "numbers of ranks (a list)", at_least=1)
+    repeats: int = setting(
+        1, "times that the whole grid is measured, one after the other", at_least=1
+    )
+    cell_timeout_s: int = setting(
+        3600, "a cell that takes longer is ended and recorded as timeout", at_least=1
+    )
+    baselines: str = setting(
+        "shared", "runs of one rank: shared by strategies that compute the same", ("shared", "all")
+    )
+    turns: int | None = setting(
+        None,
         "strategies of one start take turns of so many steps; null: each cell has its own start",
-    ),
-    "retry": ("none", "failed: run cells again that failed or ran out of memory or time"),
-    "report": ("none", "live: serve the study's page on this machine while cells run"),
-    "dry_run": ("false", "print the cells, the time and the disk that they need, and end"),
-}
-DEFAULTS = {key: default for key, (default, _) in SWEEP_SETTINGS.items()} | {
-    "study": "default",
-    "runs_dir": "runs",
-}
-ALLOWED: dict[str, tuple[str, ...]] = {
-    "study": (),
-    "runs_dir": (),
-    "launcher": ("local", "slurm"),
-    "baselines": ("shared", "all"),
-    "retry": ("none", "failed"),
-    "report": ("none", "live"),
-    "dry_run": ("false", "true"),
-}
+        at_least=1,
+    )
+    retry: str = setting(
+        "none",
+        "failed: run cells again that failed or ran out of memory or time",
+        ("none", "failed"),
+    )
+    report: str = setting(
+        "none", "live: serve the study's page on this machine while cells run", ("none", "live")
+    )
+    dry_run: bool = setting(False, "print the cells, the time and the disk that they need, and end")
+
+
+WORLD_SIZE = fields_of(SweepSettings)["world_size"]
+OF_SWEEP = frozenset(fields_of(SweepSettings))
+# Settings of a run that a sweep reads too.
+DEFAULTS = {"study": "default", "runs_dir": "runs"}
 # Keys that say how a sweep runs, not which cells it has; and those of a cell that it sets.
 NOT_OF_GRID = ("study", "runs_dir", "launcher", "cell_timeout_s", "retry", "report", "dry_run")
 SET_BY_SWEEP = ("cell", "repeat", "resume")
@@ -103,7 +109,7 @@ class Cell:
 
     @functools.cached_property
     def baseline(self) -> tuple[object, ...] | None:
-        """The computation of a cell of one rank that strategies may share (lab.settings.alone)."""
+        """The computation of a cell of one rank that strategies may share (lab.settings.names)."""
         same = computation(self.settings) if self.world_size == 1 else None
         if same is None:
             return None
@@ -150,34 +156,34 @@ def read(arguments: Sequence[str]) -> Study:
         ConfigError: a cell has a wrong setting; nothing has run then. (Errors that only a
             constructor can find, with the data at hand, show up in the cell's own run.)
     """
-    conditions, plain = separate(_with_study_file(arguments), (*DEFAULTS, *SET_BY_SWEEP))
-    given, run = split(plain, DEFAULTS)
-    texts = DEFAULTS | given
-    one = {key: one_value(key, texts, allowed) for key, allowed in ALLOWED.items()}
-    repeats, timeout_s = (positive(k, one_value(k, texts)) for k in ("repeats", "cell_timeout_s"))
-    sizes = [positive("world_size", size) for size in values_of("world_size", texts["world_size"])]
-    points = _points(expanded(run), sizes, conditions, typed=arguments)
-    turns = one_value("turns", texts)
+    of_study = (*OF_SWEEP, *DEFAULTS)
+    conditions, plain = separate(_with_study_file(arguments), (*of_study, *SET_BY_SWEEP))
+    given, run = split(plain, of_study)
+    name, runs_dir = (one_value(key, DEFAULTS | given) for key in DEFAULTS)
+    own = parsed(SweepSettings, given)
+    points = _points(expanded(run), own.world_size, conditions, typed=arguments)
     if len({point.name for point in points}) < len(points):
         alike = "in signs that no name has, or in secrets alone"
-        raise ConfigError(f"study={one['study']}: two values of a list differ {alike}")
-    if one["baselines"] == "shared":
+        raise ConfigError(f"study={name}: two values of a list differ {alike}")
+    if own.baselines == "shared":
         points = _sharing(points)
     cells = [
-        dataclasses.replace(point, repeat=repeat) for repeat in range(repeats) for point in points
+        dataclasses.replace(point, repeat=repeat)
+        for repeat in range(own.repeats)
+        for point in points
     ]
-    own = (f"{key}={text}" for key, text in given.items() if key not in NOT_OF_GRID)
+    of_grid = (f"{key}={text}" for key, text in given.items() if key not in NOT_OF_GRID)
     return Study(
-        one["study"],
-        one["runs_dir"],
-        one["launcher"],
+        name,
+        runs_dir,
+        own.launcher,
         cells,
-        timeout_s,
-        grids=((*own, *run, *(condition.text for condition in conditions)),),
-        retries=one["retry"] == "failed",
-        live=one["report"] == "live",
-        dry_run=one["dry_run"] == "true",
-        turns=None if turns == "null" else positive("turns", turns),
+        own.cell_timeout_s,
+        grids=((*of_grid, *run, *(condition.text for condition in conditions)),),
+        retries=own.retry == "failed",
+        live=own.report == "live",
+        dry_run=own.dry_run,
+        turns=own.turns,
     )
 
 
@@ -196,7 +202,7 @@ def refuse_bare_study(arguments: Sequence[str]) -> None:
 
 def _points(
     lists: dict[str, list[str]],
-    sizes: list[int],
+    sizes: Sequence[int],
     conditions: Sequence[Condition],
     typed: Sequence[str],
 ) -> list[Cell]:
@@ -245,7 +251,7 @@ def _with_study_file(arguments: Sequence[str]) -> list[str]:
     name, config_dir = one_value("study", DEFAULTS | texts), config_dir_of(arguments)
     if is_file(name):
         return [*_settings_of(name, config_dir), *arguments, f"study={Path(name).stem}"]
-    load([f"study={name}"])  # becomes the name of a directory, and perhaps names a file
+    check_name("study", name)
     known = choices_of("study", config_dir)
     if name in known:
         return [*_settings_of(name, config_dir), *arguments]

@@ -28,31 +28,9 @@ def expanded(arguments: Sequence[str]) -> dict[str, list[str]]:
     return lists
 
 
-def values_of(key: str, text: str) -> list[str]:
-    """Return the values of one key."""
-    return [setting.partition("=")[2] for setting in expanded([f"{key}={text}"])[key]]
-
-
-def one_value(key: str, texts: Mapping[str, str], allowed: Sequence[str] = ()) -> str:
-    """Return the value of a key that takes no list.
-
-    Raises:
-        ConfigError: it has several, or one that is not allowed.
-    """
-    values = values_of(key, texts[key])
+def one_value(key: str, texts: Mapping[str, str]) -> str:
+    """Return the value of a key that takes no list. ConfigError: it has several."""
+    values = expanded([f"{key}={texts[key]}"])[key]
     if len(values) > 1:
         raise ConfigError(f"{key}={texts[key]}: takes one value")
-    if allowed and values[0] not in allowed:
-        raise ConfigError(f"{key}={values[0]}: allowed are {', '.join(allowed)}")
-    return values[0]
-
-
-def positive(key: str, text: str) -> int:
-    """Convert a text to an integer of at least 1.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{key}={text}: must be an integer of at least 1")
-    return int(text)
+    return values[0].partition("=")[2]

@@ -13,17 +13,18 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lab.cluster import sandbox
-from lab.record.schema import Record
-from lab.settings.command import CommandLine
-from lab.settings.command_line import show
+from lab.settings.command import CommandLine, show
 from lab.settings.errors import ConfigError
 from lab.settings.names import root_of
 from lab.settings.whole import open_lock
-from lab.study import dry_run, saved
-from lab.study.cells import already, recorded
+from lab.study import saved
 from lab.study.grid import Cell, Study
+
+if TYPE_CHECKING:
+    from lab.record.schema import Record
 
 LOCK_WAIT_S = 60.0
 
@@ -54,6 +55,8 @@ def sweep(line: CommandLine, serve: Serve) -> int:
         show(cell.config for cell in study.cells)
         return 0
     if study.dry_run:
+        from lab.study import dry_run  # records need numpy: a wrong setting is answered without it
+
         print(source)
         dry_run.show(study)
         return 0
@@ -80,6 +83,7 @@ def _unseen() -> Iterator[CellEnded]:
 
 def _run_here(study: Study, root: Path, lock: int, ended: CellEnded) -> Iterator[str]:
     """Run every cell that has no record yet, in order; yield the status of each."""
+    from lab.study.cells import already, recorded
     from lab.study.launch import run_cells  # imports torch
 
     groups, labels = starts(study), _labels(study)
@@ -117,6 +121,7 @@ def _labels(study: Study) -> dict[str, str]:
 
 def _run_on_slurm(study: Study, root: Path, _lock: int, ended: CellEnded) -> Iterator[str]:
     """Submit every cell that has no record yet; yield the status of each as it ends."""
+    from lab.study.cells import already, recorded
     from lab.study.slurm import run_cells
 
     records = [(cell, recorded(root, cell, study.retries)) for cell in study.cells]

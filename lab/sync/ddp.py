@@ -21,10 +21,11 @@ from lab.distributed.torch_comm import TorchComm
 from lab.exchange.allreduce import NoExchange
 from lab.exchange.grouping import MIB
 from lab.measure.clock import Clock
+from lab.settings import checks
 from lab.sync.base import SyncParts
 from lab.sync.ddp_hook import HookState, exchange_hook
 from lab.sync.library import LibrarySync, library_bound
-from lab.sync.pattern import ddp, require_choice
+from lab.sync.pattern import ddp
 
 CURES = {  # by what DDP says, in many lines
     "mark a variable ready only once": (
@@ -62,7 +63,7 @@ class DDPSync(LibrarySync):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
     ) -> None:
-        require_choice("hook", hook, HOOKS)
+        checks.one_of("sync.hook", hook, HOOKS)
         if not parts.overlap or not parts.bucket_mb:
             raise ValueError(
                 f"overlap={parts.overlap} bucket_mb={parts.bucket_mb}: strategy=ddp always "

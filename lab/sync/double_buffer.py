@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lab.distributed.comm import Sent
 from lab.exchange.bucket import BucketPlan
+from lab.settings import checks
 from lab.sync import pattern
 from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.gradsync import GradSync
@@ -30,8 +31,7 @@ class DoubleBuffer(GradSync):
     """
 
     def __init__(self, parts: SyncParts, *, double_buffer: bool) -> None:
-        if type(double_buffer) is not bool:
-            raise ValueError(f"sync.double_buffer={double_buffer}: must be true or false")
+        checks.truth("sync.double_buffer", double_buffer)
         if double_buffer and not parts.overlap:
             raise ValueError("overlap=false: must be sync.double_buffer, which is true")
         super().__init__(parts, pattern.double_buffer(double_buffer))

@@ -22,6 +22,7 @@ from lab.distributed.sharded import whole
 from lab.distributed.torch_comm import TorchComm
 from lab.exchange.layout import named
 from lab.exchange.scatter import TwoLevels, require_no_residuals, scatter_of
+from lab.settings import checks
 from lab.sync.base import SyncParts
 from lab.sync.drift import GRADIENTS, WEIGHTS, FsdpDrift
 from lab.sync.fsdp_hooks import UnitAllGather, UnitReduceScatter, set_all_gather, set_reduce_scatter
@@ -38,7 +39,7 @@ from lab.sync.fsdp_units import (
     units,
 )
 from lab.sync.library import LibrarySync
-from lab.sync.pattern import GATHERS, SCATTERS, fsdp, is_whole, require_choice
+from lab.sync.pattern import GATHERS, SCATTERS, fsdp
 
 
 class FSDPSync(LibrarySync):
@@ -77,8 +78,8 @@ class FSDPSync(LibrarySync):
         reshard: int | str | None,
         reduce_scatter: str,
     ) -> None:
-        require_choice("all_gather", all_gather, GATHERS)
-        require_choice("reduce_scatter", reduce_scatter, SCATTERS)
+        checks.one_of("sync.all_gather", all_gather, GATHERS)
+        checks.one_of("sync.reduce_scatter", reduce_scatter, SCATTERS)
         super().__init__("fsdp", parts, fsdp(reduce_scatter, shard_size), 0)
         comm = _checked(parts, all_gather)
         self._copies = levels_of_copies(shard_size, comm)
@@ -366,7 +367,7 @@ def ranks_of_a_host(key: str, nodes: Nodes) -> int:
 
 
 def _divisor(key: str, size: object, setting: object, ranks: int) -> int:
-    if not is_whole(size) or size < 1 or ranks % size:
+    if not checks.is_whole(size) or size < 1 or ranks % size:
         raise ValueError(
             f"sync.{key}={setting}: must be node, null, or a divisor of the {ranks} ranks"
         )

@@ -13,6 +13,7 @@ from lab.distributed.collective import Collective
 from lab.distributed.horovod_comm import HorovodComm, horovod
 from lab.exchange.allreduce import NoExchange, rounding_bound
 from lab.exchange.layout import trainable
+from lab.settings import checks
 from lab.sync import pattern
 from lab.sync.base import Sync, SyncParts
 from lab.sync.pattern import Pattern
@@ -96,7 +97,7 @@ class HorovodSync(LibrarySync):
                     f"{name}: lies in memory with strides {list(parameter.stride())}, as "
                     "channels_last=true makes it; strategy=horovod takes contiguous tensors only"
                 )
-        pattern.require_choice("compression", compression, tuple(WIRE_BYTES))
+        checks.one_of("sync.compression", compression, tuple(WIRE_BYTES))
         self._parameters = trainable(parts.model)
         num_values = sum(p.numel() for p in self._parameters.values())
         super().__init__("horovod", parts, pattern.horovod(), WIRE_BYTES[compression] * num_values)

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from lab.exchange.base import require_mean
 from lab.exchange.layout import is_fusible
+from lab.settings import checks
 from lab.sync.base import SyncParts, SyncState
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import Pattern, des_loc, is_number, is_whole, local
+from lab.sync.pattern import Pattern, des_loc, local
 
 FIRST = ("exp_avg", "momentum_buffer")  # a first moment, as optimizers of torch name it
 SECOND = ("exp_avg_sq",)
@@ -153,12 +154,9 @@ class LocalSync(LocalSteps):
 
 
 def _check_ranges(every: object, outer_lr: object, outer_momentum: object) -> None:
-    if not is_whole(every) or every < 1:
-        raise ValueError(f"sync.every={every}: must be an integer of at least 1")
-    if not is_number(outer_lr) or not 0 < outer_lr < float("inf"):
-        raise ValueError(f"sync.outer_lr={outer_lr}: must be a number above 0")
-    if not is_number(outer_momentum) or not 0 <= outer_momentum < 1:
-        raise ValueError(f"sync.outer_momentum={outer_momentum}: must be at least 0 and below 1")
+    checks.whole("sync.every", every, 1)
+    checks.number("sync.outer_lr", outer_lr, above=0)
+    checks.number("sync.outer_momentum", outer_momentum, at_least=0, below=1)
 
 
 class DesLoc(LocalSteps):

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from lab.exchange.grouping import MIB, Sized
 from lab.measure.spans import OWN
+from lab.settings import checks
 from lab.settings.names import class_name
 
 STRIDED, SEQUENTIAL = "strided", "sequential"  # orders of fragments
@@ -179,8 +180,7 @@ def des_loc(every: int, first_every: int, second_every: int | None) -> Pattern:
     if second_every is not None:
         periods["second_every"] = second_every
     for key, period in periods.items():
-        if not is_whole(period) or period < 1:
-            raise ValueError(f"sync.{key}={period}: must be an integer of at least 1")
+        checks.whole(f"sync.{key}", period, 1)
     whole = math.lcm(*periods.values())
     num_exchanges = sum(whole // period for period in periods.values())
     return replace(local(whole), legs=(Leg.MEAN_OF_STATES,), num_exchanges=num_exchanges)
@@ -289,22 +289,6 @@ def class_of(settings: Mapping[str, Any]) -> str:
     A user's own is known by its path.
     """
     return class_name(settings.get("sync", {}).get("_target_", ""))
-
-
-def require_choice(key: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuse a setting `sync.<key>` that is none of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"sync.{key}={value}: allowed are {', '.join(allowed)}")
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether a setting is an integer."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a setting is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def fragments(parameters: Sequence[Sized], number: int, order: str) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -24,9 +23,10 @@ from lab.exchange.bucket import BucketPlan, GradBucket, plan
 from lab.exchange.grouping import cut
 from lab.exchange.layout import is_compiled
 from lab.measure.clock import Clock, Mark, mark, seconds
+from lab.settings import checks
 from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.gradsync import GradSync
-from lab.sync.pattern import is_number, is_whole, priority, send_order
+from lab.sync.pattern import priority, send_order
 from lab.sync.reads import FirstReads, after, before
 
 COLD = 2  # first steps of each schedule in a trial, up to 40 % slower: buffers are new
@@ -287,10 +287,8 @@ class PrioritySync(GradSync):
 
 
 def _check(parts: SyncParts, chunk_mb: object, trials: object) -> None:
-    if not is_number(chunk_mb) or not 0 < chunk_mb < math.inf:
-        raise ValueError(f"sync.chunk_mb={chunk_mb}: must be a number above 0")
-    if not is_whole(trials) or trials < 0:
-        raise ValueError(f"sync.trials={trials}: must be an integer of at least 0")
+    checks.number("sync.chunk_mb", chunk_mb, above=0)
+    checks.whole("sync.trials", trials, 0)
     if is_compiled(parts.module):
         raise ValueError("model: compiled layers cannot wait for theirs; leave torch.compile out")
     if any(isinstance(exchange, Auto) for exchange in everyone(parts.exchange)):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lab.distributed.comm import Sent
 from lab.exchange.bucket import plan
+from lab.settings import checks
 from lab.sync import pattern as rules
 from lab.sync.base import SyncParts, SyncState, all_finite
 from lab.sync.local import LocalSync
-from lab.sync.pattern import is_number, is_whole
 
 
 class StreamingSync(LocalSync):
@@ -144,15 +144,8 @@ class StreamingSync(LocalSync):
 def _check_fragments(
     every: int, fragments: object, order: object, delay: object, alpha: object
 ) -> None:
-    if not is_whole(fragments) or not 1 <= fragments <= every:
-        raise ValueError(
-            f"sync.fragments={fragments}: must be an integer from 1 to sync.every, which is {every}"
-        )
-    rules.require_choice("fragment_order", order, rules.ORDERS)
-    if not is_whole(delay) or not 0 <= delay <= every // fragments:
-        raise ValueError(
-            f"sync.delay={delay}: must be an integer from 0 to {every // fragments}, the steps "
-            "from one fragment to the next"
-        )
-    if not is_number(alpha) or not 0 <= alpha < 1:
-        raise ValueError(f"sync.alpha={alpha}: must be at least 0 and below 1")
+    number = checks.whole("sync.fragments", fragments, 1, every)
+    checks.one_of("sync.fragment_order", order, rules.ORDERS)
+    # At most the steps from one fragment to the next.
+    checks.whole("sync.delay", delay, 0, every // number)
+    checks.number("sync.alpha", alpha, at_least=0, below=1)

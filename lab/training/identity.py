@@ -21,8 +21,8 @@ from lab.record.run_directory import RunDirectory
 from lab.record.schema import Emulation, Record, worded
 from lab.settings.config import ConfigError
 from lab.settings.names import resolved, run_name, variant
+from lab.settings.own_code import fingerprint
 from lab.settings.secrets import kept, kept_words
-from lab.settings.sources import fingerprint
 from lab.training.assemble import global_batch_size
 from lab.training.outcome import Loop, note_end, note_progress, summary
 

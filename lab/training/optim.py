@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter
 from itertools import groupby
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lab.distributed.sharded import is_sharded
 from lab.exchange.layout import is_fusible
+from lab.settings import checks
 from lab.settings.blame import blame
 from lab.settings.errors import ConfigError, one_line
 from lab.settings.own_code import callable_at
@@ -49,9 +50,7 @@ def make_optim(node: DictConfig, batch_size: int) -> Optim:
     target = settings.pop("_target_")
     of_schedule = {field.name for field in fields(Schedule)} & settings.keys()
     schedule = Schedule(**{name: settings.pop(name) for name in of_schedule})
-    decay_vectors = settings.pop("decay_vectors", True)
-    if not isinstance(decay_vectors, bool):
-        raise ConfigError(f"optim.decay_vectors={decay_vectors}: must be true or false")
+    decay_vectors = checks.truth("optim.decay_vectors", settings.pop("decay_vectors", True))
     return Optim(target, settings, schedule, batch_size, decay_vectors)
 
 
@@ -196,20 +195,16 @@ def _check(target: str, settings: Mapping[str, Any], own: Mapping[str, Parameter
 
 def _check_value(name: str, value: object, default: object) -> None:
     """Refuse a value whose type is not that of the default."""
-    if isinstance(default, bool) and not isinstance(value, bool):
-        raise ConfigError(f"optim.{name}={value}: must be true or false")
-    if name in NOT_NEGATIVE and not (_is_number(value) and 0 <= value < math.inf):
-        raise ConfigError(f"optim.{name}={value}: must be a number of at least 0")
-    if _is_number(default) and (not _is_number(value) or math.isnan(value)):
-        raise ConfigError(f"optim.{name}={value}: must be a number")
+    if isinstance(default, bool):
+        checks.truth(f"optim.{name}", value)
+    if name in NOT_NEGATIVE:
+        checks.number(f"optim.{name}", value, at_least=0)
+    elif checks.is_number(default):
+        checks.number(f"optim.{name}", value)
     if isinstance(default, tuple):
         length = len(tuple[Any](default))
         if not isinstance(value, list) or len(list[Any](value)) != length:
             raise ConfigError(f"optim.{name}={value}: must be a list of {length} values")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,21 +235,18 @@ class Schedule:
     base_batch_size: int = 128
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            allowed = ", ".join(SCHEDULES)
-            raise ConfigError(f"optim.schedule={self.schedule}: allowed are {allowed}")
-        _require_integer("warmup_steps", self.warmup_steps, 0)
-        _require_integer("base_batch_size", self.base_batch_size, 1)
-        _require_share("final_share", self.final_share)
-        _require_share("step_factor", self.step_factor)
-        if not isinstance(self.linear_scaling, bool):
-            raise ConfigError(f"optim.linear_scaling={self.linear_scaling}: must be true or false")
+        checks.one_of("optim.schedule", self.schedule, SCHEDULES)
+        checks.whole("optim.warmup_steps", self.warmup_steps, 0)
+        checks.whole("optim.base_batch_size", self.base_batch_size, 1)
+        checks.number("optim.final_share", self.final_share, at_least=0, at_most=1)
+        checks.number("optim.step_factor", self.step_factor, at_least=0, at_most=1)
+        checks.truth("optim.linear_scaling", self.linear_scaling)
         if self.final_share and self.schedule not in WITH_AN_END:
             raise ConfigError(
                 f"optim.final_share={self.final_share}: needs optim.schedule=cosine or linear"
             )
         if self.schedule == "step":
-            _require_integer("step_every", self.step_every, 1)
+            checks.whole("optim.step_every", self.step_every, 1)
         elif self.step_every is not None:
             raise ConfigError(f"optim.step_every={self.step_every}: needs optim.schedule=step")
 
@@ -274,17 +266,6 @@ class Schedule:
         done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
         left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
         return peak * (self.final_share + (1 - self.final_share) * left)
-
-
-def _require_integer(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        shown = "null" if value is None else value
-        raise ConfigError(f"optim.{name}={shown}: must be an integer of at least {least}")
-
-
-def _require_share(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"optim.{name}={value}: must be a number from 0 to 1")
 
 
 def require_piecewise(config: DictConfig, model: nn.Module, batch_size: int) -> None:

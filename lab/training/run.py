@@ -24,7 +24,7 @@ from lab.record.decode import decode
 from lab.record.origin import Stretch, joined, stretches
 from lab.record.run_directory import RunDirectory
 from lab.settings.blame import blame
-from lab.settings.command_line import EXIT_INTERRUPTED
+from lab.settings.command import EXIT_INTERRUPTED
 from lab.settings.config import ConfigError, build
 from lab.settings.names import class_name
 from lab.settings.secrets import kept_words, without_secrets

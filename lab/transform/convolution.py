@@ -6,6 +6,7 @@ from torch import nn
 
 from lab.convolution.choice import Chooser, fixed, heuristic, profile
 from lab.convolution.layer import ChosenConv2d
+from lab.settings import checks
 
 CHOICES = ("fixed", "heuristic", "profile")
 
@@ -26,8 +27,7 @@ class Convolution:
     """
 
     def __init__(self, choose: str = "profile", algorithm: str = "gemm") -> None:
-        if choose not in CHOICES:
-            raise ValueError(f"transform.choose={choose}: allowed are {', '.join(CHOICES)}")
+        checks.one_of("transform.choose", choose, CHOICES)
         try:
             fixed_one = fixed(algorithm)
         except ValueError as error:

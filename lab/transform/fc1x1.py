@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lab.model.convnet import ConvNet, initialise_for_relu
+from lab.settings import checks
 
 MODES = ("substitution", "equivalent")
 
@@ -30,14 +31,8 @@ class Fc1x1:
     """
 
     def __init__(self, mode: str = "substitution", width_divisor: int = 4) -> None:
-        if mode not in MODES:
-            raise ValueError(f"transform.mode={mode}: allowed are {', '.join(MODES)}")
-        if not isinstance(width_divisor, int) or width_divisor < 1:
-            raise ValueError(
-                f"transform.width_divisor={width_divisor}: must be an integer of at least 1"
-            )
-        self.mode = mode
-        self.width_divisor = width_divisor
+        self.mode = checks.one_of("transform.mode", mode, MODES)
+        self.width_divisor = checks.whole("transform.width_divisor", width_divisor, 1)
 
     def __call__(self, model: nn.Module) -> ConvNet:
         """Return a ConvNet with the features of `model` (shared, not copied) under another head.

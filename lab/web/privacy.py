@@ -10,7 +10,7 @@ from typing import Any
 
 from lab.settings.files import conf_dir
 from lab.settings.secrets import HIDDEN, is_secret, without_secrets
-from lab.settings.visible import CONTROL
+from lab.settings.streams import CONTROL
 
 PATH = re.compile(r"(?<![\w./:<])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+,=-]+){2,}[/\\]?")
 COMMON = {"root", "user", "admin", "ubuntu"}  # no one's name

@@ -148,7 +148,7 @@ def test_wrong_settings_are_one_line() -> None:
     (messages,) = CREW.call(1, wrong_settings)
     assert messages == [
         "strategy=None: name how gradients are exchanged, or pass sync=",
-        "batch_size=0: must be a number of at least 1",
+        "batch_size=0: must be an integer from 1 to 2147483648",
         "scaling=both: allowed are strong, weak",
         "study='a/b': names a directory under runs_dir; allowed are letters, digits and "
         ". , = + _ - (not first a dot), and no secret",

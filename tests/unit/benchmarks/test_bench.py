@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lab import bench
 from lab.benchmarks import certificate, codec, collective, compressors, host, memory, step
+from lab.benchmarks.catalogue import size_name
 from lab.benchmarks.crossing import Crossing
 from lab.benchmarks.interleave import interval, middle, ratio
 from lab.benchmarks.present import chart_of, fastest, text_of, write
-from lab.benchmarks.request import read, size_name
+from lab.benchmarks.request import read
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.draw.chart import drawn

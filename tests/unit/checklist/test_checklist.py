@@ -21,8 +21,9 @@ from lab.checklist.item import Command, Figure, Item
 from lab.checklist.machine import Machine
 from lab.measure.spans import Span
 from lab.record.trace import write_trace
-from lab.settings import command_line
+from lab.settings.command import read
 from lab.settings.config import check_batch, load
+from lab.settings.fields import own_settings
 from lab.study import grid
 from tests.conftest import ROOT
 from tests.unit.benchmarks.test_bench import results as bench_results
@@ -56,8 +57,7 @@ def test_every_command_is_one_that_the_lab_accepts(command: Command) -> None:
     elif module == "lab.profile_layers":
         profile_request.read(others)
     elif module == "lab.plot":
-        line = command_line.read(plot.COMMAND, given)
-        assert plot.COMMAND.texts(line.settings)
+        assert own_settings(plot.Settings, read(plot.COMMAND, given).settings)
     else:
         assert module == "pytest" and (ROOT / given[0]).exists()
 

@@ -183,7 +183,7 @@ def test_a_parameters_share_is_the_same_in_any_bucket() -> None:
         (lambda: Float8(4), r"exchange.block_size=4: must be an integer of at least 8"),
         (lambda: Cast("float64"), r"exchange.dtype=float64: allowed are bfloat16, float16"),
         (lambda: Signs(0), r"exchange.min_values=0: must be an integer of at least 1"),
-        (lambda: TopK(0), r"exchange.ratio=0: must be above 0 and at most 1"),
+        (lambda: TopK(0), r"exchange.ratio=0: must be a number above 0 and at most 1"),
     ],
 )
 def test_wrong_settings_are_named(make: type[Codec], message: str) -> None:

@@ -288,8 +288,8 @@ def test_a_loaded_state_goes_on_in_the_same_bits(name: str) -> None:
         (lambda: Int8(block_size=10), r"exchange.block_size=10: must be a multiple of 4"),
         (lambda: Int4(block_size=12), r"exchange.block_size=12: must be a multiple of 8 above"),
         (lambda: SignSGD(min_values=0), r"exchange.min_values=0: must be an integer"),
-        (lambda: TopK(ratio=0), r"exchange.ratio=0: must be above 0 and at most 1"),
-        (lambda: RandomK(ratio=1.5), r"exchange.ratio=1.5: must be above 0 and at most 1"),
+        (lambda: TopK(ratio=0), r"exchange.ratio=0: must be a number above 0 and at most 1"),
+        (lambda: RandomK(ratio=1.5), r"exchange.ratio=1.5: must be a number above 0 and at most 1"),
         (lambda: RandomK(seed="a"), r"exchange.seed=a: must be an integer"),  # type: ignore[arg-type]
         (lambda: PowerSGD(rank=0), r"exchange.rank=0: must be an integer of at least 1"),
         (lambda: TopK(error_feedback=1), r"exchange.error_feedback=1: must be true or false"),  # type: ignore[arg-type]

@@ -101,8 +101,11 @@ def test_a_gradient_that_is_not_finite_reaches_all() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank_fraction": 0.0}, "exchange.rank_fraction=0.0: must be above 0 and at most 1"),
-        ({"momentum": 1.0}, "exchange.momentum=1.0: must be at least 0 and below 1"),
+        (
+            {"rank_fraction": 0.0},
+            "exchange.rank_fraction=0.0: must be a number above 0 and at most 1",
+        ),
+        ({"momentum": 1.0}, "exchange.momentum=1.0: must be a number from 0 to below 1"),
         ({"betas": [0.9]}, "exchange.betas="),
     ],
 )

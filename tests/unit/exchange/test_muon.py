@@ -160,7 +160,7 @@ def test_no_rank_has_more_than_its_part_and_the_last_item() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"momentum": 1.0}, "exchange.momentum=1.0: must be at least 0 and below 1"),
+        ({"momentum": 1.0}, "exchange.momentum=1.0: must be a number from 0 to below 1"),
         ({"nesterov": 1}, "exchange.nesterov=1: must be true or false"),
         ({"steps": 0}, "exchange.steps=0: must be an integer of at least 1"),
         ({"dtype": "fp8"}, "exchange.dtype=fp8: allowed are auto, bfloat16, float32"),

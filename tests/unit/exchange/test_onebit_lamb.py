@@ -104,8 +104,8 @@ def test_a_resumed_run_has_the_same_bits_and_another_number_keeps_ratios(stop: i
     [
         ({"ratio_range": (2, 10)}, r"ratio_range=\[2, 10\]: must be two numbers above 0"),
         ({"factor_range": (0, 4)}, r"factor_range=\[0, 4\]: must be two numbers above 0"),
-        ({"ratio_decay": 1}, "ratio_decay=1: must be at least 0 and below 1"),
-        ({"factor_change": -1}, "factor_change=-1: must be at least 0 and below 1"),
+        ({"ratio_decay": 1}, "ratio_decay=1: must be a number from 0 to below 1"),
+        ({"factor_change": -1}, "factor_change=-1: must be a number from 0 to below 1"),
         ({"eps": 0}, "eps=0: must be a number above 0"),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 from lab.certificate.traffic import formula_bytes
 from lab.draw.looks import LOOKS
 from lab.exchange.cost import Sizes
-from lab.settings.alone import computation
 from lab.settings.config import load
+from lab.settings.names import computation
 from lab.simulate.costs import payload_bytes, stages_of
 from lab.simulate.memory import sync_bytes
 from lab.simulate.network import Network

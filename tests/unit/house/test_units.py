@@ -18,7 +18,7 @@ from lab.analysis.records import Study, load_study
 from lab.analysis.results import Results
 from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
-from lab.benchmarks import codec, collective, memory, present, request
+from lab.benchmarks import catalogue, codec, collective, memory, present
 from lab.benchmarks.views import convolution, footprint, roofline, transfer
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
@@ -114,7 +114,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             '"value": 200.0',
         ),
         "lab/analysis/results.py": (Results(study)._repr_html_(), "<td>200</td>"),
-        "lab/benchmarks/request.py": (request.size_name(NUM_BYTES), "100 MB"),
+        "lab/benchmarks/catalogue.py": (catalogue.size_name(NUM_BYTES), "100 MB"),
         "lab/benchmarks/views/convolution.py": (" ".join(convolution._line(layer)), " 100.0 "),
         "lab/benchmarks/views/footprint.py": (
             " ".join(footprint._line(kinds)),

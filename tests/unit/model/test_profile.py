@@ -108,7 +108,7 @@ def test_fits_are_written_and_read() -> None:
         ({"fixed_share": [0.2, 0.1]}, "fixed_share=[0.2, 0.1]: must be [lowest, highest]"),
         ({"fixed_share": 0.1}, "fixed_share=0.1: must be [lowest, highest]"),
         ({"reference_batch": 0}, "reference_batch=0: must be an integer of at least 1"),
-        ({"reference_batch": True}, "reference_batch=True: must be an integer of at least 1"),
+        ({"reference_batch": True}, "reference_batch=true: must be an integer of at least 1"),
         ({"bytes_scale": "a"}, "bytes_scale=a: must be a number above 0"),
         ({"bytes_scale": float("nan")}, "bytes_scale=nan: must be a number above 0"),
         ({"source": None}, "source: is missing"),

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lab.exchange.compressed import OneBit
-from lab.settings import command_line
+from lab.settings import command as commands
 from lab.settings.blame import Blame, blame
 from lab.settings.config import build, load
 from lab.settings.errors import ConfigError
@@ -132,13 +132,13 @@ def test_arguments_that_a_signature_lacks_are_wrong_settings(
 
 
 def test_a_command_prints_the_users_frames_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    command = command_line.Command("lab.odd", "Fail.", ())
+    command = commands.Command("lab.odd", "Fail.", ())
 
-    def act(_line: command_line.CommandLine) -> int:
+    def act(_line: commands.CommandLine) -> int:
         resolved(Odd())
         return 0
 
-    assert command_line.answer(command, [], act) == 1
+    assert commands.answer(command, [], act) == 1
     out = capsys.readouterr().err
     assert out.startswith("Traceback (most recent call last):\n") and 'KeyError("odd")' in out
     assert out.splitlines()[-1].startswith("lab.odd: error: KeyError: 'odd' (test_blame.py:")

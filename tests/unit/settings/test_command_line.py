@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lab import __main__ as lister
 from lab import explain, plot, sweep, train, verify
-from lab.settings.command import Command
-from lab.settings.command_line import read
-from lab.settings.config import ConfigError, load
+from lab.settings.command import Command, read
+from lab.settings.config import GROUPS, ConfigError, load
+from lab.settings.fields import file_to_write, own_settings, split
 from lab.settings.files import choices_of, conf_dir
 from lab.settings.names import run_name, variant
-from lab.settings.overrides import file_to_write, own_choices, split
+from lab.settings.overrides import own_choices
 from lab.study import grid
+from tests.conftest import ROOT
 
 MINE = """\
 # @package _global_
@@ -75,7 +78,7 @@ def test_a_folder_of_ones_own_choices_is_searched(
     assert (config.strategy, config.bucket_mb, config.config_dir) == ("mine", 3, str(folder))
     assert load(["strategy=tree", *line.settings[:1]]).strategy == "tree"
     assert train.main([*words, "--help"]) == 0
-    assert "layerwise, local_sgd, mine, muon, none" in capsys.readouterr().out
+    assert "\n    mine\n" in capsys.readouterr().out
     assert "config_dir" not in str(variant(line.settings))
     assert run_name(line.settings, "mine", 2) == "mine-n2"
 
@@ -147,7 +150,7 @@ def test_what_is_added_and_removed_names_a_cell() -> None:
         ("config_dir=nowhere", "config_dir=nowhere: there is no such folder"),
         ("cell=figures", "cell='figures': names a directory under runs_dir; allowed are"),
         ("study=ghp_abcdefghijklmnopqrst", "study='ghp_abcdefghijklmnopqrst': names a directory"),
-        (f"steps={10**20}", f"steps={10**20}: must be at most 9.0072e+15"),
+        (f"steps={10**20}", f"steps={10**20}: must be an integer from 1 to 9007199254740992"),
         (f"model.hidden={'[' * 600}1{']' * 600}", f"model.hidden={'[' * 67}…: is nested too deep"),
     ],
 )
@@ -174,7 +177,7 @@ def test_wrong_words_are_answered_in_a_line(
     command: Command, arguments: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        command.texts(read(command, arguments).settings)
+        own_settings(command.settings, read(command, arguments).settings)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -232,3 +235,48 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback() -> None:
     command = [sys.executable, "-m", "lab.explain", "--help"]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+SLOW = {"torch", "scipy", "pandas", "matplotlib"}  # to import: a tenth of a second to two
+DOORS = sorted(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem[0] != "_")
+WRONG = ["train batch_size=x", "sweep repeats=0", "predict hardware=no", "advise top=0"]
+
+
+@pytest.mark.parametrize("words", [*(f"{door} --help" for door in DOORS), *WRONG])
+def test_help_and_a_wrong_setting_are_answered_without_slow_libraries(words: str) -> None:
+    door, *arguments = words.split()
+    code = f"""
+import sys
+from lab import {door}
+code = {door}.main({arguments})
+print(code, {SLOW} & {{*sys.modules}})"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == f"{0 if '--help' in words else 2} set()", done.stderr
+    if words in WRONG:
+        assert done.stderr.startswith(f"lab.{door}: error: {arguments[0]}: ")
+
+
+def test_help_marks_what_is_taken_and_describes_every_choice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train.main(["strategy=zero1", "--help"]) == 0
+    lines = capsys.readouterr().out.split("\n\n")[2].splitlines()[1:]
+    for group in GROUPS:
+        described = [line for line in lines if line.startswith(f"  {group}: ")]
+        assert len(described) == 1
+    choices = [line[4:].split(maxsplit=1) for line in lines if line.startswith("    ")]
+    assert all(len(words) == 2 for words in choices), choices
+    taken = [line.split()[1] for line in lines if line.startswith("  * ")]
+    assert taken[:4] == ["zero1", "allreduce", "zero1", "none"] and "sgd" in taken
+
+
+def test_the_script_runs_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lab": "lab.__main__:main"}
+    script = [sys.executable, "-c", "from lab.__main__ import main; raise SystemExit(main())"]
+    done = subprocess.run([*script, "train", "batch_size=x"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr[:28]) == (2, "lab.train: error: batch_size")
+    for words in ([], ["--help"]):
+        assert lister.main(words) == 0
+        shown = capsys.readouterr().out
+        assert all(f"lab.{door} " in shown for door in (*DOORS, "cluster"))

@@ -70,7 +70,7 @@ MISTAKES = [
     ("train", "model=alexnet_smal", "did you mean alexnet_small?"),
     ("train", "batch_size=1e3", "batch_size=1e3: must be an integer: 1000"),
     ("train", "batch_size=many", "batch_size=many: must be an integer"),
-    ("train", "epochs=-1", "must be a number above 0"),
+    ("train", "epochs=-1", "must be a number above 0 and at most 1000000"),
     ("train", "optim.lr=", "optim.lr=: must be a number"),
     ("train", "overlap=maybe", "overlap=maybe: must be true or false"),
     ("train", "precision=half", "allowed are fp32, bf16, fp16"),

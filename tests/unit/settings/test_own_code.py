@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab.settings.config import ConfigError, build, load
-from lab.settings.own_code import names_code
-from lab.settings.sources import HASH_LENGTH, fingerprint
+from lab.settings.own_code import HASH_LENGTH, fingerprint, names_code
 from lab.study import grid
 
 NETS = """\

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab.settings.reading import DamagedFile, read_json, read_yaml
-from lab.settings.visible import visible
+from lab.settings.streams import visible
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)

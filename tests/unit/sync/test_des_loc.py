@@ -199,7 +199,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean_of_weights_and_moments() 
     ("settings", "message"),
     [
         ({"every": 0}, "sync.every=0: must be an integer of at least 1"),
-        ({"first_every": None}, "sync.first_every=None: must be an integer of at least 1"),
+        ({"first_every": None}, "sync.first_every=null: must be an integer of at least 1"),
         ({"second_every": 2.5}, "sync.second_every=2.5: must be an integer"),
         ({"exchange": Int8(8)}, "exchange=Int8: is not exact; second moments need one that is"),
         ({"overlap": True}, "overlap=true: must be false"),

@@ -233,7 +233,7 @@ def test_what_an_exchange_finds_not_finite_is_told_and_shows_in_the_weights() ->
         ({"every": 2.5}, "sync.every=2.5: must be an integer"),
         ({"outer_lr": 0}, "sync.outer_lr=0: must be a number above 0"),
         ({"outer_lr": "fast"}, "sync.outer_lr=fast: must be a number"),
-        ({"outer_momentum": 1.0}, "sync.outer_momentum=1.0: must be at least 0 and below 1"),
+        ({"outer_momentum": 1.0}, "sync.outer_momentum=1.0: must be a number from 0 to below 1"),
         ({"outer_momentum": -0.1}, "sync.outer_momentum=-0.1: must be"),
         ({"overlap": True}, "overlap=true: must be false"),
         ({"precision": "fp16"}, "precision=fp16: .*allowed are fp32, bf16"),

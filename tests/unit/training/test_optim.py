@@ -326,7 +326,7 @@ def test_constant_stays_and_linear_scaling_multiplies_the_peak() -> None:
         ({"schedule": "poly"}, "schedule=poly: allowed are constant, cosine, linear, step"),
         ({"base_batch_size": 0}, "base_batch_size=0: must be an integer of at least 1"),
         ({"warmup_steps": -1}, "warmup_steps=-1: must be an integer of at least 0"),
-        ({"warmup_steps": True}, "warmup_steps=True: must be an integer"),
+        ({"warmup_steps": True}, "warmup_steps=true: must be an integer"),
         ({"linear_scaling": 1}, "linear_scaling=1: must be true or false"),
         ({"final_share": 1.5}, "final_share=1.5: must be a number from 0 to 1"),
         ({"step_factor": float("nan")}, "step_factor=nan: must be a number from 0 to 1"),

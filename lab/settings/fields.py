@@ -1,0 +1,199 @@
+"""Typed settings: a dataclass whose fields hold default, range, unit and help, read from texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from lab.settings import checks
+from lab.settings.checks import Limits, as_text
+from lab.settings.errors import ConfigError
+
+T = TypeVar("T")
+Parser = Callable[[str, str], Any]
+OF_RUNS = ("record.json", "attempts.json", "timeline.json", "study.json")
+ENDLESS = 1e6  # a range that ends there or later only keeps nonsense out, and help leaves that out
+INTEGER = re.compile(r"[-+]?\d+(_\d+)*")  # digits may be grouped, as in 25_000_000
+
+
+def setting(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    *,
+    unit: str = "",
+    parse: Parser | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """Define a setting as a field of a dataclass.
+
+    Args:
+        help: a line. choices: allowed words. unit: of the number, unless its key ends in one.
+            parse: makes the value of a key and a text, the default's too, where its type is not
+            enough. at_least, above, at_most: range of the number.
+    """
+    limits = Limits(at_least, above, at_most=at_most)
+    metadata = {"help": help, "choices": choices, "unit": unit, "parse": parse, "limits": limits}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def file_setting(help: str, *suffixes: str) -> Any:
+    """Define a setting that names a file to write, by default none; see `file_to_write`."""
+    return setting("null", help, parse=lambda key, text: file_to_write(key, text, *suffixes))
+
+
+def folder_setting(help: str) -> Any:
+    """Define a setting that names a folder that is there, by default none."""
+    return setting("null", help, parse=_folder)
+
+
+def fields_of(kind: type) -> dict[str, Field[Any]]:
+    """Return the settings of a dataclass by key."""
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
+def columns(fields: Iterable[Field[Any]]) -> list[str]:
+    """Return lines of help: each setting with its default, its help, its unit and its range."""
+    lines = [f"  {_with_default(field):<28} {_about(field)}" for field in fields]
+    return ["", "settings, with their defaults:", *lines] if lines else []
+
+
+def _with_default(field: Field[Any]) -> str:
+    default = {} if field.default is dataclasses.MISSING else field.default
+    return f"{field.name}={as_text(default)}"
+
+
+def _about(field: Field[Any]) -> str:
+    about, limits = field.metadata, field.metadata["limits"]
+    if (limits.at_most or 0) >= ENDLESS:
+        limits = dataclasses.replace(limits, at_most=None)
+    allowed = " | ".join(about["choices"]) or str(limits).strip()
+    notes = ", ".join(filter(None, (about["unit"], allowed)))
+    return about["help"] + (f" ({notes})" if notes else "")
+
+
+def parsed(kind: type[T], texts: Mapping[str, str]) -> T:
+    """Make the settings of a dataclass from texts by key; what is not given has its default.
+
+    Raises:
+        ConfigError: a text is no value of its key.
+    """
+    types = get_type_hints(kind)
+    values = dict[str, Any]()
+    for key, field in fields_of(kind).items():
+        parse = field.metadata["parse"]
+        if parse and (key in texts or isinstance(field.default, str)):
+            values[key] = parse(key, texts.get(key, field.default))
+        elif key in texts:
+            values[key] = _value(key, texts[key], types[key], field.metadata)
+    return kind(**values)
+
+
+def own_settings(kind: type[T], arguments: Sequence[str]) -> T:
+    """Read the settings of a command that has no others.
+
+    Raises:
+        ConfigError: an unknown setting, or a wrong value.
+    """
+    keys = fields_of(kind)
+    texts, others = split(arguments, keys)
+    if unknown := [*others, *(key for key in texts if key not in keys)]:
+        allowed = f"allowed are {', '.join(keys)} (--help)" if keys else "takes no settings"
+        raise ConfigError(f"{unknown[0]}: {allowed}")
+    return parsed(kind, texts)
+
+
+def split(arguments: Sequence[str], keys: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Separate a command's own settings from all others.
+
+    Args:
+        keys: the command's own keys; `hardware` includes `hardware.inter.latency_s`.
+
+    Returns:
+        The text of each own setting, the last one if repeated; and the other arguments, unchanged.
+    """
+    texts, others = dict[str, str](), list[str]()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if equals and key.split(".")[0] in keys:
+            texts[key] = text
+        else:
+            others.append(argument)
+    return texts, others
+
+
+def file_to_write(key: str, text: str, *suffixes: str) -> Path | None:
+    """Return the file that a setting such as `out=` names; None for `null`.
+
+    Raises:
+        ConfigError: it has none of the `suffixes`, or cannot be written there.
+    """
+    if text == "null":
+        return None
+    path = Path(text)
+    if path.name in OF_RUNS:
+        raise ConfigError(f"{key}={text}: is the name of a file that runs keep; choose another")
+    if path.suffix not in suffixes or not path.stem or not path.parent.is_dir():
+        names = " or ".join(f"FILE{suffix}" for suffix in suffixes)
+        raise ConfigError(f"{key}={text}: must name {names} in a folder that is there")
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(target, os.W_OK):
+        raise ConfigError(f"{key}={text}: cannot write {target.absolute()}")
+    return path
+
+
+def _folder(key: str, text: str) -> str | None:
+    if text != "null" and not Path(text).is_dir():
+        raise ConfigError(f"{key}={text}: there is no such folder")
+    return None if text == "null" else str(Path(text).absolute())
+
+
+def _value(key: str, text: str, kind: Any, metadata: Mapping[str, Any]) -> Any:
+    """Make the value of a type from a text."""
+    members = get_args(kind)
+    if NoneType in members:
+        if text == "null":
+            return None
+        (kind,) = (each for each in members if each is not NoneType)
+    if get_origin(kind) is tuple:
+        return _listed(key, text, get_args(kind)[0], metadata)
+    if kind is bool:
+        return checks.truth(key, {"true": True, "false": False}.get(text.lower(), text))
+    if kind in (int, float):
+        return _number(key, text, kind, metadata["limits"])
+    if kind is str and metadata["choices"]:
+        return checks.one_of(key, text, metadata["choices"])
+    return kind(text)
+
+
+def _number(key: str, text: str, kind: type, limits: Limits) -> float:
+    if kind is int:
+        value = int(text) if INTEGER.fullmatch(text) else text
+        return checks.whole(key, value, limits.at_least, limits.at_most)
+    try:
+        value = float(text)
+    except ValueError:
+        value = text
+    if not checks.is_number(value) or not limits.hold(value):
+        raise ConfigError(f"{key}={text}: must be a number{limits}")
+    return value
+
+
+def _listed(key: str, text: str, kind: Any, metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of `a,b` or `[a,b]`."""
+    words = [word.strip() for word in text.strip("[]").split(",")] if text else []
+    if metadata["choices"] and not words:
+        raise ConfigError(f"{key}=: name at least one of {', '.join(metadata['choices'])}")
+    if len(set(words)) < len(words):
+        raise ConfigError(f"{key}={text}: a value is listed twice")
+    return tuple(_value(key, word, kind, metadata) for word in words)
