@@ -186,7 +186,7 @@ def chart(card: Scorecard) -> Chart:
         "what was measured"
     )
     about = f"held-out cells of {card.study}; the line: as measured; the band: ± {100 * BAND:.0f} %"
-    return Chart("scores", message, [about], body, columns * (side + GAP) + 40)
+    return Chart("scores", message, [about], body, columns * (side + GAP))
 
 
 def _panel(data: Any, what: str, side: int) -> Any:
