@@ -7,7 +7,6 @@ import sys
 
 from lab.advice.advise import advised
 from lab.advice.request import SETTINGS, read
-from lab.advice.view import text
 from lab.settings.command import Command, CommandLine
 from lab.settings.command_line import answer, show
 from lab.study.grid import SWEEP_SETTINGS
@@ -43,11 +42,11 @@ def _advise(line: CommandLine, command: str) -> int:
         show(cell.config for cell in advice.prediction.cells)
         return 0
     result = {"command": command, **advised(advice)}
-    print(text(result))
-    if advice.prediction.out:
-        from lab.advice.figure import write  # Imports matplotlib.
+    from lab.advice import view  # A wrong setting is answered before pandas and Altair load.
 
-        print(f"wrote {', '.join(map(str, write(advice.prediction.out, result)))}")
+    print(view.text(result))
+    if advice.prediction.out:
+        print(f"wrote {', '.join(map(str, view.write(advice.prediction.out, result)))}")
     return 0
 
 

@@ -47,7 +47,7 @@ def _predict(line: CommandLine, command: str) -> int:
         return 0
     result, spans = predicted(request)
     result = {"command": command, **result}
-    # Imported here: a wrong setting is answered before pandas and matplotlib load.
+    # Imported here: a wrong setting is answered before pandas and Altair load.
     from lab.simulate import view
 
     print(view.table(result))

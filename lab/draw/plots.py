@@ -94,7 +94,7 @@ def lines(
         data[name] = data.get(name, value)
     order = sorted(set(data["panel"]))
     size = size or (PANEL if len(order) > 1 else ALONE, PANEL)
-    named = len(looks) <= MOST_NAMED
+    named = data.groupby("panel")["series"].nunique().max() <= MOST_NAMED
     x_domain, y_domain = x.domain or _reach(data[["x", "at"]], x), y.domain or _values(data, y)
     x_scale, y_scale = x.scale(x_domain), y.scale(y_domain)
     if not x.log:
@@ -286,10 +286,10 @@ def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> F
         values = [float(value) for value in panel["value"]]
         if log:
             reach = math.log(high / low)
-            places = spread([math.log(v / low) for v in values], gap * reach)
+            places = spread([math.log(v / low) for v in values], gap * reach, reach)
             ends = [low * math.exp(place) for place in places]
         else:
-            ends = spread(values, gap * (high - low))
+            ends = spread(values, gap * (high - low), high)
         names = panel["series"]
         rows.append(panel[["series", "panel"]].assign(at=data["at"].max(), end=ends, name=names))
     return pd.concat(rows)

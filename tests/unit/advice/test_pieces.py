@@ -8,8 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from lab.advice.advise import CODECS, FEEDBACK, ROUNDS, TRIALS, limit
-from lab.advice.forecast import MODEL_ERROR, Forecast, contenders, ranked
+from lab.advice.advise import (
+    CODECS,
+    FEEDBACK,
+    MODEL_ERROR,
+    ROUNDS,
+    TRIALS,
+    Forecast,
+    contenders,
+    limit,
+    ranked,
+)
 from lab.advice.target import Target
 from lab.claims.predicted import profile_of
 from lab.exchange.cost import Sizes
