@@ -15,16 +15,14 @@ from lab.advice.command import train_command
 from lab.advice.request import Advice
 from lab.model.profile import Profile
 from lab.settings.errors import ConfigError
-from lab.simulate.fit import Group
+from lab.simulate.fit import Group, held_out, score, scored_cells
 from lab.simulate.grid import groups_of, series_of, sources_of, strategy_of
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.memory import rank_bytes
 from lab.simulate.presets import places
 from lab.simulate.request import plain
-from lab.simulate.score import held_out, score, scored_cells
 from lab.simulate.source import Source
 from lab.simulate.step import predict, simulate
-from lab.simulate.strategy import Strategy
+from lab.simulate.strategy import Strategy, rank_bytes
 from lab.study.grid import Cell
 
 Row = dict[str, Any]

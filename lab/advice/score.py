@@ -23,8 +23,7 @@ from lab.draw.chart import Chart
 from lab.draw.text import markdown
 from lab.measure.intervals import UNKNOWN, Interval, wilson
 from lab.record.files import write_json
-from lab.simulate.fit import Group, Observation
-from lab.simulate.score import NONE
+from lab.simulate.fit import NONE, Group, Observation
 from lab.simulate.source import Measured
 
 WHERE = ("model", "N", "batch", "links")

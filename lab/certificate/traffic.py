@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lab.distributed.nodes import Nodes, each_alone
-from lab.simulate.costs import payload_bytes
+from lab.simulate.costs import BY_ITSELF, class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.load import BY_ITSELF, class_of
 from lab.simulate.network import Network
 
 INTERFACES, NAMESPACE = Path("/proc/net/dev"), Path("/proc/self/ns/net")

@@ -213,7 +213,7 @@ def _memory(machine: Machine) -> Item:
             row("memory_1", "of_theory", name=name),
             0.95,
             1.1,
-            "the formulas of lab/simulate/memory.py",
+            "the formulas of lab/simulate/strategy.py",
         )
         for name in ("overlap", "onebit")
     )

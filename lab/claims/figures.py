@@ -9,11 +9,10 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from lab.claims.claims import EVIDENCE, KINDS, Check
+from lab.claims.claims import EVIDENCE, KINDS, Check, Verdict, tally
+from lab.claims.device import GPUS, Network
 from lab.claims.findings import Conditions, Reproduced
-from lab.claims.mini_batches import GPUS, Network
-from lab.claims.speedups import RateSpeedups, SpeedupMap
-from lab.claims.verdicts import Verdict, tally
+from lab.claims.predicted import RateSpeedups, SpeedupMap
 from lab.draw.chart import GREY, INK, Chart
 from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, looks_of
 from lab.draw.plots import BAR, GAP, PANEL, Axis, legend_columns, lines, round_values

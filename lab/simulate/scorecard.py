@@ -23,10 +23,9 @@ from lab.draw.text import markdown
 from lab.model.profile import Profile
 from lab.record.files import write_json
 from lab.settings.whole import write_atomically
-from lab.simulate.fit import Group
+from lab.simulate.fit import Group, ScoredCell, held_out, score, scored_cells, with_exposed
 from lab.simulate.observe import fitted_groups
 from lab.simulate.presets import parse
-from lab.simulate.score import ScoredCell, held_out, score, scored_cells, with_exposed
 from lab.simulate.view import at, fitted_values
 
 COLUMNS = (

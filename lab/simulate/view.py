@@ -17,11 +17,10 @@ from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
-from lab.simulate.fit import LINK
+from lab.simulate.fit import LINK, NONE
 from lab.simulate.grid import summary as comparison
 from lab.simulate.hardware import Hardware
 from lab.simulate.request import DEFAULT_PROFILE
-from lab.simulate.score import NONE
 from lab.simulate.source import ESTIMATE
 
 Row = dict[str, Any]

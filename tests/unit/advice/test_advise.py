@@ -15,7 +15,7 @@ from lab import advise as command
 from lab.advice.request import read
 from lab.claims.predicted import profile_of
 from lab.settings.config import check_batch, load
-from lab.simulate.crossover import with_rate
+from lab.simulate.step import with_rate
 from tests.conftest import Finished
 from tests.support.simulated import TRUE, leave_study
 from tests.support.slow import some_of

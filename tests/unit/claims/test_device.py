@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from lab import verify
-from lab.claims.claims import Paper
-from lab.claims.device import Device
+from lab.claims.claims import Paper, judge
+from lab.claims.device import Device, difference, exact, networks, ratio, total
 from lab.claims.findings import verify as verify_paper
-from lab.claims.mini_batches import networks
-from lab.claims.spans import difference, exact, ratio, total
-from lab.claims.verdicts import judge
 from lab.measure.intervals import Interval
 from tests.support.records import leave, make_record
 

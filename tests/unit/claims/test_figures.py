@@ -11,7 +11,7 @@ import pytest
 from lab.claims import figures
 from lab.claims.claims import Paper, Reproduction
 from lab.claims.findings import Conditions, Reproduced
-from lab.claims.speedups import RateSpeedups, SpeedupMap, cell_speedups
+from lab.claims.predicted import RateSpeedups, SpeedupMap, cell_speedups
 from lab.draw.chart import Chart, drawn
 from tests.support.svg import outside, overlapping
 from tests.unit.claims.facts import Table

@@ -12,10 +12,9 @@ from omegaconf import OmegaConf
 from lab import verify
 from lab.claims import figures
 from lab.claims.claims import Reproduction
-from lab.claims.crossovers import find_crossovers
 from lab.claims.findings import verify as verify_paper
-from lab.claims.predicted import Predicted, profile_of, strategy_of
-from lab.claims.tables import crossovers_tables
+from lab.claims.page import crossovers_tables
+from lab.claims.predicted import Predicted, find_crossovers, profile_of, strategy_of
 from lab.draw.chart import drawn
 from lab.record.schema import Emulation, read_record
 from lab.settings.config import load

@@ -20,15 +20,23 @@ from lab.model.profile import Profile
 from lab.record.trace import read_trace
 from lab.settings.config import choices_of
 from lab.settings.files import conf_dir, read_file
-from lab.simulate.costs import stages_of
-from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest, with_rate
+from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns
 from lab.simulate.fit import Observation, calibrate, fit
 from lab.simulate.hardware import Link
-from lab.simulate.load import Load, Stage, longest_phase
 from lab.simulate.network import PROTOCOLS, Network
 from lab.simulate.presets import parse
-from lab.simulate.step import Step, predict, simulate, stages_of_step
+from lab.simulate.step import (
+    MARGIN,
+    Step,
+    crossover_batch,
+    crossover_rate,
+    predict,
+    simulate,
+    slowest,
+    stages_of_step,
+    with_rate,
+)
 from lab.simulate.strategy import CEILING, Strategy
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
