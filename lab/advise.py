@@ -40,15 +40,14 @@ def _advise(line: CommandLine, command: str) -> int:
     if line.shows_settings:
         show(cell.config for cell in advice.prediction.cells)
         return 0
-    from lab.advice.advise import advised  # imports numpy
-    from lab.advice.view import text
+    # Imported here: a wrong setting is answered before numpy, pandas and Altair load.
+    from lab.advice import view
+    from lab.advice.advise import advised
 
     result = {"command": command, **advised(advice)}
-    print(text(result))
+    print(view.text(result))
     if advice.prediction.out:
-        from lab.advice.figure import write  # Imports matplotlib.
-
-        print(f"wrote {', '.join(map(str, write(advice.prediction.out, result)))}")
+        print(f"wrote {', '.join(map(str, view.write(advice.prediction.out, result)))}")
     return 0
 
 

@@ -62,8 +62,7 @@ def _explanation(path: Path) -> str:
     from lab.analysis.records import load_study
     from lab.diagnosis import view
     from lab.diagnosis.evidence import gather, gather_all
-    from lab.diagnosis.remedies import remedies
-    from lab.diagnosis.rules import judge
+    from lab.diagnosis.rules import judge, remedies
 
     if (path / "record.json").is_file():
         study = load_study(path.resolve().parent)

@@ -44,7 +44,7 @@ def _predict(line: CommandLine, command: str) -> int:
     if line.shows_settings:
         show(cell.config for cell in request.cells)
         return 0
-    # Imported here: a wrong setting is answered before numpy, pandas and matplotlib load.
+    # Imported here: a wrong setting is answered before numpy, pandas and Altair load.
     from lab.simulate import view
     from lab.simulate.grid import predicted
 

@@ -49,21 +49,19 @@ def _score(line: CommandLine, command: str) -> int:
     out = own.out
     profile = read_file("profile", own.profile, own.config_dir)
     hardware = read_file("hardware", own.hardware, own.config_dir)
-    # Imported here: a wrong setting is answered before pandas and matplotlib load.
-    from lab.advice import map_view
+    # Imported here: a wrong setting is answered before pandas and Altair load.
     from lab.advice import score as advice
-    from lab.advice.map import map_of
     from lab.simulate import scorecard
 
     try:
         card = scorecard.of_study(Path(line.word), profile, hardware)
         advised = advice.report(advice.choices(card.groups))
         sections = ["## Advice", "", *advised, ""] if advised else []
-        mapped = map_of(card.places, card.groups, card.floor)
-        sections += map_view.section(mapped)
+        mapped = advice.map_of(card.places, card.groups, card.floor)
+        sections += advice.section(mapped)
         print("\n".join([*scorecard.summary(card), "", *sections]))
         if out:
-            drawn = map_view.write(mapped, out.with_stem(f"{out.stem}_map"))
+            drawn = advice.write_map(mapped, out.with_stem(f"{out.stem}_map"))
             pictures = [f"![map]({path.name})" for path in drawn if path.suffix == ".png"]
             scorecard.write(card, out, command, [*sections, *pictures, ""])
             print(f"wrote {', '.join(map(str, [out, *drawn]))}")

@@ -1,16 +1,36 @@
-"""Score advice on a study: how much slower its first choice is than the best measured cell."""
+"""Advice held to a study: the first choice of each scenario, and the map of strategies.
+
+A choice is scored by how much slower it is than the best measured cell. The map shows which
+strategy is the fastest at each place, measured, and predicted by hardware not fitted to it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from lab.advice.forecast import Forecast, contenders, ranked, steps_on
+from lab.advice.advise import Forecast, contenders, ranked, steps_on
+from lab.analysis.leaders import Times
+from lab.analysis.map import NOTE, interval_text, sample_of
+from lab.analysis.map import map_of as map_body
+from lab.analysis.places import REFERENCE, Lead, Place, Where, columns_of, on_most_ranks
+from lab.analysis.verdict import Summary, behind, summaries
+from lab.draw.chart import Chart
 from lab.draw.text import markdown
-from lab.simulate.fit import Group, Observation
-from lab.simulate.score import NONE
+from lab.measure.intervals import UNKNOWN, Interval, wilson
+from lab.record.files import write_json
+from lab.simulate.fit import NONE, Group, Observation
 from lab.simulate.source import Measured
 
+WHERE = ("model", "N", "batch", "links")
+HEADER = (
+    *(*WHERE, "fastest", f"{REFERENCE} / it", "not told apart", "predicted", f"{REFERENCE} / it"),
+    *("regret", "auto / fastest", f"priority / {REFERENCE}", "exposed"),
+)
 CLOSE = 0.05  # a choice with less regret is as good as the best
 
 
@@ -85,7 +105,8 @@ def scenarios(group: Group) -> list[list[Observation]]:
 
 
 def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:
-    forecasts = ranked(_forecast(group, cell, place) for place, cell in enumerate(cells))
+    forecasts = ranked(_forecast(group, cell, str(place)) for place, cell in enumerate(cells))
+    # Their names are places, as one strategy may have been measured twice.
     first, best = cells[int(forecasts[0].name)], min(cells, key=lambda cell: cell.step_s)
     return Choice(
         group.conditions,
@@ -103,11 +124,11 @@ def _choose(group: Group, kind: str, cells: Sequence[Observation]) -> Choice:
     )
 
 
-def _forecast(group: Group, cell: Observation, place: int) -> Forecast:
-    """Predict a cell; its name is its place, as one strategy may have been measured twice."""
+def _forecast(group: Group, cell: Observation, name: str) -> Forecast:
+    """Predict a cell under a name."""
     point = Measured(cell.profile), cell.strategy, cell.world_size, cell.per_rank_batch_size
     batch_size = cell.world_size * cell.per_rank_batch_size
-    return Forecast(str(place), cell.strategy.lossy, batch_size, 1, steps_on(group, *point))
+    return Forecast(name, cell.strategy.lossy, batch_size, 1, steps_on(group, *point))
 
 
 def _count(found: Sequence[Choice], kind: str) -> str:
@@ -133,3 +154,239 @@ def _line(choice: Choice) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The lead at a place, as measured and as predicted.
+
+    Attributes:
+        predicted: its `others` are those that advice cannot tell apart, and its `factor` has the
+            interval of the draws.
+    """
+
+    place: Place
+    measured: Lead
+    predicted: Lead
+
+    @property
+    def is_best(self) -> bool:
+        """The predicted strategy was measured fastest."""
+        return self.predicted.name == self.measured.name
+
+    @property
+    def agrees(self) -> bool:
+        """It was measured fastest, or could not be told apart from what was."""
+        return self.is_best or self.predicted.name in self.measured.others
+
+    @property
+    def regret(self) -> Interval:
+        """Its measured step over that of the fastest one."""
+        return self.place.ratio(self.predicted.name, self.measured.name)
+
+
+@dataclass(frozen=True)
+class Map:
+    """The places of a study whose cells were held out, and what follows from them.
+
+    Attributes:
+        summaries: see lab.analysis.verdict.
+    """
+
+    answers: tuple[Answer, ...]
+    floor: float
+    summaries: dict[str, Summary]
+
+
+def map_of(places: Sequence[Place], groups: Iterable[Group], floor: float) -> Map:
+    """Predict the fastest strategy of each place by hardware that was not fitted to it.
+
+    Args:
+        places: of the study that the groups were read from.
+        floor: its noise floor; NaN if unknown.
+    """
+    cells = {
+        _where_of(group, cells[0]): (group, cells) for group in groups for cells in scenarios(group)
+    }
+    answers = []
+    for place in places:
+        group, observed = cells.get(place.where, (None, []))
+        comparable = _comparable(place, observed)
+        if group and len(comparable) > 1:
+            answers.append(Answer(place, place.lead(floor), _predicted(group, comparable)))
+    return Map(tuple(answers), floor, summaries([one.place for one in answers], floor))
+
+
+def _where_of(group: Group, cell: Observation) -> Where:
+    batch_size = cell.world_size * cell.per_rank_batch_size
+    return Where(cell.profile.name, group.conditions, cell.world_size, batch_size)
+
+
+def _comparable(place: Place, cells: Sequence[Observation]) -> list[Observation]:
+    """Keep the fixed strategies that were measured with one setting."""
+    counts = Counter(cell.name for cell in cells)
+    return [cell for cell in cells if cell.name in place.fixed() and counts[cell.name] == 1]
+
+
+def _predicted(group: Group, cells: Sequence[Observation]) -> Lead:
+    forecasts = ranked(_forecast(group, cell, cell.name) for cell in cells)
+    first, others = forecasts[0], contenders(forecasts)
+    reference = next((each for each in forecasts if each.name == REFERENCE), None)
+    factor = _factor(reference, first) if reference else UNKNOWN
+    return Lead(first.name, tuple(other.name for other in others), factor)
+
+
+def _factor(slow: Forecast, fast: Forecast) -> Interval:
+    ratios = [a / b for a, b in zip(slow.steps_s, fast.steps_s, strict=True)]
+    return Interval(min(ratios), ratios[0], max(ratios))
+
+
+def section(found: Map) -> list[str]:
+    """Write the map as lines of Markdown; none if no place was held out."""
+    if not found.answers:
+        return []
+    links = columns_of(one.place.where for one in found.answers)
+    ordered = sorted(found.answers, key=lambda one: _place_in_table(one.place.where, links))
+    return [
+        "## Where each exchange pays",
+        "",
+        *(_summary_line(name, each) for name, each in found.summaries.items()),
+        _agreement(found.answers),
+        "",
+        *markdown(HEADER, [_map_row(found, answer) for answer in ordered]),
+        "",
+        "Steps over that of the fastest fixed strategy (`none` and `auto` are not fixed ones):",
+        "",
+        *markdown([*WHERE, "the fastest first"], [_steps(answer) for answer in ordered]),
+        "",
+    ]
+
+
+def write_map(found: Map, path: Path) -> list[Path]:
+    """Write the map's figure and its data to `path`, with the suffixes .png and .json.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    if not found.answers:
+        return []
+    numbers = path.with_suffix(".json")
+    write_json(numbers, data_of(found))
+    return [*map_chart(found).write(path.with_suffix(""), ["png"]), numbers]
+
+
+def data_of(found: Map) -> dict[str, Any]:
+    """Collect what was measured and predicted at each place, and the summaries."""
+    places = [
+        {
+            **asdict(answer.place.where),
+            "measured": asdict(answer.measured),
+            "predicted": asdict(answer.predicted),
+            "is_best": answer.is_best,
+            "agrees": answer.agrees,
+            "regret": asdict(answer.regret),
+            "steps_s": {name: _paired(times) for name, times in answer.place.steps_s.items()},
+            "over_fastest": {name: asdict(each) for name, each in behind(answer.place).items()},
+        }
+        for answer in found.answers
+    ]
+    summaries = {name: asdict(each) for name, each in found.summaries.items()}
+    return {"noise_floor": found.floor, "summaries": summaries, "places": places}
+
+
+def _paired(times: Times) -> dict[str, float]:
+    """Name what was measured side by side: a repeat, or a start of ranks and its turn."""
+    return {
+        " turn ".join(map(str, key)) if isinstance(key, tuple) else str(key): seconds
+        for key, seconds in times.items()
+    }
+
+
+def map_chart(found: Map) -> Chart:
+    """Chart the measured map above the predicted one, at the largest number of ranks.
+
+    Places where the predicted strategy was measured to be slower than the fastest are framed.
+    """
+    shown = {place.where for place in on_most_ranks(one.place for one in found.answers)}
+    answers = [one for one in found.answers if one.place.where in shown]
+    wrong = [one for one in answers if not one.agrees]
+    body, width = map_body(
+        {
+            "measured": {one.place.where: one.measured for one in answers},
+            "predicted": {one.place.where: one.predicted for one in answers},
+        },
+        {("predicted", one.place.where) for one in wrong},
+    )
+    ranks = answers[0].place.where.world_size
+    message = (
+        f"At {len(answers) - len(wrong)} of {len(answers)} places on {ranks} ranks no strategy was "
+        "shown to be faster than the predicted one"
+    )
+    sample = sample_of(len(one.place.steps_s[one.measured.name]) for one in answers)
+    about = ["the fastest fixed strategy by model, batch and links", NOTE]
+    about += [f"measured: {sample}; predicted: intervals of what the fit leaves open"]
+    about += ["black frame: measured slower than the fastest"] if wrong else []
+    return Chart("map", message, about, body, width)
+
+
+def _summary_line(name: str, found: Summary) -> str:
+    other = REFERENCE if name == "priority" else "the fastest fixed strategy"
+    worst = found.worst
+    exposed = f"; exposed exchange {interval_text(found.exposed)} ({found.num_exposed} places)"
+    return (
+        f"- `{name}` over {other}: step {interval_text(found.step)} over {found.num_places} places"
+        f"{exposed if found.num_exposed else ''}; more than {100 * found.limit:g} % slower in "
+        f"{_percent(found.beyond)} of places; worst {interval_text(worst.step)}, "
+        f"{_place_text(worst.where)}"
+    )
+
+
+def _agreement(answers: Sequence[Answer]) -> str:
+    best, agrees = (
+        Interval.read(wilson(sum(flags), len(answers)))
+        for flags in ([one.is_best for one in answers], [one.agrees for one in answers])
+    )
+    worst = max(answers, key=lambda one: one.regret.mid)
+    return (
+        f"- the predicted strategy is the fastest measured one in {_percent(best)} of "
+        f"{len(answers)} places, and in {_percent(agrees)} it or one not told apart from it; "
+        f"largest regret {100 * (worst.regret.mid - 1):.1f} %, {_place_text(worst.place.where)}"
+    )
+
+
+def _map_row(found: Map, answer: Answer) -> list[str]:
+    place, measured, predicted = answer.place, answer.measured, answer.predicted
+    least = 0.0 if math.isnan(found.floor) else found.floor
+    return [
+        *_where(place.where),
+        *(measured.name, _ratio_text(measured.factor), ", ".join(measured.others)),
+        *(predicted.name, _ratio_text(predicted.factor), f"{100 * (answer.regret.mid - 1):.1f} %"),
+        _ratio_text(place.ratio("auto", measured.name)),
+        _ratio_text(place.ratio("priority", REFERENCE)),
+        _ratio_text(place.exposed_ratio("priority", REFERENCE, least)),
+    ]
+
+
+def _steps(answer: Answer) -> list[str]:
+    steps = [f"{name} {each.mid:.2f}" for name, each in behind(answer.place).items()]
+    return [*_where(answer.place.where), ", ".join(steps)]
+
+
+def _place_in_table(where: Where, links: list[str]) -> tuple[str, int, int, int]:
+    return where.model, where.world_size, where.batch_size, links.index(where.links)
+
+
+def _where(where: Where) -> list[str]:
+    return [where.model, str(where.world_size), str(where.batch_size), where.links]
+
+
+def _place_text(where: Where) -> str:
+    return f"{where.model} of batch {where.batch_size} at {where.links or 'the same links'}"
+
+
+def _percent(share: Interval) -> str:
+    return f"{100 * share.mid:.0f} [{100 * share.lo:.0f}, {100 * share.hi:.0f}] %"
+
+
+def _ratio_text(value: Interval) -> str:
+    return "–" if math.isnan(value.mid) else interval_text(value)

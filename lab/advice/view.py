@@ -1,12 +1,20 @@
-"""Advice as text: tables, first choices and how to check them, and the commands."""
+"""Advice as text, with first choices, how to check them, and commands; and as a chart."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from lab.advice.advise import KINDS
+from lab.draw.chart import Chart
+from lab.draw.looks import looks_of
+from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
+from lab.record.files import write_json
 
 Row = dict[str, Any]
 TITLES = {
@@ -14,6 +22,69 @@ TITLES = {
     "lossy": "lossy: gradients are rounded, thinned out, late or exchanged rarely",
 }
 WIDTH = 110  # letters of a line in words
+MOST = 5  # series of a panel: more cannot be told apart
+
+
+def write(target: Path, result: Row) -> list[Path]:
+    """Write the result as JSON and its figure next to it, or the figure alone into a PNG.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    written = [] if target.suffix == ".png" else [target]
+    for path in written:
+        write_json(path, result)
+    if result["rows"]:
+        written += chart(result).write(target.with_suffix(""), ["png"])
+    return written
+
+
+def chart(result: Row) -> Chart:
+    """Chart each rank's samples per second over ranks: the best series, at their best's batch."""
+    kinds = [kind for kind in KINDS if result["best"][kind]]
+    best = {kind: best_rows(result, kind)[:MOST] for kind in kinds}
+    data: Any = pd.DataFrame(
+        {
+            **{"series": row["series"], "panel": kind, "x": row["world_size"], "hollow": True},
+            "value": row["samples_per_s"] / row["world_size"],
+            "low": row["samples_per_s_interval"][0] / row["world_size"],
+            "high": row["samples_per_s_interval"][1] / row["world_size"],
+            "alone": best[kind][0]["samples_per_s"]
+            / (best[kind][0]["efficiency"] * best[kind][0]["world_size"]),
+        }
+        for kind in kinds
+        for one in best[kind]
+        for row in _same_batch(result["rows"], one)
+    )
+    sizes = sorted(set(data["x"]))
+    body, width = lines(
+        data,
+        Axis("ranks", log=2 if len(sizes) > 1 else 0, ticks=sizes),
+        Axis("samples per second and rank"),
+        looks_of(data["series"]),
+        panels=lambda kind: f"{kind}, {_batch_text(best[kind])}",
+        reference="alone",
+    )
+    first = "; ".join(f"{kind}: {_named(best[kind][0])}" for kind in kinds)
+    message = f"Predicted best for {result['target']['text']}, {first}"
+    about_ = ["hollow: predicted; dotted: efficiency 1 of the first choice", *about(result)]
+    return Chart("advice", message, about_, body, width)
+
+
+def _same_batch(rows: list[Row], best: Row) -> list[Row]:
+    """Return the rows of a series with the batch of its best one."""
+    key = _batch_key(best)
+    return [row for row in rows if row["series"] == best["series"] and row[key] == best[key]]
+
+
+def _batch_key(row: Row) -> str:
+    return "per_rank_batch_size" if row["scaling"] == "weak" else "batch_size"
+
+
+def _batch_text(rows: list[Row]) -> str:
+    key = _batch_key(rows[0])
+    sizes = ", ".join(map(str, sorted({row[key] for row in rows})))
+    return f"{'per-rank' if key.startswith('per') else 'global'} batch {sizes}"
 
 
 def text(result: Row) -> str:

@@ -20,7 +20,7 @@ from lab.measure.environment import environment, git_commit
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError, check_batch
 from lab.settings.names import class_name
-from lab.simulate.memory import sync_bytes
+from lab.simulate.strategy import sync_bytes
 from lab.training.optim import make_optim
 
 PROGRAM = (sys.executable, "-m", "lab.benchmarks.resident")
@@ -80,7 +80,7 @@ def _row(label: str, config: DictConfig, memory_gb: int | None, num_ranks: int) 
 
 
 def exchange_bytes(model: nn.Module, config: DictConfig, num_ranks: int) -> int:
-    """Count what exchange and sync hold on the rank that needs most (lab.simulate.memory).
+    """Count what exchange and sync hold on the rank that needs most (lab.simulate.strategy).
 
     Raises:
         ConfigError: it is not known.

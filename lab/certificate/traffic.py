@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lab.distributed.nodes import Nodes, each_alone
 from lab.measure.interfaces import COUNTERS, namespace, sent_bytes
-from lab.simulate.costs import payload_bytes
+from lab.simulate.costs import BY_ITSELF, class_of, payload_bytes
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.load import BY_ITSELF, class_of
 from lab.simulate.network import Network
 
 TOLERANCE = 0.05  # of the formula, and of an interface's count: headers, acknowledgements

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lab.claims.device import Device, Quantity, matches
+from lab.claims.device import Device, Quantity, exact, matches, ratio, total
 from lab.claims.metrics import Missing
-from lab.claims.spans import exact, ratio, total
 from lab.measure.intervals import Interval
 
 BEST = "best of each"

@@ -1,7 +1,9 @@
 """Networks, benchmarks and runs, against which claims about a single device are checked.
 
-A claim's `at:` holds the arguments of its quantity, a function here or in lab/claims/counted.py and
-lab/claims/benched.py. A quantity counts (no clock: it holds on any machine) or measures.
+A claim's `at:` holds the arguments of its quantity, a function here or in lab/claims/benched.py. A
+quantity counts (no clock: it holds on any machine) or measures. Ends of intervals are combined so
+that the result is as wide as it can be: terms that a benchmark measured in turns share their drift,
+which cannot be told from their intervals alone.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.claims.metrics import Missing
-from lab.measure.intervals import Interval
+from lab.draw.text import markdown
+from lab.measure.intervals import Interval, of_level, of_ratio
 from lab.settings.config import load
 from lab.settings.overrides import own_choices
 from lab.settings.reading import read_json
@@ -98,3 +101,307 @@ Quantity = Callable[..., Interval]
 def matches(pattern: str, *names: str) -> bool:
     """Tell whether a regular expression matches one of the names entirely."""
     return any(re.fullmatch(pattern, name) for name in names)
+
+
+def exact(value: float) -> Interval:
+    """Return a value that has no interval because nothing about it is uncertain."""
+    return Interval(value, value, value)
+
+
+def total(values: Iterable[Interval]) -> Interval:
+    """Add up; of nothing it is 0."""
+    terms = list(values)
+    return Interval(*(sum(getattr(term, end) for term in terms) for end in ("lo", "mid", "hi")))
+
+
+def ratio(numerator: Interval, denominator: Interval) -> Interval:
+    """Divide positive values."""
+    ends = (numerator.lo / denominator.hi, numerator.mid / denominator.mid)
+    return Interval(*ends, numerator.hi / denominator.lo)
+
+
+def difference(first: Interval, second: Interval) -> Interval:
+    """Subtract."""
+    return Interval(first.lo - second.hi, first.mid - second.mid, first.hi - second.lo)
+
+
+# torch is imported in functions: not every paper needs it.
+
+
+def parameters(device: Device, network: str) -> Interval:
+    """Count a network's parameters."""
+    model = device.blueprint(network).model
+    return exact(sum(each.numel() for each in model.parameters()))
+
+
+def weight_layers(device: Device, network: str) -> Interval:
+    """Count convolutions and fully connected layers."""
+    from torch import nn
+
+    layers = device.blueprint(network).model.modules()
+    return exact(sum(isinstance(layer, nn.Conv2d | nn.Linear) for layer in layers))
+
+
+def fc_parameter_share(device: Device, network: str) -> Interval:
+    """Divide the parameters of fully connected layers by all."""
+    from torch import nn
+
+    model = device.blueprint(network).model
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    connected = sum(each.numel() for layer in layers for each in layer.parameters())
+    return exact(connected / sum(each.numel() for each in model.parameters()))
+
+
+def network_operations(device: Device, network: str, layers: str | None = None) -> Interval:
+    """Count operations of the forward pass of one sample.
+
+    Args:
+        layers: a regular expression for the paths or classes of the layers to count; None: all
+            operations, between layers too.
+    """
+    by_layer, everything = _operations(device, network)
+    if layers is None:
+        return exact(everything)
+    return exact(sum(number for names, number in by_layer.items() if matches(layers, *names)))
+
+
+def operation_share(device: Device, network: str, layers: str) -> Interval:
+    """Divide the forward operations of the layers that match by all."""
+    chosen, all_of_them = (network_operations(device, network, each) for each in (layers, None))
+    return exact(chosen.mid / all_of_them.mid)
+
+
+def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd") -> Interval:
+    """Compute the memory that a training step needs at most (lab.layers.footprint)."""
+    from lab.layers.footprint import Step, footprint
+    from lab.settings.config import load
+    from lab.settings.overrides import own_choices
+    from lab.training.optim import make_optim
+
+    plan = device.blueprint(network)
+    optimizer = make_optim(load(own_choices([f"optim={optim}"])).optim, batch_size).optimizer
+    step = Step(
+        plan.data.input_shape, plan.data.input_dtype, plan.target, plan.task.loss, optimizer
+    )
+    return exact(footprint(plan.model, step, batch_size).total_bytes)
+
+
+def executed_share(
+    device: Device, network: str, layer: str, algorithm: str, tile: int = 1
+) -> Interval:
+    """Divide the operations of a convolution's forward pass by an algorithm by its definition's.
+
+    Args:
+        tile: rows and columns that a kernel of algorithm=gemm computes at once.
+
+    Raises:
+        Missing: the algorithm refuses the convolution.
+    """
+    from lab.convolution.algorithms import ALGORITHMS
+    from lab.convolution.gemm import Gemm
+    from lab.convolution.problem import Pass
+    from lab.layers.convolutions import convolutions_of
+
+    plan, batch = device.blueprint(network), device.batch(network)
+    shape, dtype = plan.data.input_shape, plan.data.input_dtype
+    problem = convolutions_of(plan.model, shape, dtype, batch)[layer]
+    chosen = Gemm((tile, tile)) if algorithm == Gemm.name else ALGORITHMS[algorithm]
+    if chosen.refusal(problem, Pass.FORWARD):
+        raise Missing
+    return exact(chosen.total(problem, Pass.FORWARD).operations / problem.operations)
+
+
+def refusals(device: Device, network: str, algorithm: str) -> Interval:
+    """Count the convolutions that an algorithm refuses."""
+    from lab.convolution.algorithms import ALGORITHMS
+    from lab.convolution.problem import Pass
+    from lab.layers.convolutions import convolutions_of
+
+    plan = device.blueprint(network)
+    found = convolutions_of(plan.model, plan.data.input_shape, plan.data.input_dtype, 1)
+    chosen = ALGORITHMS[algorithm]
+    return exact(sum(chosen.refusal(each, Pass.FORWARD) is not None for each in found.values()))
+
+
+def operations_per_output(
+    _device: Device,
+    algorithm: str,
+    kernel: int,
+    size: int = 27,
+    channels: int = 96,
+    filters: int = 256,
+    batch: int = 256,
+) -> Interval:
+    """Divide what an algorithm executes in a forward pass by outputs and input channels.
+
+    Args:
+        kernel, size: sides of the square filters and images; outputs are as large as inputs.
+        channels, filters, batch: of the convolution; by default conv2 of slide 8 of Kim et al.
+    """
+    from lab.convolution.algorithms import ALGORITHMS
+    from lab.convolution.problem import Pass, Problem
+
+    sides = {"size": (size, size), "kernel": (kernel, kernel), "padding": (kernel // 2,) * 2}
+    problem = Problem(
+        batch=batch, channels=channels, filters=filters, stride=(1, 1), groups=1, **sides
+    )
+    executed = ALGORITHMS[algorithm].total(problem, Pass.FORWARD).operations
+    return exact(executed / (batch * filters * channels * size**2))
+
+
+def _operations(device: Device, network: str) -> tuple[dict[tuple[str, str], int], int]:
+    """Count forward operations of one sample by (path, class) of the innermost module, and all."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plan = device.blueprint(network)
+    data, model = plan.data, plan.model
+    inputs = torch.zeros(1, *data.input_shape, dtype=data.input_dtype, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(inputs)
+    by_module = counter.get_flop_counts()
+    root = type(model).__name__
+    by_layer = {
+        (path, type(layer).__name__): sum(by_module.get(f"{root}.{path}", {}).values())
+        for path, layer in model.named_modules()
+        if path and not any(True for _ in layer.children())
+    }
+    return by_layer, counter.get_total_flops()
+
+
+COUNTED: dict[str, Quantity] = {
+    "parameters": parameters,
+    "weight_layers": weight_layers,
+    "fc_parameter_share": fc_parameter_share,
+    "network_operations": network_operations,
+    "operation_share": operation_share,
+    "step_bytes": step_bytes,
+    "executed_share": executed_share,
+    "refusals": refusals,
+    "operations_per_output": operations_per_output,
+}
+
+
+def mini_batch_s(device: Device, model: str, threads: int) -> Interval:
+    """Return the seconds of a step of a network, over repeats."""
+    return of_level(list(_seconds(device, model, threads).values()))
+
+
+def mini_batch_ratio(
+    device: Device,
+    model: str,
+    over_model: str | None = None,
+    threads: int = 1,
+    over_threads: int = 1,
+) -> Interval:
+    """Divide a network's seconds of a step by another's, paired by repeat.
+
+    Args:
+        over_model: None: the same network, on other threads.
+    """
+    first = _seconds(device, model, threads)
+    second = _seconds(device, over_model or model, over_threads)
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
+        raise Missing
+    return of_ratio([first[repeat] for repeat in shared], [second[repeat] for repeat in shared])
+
+
+def _seconds(device: Device, model: str, threads: int) -> dict[int, float]:
+    """Return the median step of each repeat."""
+    found = {
+        cell.repeat: cell.step_s
+        for cell in device.cells
+        if cell.status == "done"
+        and (cell.variant.get("model"), cell.variant.get("threads")) == (model, str(threads))
+    }
+    if not found:
+        raise Missing
+    return found
+
+
+SWEPT: dict[str, Quantity] = {"mini_batch_s": mini_batch_s, "mini_batch_ratio": mini_batch_ratio}
+
+
+Seconds = tuple[float | None, ...]  # None: not published
+MACHINES = {"desktop": (1, 2, 4, 8), "server": (1, 2, 4, 8, 16, 32)}  # threads
+GPUS = ("GTX 980", "GTX 1080", "K80")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of the table.
+
+    Attributes:
+        tools: published seconds by tool and machine: desktop, server (MACHINES), gpu (GPUS).
+        here: seconds by number of threads, as the study measured them.
+    """
+
+    name: str
+    model: str
+    batch_size: int
+    tools: Mapping[str, Mapping[str, Seconds]]
+    here: Mapping[int, Interval]
+
+    def published(self, machine: str, place: int) -> dict[str, float]:
+        """Return the seconds of each tool that has a figure for one column of a machine."""
+        figures = {tool: seconds[machine][place] for tool, seconds in self.tools.items()}
+        return {tool: seconds for tool, seconds in figures.items() if seconds is not None}
+
+    def fastest(self, machine: str) -> str:
+        """Name the shortest seconds on a machine, with tool and column."""
+        columns = GPUS if machine == "gpu" else MACHINES[machine]
+        found = [
+            (seconds, f"{seconds:g} ({tool}, {column}{'' if machine == 'gpu' else ' threads'})")
+            for place, column in enumerate(columns)
+            for tool, seconds in self.published(machine, place).items()
+        ]
+        return min(found)[1] if found else "–"
+
+
+def networks(table: Mapping[str, Any], device: Device) -> tuple[Network, ...]:
+    """Read a paper's table, and join what its study measured.
+
+    Raises:
+        ValueError: an entry is malformed; the message names its network.
+    """
+    return tuple(_network(name, entry, device) for name, entry in table.items())
+
+
+def mini_batches_table(found: Sequence[Network]) -> list[str]:
+    """Write a line for each network, in seconds."""
+    header = ["network", "batch", "Torch, desktop, 1 and 2 threads", "all tools, desktop, 1 thread"]
+    header += ["fastest on the desktop", "on the server", "on a GPU", "here, 1 thread", "2 threads"]
+    return markdown(header, [_line(each) for each in found])
+
+
+def _network(name: str, entry: Any, device: Device) -> Network:
+    try:
+        tools = {
+            tool: {machine: tuple(seconds) for machine, seconds in machines.items()}
+            for tool, machines in entry["tools"].items()
+        }
+        here: dict[int, Interval] = {}
+        for threads in (1, 2):
+            try:
+                here[threads] = mini_batch_s(device, entry["model"], threads)
+            except Missing:
+                continue
+        return Network(name, entry["model"], entry["batch_size"], tools, here)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"table: {name}: {error}") from None
+
+
+def _line(one: Network) -> list[str]:
+    torch = [one.published("desktop", place).get("Torch") for place in (0, 1)]
+    alone = sorted(one.published("desktop", 0).values())
+    return [
+        *(one.name, str(one.batch_size), ", ".join(f"{s:g}" if s else "–" for s in torch)),
+        f"{alone[0]:g} to {alone[-1]:g}" if alone else "–",
+        *(one.fastest(machine) for machine in ("desktop", "server", "gpu")),
+        *(_interval(one.here.get(threads)) for threads in (1, 2)),
+    ]
+
+
+def _interval(value: Interval | None) -> str:
+    return "–" if value is None else f"{value.mid:.3g} [{value.lo:.3g}, {value.hi:.3g}]"

@@ -1,217 +1,304 @@
-"""Draw findings as the figures of a paper."""
+"""Chart findings as the figures of a paper."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import NullFormatter, NullLocator
+import altair as alt
+import pandas as pd
 
-from lab.claims.claims import KINDS, Check, Reproduction
+from lab.claims.claims import EVIDENCE, KINDS, Check, Verdict, tally
+from lab.claims.device import GPUS, Network
 from lab.claims.findings import Conditions, Reproduced
-from lab.claims.mini_batches import GPUS, Network
-from lab.claims.speedups import CellSpeedup, RateSpeedups, SpeedupMap
-from lab.claims.verdicts import Verdict
-from lab.draw import style
-from lab.draw.looks import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILLION, looks_of
+from lab.claims.predicted import RateSpeedups, SpeedupMap
+from lab.draw.chart import GREY, INK, Chart
+from lab.draw.looks import BLUE, GREEN, ORANGE, SKY, VERMILLION, looks_of
+from lab.draw.plots import BAR, GAP, PANEL, Axis, legend_columns, lines, round_values
 
-TICKS = (0.1, 1, 10, 100, 1000)  # Gb/s
 COLUMNS = 3
-WIDEST_BAR = 0.26  # share of the distance between groups, including the gap to the next bar
-GROUP = 0.9  # share of that distance that all bars of a group may take
-GAP = 0.02
-COLOURS = dict(zip(KINDS, (VERMILLION, ORANGE, BLUE, style.GREY, GREEN), strict=True))
-LIMITS = (0.2, 5.0)  # of the axis, in units of what a claim says
-MARK = {"markersize": 4, "clip_on": False}
+SHADES = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of ranks, few to many
+COLOURS = dict(zip(KINDS, (VERMILLION, ORANGE, BLUE, GREY, GREEN), strict=True))
+LIMITS = (0.2, 5.0)  # of the axis of claims, in units of what a claim says
+LONGEST = 60  # letters of a claim
+MOST = 8  # powers of two: the end of the colours of a map
 MACHINES = (  # machine, column, colour, what the legend says
     ("desktop", 0, ORANGE, "published: desktop, 1 thread"),
     ("desktop", 1, SKY, "published: desktop, 2 threads"),
     ("gpu", GPUS.index("GTX 1080"), BLUE, "published: GTX 1080"),
 )
-HERE = {1: ("o", "here, 1 thread"), 2: ("s", "here, 2 threads")}
+HERE = {1: ("circle", "here, 1 thread"), 2: ("square", "here, 2 threads")}
 
 
-def speedup_bars(reproduced: Reproduced, conditions: Conditions | None, notes: list[str]) -> Figure:
-    """Draw the speedup of cells: a panel for each strategy, a group of bars for each batch size.
+def speedup_bars(
+    reproduced: Reproduced, conditions: Conditions | None, about: Sequence[str]
+) -> Chart:
+    """Chart the speedup of cells: a panel for each strategy, a group of bars for each batch size.
 
-    Bars are measured (hatched: emulated) with the range of their repeats; if nothing was, they are
-    predicted. A dash over a bar is its prediction, a diamond the paper's own figure.
+    Bars are measured with the range of their repeats; if nothing was, they are predicted. A dash
+    over a bar is its prediction, a diamond the paper's own figure.
 
     Args:
         conditions: conditions of the measurements; None without any.
     """
-    grid = reproduced.grid
-    figure, panels = _panels(len(grid.strategies))
-    for panel, strategy in zip(panels, grid.strategies, strict=False):
-        cells = [cell for cell in reproduced.cells if cell.at.strategy == strategy]
-        _groups(panel, grid, cells, conditions)
-        panel.axhline(1, color=BLACK, linewidth=0.8)
-        panel.set_xticks(range(len(grid.batch_sizes)), [str(batch) for batch in grid.batch_sizes])
-        panel.set_title("none (ceiling)" if strategy == "none" else strategy)
-        panel.set_xlabel("global batch")
-    panels[0].set_ylabel("speedup over 1 rank")
-    shown = "measured, predicted and published" if conditions else "predicted (bars) and published"
-    entries = _bar_entries(grid.world_sizes, conditions)
-    return style.frame(figure, f"Speedup: {shown}", entries, notes)
-
-
-def _groups(
-    panel: Axes, grid: Reproduction, cells: Sequence[CellSpeedup], conditions: Conditions | None
-) -> None:
-    count = len(grid.world_sizes)
-    distance = min(WIDEST_BAR, GROUP / count)
-    colours = style.shades(count)
-    for cell in cells:
-        index = grid.world_sizes.index(cell.at.world_size)
-        x = grid.batch_sizes.index(cell.at.batch_size) + (index - (count - 1) / 2) * distance
-        _bar(panel, x, distance - GAP, colours[index], cell, conditions)
-        for published in cell.published:
-            panel.plot(x, published, "D", color=VERMILLION, markersize=5)
-
-
-def _bar(
-    panel: Axes,
-    x: float,
-    width: float,
-    colour: str,
-    cell: CellSpeedup,
-    conditions: Conditions | None,
-) -> None:
-    if not conditions:
-        pale = f"{colour}60"
-        panel.bar(x, cell.predicted, width, facecolor=pale, edgecolor=colour, linewidth=1.2)
-        return
-    hatch = style.HATCH if conditions.emulations else None
-    panel.bar(x, cell.measured, width, color=colour, edgecolor=style.GREY, hatch=hatch)
-    repeats = cell.repeats
-    panel.plot([x] * len(repeats), repeats, color=ORANGE, linewidth=2)
-    ends = [x - width / 2, x + width / 2]
-    panel.plot(ends, [cell.predicted] * 2, color=BLACK, linewidth=2)
-
-
-def _bar_entries(world_sizes: Sequence[int], conditions: Conditions | None) -> list[Artist]:
-    entries: list[Artist] = [
-        Patch(facecolor=colour, label=f"{size} rank{'s' if size > 1 else ''}")
-        for size, colour in zip(world_sizes, style.shades(len(world_sizes)), strict=True)
+    grid, is_measured = reproduced.grid, conditions is not None
+    data: Any = pd.DataFrame(
+        {
+            **{"strategy": _title(cell.at.strategy), "batch": cell.at.batch_size},
+            **{"ranks": cell.at.world_size, "predicted": cell.predicted},
+            "value": cell.measured if is_measured else cell.predicted,
+            "low": min(cell.repeats, default=math.nan),
+            "high": max(cell.repeats, default=math.nan),
+        }
+        for cell in reproduced.cells
+    )
+    published = pd.DataFrame(
+        [
+            (_title(cell.at.strategy), cell.at.batch_size, cell.at.world_size, value)
+            for cell in reproduced.cells
+            for value in cell.published
+        ],
+        columns=["strategy", "batch", "ranks", "published"],
+    )
+    data = pd.concat([data, published])
+    across = alt.X("batch:O", title="global batch", axis=alt.Axis(labelAngle=0))
+    base = alt.Chart().encode(across, alt.XOffset("ranks:O"))
+    scale = alt.Scale(range=shades(len(grid.world_sizes)))
+    legend = alt.Legend(title="ranks", columns=len(grid.world_sizes))
+    colour = alt.Color("ranks:O", scale=scale, legend=legend)
+    bar = base.mark_bar(opacity=1.0 if is_measured else 0.55)
+    layers: list[Any] = [
+        bar.encode(alt.Y("value:Q", title="speedup over 1 rank"), colour, tooltip=[*data.columns]),
+        alt.Chart().mark_rule(color=INK).encode(y=alt.datum(1)),
     ]
-    if conditions:
-        entries.append(Line2D([], [], color=BLACK, linewidth=2, label="predicted"))
-        entries.append(Line2D([], [], color=ORANGE, linewidth=2, label="all repeats"))
-        if conditions.emulations:
-            entries.append(Patch(facecolor="white", hatch=style.HATCH, label="emulated"))
-    diamond = Line2D([], [], color=VERMILLION, marker="D", linestyle="", label="published")
-    return [*entries, diamond]
+    if is_measured:
+        rule = base.mark_rule(color=ORANGE, strokeWidth=2).transform_filter("isValid(datum.low)")
+        layers.append(rule.encode(alt.Y("low:Q"), alt.Y2("high:Q")))
+        layers.append(base.mark_tick(color=INK, thickness=2, opacity=1).encode(y="predicted:Q"))
+    diamond = base.mark_point(shape="diamond", color=VERMILLION, filled=True, size=50, opacity=1)
+    diamond = diamond.transform_filter("isValid(datum.published)")
+    layers.append(diamond.encode(y="published:Q"))
+    panel = alt.layer(*layers).properties(width=PANEL, height=150, data=data)
+    marks = "black: predicted; orange: all repeats; " if is_measured else "bars: predicted; "
+    about = [f"a panel for each strategy; {marks}diamond: published", *about]
+    what = "measured" if is_measured else "predicted"
+    message = _best_speedup(data[data["strategy"] != _title("none")], what)
+    return _in_panels("speedup", message, about, panel, [_title(each) for each in grid.strategies])
 
 
-def regime_map(speedups: SpeedupMap, notes: list[str]) -> Figure:
-    """Draw predicted speedup over ranks and batch, a panel for each strategy.
+def _title(strategy: str) -> str:
+    return "none (ceiling)" if strategy == "none" else strategy
+
+
+def _best_speedup(data: Any, what: str) -> str:
+    last = data[(data["ranks"] == data["ranks"].max()) & data["value"].notna()]
+    if last.empty:
+        return f"Speedup, {what}"
+    best, least = (last.loc[last["value"].agg(which)] for which in ("idxmax", "idxmin"))
+    return (
+        f"Speedup {what} on {best['ranks']} ranks: {least['value']:.2f} ({least['strategy']}, "
+        f"batch {least['batch']}) to {best['value']:.2f} ({best['strategy']}, batch "
+        f"{best['batch']})"
+    )
+
+
+def shades(count: int) -> list[str]:
+    """Choose a colour for each of an ascending series, from light to dark."""
+    if count <= len(SHADES):
+        return [*SHADES[:count]]
+    places = [at * (len(SHADES) - 1) / (count - 1) for at in range(count - 1)]
+    between = [_between(*SHADES[int(at) : int(at) + 2], share=at % 1) for at in places]
+    return [*between, SHADES[-1]]
+
+
+def _between(low: str, high: str, *, share: float) -> str:
+    parts = zip(bytes.fromhex(low[1:]), bytes.fromhex(high[1:]), strict=True)
+    return "#" + bytes(round(a + share * (b - a)) for a, b in parts).hex()
+
+
+def _in_panels(
+    name: str, message: str, about: Sequence[str], panel: Any, titles: Sequence[str]
+) -> Chart:
+    columns = min(len(titles), COLUMNS)
+    facet: Any = alt.Facet("strategy:N", title=None, sort=[*titles])
+    body = panel.facet(facet=facet, columns=columns, spacing=GAP)
+    return Chart(name, message, about, body, columns * (PANEL + GAP))
+
+
+def regime_map(speedups: SpeedupMap, about: Sequence[str]) -> Chart:
+    """Chart predicted speedup over ranks and batch, a panel for each strategy.
 
     In red areas, below the line of speedup 1, training is slower than on one rank.
     """
-    figure, panels = _panels(len(speedups.values))
-    ranks, batches = range(len(speedups.ranks)), range(len(speedups.batches))
-    image = None
-    for panel, (strategy, values) in zip(panels, speedups.values.items(), strict=False):
-        logs = [[math.log2(value) for value in row] for row in values]
-        shape = {"vmin": -8, "vmax": 8, "cmap": "RdBu", "shading": "nearest"}
-        image = panel.pcolormesh(ranks, batches, logs, **shape)
-        panel.contour(ranks, batches, logs, levels=[0.0], colors="black", linewidths=1.2)
-        panel.set_xticks(ranks[::2], [str(size) for size in speedups.ranks[::2]])
-        panel.set_yticks(batches[::2], [str(batch) for batch in speedups.batches[::2]])
-        panel.xaxis.set_minor_locator(NullLocator())
-        panel.set_title(strategy)
-        panel.set_xlabel("ranks")
-    panels[0].set_ylabel("global batch")
-    if image is not None:
-        bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=range(-8, 9, 2))
-        bar.ax.set_yticklabels([str(Fraction(2) ** power) for power in range(-8, 9, 2)])
-        bar.set_label("speedup over 1 rank (predicted)")
-    entry = Line2D([], [], color=BLACK, linewidth=1.2, label="speedup = 1")
-    return style.frame(figure, "Where more ranks pay", [entry], notes)
+    half = math.sqrt(2)  # places are a factor of two apart
+    data: Any = pd.DataFrame(
+        {
+            **{"strategy": strategy, "ranks": ranks, "batch": batch, "speedup": value},
+            **{"log2": math.log2(value), "left": ranks / half, "right": ranks * half},
+            **{"bottom": batch / half, "top": batch * half},
+        }
+        for strategy, rows in speedups.values.items()
+        for batch, row in zip(speedups.batches, rows, strict=True)
+        for ranks, value in zip(speedups.ranks, row, strict=True)
+        if not math.isnan(value)
+    )
+    lines_of: Any = pd.DataFrame(_breaking_even(speedups), columns=["strategy", "ranks", "even"])
+    data = pd.concat([data, lines_of])
+    x = alt.X("left:Q", title="ranks", **_powers(data["left"].min(), data["right"].max()))
+    y = alt.Y("bottom:Q", title="global batch", **_powers(data["bottom"].min(), data["top"].max()))
+    scale = alt.Scale(scheme="redblue", domain=[-MOST, MOST], clamp=True)
+    words = "datum.value < 0 ? '1/' + pow(2, -datum.value) : '' + pow(2, datum.value)"
+    legend = alt.Legend(
+        title="speedup over 1 rank", labelExpr=words, values=list(range(-MOST, MOST + 1, 2)),
+        gradientLength=PANEL,
+    )  # fmt: skip
+    filled = alt.Chart().mark_rect(clip=True).transform_filter("isValid(datum.speedup)")
+    even = alt.Chart().mark_line(color=INK, strokeWidth=1.4, clip=True)
+    panel = alt.layer(
+        filled.encode(
+            *(x, alt.X2("right:Q"), y, alt.Y2("top:Q")),
+            alt.Color("log2:Q", scale=scale, legend=legend),
+            tooltip=["ranks", "batch", "speedup"],
+        ),
+        even.transform_filter("isValid(datum.even)").encode(x="ranks:Q", y="even:Q"),
+    ).properties(width=PANEL, height=PANEL * 3 / 4, data=data)
+    pays = data[(data["ranks"] == max(speedups.ranks)) & (data["speedup"] > 1)]
+    smallest = pays[pays["strategy"] != "none"].groupby("strategy")["batch"].min()
+    message = f"On {max(speedups.ranks)} ranks no batch is predicted to pay"
+    if not smallest.empty:
+        first = " and ".join(smallest.index[smallest == smallest.min()])
+        message = (
+            f"On {max(speedups.ranks)} ranks training is predicted to pay from batch "
+            f"{smallest.min():.0f} on, with {first}"
+        )
+    about = ["the line: as fast as one rank; red: slower", *about]
+    return _in_panels("regimes", message, about, panel, [*speedups.values])
 
 
-def speedup_over_rate(speedups: RateSpeedups, notes: list[str]) -> Figure:
-    """Draw predicted speedup over the rate of the links, a panel for each batch.
+def _powers(low: float, high: float) -> dict[str, Any]:
+    """Return the scale and the axis of powers of two."""
+    ticks = [2**power for power in range(0, 20, 2) if low <= 2**power <= high]
+    return {
+        "scale": alt.Scale(type="log", base=2, domain=[low, high], nice=False),
+        "axis": alt.Axis(values=ticks, format="d", grid=False),
+    }
+
+
+def _breaking_even(speedups: SpeedupMap) -> Iterator[tuple[str, int, float]]:
+    """Yield by strategy and ranks the batch of speedup 1, between two batches, by logarithms."""
+    for strategy, rows in speedups.values.items():
+        for at, ranks in enumerate(speedups.ranks):
+            column = [math.log2(row[at]) for row in rows]
+            for place, (low, high) in enumerate(zip(column, column[1:], strict=False)):
+                if low < 0 <= high:
+                    smaller, larger = speedups.batches[place : place + 2]
+                    yield strategy, ranks, smaller * (larger / smaller) ** (low / (low - high))
+
+
+def speedup_over_rate(speedups: RateSpeedups, about: Sequence[str]) -> Chart:
+    """Chart predicted speedup over the rate of the links, a panel for each batch.
 
     The rate of the hardware's own links is marked.
     """
-    figure, axes = style.canvas(1, len(speedups.values), 9.6, 3.4, sharey=True)
-    looks = looks_of(name for by_name in speedups.values.values() for name in by_name)
-    gigabits = [8e-9 * rate for rate in speedups.rates]
-    for panel, (batch, values) in zip(axes[0], speedups.values.items(), strict=True):
-        for name, look in looks.items():
-            panel.plot(gigabits, values[name], color=look.colour, linestyle=look.line)
-        panel.axvline(8e-9 * speedups.own_rate, color=style.GREY, linestyle=":", linewidth=1)
-        panel.axhline(1, color=BLACK, linewidth=0.8)
-        panel.set_xscale("log")
-        panel.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
-        panel.xaxis.set_minor_locator(NullLocator())
-        panel.set_title(f"global batch {batch}")
-        panel.set_xlabel("link, Gb/s")
-    axes[0][0].set_ylabel("speedup over 1 rank")
-    handles: list[Artist] = [
-        Line2D([], [], color=look.colour, linestyle=look.line, label=name)
-        for name, look in looks.items()
-    ]
-    handles.append(Line2D([], [], color=style.GREY, linestyle=":", label="the links it has"))
-    title = f"Predicted speedup of {speedups.world_size} ranks over the rate of their links"
-    return style.frame(figure, title, handles, notes)
+    data: Any = pd.DataFrame(
+        {"series": name, "panel": batch, "x": 8e-9 * rate, "value": value}
+        for batch, by_name in speedups.values.items()
+        for name, values in by_name.items()
+        for rate, value in zip(speedups.rates, values, strict=True)
+        if not math.isnan(value)
+    ).assign(low=math.nan, high=math.nan, one=1.0)
+    own = 8e-9 * speedups.own_rate
+    body, width = lines(
+        *(data, Axis("link, Gb/s", log=10, ticks=(0.1, 1, 10, 100, 1000))),
+        Axis("speedup over 1 rank"),
+        looks_of(data["series"]),
+        panels=lambda batch: f"global batch {batch}",
+        reference="one",
+        upright=own,
+        marks=False,
+    )
+    near = data.assign(far=(data["x"] / own).map(lambda ratio: abs(math.log(ratio))))
+    near = near[(near["far"] == near["far"].min()) & (near["series"] != "none")]
+    message = f"Speedup of {speedups.world_size} ranks over the rate of their links, predicted"
+    if not near.empty:
+        best = near.loc[near["value"].idxmax()]
+        message = (
+            f"Predicted: at the links it has, {own:.3g} Gb/s, {best['series']} gains most, "
+            f"{best['value']:.2f} × on {speedups.world_size} ranks"
+        )
+    about = ["dotted: as fast as one rank, and the links it has", *about]
+    return Chart("bandwidth", message, about, body, width)
 
 
-def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
-    rows = -(-count // COLUMNS)
-    figure, axes = style.canvas(rows, min(count, COLUMNS), 9.6, 2.7 * rows + 0.6, sharey=True)
-    flat = [panel for row in axes for panel in row]
-    for empty in flat[count:]:
-        empty.set_visible(False)
-    return figure, flat
-
-
-def verdicts(found: Sequence[Verdict], notes: list[str]) -> Figure:
-    """Draw a line for each claim: the band that it allows, and the values that were found.
+def verdicts(found: Sequence[Verdict], about: Sequence[str]) -> Chart:
+    """Chart a line for each claim: the band that it allows, and the values that were found.
 
     Values are divided by the claim's figure or bound, so that all share an axis; those beyond the
     axis are drawn at its end.
     """
     ordered = [each for kind in KINDS for each in found if each.claim.kind == kind]
     known = [each for each in ordered if each.outcome != "unknown"]
-    figure, axes = style.canvas(1, 1, 9.6, 0.32 * len(known) + 1.4)
-    panel = axes[0][0]
-    for place, verdict in enumerate(reversed(known)):
-        _line(panel, place, verdict)
-    panel.axvline(1, color=BLACK, linewidth=0.6)
-    panel.set_xscale("log")
-    panel.set_xlim(*LIMITS)
-    panel.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
-    panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.set_yticks(range(len(known)), [_label(each) for each in reversed(known)], fontsize=7)
-    panel.set_ylim(-0.6, len(known) - 0.4)
-    panel.set_xlabel("value / what the claim says")
-    return style.frame(figure, "Claims: what was found, and what holds", _entries(known), notes)
+    data = pd.DataFrame([_line(each) for each in known])
+    names = list(data["name"])
+    scale = alt.Scale(type="log", domain=LIMITS, nice=False)
+    axis = alt.Axis(values=[0.2, 0.5, 1, 2, 5], format="~g")
+    down = alt.Y("name:N", sort=names, title=None, axis=alt.Axis(labelLimit=560, ticks=False))
+    base = alt.Chart(data).encode(down)
+    kinds = [kind for kind in KINDS if kind in set(data["kind"])]
+    colours = alt.Scale(domain=kinds, range=[COLOURS[kind] for kind in kinds])
+
+    def at(column: str) -> alt.X:
+        return alt.X(f"{column}:Q", scale=scale, title="value / what the claim says", axis=axis)
+
+    def between(low: str, high: str, colour: str) -> Any:
+        rule = base.mark_rule(color=colour, strokeWidth=1.4)
+        return rule.transform_filter(f"isValid(datum.{low})").encode(at(low), alt.X2(f"{high}:Q"))
+
+    allowed = base.mark_bar(height=BAR - 5, opacity=0.3)
+    diamond = base.mark_point(shape="diamond", color=INK, size=34, opacity=1, strokeWidth=1.2)
+    hollow = alt.condition("datum.decides", alt.value(INK), alt.value("white"))
+    point = base.mark_point(color=INK, filled=True, size=34, opacity=1)
+    one = alt.Chart().mark_rule(color=INK, strokeWidth=0.6).encode(x=alt.datum(1, scale=scale))
+    found_columns = [str(column) for column in data.columns]
+    body = alt.layer(
+        allowed.encode(
+            at("least"), alt.X2("most:Q"),
+            alt.Color("kind:N", scale=colours, legend=alt.Legend(columns=len(kinds))),
+        ),
+        one,
+        between("predicted_lo", "predicted_hi", GREY),
+        between("lo", "hi", INK),
+        diamond.transform_filter("isValid(datum.predicted)").encode(at("predicted"), fill=hollow),
+        point.transform_filter("isValid(datum.mid)").encode(at("mid"), tooltip=found_columns),
+    ).properties(width=440, height=BAR * len(known))  # fmt: skip
+    counts = tally(found)
+    checked = counts["holds"] + counts["fails"] + counts["within noise"]
+    message = (
+        f"{counts['holds']} of {checked} claims that are evidence hold, {counts['fails']} fail"
+    )
+    message = message if checked else "No claim that is evidence could be checked"
+    marks = "band: allowed; diamond: predicted or counted, grey: as assumptions allow"
+    if any(each.evidence == "measured" for each in known):
+        marks += "; dot: measured, black: 95 % interval"
+    evidence = f"evidence: {' and '.join(EVIDENCE)}"
+    return Chart("claims", message, [marks, evidence, *about], body, 440)
 
 
-def _line(panel: Axes, place: int, verdict: Verdict) -> None:
-    unit, colour = _unit(verdict.claim.check), COLOURS[verdict.claim.kind]
+def _line(verdict: Verdict) -> dict[str, Any]:
+    unit, says = _unit(verdict.claim.check), verdict.claim.says
+    text = says if len(says) <= LONGEST else f"{says[: LONGEST - 1]}…"
     least, most = verdict.claim.check.allowed
-    band = [_clip(least / unit), _clip(most / unit)]
-    panel.barh(place, band[1] - band[0], 0.7, left=band[0], color=colour, alpha=0.25)
-    if verdict.predicted is not None:
-        face = "white" if verdict.evidence == "measured" else BLACK
-        x = _clip(verdict.predicted / unit)
-        panel.plot(x, place, "D", color=BLACK, markerfacecolor=face, **MARK)
-        ends = verdict.predicted_ends or (verdict.predicted, verdict.predicted)
-        panel.plot([_clip(end / unit) for end in ends], [place] * 2, color=style.GREY, linewidth=1)
+    low, high = verdict.predicted_ends or (verdict.predicted, verdict.predicted)
     value = verdict.measured
-    if not math.isnan(value.mid):
-        panel.plot(_clip(value.mid / unit), place, "o", color=BLACK, **MARK)
-    if not math.isnan(value.lo):
-        panel.plot([_clip(value.lo / unit), _clip(value.hi / unit)], [place] * 2, color=BLACK)
+    found = {"least": least, "most": most, "predicted": verdict.predicted}
+    found |= {"predicted_lo": low, "predicted_hi": high}
+    found |= {"lo": value.lo, "mid": value.mid, "hi": value.hi}
+    return {
+        **{"name": f"{text}: {verdict.outcome}", "kind": verdict.claim.kind},
+        "decides": verdict.evidence != "measured",
+        **{key: _clip(value, unit) for key, value in found.items()},
+    }
 
 
 def _unit(check: Check) -> float:
@@ -219,58 +306,65 @@ def _unit(check: Check) -> float:
     return next(x for x in (check.about, check.at_least, check.at_most) if x is not None) or 1.0
 
 
-def _clip(value: float) -> float:
-    return min(max(value, LIMITS[0]), LIMITS[1])
+def _clip(value: float | None, unit: float) -> float:
+    if value is None or math.isnan(value):
+        return math.nan
+    return min(max(value / unit, LIMITS[0]), LIMITS[1])
 
 
-def _label(verdict: Verdict) -> str:
-    says = verdict.claim.says
-    return f"{says if len(says) <= 60 else says[:59] + '…'}: {verdict.outcome}"
-
-
-def _entries(found: Sequence[Verdict]) -> list[Artist]:
-    kinds = [kind for kind in KINDS if any(each.claim.kind == kind for each in found)]
-    entries: list[Artist] = [
-        Patch(color=COLOURS[k], alpha=0.25, label=f"{k}: allowed") for k in kinds
+def mini_batches(found: Sequence[Network], about: Sequence[str]) -> Chart:
+    """Chart a row for each network: a mark for each tool, and those of this machine."""
+    rows = [(f"{one.name}, batch {one.batch_size}", one) for one in found]
+    published = pd.DataFrame(
+        {"name": name, "tool": tool, "seconds": seconds, "machine": text}
+        for name, one in rows
+        for machine, place, _, text in MACHINES
+        for tool, seconds in one.published(machine, place).items()
+    )
+    here = pd.DataFrame(
+        [
+            {"name": name, "seconds": value.mid, "low": value.lo, "high": value.hi, "here": text}
+            for name, one in rows
+            for threads, (_, text) in HERE.items()
+            if (value := one.here.get(threads))
+        ],
+        columns=["name", "seconds", "low", "high", "here"],
+    )
+    ends: Any = pd.concat([published["seconds"], here["low"], here["high"], here["seconds"]])
+    low, high = float(ends.min()) / 1.3, float(ends.max()) * 1.3
+    scale = alt.Scale(type="log", domain=[low, high], nice=False)
+    title = "seconds per mini-batch"
+    axis = alt.Axis(values=round_values(low, high), format="~g")
+    x = alt.X("seconds:Q", title=title, scale=scale, axis=axis)
+    names = [name for name, _ in rows]
+    down = alt.Y("name:N", sort=names, title=None, axis=alt.Axis(ticks=False, labelLimit=420))
+    colours = alt.Scale(
+        domain=[text for *_, text in MACHINES], range=[colour for *_, colour, _ in MACHINES]
+    )
+    shapes = alt.Scale(
+        domain=[text for _, text in HERE.values()], range=[shape for shape, _ in HERE.values()]
+    )
+    columns = legend_columns([text for *_, text in MACHINES], 460)
+    tick = alt.Chart(published).mark_tick(thickness=2.5, height=BAR, opacity=1)
+    base = alt.Chart(here).encode(down)
+    body = alt.layer(
+        tick.encode(
+            x, down, alt.Color("machine:N", scale=colours, legend=alt.Legend(columns=columns)),
+            tooltip=["tool", "seconds", "machine"],
+        ),
+        base.mark_rule(color=INK).encode(alt.X("low:Q", scale=scale), alt.X2("high:Q")),
+        base.mark_point(color=INK, filled=True, size=50, opacity=1).encode(
+            x, alt.Shape("here:N", scale=shapes, legend=alt.Legend(columns=columns))
+        ),
+    ).properties(width=460, height=(BAR + 8) * len(names))  # fmt: skip
+    message = "Seconds per mini-batch, as published"
+    known = [
+        (one.here[1].mid, one.published("desktop", 0).values()) for one in found if 1 in one.here
     ]
-    mark = {"color": BLACK, "linestyle": "", "markersize": 4}
-    predicted = [each for each in found if each.predicted is not None]
-    if predicted:
-        beside = any(each.evidence == "measured" for each in predicted)
-        face = "white" if beside else BLACK
-        label = "predicted or counted"
-        entries.append(Line2D([], [], marker="D", markerfacecolor=face, label=label, **mark))
-    if any(each.predicted_ends for each in predicted):
-        entries.append(Line2D([], [], color=style.GREY, linewidth=1, label="as assumptions allow"))
-    if any(each.evidence == "measured" for each in found):
-        entries.append(Line2D([], [], marker="o", label="measured", **mark))
-        entries.append(Line2D([], [], color=BLACK, label="95 % interval"))
-    return entries
-
-
-def mini_batches(found: Sequence[Network], note: str) -> Figure:
-    """Draw a row for each network: a mark for each tool, and those of this machine."""
-    figure, axes = style.canvas(1, 1, 9.0, 0.5 * len(found) + 1.4)
-    panel = axes[0][0]
-    for row, one in enumerate(found):
-        for machine, place, colour, _ in MACHINES:
-            seconds = list(one.published(machine, place).values())
-            panel.plot(seconds, [row] * len(seconds), "|", color=colour, ms=14, mew=2)
-        for threads, (marker, _) in HERE.items():
-            if value := one.here.get(threads):
-                error = style.whiskers([value])
-                panel.errorbar(value.mid, row, xerr=error, fmt=marker, color=BLACK, ms=5)
-    panel.set_xscale("log")
-    panel.set_yticks(range(len(found)), [f"{one.name}, batch {one.batch_size}" for one in found])
-    panel.set_ylim(len(found) - 0.5, -0.5)
-    panel.set_xlabel("seconds per mini-batch; published: a mark for each tool")
-    panel.grid(axis="x", linewidth=0.4)
-    entries: list[Artist] = [
-        Line2D([], [], color=colour, marker="|", ms=10, mew=2, ls="", label=text)
-        for *_, colour, text in MACHINES
-    ]
-    entries += [
-        Line2D([], [], color=BLACK, marker=marker, ms=5, ls="", label=text)
-        for marker, text in HERE.values()
-    ]
-    return style.frame(figure, "Seconds per mini-batch of seven networks", entries, [note])
+    if known:
+        inside = sum(min(others) <= mid <= max(others) for mid, others in known if others)
+        message = (
+            f"On 1 thread, {inside} of {len(known)} networks take as long here as is published "
+            "of a desktop"
+        )
+    return Chart("mini_batches", message, ["published: a mark for each tool", *about], body, 460)

@@ -8,36 +8,32 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lab.analysis.records import Cell, commits_of
-from lab.claims.claims import Paper, Reproduction
-from lab.claims.crossovers import Crossovers, find_crossovers
-from lab.claims.device import Device
+from lab.analysis.records import Cell, commits_of, load_study
+from lab.claims.claims import Paper, Reproduction, Verdict, judge
+from lab.claims.device import Device, Network, networks
 from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point
-from lab.claims.mini_batches import Network, networks
-from lab.claims.predicted import Predicted, profile_of
-from lab.claims.speedups import (
+from lab.claims.predicted import (
     CellSpeedup,
+    Crossovers,
+    Predicted,
     RateSpeedups,
     SpeedupMap,
+    Terms,
     cell_speedups,
+    find_crossovers,
+    fit_terms,
+    profile_of,
     rate_speedups,
     speedup_map,
 )
-from lab.claims.terms import Terms, fit_terms
-from lab.claims.verdicts import Verdict, judge
 from lab.model.facts import Counts
 from lab.settings.config import build, load
 from lab.settings.files import located, read_file
 from lab.settings.overrides import own_choices
-from lab.simulate.fit import DRAWS
+from lab.simulate.fit import DRAWS, ScoredCell, scored_cells
 from lab.simulate.hardware import Hardware
 from lab.simulate.presets import draws, parse, places
-from lab.simulate.score import ScoredCell, scored_cells
-
-if TYPE_CHECKING:
-    from lab.analysis.records import Cell
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,7 @@ def _reproduce(
     )
 
 
-# Imported in functions: pandas and torch take seconds, and not every paper needs them.
+# torch is imported in functions: not every paper needs it.
 
 
 def _counts(model: str) -> Counts:
@@ -222,14 +218,10 @@ def _fit(runs: Path, profile: str, preset: Hardware) -> tuple[Hardware, tuple[Sc
 
 
 def _cells(runs: Path | None) -> Sequence[Cell]:
-    from lab.analysis.records import load_study
-
     return load_study(runs).cells if runs else []
 
 
 def _measured(runs: Path, profile: str, counts: Counts) -> MeasuredFacts:
-    from lab.claims.findings import Measured
-
     cells = _cells(runs)
     kinds = sorted({cell.circumstances for cell in cells})
     if len(kinds) > 1:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
 
 from lab.model.facts import Counts
 from lab.model.profile import VALUE_BYTES
 from lab.settings import checks
+from lab.settings.config import build, load
+from lab.settings.overrides import own_choices
+
+if TYPE_CHECKING:  # torch takes seconds, and few papers need it
+    import torch
+
+    from lab.distributed.comm import Comm
+    from lab.exchange.base import Exchange
+
+RANKS, STEPS, SHAPE = 2, 64, (32, 2048)  # of exchanges whose gradients are added up
 
 
 class Missing(LookupError):
@@ -124,13 +134,6 @@ def added_share(facts: Facts, at: Point) -> float:
     return (facts.step_s(at) - alone) / (facts.step_s(replace(at, strategy="overlap")) - alone)
 
 
-def delivered_error(_facts: Facts, at: Point) -> float:
-    """Compute how far the mean of many delivered gradients is from the true one, by trying."""
-    from lab.claims.delivery import delivered_error  # Imports torch.
-
-    return delivered_error(at.strategy)
-
-
 def fc_share(facts: Facts, _at: Point) -> float:
     """Compute the share of parameters in fully connected layers.
 
@@ -155,6 +158,41 @@ def operations(facts: Facts, at: Point) -> float:
     return counted[at.layer] * at.batch_size
 
 
+@cache
+def delivered_error(strategy: str) -> float:
+    """Return how far the mean of the delivered gradients is from that of the true ones.
+
+    Two ranks exchange the same random gradients STEPS times: what one step leaves out, later steps
+    must deliver.
+
+    Returns:
+        The norm of the difference, relative to that of the true mean.
+    """
+    import torch
+
+    from lab.distributed.thread_comm import run_ranks
+    from lab.exchange.bucket import GradBucket
+
+    chance = torch.Generator().manual_seed(0)
+    gradients = torch.randn(RANKS, SHAPE[0] * SHAPE[1], generator=chance)
+    chosen = load(own_choices([f"strategy={strategy}"])).exchange
+
+    def rank_main(comm: Comm) -> torch.Tensor:
+        exchange: Exchange = build(chosen)
+        total = torch.zeros_like(gradients[0])
+        bucket = GradBucket({"weight": torch.Size(SHAPE)}, total.clone())
+        for step in range(STEPS):
+            bucket.step = step
+            bucket.flat.copy_(gradients[comm.rank])
+            exchange.average(bucket, comm)
+            total += bucket.flat
+        return total / STEPS
+
+    delivered = run_ranks(RANKS, rank_main)[0]
+    true = gradients.mean(dim=0)
+    return float((delivered - true).norm() / true.norm())
+
+
 QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "step_s": lambda facts, at: facts.step_s(at),
     "speedup": speedup,
@@ -171,6 +209,6 @@ QUANTITIES: dict[str, Callable[[Facts, Point], float]] = {
     "added_share": added_share,
     "gradient_bytes": lambda facts, at: VALUE_BYTES * facts.counts().parameters,
     "fc_share": fc_share,
-    "delivered_error": delivered_error,
+    "delivered_error": lambda _facts, at: delivered_error(at.strategy),
     "operations": operations,
 }

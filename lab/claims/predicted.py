@@ -1,18 +1,26 @@
-"""Predict facts (lab.claims.metrics) of a profile on some hardware by the cost model."""
+"""Predict what papers claim by the cost model: facts, speedups, crossovers, and fitted terms."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from statistics import median
 
-from lab.claims.metrics import Missing, Point
+import numpy as np
+
+from lab.claims.claims import Claim, Paper, Reproduction
+from lab.claims.metrics import Facts, MeasuredFacts, Missing, Point, speedup
 from lab.model.facts import Counts
 from lab.model.profile import Profile
 from lab.settings.config import load
 from lab.settings.files import read_file
 from lab.settings.overrides import own_choices
-from lab.simulate.crossover import with_rate
+from lab.simulate.fit import START, least_squares
 from lab.simulate.hardware import Hardware
-from lab.simulate.step import simulate
+from lab.simulate.presets import with_value
+from lab.simulate.step import MARGIN, crossover_batch, crossover_rate, simulate, slowest, with_rate
 from lab.simulate.strategy import Strategy
 
 FULLY_CONNECTED = "fc"  # prefix of such layers' names, the only sign of their kind in a profile
@@ -99,3 +107,262 @@ def profile_of(name: str, bytes_scale: float = 1.0) -> Profile:
 def strategy_of(name: str) -> Strategy:
     """Compose `strategy=name`. ConfigError: there is none; ValueError: it has no cost model."""
     return Strategy.of(load(own_choices([f"strategy={name}"])))
+
+
+RATES = tuple(10 ** (power / 10) for power in range(70, 116))  # bytes per second
+MAP_RANKS = tuple(2**power for power in range(1, 9))
+MAP_BATCHES = tuple(2**power for power in range(6, 16))
+
+
+@dataclass(frozen=True)
+class CellSpeedup:
+    """Speedup of a cell over one rank; NaN where it is unknown.
+
+    Attributes:
+        repeats: measured values of the repeats that are known.
+        published: figures of claims about this cell.
+    """
+
+    at: Point
+    predicted: float
+    measured: float
+    repeats: tuple[float, ...]
+    published: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RateSpeedups:
+    """Predicted speedup over the rate of the links.
+
+    Attributes:
+        basis: the profile and the hardware.
+        rates: in bytes per second.
+        own_rate: rate of the hardware's own links.
+        values: by global batch and strategy, the speedup at each of `rates`; NaN if unknown.
+    """
+
+    basis: str
+    world_size: int
+    rates: tuple[float, ...]
+    own_rate: float
+    values: Mapping[int, Mapping[str, tuple[float, ...]]]
+
+
+@dataclass(frozen=True)
+class SpeedupMap:
+    """Predicted speedup over ranks and global batch.
+
+    Attributes:
+        basis: the profile and the hardware.
+        values: by strategy, indexed [batch][ranks]; NaN if unknown.
+    """
+
+    basis: str
+    ranks: tuple[int, ...]
+    batches: tuple[int, ...]
+    values: Mapping[str, tuple[tuple[float, ...], ...]]
+
+
+def cell_speedups(
+    paper: Paper, grid: Reproduction, predicted: Facts, measured: MeasuredFacts | None
+) -> tuple[CellSpeedup, ...]:
+    """Compute the speedup of every cell of `grid`."""
+    repeats = measured.repeats() if measured else ()
+    points = [
+        Point(strategy, world_size, batch)
+        for strategy in grid.strategies
+        for batch in grid.batch_sizes
+        for world_size in grid.world_sizes
+    ]
+    return tuple(
+        CellSpeedup(
+            at,
+            _speedup(predicted, at),
+            _speedup(measured, at) if measured else math.nan,
+            tuple(v for each in repeats if math.isfinite(v := _speedup(each, at))),
+            _published(paper, at),
+        )
+        for at in points
+    )
+
+
+def rate_speedups(grid: Reproduction, predicted: Predicted) -> RateSpeedups:
+    """Predict the speedup of the largest world size of `grid` for links of any rate."""
+    world_size = max(grid.world_sizes)
+    facts = [predicted.at_rate(rate) for rate in RATES]
+    values = {
+        batch: {
+            name: tuple(_speedup(each, Point(name, world_size, batch)) for each in facts)
+            for name in grid.strategies
+        }
+        for batch in grid.batch_sizes
+    }
+    own_rate = slowest(predicted.hardware).bandwidth_bytes_per_s
+    return RateSpeedups(str(predicted), world_size, RATES, own_rate, values)
+
+
+def speedup_map(grid: Reproduction, predicted: Predicted) -> SpeedupMap:
+    """Predict the speedup of each strategy of `grid` for any number of ranks and any batch."""
+    values = {
+        name: tuple(
+            tuple(_speedup(predicted, Point(name, ranks, batch)) for ranks in MAP_RANKS)
+            for batch in MAP_BATCHES
+        )
+        for name in grid.strategies
+    }
+    return SpeedupMap(str(predicted), MAP_RANKS, MAP_BATCHES, values)
+
+
+def _published(paper: Paper, at: Point) -> tuple[float, ...]:
+    claims = (claim for claim in paper.claims if (claim.quantity, claim.at) == ("speedup", at))
+    return tuple(claim.published for claim in claims if claim.published is not None)
+
+
+def _speedup(facts: Facts, at: Point) -> float:
+    try:
+        return speedup(facts, at)
+    except Missing:
+        return math.nan
+
+
+@dataclass(frozen=True)
+class Crossovers:
+    """Points where one way of training overtakes another, as predicted.
+
+    Attributes:
+        basis: the profile and the hardware.
+        world_size: of all points.
+        batch: by strategy, the smallest global batch that is trained faster than on one rank;
+            None if there is none.
+        pair: the strategies that `rate` compares; None if the paper names none.
+        margin: by how much the first of the pair must be faster: 1.05 is 5 %.
+        rate: by global batch, the rate of the links in bytes per second below which the first of
+            the pair is faster; None if there is none.
+    """
+
+    basis: str
+    world_size: int
+    batch: Mapping[str, int | None]
+    pair: tuple[str, str] | None
+    margin: float
+    rate: Mapping[int, float | None]
+
+
+def find_crossovers(grid: Reproduction, predicted: Predicted) -> Crossovers:
+    """Search the crossovers of the largest world size of `grid`."""
+    profile = profile_of(predicted.profile, predicted.bytes_scale)
+    hardware, world_size = predicted.hardware, max(grid.world_sizes)
+    batch = {
+        name: crossover_batch(profile, hardware, strategy_of(name), world_size)
+        for name in grid.strategies
+    }
+    rate: dict[int, float | None] = {}
+    if grid.rate_crossover:
+        first, second = map(strategy_of, grid.rate_crossover)
+        rate = {
+            size: crossover_rate(profile, hardware, (first, second), world_size, size)
+            for size in grid.batch_sizes
+        }
+    return Crossovers(str(predicted), world_size, batch, grid.rate_crossover, MARGIN, rate)
+
+
+PRIOR = 1e-3  # pulls terms that the figures do not determine towards the preset
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A figure, and its quantity as predicted three ways.
+
+    Attributes:
+        preset: with the hardware as its file says. fitted: with terms fitted to all figures.
+        left_out: with terms fitted to the figures of all other networks.
+    """
+
+    claim: Claim
+    published: float
+    preset: float
+    fitted: float
+    left_out: float
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Fitted terms.
+
+    Attributes:
+        values: by name, fitted to all figures.
+        figures: emergent claims with a published figure.
+    """
+
+    values: Mapping[str, float]
+    figures: tuple[Fit, ...]
+
+    def error(self, way: str) -> tuple[float, float]:
+        """Return median and worst relative error of `preset`, `fitted` or `left_out`."""
+        errors = [abs(getattr(each, way) / each.published - 1) for each in self.figures]
+        return median(errors), max(errors)
+
+
+def fit_terms(paper: Paper, hardware: Hardware) -> Terms | None:
+    """Fit the terms that a paper's file names; None if it names none.
+
+    Raises:
+        ValueError: a term that cannot be fitted.
+    """
+    figures = [
+        claim
+        for claim in paper.claims
+        if claim.kind == "emergent" and claim.published is not None and not claim.of_device
+    ]
+    if not paper.fit or not figures:
+        return None
+    for name in paper.fit:
+        if name not in START or not hasattr(hardware, name):
+            allowed = ", ".join(START)
+            raise ValueError(f"{paper.title}: fit={name}: allowed are {allowed}")
+    best = _fitted(paper, hardware, figures)
+    networks = {_network(paper, claim) for claim in figures}
+    without = {
+        network: _fitted(paper, hardware, [c for c in figures if _network(paper, c) != network])
+        for network in networks
+        if len(networks) > 1
+    }
+    rows = [
+        Fit(
+            claim,
+            float(claim.published or math.nan),
+            _value(paper, hardware, claim),
+            _value(paper, best, claim),
+            _value(paper, without.get(_network(paper, claim), hardware), claim),
+        )
+        for claim in figures
+    ]
+    return Terms({name: getattr(best, name) for name in paper.fit}, tuple(rows))
+
+
+def _fitted(paper: Paper, hardware: Hardware, figures: Sequence[Claim]) -> Hardware:
+    """Fit by least squares of the logarithm of predicted / published."""
+    start = np.log([getattr(hardware, name, None) or START[name] for name in paper.fit])
+
+    def machine(x: np.ndarray) -> Hardware:
+        changed = hardware
+        for name, value in zip(paper.fit, np.exp(x), strict=True):
+            changed = with_value(changed, name, float(value))
+        return changed
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        ratios = [_value(paper, machine(x), c) / (c.published or math.nan) for c in figures]
+        return np.concatenate([np.log(ratios), PRIOR * (x - start)])
+
+    return machine(least_squares(residuals, start).x)
+
+
+def _value(paper: Paper, hardware: Hardware, claim: Claim) -> float:
+    assert paper.profile is not None
+    value = claim.value(Predicted(paper.profile, hardware))
+    assert value is not None  # figures of throughput are predicted for any profile
+    return value
+
+
+def _network(paper: Paper, claim: Claim) -> str | None:
+    return claim.at.profile or paper.profile

@@ -1,4 +1,4 @@
-"""The rules that explain why a multi-rank run is not faster.
+"""The rules that explain why a multi-rank run is not faster, and what would remedy it.
 
 A step is divided into the time of evenly divided computing (`ideal`) and losses. The verdict is the
 largest loss:
@@ -18,12 +18,13 @@ and compute-bound, as it should be, if no loss counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lab.diagnosis.evidence import Evidence
 from lab.measure.stragglers import Slow
 from lab.record.schema import SHARED, worded
+from lab.sync.pattern import Begin, Leg, local
 
 # Kinds of own work that are no phase of a step, in words.
 WHERE = {"between": "between steps", "input": "to load its input", "update": "to update"}
@@ -134,3 +135,196 @@ def _fixed(e: Evidence) -> tuple[str, float, str]:
     if e.one.scaling == "weak":
         return "compute-bound", e.fixed_s, "is lost because ranks slow each other's compute"
     return "launch-bound", e.fixed_s, "is compute that did not shrink with the batch of a rank"
+
+
+# Share of backward that can hide an exchange: the first gradients come a little later.
+HIDING_SHARE = 0.8
+BACKWARD_SHARE = 2 / 3  # share of compute: one pass forward, two backward (Kim et al., slide 11)
+ONEBIT_SHARE = 1 / 32  # share of the bytes
+ROUND = 10  # steps, H of strategy=local_sgd
+MORE_THAN_RING = 1.2  # factor by which the busiest rank sends more than in a ring
+MANY_RANKS = 8  # ranks from which a tree's 2·log2 N messages are well below a ring's 2(N-1)
+# An exact remedy is preferred to an inexact one that saves at most this factor more.
+GOOD_ENOUGH = 0.8
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change to try.
+
+    `lab.train` accepts it with the run's other settings, without those of a choice that it
+    replaces (`strategy=` replaces exchange, sync, overlap and bucket_mb).
+
+    Attributes:
+        switch: settings, as typed; empty if only the number of ranks changes.
+        why: the reason, as a clause.
+        saves_s: estimated saving per step; NaN is unknown.
+        num_ranks: number of ranks to start; None: as many as before.
+    """
+
+    switch: str
+    why: str
+    saves_s: float = math.nan
+    num_ranks: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The change as a user reads it: "8 ranks", "overlap=true bucket_mb=25"."""
+        if self.num_ranks is None:
+            return self.switch
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return f"{ranks} with {self.switch}" if self.switch else ranks
+
+
+def remedies(evidence: Evidence, verdict: Verdict) -> list[Remedy]:
+    """List changes to try: the best for each loss that the verdict names, then all others."""
+    if not verdict.decided:
+        return []
+    if not verdict.losses:
+        ranks = 2 * evidence.one.world_size
+        return [_ranks(evidence, ranks, "compute still shrinks with every rank")]
+    ranked = [_ranked(evidence, loss) for loss in verdict.named]
+    firsts = [remedy for several in ranked for remedy in several[:1]]
+    others = [remedy for several in ranked for remedy in several[1:]]
+    once: dict[str, Remedy] = {}  # one change may help against two losses
+    for remedy in [*firsts, *others]:
+        once.setdefault(remedy.text, remedy)
+    return list(once.values())
+
+
+def _ranked(evidence: Evidence, loss: Loss) -> list[Remedy]:
+    """List the remedies against one loss, the best first, the others in their order."""
+    several = list(BY_VERDICT[loss.part, loss.verdict](evidence, loss))
+    most = max((r.saves_s for r in several if not math.isnan(r.saves_s)), default=0.0)
+    good = [remedy for remedy in several if remedy.saves_s >= GOOD_ENOUGH * most]
+    return [*good[:1], *(remedy for remedy in several if remedy not in good[:1])]
+
+
+def _for_bandwidth(e: Evidence, loss: Loss) -> Iterator[Remedy]:
+    """List remedies against bandwidth: exact ones, then fewer bits, then other algorithms."""
+    size = e.one.world_size
+    ring_bytes = 2 * e.one.gradient_bytes * (size - 1) / size
+    if e.pattern.takes_exchanges and e.payload_bytes > MORE_THAN_RING * ring_bytes:
+        saves = loss.seconds * (1 - ring_bytes / e.payload_bytes)
+        why = f"no rank would send more than {ring_bytes / 1e6:.3g} MB"
+        if e.pattern.takes_any_exchange:
+            yield Remedy("exchange=allreduce", why, saves)
+        else:
+            yield from _strategy(e, "allreduce", why, saves)
+    if _may_start_to_overlap(e):
+        hidden = min(loss.seconds, HIDING_SHARE * _backward_s(e))
+        yield Remedy("overlap=true bucket_mb=25", "backward would hide it", hidden)
+    if e.payload_bytes > ring_bytes / 4:
+        saves = loss.seconds * (1 - ONEBIT_SHARE)
+        yield from _strategy(e, "onebit", "sends 1/32 of the bytes, and encodes them", saves)
+    yield from _rounds(e, loss.seconds)
+    if e.one.transform == "" and e.one.settings.get("model", "").startswith("alexnet"):
+        yield Remedy("transform=fc1x1", "most bytes are fully connected; another model")
+    yield _larger_batch(e, f"the same exchange for more {e.one.unit}s")
+
+
+def _may_start_to_overlap(e: Evidence) -> bool:
+    return e.pattern.begins is Begin.AFTER_BACKWARD and not e.pattern.no_overlap
+
+
+def _backward_s(e: Evidence) -> float:
+    compute_s = e.step_s - e.exposed_s
+    return BACKWARD_SHARE * compute_s if math.isnan(e.backward_s) else e.backward_s
+
+
+def _for_latency(e: Evidence, loss: Loss) -> Iterator[Remedy]:
+    bucket_mb = e.settings.get("bucket_mb")
+    if bucket_mb is not None and bucket_mb < 25:
+        yield Remedy("bucket_mb=25", "fewer, larger messages")
+    size = e.one.world_size
+    if size >= MANY_RANKS and _takes_tree(e):
+        steps = 2 * math.ceil(math.log2(size))
+        why = f"{steps} messages one after the other instead of {2 * (size - 1)}"
+        yield Remedy("exchange=tree", why, loss.seconds * (1 - steps / (2 * (size - 1))))
+    yield from _rounds(e, loss.seconds)
+    yield _larger_batch(e, f"the same messages for more {e.one.unit}s")
+
+
+def _takes_tree(e: Evidence) -> bool:
+    """Tell whether a tree is possible and not used yet.
+
+    Ranks cannot send to each other over Horovod, nor from GPUs over Gloo.
+    """
+    exchange, comm = (e.settings.get(x, {}).get("_target_", "") for x in ("exchange", "comm"))
+    from_gpus = e.one.settings.get("device") == "cuda" and e.settings.get("backend") == "gloo"
+    can_send = "horovod" not in comm and not from_gpus
+    sums_alone = Leg.PARTS_OF_GRADIENTS in e.pattern.legs  # which its sync scatters itself
+    is_possible = e.pattern.takes_exchanges and not sums_alone and can_send
+    return is_possible and not exchange.endswith("Tree")
+
+
+def _rounds(e: Evidence, seconds: float, then: str = "") -> Iterator[Remedy]:
+    """List remedies that exchange less often. `seconds`: present cost per step; NaN is unknown."""
+    every = 2 * e.pattern.every if e.pattern.own_replicas else ROUND
+    why = f"ranks exchange weights every {every} steps{then}"
+    if e.pattern.own_replicas:
+        yield Remedy(f"sync.every={every}", why, seconds / 2)
+    elif e.pattern.legs and not (e.settings.get("precision") == "fp16" and local(every).no_fp16):
+        yield from _strategy(e, "local_sgd", why, seconds * (1 - 1 / every))
+
+
+def _for_codec(e: Evidence, loss: Loss) -> Iterator[Remedy]:
+    yield from _strategy(e, "auto", "tries all exchanges, and keeps the fastest")
+    yield from _strategy(e, "bf16", "half the bytes for next to no encoding")
+
+
+def _for_input(e: Evidence, loss: Loss) -> Iterator[Remedy]:
+    data = e.settings.get("data", {})
+    if "workers" in data:
+        more = max(1, 2 * data["workers"])
+        yield Remedy(f"data.workers={more}", "more processes that decode", loss.seconds / 2)
+    if "size" in data:
+        channels = 3 if "workers" in data else 1  # decoded images, or the lab's digits
+        shape = f"data.shape=[{channels},{data['size']},{data['size']}]"
+        yield Remedy(f"data=synthetic {shape}", "shows the rate without input", loss.seconds)
+
+
+def _for_straggler(e: Evidence, loss: Loss) -> Iterator[Remedy]:
+    yield from _rounds(e, math.nan, "; find what slows that rank first")
+
+
+def _for_fixed(e: Evidence, loss: Loss) -> Iterator[Remedy]:
+    yield _larger_batch(e, f"more {e.one.unit}s for the same fixed cost")
+    if e.settings.get("compile") is False:
+        yield Remedy("compile=true", "fewer, larger kernels")
+
+
+def _for_shared(e: Evidence, loss: Loss) -> Iterator[Remedy]:
+    fewer = max(1, e.one.world_size // 2)
+    yield _ranks(e, fewer, "ranks that share or starve each other gain little")
+
+
+def _strategy(e: Evidence, name: str, why: str, saves_s: float = math.nan) -> Iterator[Remedy]:
+    """List another strategy for the same model; nothing if the run uses it already."""
+    if e.one.strategy != name:
+        transform = " transform=fc1x1" if e.one.transform else ""  # there is no alternative
+        yield Remedy(f"strategy={name}{transform}", why, saves_s)
+
+
+def _ranks(e: Evidence, number: int, why: str) -> Remedy:
+    """List another number of ranks, with the nearest batch that divides among them."""
+    unit = e.settings.get("accumulate", 1) * (number if e.one.scaling == "strong" else 1)
+    batch = max(1, round(e.one.fixed_batch_size / unit)) * unit
+    switch = "" if batch == e.one.fixed_batch_size else f"batch_size={batch}"
+    return Remedy(switch, why, num_ranks=number)
+
+
+def _larger_batch(e: Evidence, why: str) -> Remedy:
+    return Remedy(f"batch_size={2 * e.one.fixed_batch_size}", why)
+
+
+BY_VERDICT: Mapping[tuple[str, str], Callable[[Evidence, Loss], Iterator[Remedy]]] = {
+    ("input", "input-bound"): _for_input,
+    ("straggler", "straggler-bound"): _for_straggler,
+    ("straggler", "compute-bound"): _for_shared,
+    ("exchange", "bandwidth-bound"): _for_bandwidth,
+    ("exchange", "latency-bound"): _for_latency,
+    ("exchange", "compute-bound"): _for_codec,
+    ("fixed", "launch-bound"): _for_fixed,
+    ("fixed", "compute-bound"): _for_shared,
+}

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from lab.analysis.noise import floor_text
 from lab.diagnosis.evidence import Evidence
-from lab.diagnosis.remedies import Remedy
-from lab.diagnosis.rules import Verdict, worded_phase
+from lab.diagnosis.rules import Remedy, Verdict, worded_phase
 from lab.measure.stragglers import Slow
 from lab.record.schema import worded
 

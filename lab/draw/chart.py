@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -129,10 +130,11 @@ def look_of_series(looks: Mapping[str, Look], labels: Mapping[str, str]) -> dict
     }
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
+def spread(places: Sequence[float], gap: float, most: float = math.inf) -> list[float]:
     """Move places apart, each as little as possible, so that neighbours are `gap` from each other.
 
-    Labels at the ends of lines are put there: the order stays, and groups stay around their mean.
+    Labels at the ends of lines are put there: the order stays, and groups stay around their mean,
+    but none lies beyond `most`.
     """
     order = sorted(range(len(places)), key=lambda at: places[at])
     groups: list[tuple[float, list[int]]] = []  # mean of their places, and who they are
@@ -146,6 +148,8 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     for middle, members in groups:
         for rank, at in enumerate(members):
             moved[at] = middle + (rank - (len(members) - 1) / 2) * gap
+    for rank, at in enumerate(reversed(order)):
+        moved[at] = min(moved[at], most - rank * gap)
     return moved
 
 

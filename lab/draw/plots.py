@@ -21,6 +21,7 @@ from lab.draw.looks import Look
 Frame = Any  # a pandas.DataFrame: pandas' own types do not know what its columns hold
 
 PANEL, MOST_COLUMNS, GAP = 240, 4, 18  # pixels of a panel, panels beside each other, between them
+ALONE = 400  # pixels of a panel that has none beside it
 NAMED_COLUMNS = 2  # panels with names beside each other
 MOST_NAMED = 9  # lines whose names fit beside a panel
 BAR = 18  # pixels of a bar with the gap to the next
@@ -56,7 +57,8 @@ class Axis:
         if ticks is None and self.log:
             ticks = round_values(*domain)
         rest: dict[str, Any] = {} if ticks is None else {"values": list(ticks)}
-        rest |= {"labelExpr": self.label} if self.label else {"format": "~g"} if self.log else {}
+        plain = {} if ticks is None else {"format": "~g"}
+        rest |= {"labelExpr": self.label} if self.label else plain
         return alt.Axis(grid=grid, **rest)
 
 
@@ -68,18 +70,23 @@ def lines(
     labels: Mapping[str, str] | None = None,
     panels: Callable[[Any], str] | None = None,
     reference: str = "",
-    size: tuple[int, int] = (PANEL, PANEL),
+    upright: float | None = None,
+    marks: bool = True,
+    size: tuple[int, int] | None = None,
 ) -> tuple[Any, int]:
     """Draw a line with intervals for each series, named where it ends, in a panel for each `panel`.
 
     Args:
         data: columns series, x, value, low, high (NaN: no interval), and optionally panel (drawn
-            in ascending order), hollow (a point that was emulated or predicted), and at (where a
-            point is drawn, if beside its x); all others are shown where the pointer rests.
+            in ascending order), hollow (a point that was emulated or predicted), at (where a
+            point is drawn, if beside its x), and measured (what was measured of a predicted
+            point: a filled one, beside the line); all others are shown where the pointer rests.
         looks: of all series, in reading order. labels: other texts of them.
         panels: the title of a panel by its value.
         reference: a column whose values a dotted grey line joins, such as the ideal.
-        size: pixels of a panel.
+        upright: where a dotted grey line stands upright.
+        marks: whether a line's points have marks.
+        size: pixels of a panel; None: wider if there is one alone.
     """
     labels = labels or {name: name for name in looks}
     shown = [name for name in data.columns if name not in ("panel", "hollow", "at", reference)]
@@ -87,7 +94,8 @@ def lines(
     for name, value in {"panel": 0, "hollow": False, "at": data["x"]}.items():
         data[name] = data.get(name, value)
     order = sorted(set(data["panel"]))
-    named = len(looks) <= MOST_NAMED
+    size = size or (PANEL if len(order) > 1 else ALONE, PANEL)
+    named = data.groupby("panel")["series"].nunique().max() <= MOST_NAMED
     x_domain, y_domain = x.domain or _reach(data[["x", "at"]], x), y.domain or _values(data, y)
     x_scale, y_scale = x.scale(x_domain), y.scale(y_domain)
     if not x.log:
@@ -102,19 +110,25 @@ def lines(
     if reference:
         dotted = base.mark_line(color=GREY, strokeDash=[2, 3], strokeWidth=1.2, clip=True)
         layers.append(dotted.encode(alt.X("x:Q", scale=x_scale), y=f"{reference}:Q"))
+    if upright is not None:
+        standing = base.mark_rule(color=GREY, strokeDash=[2, 3], strokeWidth=1.2)
+        once = standing.transform_aggregate(n="count()")
+        layers.append(once.encode(alt.XDatum(upright, scale=x_scale)))
     layers += [
         base.mark_line(strokeWidth=1.8).encode(across, up, **look),
         base.mark_rule(strokeWidth=1.4)
         .transform_filter("isValid(datum.low)")
         .encode(across, alt.Y("low:Q", scale=y_scale), alt.Y2("high:Q"), color=look["color"]),
-        base.mark_point(size=46, strokeWidth=1.6, opacity=1).encode(
-            across,
-            up,
-            stroke=look["color"],
-            fill=alt.condition("datum.hollow", alt.value("white"), look["color"]),
-            tooltip=shown,
-        ),
     ]
+    point = base.mark_point(size=46, strokeWidth=1.6, opacity=1)
+    hollow = alt.condition("datum.hollow", alt.value("white"), look["color"])
+    if marks:
+        layers.append(point.encode(across, up, stroke=look["color"], fill=hollow, tooltip=shown))
+    if "measured" in data:
+        known = base.mark_point(size=46, filled=True, opacity=1)
+        known = known.transform_filter("isValid(datum.measured)")
+        beside = alt.Y("measured:Q", scale=y_scale)
+        layers.append(known.encode(across, beside, color=look["color"], tooltip=shown))
     if named:
         data = pd.concat([data, _ends(data, y_domain, bool(y.log), size[1])])
         layers.append(_names(base, look, x_scale, y_scale))
@@ -247,7 +261,7 @@ def _reach(data: Frame, axis: Axis) -> tuple[float, float]:
 
 
 def _values(data: Frame, axis: Axis) -> tuple[float, float]:
-    ends = data[["value", "low", "high"]]
+    ends = data[[name for name in ("value", "low", "high", "measured") if name in data]]
     high = float(ends.max().max())
     return (float(ends.min().min()) / 1.3, 1.3 * high) if axis.log else (0.0, 1.05 * high)
 
@@ -274,10 +288,10 @@ def _ends(data: Frame, domain: tuple[float, float], log: bool, height: int) -> F
         values = [float(value) for value in panel["value"]]
         if log:
             reach = math.log(high / low)
-            places = spread([math.log(v / low) for v in values], gap * reach)
+            places = spread([math.log(v / low) for v in values], gap * reach, reach)
             ends = [low * math.exp(place) for place in places]
         else:
-            ends = spread(values, gap * (high - low))
+            ends = spread(values, gap * (high - low), high)
         names = panel["series"]
         rows.append(panel[["series", "panel"]].assign(at=data["at"].max(), end=ends, name=names))
     return pd.concat(rows)

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Costs(Protocol):
-    """One bucket on a network, which collects the stages of its exchange; see simulate.load.Load.
+    """One bucket on a network, which collects the stages of its exchange; see simulate.costs.Load.
 
     Attributes:
         shapes: of the bucket's parameters.

@@ -1,30 +1,219 @@
 """Costs of an exchange as configured: its stages, whole or of a reduce-scatter, bytes, memory.
 
-The classes in lab/exchange say them, or their code is recorded (lab.simulate.recorded).
+The classes in lab/exchange say them to a Load, or their code is recorded (lab.simulate.recorded).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from lab.exchange.cost import Shape, Sizes
+from lab.exchange.grouping import MIB, ChunkMB, chunk_mb_over
+from lab.model.profile import VALUE_BYTES
 from lab.settings.config import build, choices_of
 from lab.settings.files import read_file
 from lab.settings.names import class_name
 from lab.settings.own_code import targets
-from lab.simulate.load import Load, Settings, Stage, class_of
-from lab.simulate.network import Network
+from lab.simulate.network import Cost, Network
 
 if TYPE_CHECKING:
     from lab.exchange.base import Exchange
 
 GROUPS = ("exchange", "path", "codec", "memory")  # whose choices are parts of an exchange
+# Operations of matrix products in the time of a byte of codecs: assumed. A core computes ten; the
+# tensor cores of an H100 two hundred at half of their peak.
+OPERATIONS_PER_BYTE = {"gloo": 10.0, "nccl": 200.0}
+
+Settings = Mapping[str, Any]
+FSDP = "FSDP"  # its copies have a rate of their own
+PHASES = ("first", "second", "third")
+BY_ITSELF = ("Auto", "Schedule")  # decide by the clock, or by the step, which of others to take
+
+
+def class_of(exchange: Settings) -> str:
+    """Return the class name of a configured exchange of the lab's; of a user's, its path."""
+    return class_name(exchange["_target_"])
+
+
+def name_of(exchange: Exchange) -> str:
+    """Return the same of an exchange itself."""
+    kind = type(exchange)
+    return class_name(f"{kind.__module__}.{kind.__qualname__}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds in which a rank computes (row "codec") or its links are busy (row "exchange").
+
+    Attributes:
+        payload_bytes: bytes that the busiest rank sends.
+        inside: only links inside nodes are busy, so that those between nodes may be as well.
+        codec: whose rate it takes to compute, by the exchange's class name.
+        across_bytes: bytes that a node's ranks together send to other nodes; NaN: not known.
+    """
+
+    row: str
+    seconds: float
+    payload_bytes: float = 0.0
+    inside: bool = False
+    codec: str = ""
+    across_bytes: float = 0.0
+
+    def scaled(self, share: float) -> Stage:
+        """Return a share of the stage, as of one step or one leg."""
+        return replace(
+            self,
+            seconds=self.seconds * share,
+            payload_bytes=self.payload_bytes * share,
+            across_bytes=self.across_bytes * share,
+        )
+
+
+@dataclass
+class Load:
+    """One bucket on a network; collects the stages of its exchange, and implements Costs.
+
+    Attributes:
+        shapes: shapes of the bucket's parameters.
+        rate: whose rate codecs have: an exchange's class, as `class_of` names it.
+        network: the ranks and their links.
+    """
+
+    shapes: Sequence[Shape]
+    rate: str
+    network: Network
+    stages: list[Stage] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        """Number of values in the bucket."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def N(self) -> int:
+        """Number of ranks."""
+        return self.network.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the uncompressed gradient."""
+        return VALUE_BYTES * self.n
+
+    def chunk_bytes(self, chunk_mb: ChunkMB) -> float:
+        """Return the bytes of the largest chunk; infinite if buckets are sent whole."""
+        size = chunk_mb_over(chunk_mb, self.network.hardware.library)
+        return size * MIB if size else math.inf
+
+    def add(
+        self,
+        exchange: Exchange,
+        shapes: Sequence[Shape] | None = None,
+        network: Network | None = None,
+        part: str = "whole",
+        share: float = 1.0,
+    ) -> float:
+        """Add the stages of an exchange; see lab.exchange.cost.Costs. Returns their seconds."""
+        from lab.simulate import recorded  # with torch, which settings and help do not need
+
+        load = Load(
+            self.shapes if shapes is None else shapes, name_of(exchange), network or self.network
+        )
+        if part != "whole" or not exchange.add_cost(load):
+            recorded.add_stages(load, exchange, part)
+        self.stages += [stage.scaled(share) for stage in load.stages]
+        return share * sum(stage.seconds for stage in load.stages)
+
+    def message_bytes(self, exchange: Exchange, shapes: Sequence[Shape], size: int) -> float:
+        """Return the bytes of the message that all of `size` ranks decode at last."""
+        from lab.simulate import recorded
+
+        return recorded.message_bytes(exchange, tuple(shapes), size)
+
+    def codec(self, num_bytes: float, calls: int = 1, in_torch: float | None = None) -> None:
+        """Add a stage that reads and writes `num_bytes` of memory in `calls` calls.
+
+        Args:
+            in_torch: bytes of a codec that is plain torch on GPUs; None: the same.
+        """
+        hardware = self.network.hardware
+        if in_torch is not None and hardware.on_gpu:
+            num_bytes = in_torch
+        seconds = calls * hardware.codec_s + num_bytes / hardware.codec_rate(self.rate)
+        factor = hardware.host_factor(self.N) * self.network.slowest_factor
+        self.stages.append(Stage("codec", factor * seconds, codec=self.rate))
+
+    def products(self, operations: Sequence[float]) -> None:
+        """Add a stage of matrix products, of so many operations on each rank.
+
+        The busiest rank counts; where ranks share cores, they also compute all products together.
+        """
+        hardware = self.network.hardware
+        dearest = max(max(operations), sum(operations) / (hardware.num_cores or self.N))
+        rate = OPERATIONS_PER_BYTE[hardware.library] * hardware.codec_rate(self.rate)
+        seconds = self.network.slowest_factor * dearest / rate
+        self.stages.append(Stage("codec", seconds, codec=self.rate))
+
+    def wire(self, cost: Cost, inside: bool = False) -> None:
+        """Add a stage that waits for a collective, of all ranks or inside each node."""
+        sent = cost.payload_bytes, inside
+        self.stages.append(Stage("exchange", cost.seconds, *sent, across_bytes=cost.across_bytes))
+
+    def exact(self, num_values: int) -> Cost:
+        """Return the cost of values that travel uncompressed, in a separate all-reduce."""
+        return self.network.all_reduce(VALUE_BYTES * num_values)
+
+
+def ways_of(exchange: Settings) -> dict[str, Settings]:
+    """Return the exchanges that one is made of, by name; none if it is made of no others."""
+    if class_of(exchange) == "Auto":
+        return {name: exchange["candidates"][name] for name in exchange["among"]}
+    if class_of(exchange) == "Schedule":
+        return {name: exchange[name] for name in PHASES if exchange[name]}
+    return {}
+
+
+def phases_of(exchange: Settings) -> list[tuple[float, Settings]]:
+    """List the exchanges of a run, each with its share of the steps.
+
+    Raises:
+        ValueError: `exchange` is a schedule in steps of a run of unknown length.
+    """
+    if class_of(exchange) != "Schedule":
+        return [(1.0, exchange)]
+    until = exchange["until"]
+    if not all(0 < end < 1 for end in until):
+        raise ValueError(
+            f"exchange.until={list(until)}: a prediction needs the run's length: set steps, or "
+            "shares of the run"
+        )
+    starts, ends = [0, *until], [*until, 1]
+    shares = [end - start for start, end in zip(starts, ends, strict=True)]
+    return list(zip(shares, ways_of(exchange).values(), strict=True))
+
+
+def longest_phase(exchange: Settings) -> Settings:
+    """Return the exchange of most steps, of which a record's median step is; see `phases_of`."""
+    return max(phases_of(exchange), key=lambda phase: phase[0])[1]
+
+
+def in_shares(exchange: Settings, num_steps: int | None) -> Settings:
+    """Return an exchange whose phases, if it has some in steps, are shares of `num_steps`."""
+    if class_of(exchange) != "Schedule" or num_steps is None:
+        return exchange
+    ends = [end if end < 1 else end / num_steps for end in exchange["until"]]
+    lasting = ways_of(exchange)
+    # Phases that would begin after the run's last step are left out.
+    kept = 1 + sum(end < 1 for end in ends)
+    unused = dict.fromkeys(list(lasting)[kept:])
+    return {**exchange, **unused, "until": ends[: kept - 1]}
 
 
 def exchange_of(settings: Settings) -> Exchange:

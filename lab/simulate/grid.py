@@ -14,10 +14,9 @@ from lab.model.profile import Profile
 from lab.record.schema import Record, read_record
 from lab.settings.errors import ConfigError
 from lab.settings.names import AXES, root_of
-from lab.simulate.fit import DRAWS, Group, calibrate
+from lab.simulate.fit import DRAWS, Group, ScoredCell, calibrate, held_out, score, scored_cell
 from lab.simulate.presets import draws, places
 from lab.simulate.request import Request, plain
-from lab.simulate.score import ScoredCell, held_out, score, scored_cell
 from lab.simulate.source import Estimate, Source, source_of
 from lab.simulate.step import Prediction, predict
 from lab.simulate.strategy import Strategy

@@ -12,9 +12,9 @@ from lab.analysis.records import Cell, load_study
 from lab.cluster.settings import Cluster, bits_per_s, emulated
 from lab.model.profile import VALUE_BYTES, Profile, replayed
 from lab.record.run_directory import SETTINGS, read_settings
+from lab.simulate.costs import longest_phase
 from lab.simulate.fit import LARGEST_FITTED, Group, Observation, fit
 from lab.simulate.hardware import Hardware
-from lab.simulate.load import longest_phase
 from lab.simulate.strategy import Strategy
 
 MOST_APART = 0.01  # relative difference in parameters; beyond it model or bytes_scale differ

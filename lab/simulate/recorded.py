@@ -30,7 +30,7 @@ from lab.exchange.coded import Coded
 from lab.exchange.cost import Shape
 from lab.exchange.scatter import GATHERED, gather_bytes, scatter_of
 from lab.exchange.scatter import Layout as Columns
-from lab.simulate.load import Load, Stage
+from lab.simulate.costs import Load, Stage
 
 META = torch.device("meta")
 AFTER_WARMUP = 2**62  # a step

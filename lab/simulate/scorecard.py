@@ -5,37 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+import altair as alt
+import pandas as pd
 
 from lab.analysis.noise import noise_floor
-from lab.analysis.places import Place, places_of
+from lab.analysis.places import Place, Where, columns_of, places_of
 from lab.analysis.points import points_of
 from lab.analysis.records import commits_of, load_study
-from lab.draw import style
-from lab.draw.looks import Look, looks_of, order
-from lab.draw.save import save
+from lab.draw.chart import GREY, GRID, Chart
+from lab.draw.looks import LineStyle, looks_of, order
+from lab.draw.plots import ALONE, GAP, MOST_COLUMNS, PANEL, legend_columns, round_values
 from lab.draw.text import markdown
 from lab.model.profile import Profile
 from lab.record.files import write_json
 from lab.settings.whole import write_atomically
-from lab.simulate.fit import Group
+from lab.simulate.fit import Group, ScoredCell, held_out, score, scored_cells, with_exposed
 from lab.simulate.observe import fitted_groups
 from lab.simulate.presets import parse
-from lab.simulate.score import ScoredCell, held_out, score, scored_cells, with_exposed
 from lab.simulate.view import at, fitted_values
 
 COLUMNS = (
     *("cells", "step: median", "worst", "exposed exchange: median", "worst", "cells scored"),
     "overlapped steps, on average",
 )
+
+BAND = 0.3  # relative error up to which a prediction lies in the figure's band
+SHAPES: dict[LineStyle, str] = {"-": "circle", "--": "square", ":": "triangle", "-.": "diamond"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def write(card: Scorecard, path: Path, command: str, sections: Sequence[str] = (
         OSError: a file cannot be written.
     """
     picture = path.with_suffix(".png")
-    save(partial(figure, card), picture)
+    chart(card).write(path.with_suffix(""), ["png"])
     write_json(path.with_suffix(".json"), {"command": command, **data(card)})
     title = f"# Predictions scored on study {card.study}"
     if card.commits:
@@ -158,54 +157,75 @@ def data(card: Scorecard) -> dict[str, Any]:
     return {"study": card.study, "noise_floor": card.floor, "hardware": hardware, "cells": cells}
 
 
-def figure(card: Scorecard) -> Figure:
-    """Draw predicted over measured exposed exchange, a panel for each conditions.
+def chart(card: Scorecard) -> Chart:
+    """Chart predicted over measured exposed exchange, a panel for each conditions.
 
     Where no exposed exchange is scored, it is the step.
     """
     cells = held_out(card.cells)
     exposed = with_exposed(cells, card.least_exposed)
+    data: Any = pd.DataFrame(
+        {
+            **{"series": cell.strategy, "ranks": cell.world_size, "batch": cell.batch_size},
+            "links": _short(cell.conditions) or card.study,
+            **dict(zip(("measured", "predicted"), _pair_ms(cell, bool(exposed)), strict=True)),
+        }
+        for cell in exposed or cells
+    )
     what = "exposed exchange" if exposed else "step"
-    shown = exposed or cells
-    groups = [group for group in card.groups if _of(shown, group)]
-    looks = looks_of(sorted({cell.strategy for cell in shown}, key=order))
-    width = max(7.0, 3.0 * len(groups) + 1.5)
-    drawn, axes = style.canvas(1, len(groups), width, 4.2, sharex=True, sharey=True)
-    for panel, group in zip(axes[0], groups, strict=True):
-        points = [
-            (looks[c.strategy], c.exposed_s if exposed else (median(c.measured_s), c.predicted_s))
-            for c in _of(shown, group)
-        ]
-        _panel(panel, points)
-        panel.set_title(_title(group) or card.study, fontsize=9)
-    axes[0][0].set_ylabel(f"predicted {what}, ms")
-    handles: list[Artist] = [
-        Line2D([], [], color=look.colour, marker=look.marker, linestyle="", label=name)
-        for name, look in looks.items()
-    ]
-    note = "held-out cells; the line: as measured; the band: ± 30 %"
-    return style.frame(drawn, f"{what.capitalize()}, predicted and measured", handles, [note])
+    places = columns_of(Where("", cell.conditions, 1, 1) for cell in exposed or cells)
+    panels = [_short(links) or card.study for links in places]
+    columns = min(len(panels), MOST_COLUMNS)
+    side = PANEL if columns > 1 else ALONE
+    facet: Any = alt.Facet("links:N", sort=panels, title=None)
+    body = _panel(data, what, side).facet(facet=facet, columns=columns, spacing=GAP)
+    near = int(((data["predicted"] / data["measured"] - 1).abs() <= BAND).sum())
+    message = (
+        f"{what.capitalize()}: {near} of {len(data)} predictions are within {100 * BAND:.0f} % of "
+        "what was measured"
+    )
+    about = f"held-out cells of {card.study}; the line: as measured; the band: ± {100 * BAND:.0f} %"
+    return Chart("scores", message, [about], body, columns * (side + GAP))
 
 
-def _panel(panel: Axes, points: Sequence[tuple[Look, tuple[float, float]]]) -> None:
-    """Draw pairs of measured and predicted seconds, on a line where they agree."""
-    ends = [1e3 * seconds for _, pair in points for seconds in pair if seconds > 0]
-    line = [min(ends) / 1.5, max(ends) * 1.5]
-    panel.fill_between(line, [0.7 * x for x in line], [1.3 * x for x in line], color="0.9")
-    panel.plot(line, line, color=style.GREY, linewidth=1)
-    for look, pair in points:
-        x, y = (1e3 * seconds for seconds in pair)
-        panel.plot([x], [y], color=look.colour, marker=look.marker, linestyle="", markersize=5)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xlabel("measured, ms")
-    panel.grid(linewidth=0.4)
+def _panel(data: Any, what: str, side: int) -> Any:
+    """Draw a point for each cell, on a line where predictions agree with what was measured."""
+    ends: Any = pd.concat([data["measured"], data["predicted"]])
+    low, high = float(ends[ends > 0].min()) / 1.5, float(ends.max()) * 1.5
+    data = data.assign(drawn=data["predicted"].clip(lower=low))  # an exchange may cost nothing
+    looks = looks_of(data["series"])
+    scale = alt.Scale(type="log", domain=(low, high), nice=False)
+    ticks = [tick for tick in round_values(low, high) if f"{tick:e}"[0] == "1" or high < 100 * low]
+    axis = alt.Axis(values=ticks, format="~g", grid=False)
+    x = alt.X("measured:Q", title=f"measured {what}, ms", scale=scale, axis=axis)
+    y = alt.Y("drawn:Q", title="predicted, ms", scale=scale, axis=axis)
+    legend = alt.Legend(columns=legend_columns(looks))
+    colours = alt.Scale(domain=[*looks], range=[look.colour for look in looks.values()])
+    shapes = alt.Scale(domain=[*looks], range=[SHAPES[look.line] for look in looks.values()])
+    edges = {"x": [low, high], "low": [low * (1 - BAND), high * (1 - BAND)]}
+    line = alt.Chart(pd.DataFrame({**edges, "high": [low * (1 + BAND), high * (1 + BAND)]}))
+    line = line.encode(alt.X("x:Q", scale=scale))
+    band = line.mark_area(color=GRID, clip=True)
+    point = alt.Chart().mark_point(filled=True, size=50, opacity=1)
+    return alt.layer(
+        band.encode(alt.Y("low:Q", scale=scale), alt.Y2("high:Q")),
+        line.mark_line(color=GREY, strokeWidth=1).encode(alt.Y("x:Q", scale=scale)),
+        point.encode(
+            *(x, y, alt.Color("series:N", scale=colours, legend=legend)),
+            alt.Shape("series:N", scale=shapes, legend=legend),
+            tooltip=list(data.columns),
+        ),
+    ).properties(width=side, height=side, data=data)
 
 
-def _title(group: Group) -> str:
-    """Write a line for each setting of a group's links."""
-    lines = group.conditions.split(" cluster.")
-    return "\n".join(line.removeprefix("cluster.").replace("'", "") for line in lines)
+def _pair_ms(cell: ScoredCell, exposed: bool) -> tuple[float, float]:
+    """Return what was measured and predicted, in milliseconds."""
+    pair = cell.exposed_s if exposed else (median(cell.measured_s), cell.predicted_s)
+    return 1e3 * pair[0], 1e3 * pair[1]
+
+
+def _short(conditions: str) -> str:
+    return conditions.replace("cluster.", "").replace("'", "")
 
 
 def _of(cells: Sequence[ScoredCell], group: Group) -> list[ScoredCell]:

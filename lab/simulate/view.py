@@ -8,19 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+import pandas as pd
 
-from lab.analysis.figures.timeline import timeline_of_step
-from lab.draw import style
-from lab.draw.looks import Look, looks_of
-from lab.draw.save import save
+from lab.draw.chart import Chart
+from lab.draw.looks import looks_of
+from lab.draw.plots import Axis, lines
 from lab.draw.text import aligned
 from lab.measure.spans import Span
 from lab.record.files import write_json
 from lab.record.trace import read_trace, write_trace
-from lab.simulate.fit import LINK
+from lab.simulate.fit import LINK, NONE
 from lab.simulate.grid import summary as comparison
 from lab.simulate.hardware import Hardware
 from lab.simulate.request import DEFAULT_PROFILE
@@ -31,6 +28,7 @@ HEADER = ["strategy", "N", "batch", "times", "step ms", "exposed ms", "speedup",
 SCORES = ["measured ms", "error %", "exposed error %", "evidence"]
 RATES = ("reduce_bytes_per_s", "codec_bytes_per_s")
 FITTED = (*LINK, *RATES, "contention", "overhead_s", "crowding")
+MOST_LINEAR = 16  # ranks: axes of more are logarithmic
 
 
 def table(result: Row) -> str:
@@ -42,25 +40,30 @@ def table(result: Row) -> str:
 
 def notes(result: Row) -> list[str]:
     """Say what was predicted, from what, and how far it may be trusted."""
+    return [
+        *(_about(result), *_estimates(result), *_open(result, "in brackets")),
+        *(*_fitted(result), *_held_out(result)),
+    ]
+
+
+def _about(result: Row) -> str:
     (name,) = {hardware["name"] for hardware in result["hardware"]}
     profiles = ", ".join(
         f"{name} ({size / 1e6:.1f} MB of gradients)" for name, size in result["profiles"].items()
     )
     bases = "/".join(dict.fromkeys(row["basis"] for row in result["rows"]))
-    about = (
+    return (
         f"predicted: {bases} {profiles}, hardware "
         f"{name}, {result['rows'][0]['scaling']} scaling; speedup over none at 1 rank"
     )
-    return [about, *_estimates(result), *_open(result), *_fitted(result), *_held_out(result)]
 
 
 def write(target: Path, result: Row) -> list[Path]:
     """Write the result as JSON and its figure next to it, or the figure alone into a PNG."""
-    picture = target.with_suffix(".png")
-    save(lambda: figure(result), picture)
-    if target != picture:
-        write_json(target, result)
-    return list(dict.fromkeys((target, picture)))
+    written = [] if target.suffix == ".png" else [target]
+    for path in written:
+        write_json(path, result)
+    return [*written, *chart(result).write(target.with_suffix(""), ["png"])]
 
 
 def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Path]:
@@ -69,6 +72,9 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
     Args:
         spans: of one rank, which stands for all.
     """
+    from lab.analysis.figures.timeline import timeline_of_step
+    from lab.draw.save import save
+
     (row,) = result["rows"]
     facts = {key: row[key] for key in ("strategy", "world_size", "batch_size", "scaling")}
     facts |= {"model": ", ".join(result["profiles"]), "device": result["hardware"][0]["name"]}
@@ -78,29 +84,48 @@ def write_timeline(target: Path, result: Row, spans: Iterable[Span]) -> list[Pat
     return [target, picture]
 
 
-def figure(result: Row) -> Figure:
-    """Draw speedup over ranks, a panel for each batch; hollow marks are predicted."""
+def chart(result: Row) -> Chart:
+    """Chart speedup over ranks, a panel for each batch; hollow marks are predicted."""
     rows = result["rows"]
-    batch_sizes = style.unique(map(_fixed_batch_size, rows))
-    looks = looks_of(row["series"] for row in rows)
-    drawn, axes = style.canvas(1, len(batch_sizes), max(7.0, 2.8 * len(batch_sizes) + 2.4), 3.8)
-    for panel, batch_size in zip(axes[0], batch_sizes, strict=True):
-        here = [row for row in rows if _fixed_batch_size(row) == batch_size]
-        sizes = style.unique(row["world_size"] for row in here)
-        panel.plot(sizes, sizes, color=style.GREY, linestyle=":", linewidth=1)
-        for name, look in looks.items():
-            _draw(panel, [row for row in here if row["series"] == name], look)
-        panel.set_title(
-            f"{'per-rank' if rows[0]['scaling'] == 'weak' else 'global'} batch {batch_size}"
-        )
-        _size_axis(panel, sizes)
-    axes[0][0].set_ylabel("speedup")
-    handles = [_handle(name, look) for name, look in looks.items()]
-    if any("measured_s" in row for row in rows):
-        measured = Line2D([], [], color=style.GREY, marker="o", linestyle="", label="measured step")
-        handles.append(measured)
-    title = f"Predicted speedup over none at 1 rank, {rows[0]['scaling']} scaling"
-    return style.frame(drawn, title, [*handles], notes(result))
+    sizes = sorted({row["world_size"] for row in rows})
+    data: Any = pd.DataFrame(
+        {
+            "series": row["series"],
+            "x": row["world_size"],
+            "panel": _fixed_batch_size(row),
+            "value": row["speedup"],
+            "low": row["speedup_interval"][0],
+            "high": row["speedup_interval"][1],
+            "measured": _measured_speedup(row),
+            "ideal": float(row["world_size"]),
+            "hollow": True,
+        }
+        for row in rows
+    )
+    base = 2 if sizes[-1] > MOST_LINEAR else 0
+    x, y = (
+        Axis("ranks", log=base, ticks=sizes),
+        Axis("speedup", log=base, ticks=sizes if base else None),
+    )
+    scaling = rows[0]["scaling"]
+    batch = "per-rank batch" if scaling == "weak" else "global batch"
+    body, width = lines(
+        *(data, x, y, looks_of(row["series"] for row in rows)),
+        panels=lambda size: f"{batch} {size}",
+        reference="ideal",
+    )
+    last = [row for row in rows if row["world_size"] == sizes[-1]]
+    best = max([r for r in last if r["strategy"] != NONE] or last, key=lambda row: row["speedup"])
+    number = f"{best['speedup']:,.0f}" if best["speedup"] >= 100 else f"{best['speedup']:.3g}"
+    message = (
+        f"Predicted: at most {number} × one rank on {sizes[-1]} ranks, with {best['series']} at "
+        f"{batch} {_fixed_batch_size(best)}"
+    )
+    filled = "; filled: measured steps" if data["measured"].notna().any() else ""
+    fit = [f"fitted to {result['fit']}"] if result["fit"] else []
+    about = [f"dotted: ideal; hollow: predicted{filled}", _about(result), *fit]
+    about += [*_open(result, "intervals"), *_held_out(result)]
+    return Chart("speedup", message, about, body, width)
 
 
 def _fixed_batch_size(row: Row) -> int:
@@ -108,38 +133,9 @@ def _fixed_batch_size(row: Row) -> int:
     return row["per_rank_batch_size" if row["scaling"] == "weak" else "batch_size"]
 
 
-def _draw(panel: Axes, rows: list[Row], look: Look) -> None:
-    """Draw a series: predictions as a line with hollow marks, measurements as filled marks."""
-    rows = sorted(rows, key=lambda row: row["world_size"])
-    known = [row for row in rows if "measured_s" in row]
-    line: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 5}
-    x = [row["world_size"] for row in rows]
-    y = [row["speedup"] for row in rows]
-    panel.plot(x, y, linestyle=look.line, linewidth=1.2, markerfacecolor="white", **line)
-    x = [row["world_size"] for row in known]
-    panel.plot(x, [_measured_speedup(row) for row in known], linestyle="", **line)
-
-
 def _measured_speedup(row: Row) -> float:
-    """Compute the speedup of the measured step over the predicted step of one rank."""
-    return row["speedup"] * row["step_s"] / row["measured_s"]
-
-
-def _size_axis(panel: Axes, sizes: list[int]) -> None:
-    panel.set_xlabel("ranks")
-    panel.grid(linewidth=0.4)
-    if sizes[-1] > 16:
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
-    else:
-        panel.set_ylim(bottom=0)
-    panel.set_xticks(sizes, [str(size) for size in sizes])
-    panel.minorticks_off()
-
-
-def _handle(name: str, look: Look) -> Line2D:
-    drawn: dict[str, Any] = {"color": look.colour, "ls": look.line, "marker": look.marker}
-    return Line2D([], [], markerfacecolor="white", label=f"{name} (predicted)", **drawn)
+    """Compute the speedup of the measured step over the predicted step of one rank; or NaN."""
+    return row["speedup"] * row["step_s"] / row.get("measured_s", math.nan)
 
 
 def _line(row: Row) -> list[str]:
@@ -174,14 +170,14 @@ def _percent(error: float) -> str:
     return "-" if math.isnan(error) else f"{100 * error:+.1f}"
 
 
-def _open(result: Row) -> list[str]:
-    """Say where the intervals come from."""
+def _open(result: Row, where: str) -> list[str]:
+    """Say where the intervals come from, and where they are."""
     keys = {each["key"] for hardware in result["hardware"] for each in hardware["assumed"]}
     if not any(row["basis"] == ESTIMATE for row in result["rows"]):
         keys = {key for key in keys if not key.startswith("device.")}  # a profile needs no device
     fitted = ["the fit"] if result["fit"] and not result["fit"].endswith(".json") else []
     sources = [*fitted, *sorted(keys)]
-    return [f"in brackets, 95 % of what stays open: {', '.join(sources)}"] if sources else []
+    return [f"{where}, 95 % of what stays open: {', '.join(sources)}"] if sources else []
 
 
 def _estimates(result: Row) -> list[str]:

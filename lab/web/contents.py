@@ -15,8 +15,7 @@ from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import Row, shared_runs, table
 from lab.analysis.summary import leader_lines
 from lab.diagnosis.evidence import Evidence, evidence_of, sweep_command
-from lab.diagnosis.remedies import remedies
-from lab.diagnosis.rules import Verdict, judge
+from lab.diagnosis.rules import Verdict, judge, remedies
 from lab.diagnosis.view import full, headline, reason
 from lab.draw.looks import looks_of
 from lab.record.schema import SCALINGS

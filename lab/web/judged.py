@@ -47,7 +47,7 @@ def claims_tables(folder: Path, study: Study, prefix: str) -> list[Table]:
     if study.name not in choices_of("claims"):
         return []
     from lab.claims.findings import verify  # imports torch
-    from lab.claims.tables import claim_line, header_of
+    from lab.claims.page import claim_line, header_of
 
     found = verify(study.name, folder)
     rows = [claim_line(verdict) for verdict in found.verdicts]

@@ -20,12 +20,10 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from lab.claims.claims import Claim, Paper
-from lab.claims.delivery import delivered_error
+from lab.claims.claims import Claim, Paper, judge
 from lab.claims.findings import _counts
-from lab.claims.predicted import Predicted, profile_of, strategy_of
-from lab.claims.terms import fit_terms
-from lab.claims.verdicts import judge
+from lab.claims.metrics import delivered_error
+from lab.claims.predicted import Predicted, fit_terms, profile_of, strategy_of
 from lab.draw.text import markdown
 from lab.exchange import grouping
 from lab.exchange.base import Exchange
@@ -34,10 +32,9 @@ from lab.exchange.paths import Ring, Star, Tree
 from lab.model.profile import Profile
 from lab.settings.files import read_file
 from lab.simulate import strategy
-from lab.simulate.fit import Group, Observation
+from lab.simulate.fit import Group, Observation, Score, held_out, score, scored_cells
 from lab.simulate.hardware import Hardware, Link, Range
 from lab.simulate.presets import parse
-from lab.simulate.score import Score, held_out, score, scored_cells
 
 PAPERS = ("kim2017", "tf_benchmarks", "tf_parameter_server", "horovod")
 SCORES = Path(__file__).resolve().parents[2] / "docs/results/links.json"

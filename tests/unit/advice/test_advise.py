@@ -13,12 +13,15 @@ import pytest
 
 from lab import advise as command
 from lab.advice.request import read
+from lab.advice.view import chart
 from lab.claims.predicted import profile_of
+from lab.draw.chart import drawn
 from lab.settings.config import check_batch, load
-from lab.simulate.crossover import with_rate
+from lab.simulate.step import with_rate
 from tests.conftest import Finished
 from tests.support.simulated import TRUE, leave_study
 from tests.support.slow import some_of
+from tests.support.svg import overlapping
 
 SMALL = ("strategy=allreduce,overlap,onebit", "batch_size=256", "world_size=1,2,4")
 
@@ -96,6 +99,10 @@ def test_it_ranks_exact_and_lossy_ways_apart(
     assert "onebit: MLP 96.56 (allreduce 96.5, 5 seeds)" in text
     assert "torchrun --nproc-per-node 4 -m lab.train strategy=overlap batch_size=256" in text
     assert (tmp_path / "advice.png").stat().st_size > 10_000
+    drawing = chart(result)
+    best = "exact: overlap on 4 ranks, batch 256; lossy: onebit on 4 ranks, batch 256"
+    assert drawing.message == f"Predicted best for throughput, {best}"
+    assert overlapping(drawn(drawing.spec(), "svg").decode()) == []
 
 
 def test_it_says_that_a_profile_is_an_estimate(

@@ -7,19 +7,18 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.colors
 import pytest
 
-from lab.advice.map import Map, map_of
-from lab.advice.map_view import section, write
+from lab.advice.score import Map, map_chart, map_of, section, write_map
 from lab.analysis.places import Place, Where
+from lab.draw.chart import drawn
 from lab.model.profile import Profile, replayed
 from lab.settings.config import load
-from lab.simulate.crossover import with_rate
 from lab.simulate.fit import Group, Observation
 from lab.simulate.request import plain
-from tests.support.figures import keep_saved, legend, texts
+from lab.simulate.step import with_rate
 from tests.support.simulated import LINKED, strategy
+from tests.support.svg import outside, overlapping
 
 LINKS = "cluster.rate=100mbit"
 SLOW = with_rate(LINKED, 1e7)  # where fewer bytes are faster: onebit is predicted
@@ -78,18 +77,18 @@ def test_the_section_counts_and_names_the_worst(found: Map) -> None:
     assert "none 0.50, onebit 1.00, auto 1.05, priority 3.00, overlap 4.00 |" in text
 
 
-def test_disagreements_are_framed(
-    found: Map, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = keep_saved(monkeypatch)
-    picture, numbers = write(found, tmp_path / "pays_map.md")
-    measured, predicted = figures[picture.name].axes
-    black = matplotlib.colors.to_rgba("black")
-    frames = [[box.get_edgecolor() == black for box in p.patches] for p in (measured, predicted)]
-    assert frames == [[False, False], [False, True]]
-    assert texts(measured)[::2] == ["onebit", "priority"]
-    assert texts(predicted)[::2] == ["onebit", "onebit"]
-    assert legend(figures[picture.name])[-1] == "measured slower than the fastest"
+def test_disagreements_are_framed(found: Map, tmp_path: Path) -> None:
+    chart = map_chart(found)
+    (data,) = chart.spec()["datasets"].values()
+    assert [(one["panel"], one["fastest"]) for one in data if one["marked"]] == [
+        ("predicted", "onebit")
+    ]
+    assert chart.message.startswith("At 1 of 2 places on 4 ranks no strategy was shown")
+    assert chart.about[-1] == "black frame: measured slower than the fastest"
+    svg = drawn(chart.spec(), "svg").decode()
+    assert overlapping(svg) == outside(svg) == []
+    picture, numbers = write_map(found, tmp_path / "pays_map.md")
+    assert picture.name == "pays_map.png"
     stored = json.loads(numbers.read_text())
     assert [one["agrees"] for one in stored["places"]] == [True, False]
     assert stored["places"][0]["over_fastest"]["overlap"]["mid"] == pytest.approx(4)
@@ -98,5 +97,5 @@ def test_disagreements_are_framed(
 
 def test_without_held_out_places_there_is_no_map(tmp_path: Path) -> None:
     nothing = map_of([], [], math.nan)
-    assert section(nothing) == [] and write(nothing, tmp_path / "map.md") == []
+    assert section(nothing) == [] and write_map(nothing, tmp_path / "map.md") == []
     assert not [*tmp_path.iterdir()]

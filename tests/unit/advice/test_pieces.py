@@ -8,15 +8,24 @@ from dataclasses import replace
 
 import pytest
 
-from lab.advice.advise import CODECS, FEEDBACK, ROUNDS, TRIALS, limit
-from lab.advice.forecast import MODEL_ERROR, Forecast, contenders, ranked
+from lab.advice.advise import (
+    CODECS,
+    FEEDBACK,
+    MODEL_ERROR,
+    ROUNDS,
+    TRIALS,
+    Forecast,
+    contenders,
+    limit,
+    ranked,
+)
 from lab.advice.target import Target
 from lab.claims.predicted import profile_of
 from lab.exchange.cost import Sizes
 from lab.settings.config import choices_of, load
 from lab.simulate.hardware import Link
-from lab.simulate.memory import rank_bytes, state_copies, sync_bytes
 from lab.simulate.request import plain
+from lab.simulate.strategy import rank_bytes, state_copies, sync_bytes
 from tests.conftest import ROOT
 from tests.support.simulated import FLAT, strategy
 

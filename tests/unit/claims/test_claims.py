@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lab.claims.claims import KINDS, Check, Claim, Paper
+from lab.claims.claims import KINDS, Check, Claim, Paper, judge
 from lab.claims.metrics import Point
+from lab.claims.page import claims_tables
 from lab.claims.predicted import Predicted
-from lab.claims.tables import claims_tables
-from lab.claims.verdicts import judge
 from lab.measure.intervals import UNKNOWN, Interval
 from lab.settings.files import conf_dir, read_file
 from lab.simulate.presets import parse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab.claims.claims import Claim
-from lab.claims.delivery import delivered_error
+from lab.claims.metrics import delivered_error
 from tests.conftest import ROOT
 from tests.support import mutants
 from tests.support.mutants import INTACT, MUTANTS, Mutant

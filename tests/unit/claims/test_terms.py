@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from lab.claims.claims import Paper
-from lab.claims.predicted import Predicted
-from lab.claims.tables import terms_table
-from lab.claims.terms import fit_terms
+from lab.claims.page import terms_table
+from lab.claims.predicted import Predicted, fit_terms
 from lab.settings.files import read_file
 from lab.simulate.presets import parse
 

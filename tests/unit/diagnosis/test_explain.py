@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 
 from lab.analysis.records import load_study
 from lab.diagnosis.evidence import Evidence, gather
-from lab.diagnosis.remedies import remedies
-from lab.diagnosis.rules import judge
+from lab.diagnosis.rules import judge, remedies
 from lab.explain import main
 from lab.measure.spans import OWN, PHASES, Span
 from lab.record.schema import Emulation

@@ -18,8 +18,7 @@ from PIL import Image
 
 from lab.analysis.records import load_study
 from lab.diagnosis.evidence import Evidence, gather
-from lab.diagnosis.remedies import BY_VERDICT, Remedy, remedies
-from lab.diagnosis.rules import Loss, Verdict
+from lab.diagnosis.rules import BY_VERDICT, Loss, Remedy, Verdict, remedies
 from lab.distributed import world as worlds
 from lab.settings.config import ConfigError, check_batch, choices_of, load
 from lab.training import assemble

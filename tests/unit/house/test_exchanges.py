@@ -14,8 +14,8 @@ from lab.exchange.cost import Sizes
 from lab.settings.config import load
 from lab.settings.names import computation
 from lab.simulate.costs import payload_bytes, stages_of
-from lab.simulate.memory import sync_bytes
 from lab.simulate.network import Network
+from lab.simulate.strategy import sync_bytes
 from lab.sync.pattern import OF_CLASS, UNKNOWN, alike, pattern_of
 from tests.conftest import ROOT
 from tests.support import cases, readme

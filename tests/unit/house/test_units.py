@@ -22,8 +22,7 @@ from lab.benchmarks import catalogue, codec, collective, memory, present
 from lab.benchmarks.views import convolution, footprint, roofline, transfer
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
-from lab.diagnosis.remedies import remedies
-from lab.diagnosis.rules import judge
+from lab.diagnosis.rules import judge, remedies
 from lab.draw.looks import looks_of
 from lab.layers.footprint import KINDS
 from lab.record.schema import read_record
@@ -141,7 +140,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             diagnosis.full(evidence, judge(evidence), []),
             "200 MB in 4 messages by the busiest rank: 400 MB/s of",
         ),
-        "lab/diagnosis/remedies.py": (
+        "lab/diagnosis/rules.py": (
             " ".join(remedy.why for remedy in remedies(evidence, judge(evidence))),
             "no rank would send more than 100 MB",
         ),

@@ -12,10 +12,9 @@ from lab.claims.predicted import profile_of
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket
-from lab.simulate.costs import payload_bytes, stages_of
+from lab.simulate.costs import Stage, payload_bytes, stages_of
 from lab.simulate.events import Compute, Exchange, Turns
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.load import Stage
 from lab.simulate.network import Network
 from lab.simulate.step import simulate
 from lab.simulate.strategy import buckets

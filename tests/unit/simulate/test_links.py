@@ -1,4 +1,4 @@
-"""Hardware fitted on one emulated cluster, carried to others."""
+"""Hardware fitted on one emulated cluster, carried to others; and where strategies cross over."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from dataclasses import replace
 
 import pytest
 
+from lab.claims.predicted import profile_of
 from lab.cluster.settings import Change, Cluster
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.observe import over_links
+from lab.simulate.step import (
+    MARGIN,
+    crossover_batch,
+    crossover_rate,
+    predict,
+    simulate,
+    with_rate,
+)
+from tests.support.simulated import FLAT, strategy
 
 FITTED = Hardware("fitted", "made up", "gloo", 1, None, Link(1e-4, 1.1e8), math.inf)
 GIGABIT = Cluster(1, ("1gbit", "1gbit"))
@@ -41,3 +51,22 @@ def test_hosts_may_have_rates_of_their_own_and_one_may_be_slow() -> None:
 def test_what_has_no_cost_model_is_refused(other: Cluster, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         over_links(FITTED, GIGABIT, other)
+
+
+def test_crossings() -> None:
+    profile = profile_of("alexnet_titanx", 0.02)
+    tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
+    batch_size = crossover_batch(profile, FLAT, tree, 4)
+    assert batch_size and batch_size % 4 == 0
+    pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch_size - 4, batch_size)}
+    assert pays == {batch_size - 4: False, batch_size: True}
+    endless = replace(FLAT, inter=Link(0.0, 1.0))
+    assert crossover_batch(profile, endless, tree, 4) is None
+    coded = replace(FLAT, codec_bytes_per_s=1e10)
+    rate = crossover_rate(profile, coded, (onebit, overlap), 4, 256)
+    assert rate
+    for factor, pays in ((0.9, True), (1.1, False)):
+        links = with_rate(coded, factor * rate)
+        one, other = (simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap))
+        assert (MARGIN * one < other) == pays
+    assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None

@@ -37,6 +37,7 @@ def test_draws_cover_the_ranges_and_are_the_same_each_time() -> None:
 @pytest.mark.parametrize("name", choices_of("hardware"))
 def test_every_figure_said_to_be_assumed_has_a_range(name: str) -> None:
     hardware = parse(read_file("hardware", name))
+    assert hardware.name == name and hardware.source
     text = (read_text(name)).splitlines()
     marked = [line.split(":")[0].strip() for line in text if "# assumed" in line]
     ranges = {each.key.rpartition(".")[2] for each in hardware.assumed}

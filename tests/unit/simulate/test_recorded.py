@@ -19,9 +19,8 @@ from lab.exchange.coded import TwoStage
 from lab.exchange.cost import Costs, Sizes
 from lab.exchange.memory import Memory
 from lab.exchange.paths import Star, Tree
-from lab.simulate.costs import extra_bytes, stages_of
+from lab.simulate.costs import Load, extra_bytes, stages_of
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.load import Load
 from lab.simulate.network import Network
 
 LINK = Link(1e-4, 1e8)

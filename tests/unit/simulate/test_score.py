@@ -11,12 +11,13 @@ import yaml
 
 from lab import score as command
 from lab.claims.predicted import profile_of
-from lab.simulate.crossover import with_rate
+from lab.draw.chart import drawn
+from lab.simulate.fit import ScoredCell, held_out, score
 from lab.simulate.hardware import Link
-from lab.simulate.score import ScoredCell, held_out, score
-from lab.simulate.scorecard import of_study, summary, write
-from tests.support.figures import keep_saved, xs, ys
+from lab.simulate.scorecard import chart, of_study, summary
+from lab.simulate.step import with_rate
 from tests.support.simulated import TRUE, leave_study
+from tests.support.svg import outside, overlapping
 
 CELL = ScoredCell(
     "tree", "p", 4, 128, (0.2, 0.1, 0.3), 0.22, (0.1, 0.12), "held out", False, "rate=1gbit"
@@ -139,20 +140,14 @@ def test_a_wrong_word_is_one_line(
     assert message in errors and errors.count("\n") == 1
 
 
-def test_without_none_the_step_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_none_the_step_is_drawn(tmp_path: Path) -> None:
     profile = replace(profile_of("alexnet_titanx"), bytes_scale=0.02)
     fast = ("cluster=emulated", "cluster.rate=1gbit")
     leave_study(tmp_path / "study", profile, ("tree", "allreduce", "overlap"), TRUE, *fast)
-    saved = keep_saved(monkeypatch)
     parsed = (yaml.safe_load(text) for text in (profile.to_yaml(), GUESS))
     card = of_study(tmp_path / "study", *parsed)
     assert "exposed exchange is not scored" in "\n".join(summary(card))
-    write(card, tmp_path / "scores.md", "a command")
-    (panel,) = saved["scores.png"].axes
-    assert panel.get_ylabel() == "predicted step, ms"
-    marks = [(xs(line)[0], ys(line)[0]) for line in panel.lines if line.get_linestyle() == "None"]
-    held = held_out(card.cells)
-    assert len(marks) == len(held) > 0
-    assert dict(marks) == pytest.approx(
-        {1e3 * cell.measured_s[0]: 1e3 * cell.predicted_s for cell in held}
-    )
+    found = chart(card)
+    assert found.message == "Step: 3 of 3 predictions are within 30 % of what was measured"
+    svg = drawn(found.spec(), "svg").decode()
+    assert overlapping(svg) == outside(svg) == []

@@ -10,11 +10,10 @@ import yaml
 
 from lab.claims.predicted import profile_of
 from lab.model.replay import Replay
-from lab.simulate.events import Compute, Rank
+from lab.simulate.costs import Stage
+from lab.simulate.events import Compute, Rank, Sharded, Unit, units_of
 from lab.simulate.hardware import Hardware, Link
-from lab.simulate.load import Stage
 from lab.simulate.network import Network
-from lab.simulate.sharded import Sharded, Unit, units_of
 from lab.simulate.step import simulate
 from lab.sync.fsdp_units import units
 from tests.support.simulated import FLAT, strategy

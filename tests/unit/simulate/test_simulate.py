@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab import predict as command
+from lab.draw.chart import drawn
 from lab.exchange import bucket, grouping
 from lab.exchange.topology import in_order_node
 from lab.measure.spans import Span
@@ -20,16 +21,22 @@ from lab.model.profile import Profile
 from lab.record.trace import read_trace
 from lab.settings.config import choices_of
 from lab.settings.files import conf_dir, read_file
-from lab.simulate.costs import stages_of
-from lab.simulate.crossover import MARGIN, crossover_batch, crossover_rate, slowest, with_rate
+from lab.simulate.costs import Load, Stage, longest_phase, stages_of
 from lab.simulate.events import Beside, Compute, Exchange, Turns
 from lab.simulate.fit import Observation, calibrate, fit
 from lab.simulate.hardware import Link
-from lab.simulate.load import Load, Stage, longest_phase
 from lab.simulate.network import PROTOCOLS, Network
 from lab.simulate.presets import parse
-from lab.simulate.step import Step, predict, simulate, stages_of_step
+from lab.simulate.step import (
+    Step,
+    predict,
+    simulate,
+    slowest,
+    stages_of_step,
+    with_rate,
+)
 from lab.simulate.strategy import CEILING, Strategy
+from lab.simulate.view import chart
 from lab.sync.pattern import gradsync
 from tests.conftest import ROOT
 from tests.support.cases import (
@@ -40,6 +47,7 @@ from tests.support.cases import (
 )
 from tests.support.simulated import FLAT, LINKED, TRUE, leave_study, run, strategy
 from tests.support.slow import some_of
+from tests.support.svg import overlapping
 
 # Libraries keep a schedule of their own, and `none` exchanges nothing.
 SIMULATED = [name for name in ALL_STRATEGIES if name not in (*LIBRARIES, "none")]
@@ -362,6 +370,9 @@ def test_predictions_beside_a_study(
     assert "held out: 1 cells without none, step time median error" in text
     assert "overhead_s=" in text
     assert (tmp_path / "all.png").is_file()
+    drawing = chart(json.loads(out.read_text()))
+    assert drawing.message.startswith("Predicted: at most ") and "tree at global" in drawing.message
+    assert overlapping(drawn(drawing.spec(), "svg").decode()) == []
     assert command.main([*grid, "hardware=emulated_1gbit", f"fit={tmp_path}/study"]) == 2
     assert "profile.bytes_scale=0.02" in capsys.readouterr().err
 
@@ -441,14 +452,6 @@ def test_a_wrong_setting_is_one_line(
     assert command.main(arguments) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
-
-
-def test_presets_parse_and_say_where_they_come_from() -> None:
-    for name in choices_of("hardware"):
-        node = OmegaConf.to_container(OmegaConf.load(conf_dir() / f"hardware/{name}.yaml"))
-        assert isinstance(node, dict)
-        found = parse({str(key): value for key, value in node.items()})
-        assert found.name == name and found.source
 
 
 def test_a_step_leaves_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -545,24 +548,6 @@ def test_a_schedule_takes_the_mean_of_its_phases_over_the_run(profile: Profile) 
             share * getattr(step, field) for share, step in zip(shares, phases, strict=True)
         )
         assert getattr(run, field) == pytest.approx(expected)
-
-
-def test_crossings(profile: Profile) -> None:
-    tree, onebit, overlap = map(strategy, ("tree", "onebit", "overlap"))
-    batch_size = crossover_batch(profile, FLAT, tree, 4)
-    assert batch_size and batch_size % 4 == 0
-    pays = {b: predict(profile, FLAT, tree, 4, b).speedup > 1 for b in (batch_size - 4, batch_size)}
-    assert pays == {batch_size - 4: False, batch_size: True}
-    endless = replace(FLAT, inter=Link(0.0, 1.0))
-    assert crossover_batch(profile, endless, tree, 4) is None
-    coded = replace(FLAT, codec_bytes_per_s=1e10)
-    rate = crossover_rate(profile, coded, (onebit, overlap), 4, 256)
-    assert rate
-    for factor, pays in ((0.9, True), (1.1, False)):
-        links = with_rate(coded, factor * rate)
-        one, other = (simulate(profile, links, each, 4, 64).step_s for each in (onebit, overlap))
-        assert (MARGIN * one < other) == pays
-    assert crossover_rate(profile, coded, (onebit, onebit), 4, 256) is None
 
 
 def test_priority_hides_behind_forward_what_overlap_exposes() -> None:

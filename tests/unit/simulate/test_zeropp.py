@@ -14,9 +14,9 @@ from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
 from lab.model.replay import Replay
 from lab.settings.config import build, load
+from lab.simulate.events import costs_of_units
 from lab.simulate.hardware import Hardware, Link
 from lab.simulate.network import Network
-from lab.simulate.sharded import costs_of_units
 from lab.simulate.step import simulate
 from lab.simulate.strategy import Strategy
 from lab.sync.base import SyncParts
