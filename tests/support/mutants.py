@@ -27,7 +27,7 @@ from lab.claims.predicted import Predicted, fit_terms, profile_of, strategy_of
 from lab.draw.text import markdown
 from lab.exchange import grouping
 from lab.exchange.base import Exchange
-from lab.exchange.memory import Memory
+from lab.exchange.memory import Bound, Memory
 from lab.exchange.paths import Ring, Star, Tree
 from lab.model.profile import Profile
 from lab.settings.files import read_file
@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant("tree as ring", patches=as_tree(Ring)),
     Mutant("codec x 8", hardware=partial(slower_codecs, 8.0)),
     Mutant("buckets in reverse order", patches=((strategy, "group", reversed_groups),)),
-    Mutant("residual dropped", patches=((Memory, "bind", lambda *_: None),)),
+    Mutant("residual dropped", patches=((Memory, "bind", lambda *_: Bound(None)),)),
 )
 INTACT = Mutant("(nothing broken)")
 
