@@ -150,7 +150,9 @@ def _payload(message, program, FORM: tl.constexpr):
     own = message + program[4]
     if FORM.reading == BFLOAT16 or FORM.reading == FLOAT16:
         return own.to(tl.pointer_type(tl.uint16))
-    return own
+    # Without `else` both types would be returned.
+    else:  # noqa: RET505
+        return own
 
 
 @triton.jit

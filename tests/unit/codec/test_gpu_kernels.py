@@ -115,11 +115,11 @@ def test_kernels_stay_in_registers_and_move_wide_words(
     compiled: dict[str, dict[str, int]],
 ) -> None:
     for name, used in compiled.items():
-        kind, codec, columns, _ = name.rsplit(" ", 3)
+        codec, kind, *_, columns, _ = name.split()
         assert used["registers"] * used["threads"] <= 32768, name  # half of a multiprocessor's
         assert used["spilled"] <= 16, name  # bytes of a thread
         assert used["shared"] <= 48 * 1024, name
-        if int(columns) % 16 == 0 and codec != "int4" and "magnitudes" not in kind:
+        if int(columns) % 16 == 0 and codec != "int4" and kind != "magnitudes":
             assert used["wide_stores"] >= 4, name  # 16 values for each thread
             if kind == "encode":  # gradient and residual, once, or of long rows in two passes
                 assert used["wide_loads"] == (8 if int(columns) <= 4096 else 16), name
