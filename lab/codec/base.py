@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lab.codec.kernels import native
+from lab.codec.kernels import Reading, native, on_gpu
 from lab.codec.layout import FLOAT_BYTES, Layout, Piece, RowBytes, Rows, lay_out
 
 MANY = 2**20  # values, of which a header is a small part
@@ -22,7 +22,12 @@ class Kernels(Protocol):
     """The functions of a codec that move values into messages and back, on one kind of device."""
 
     def encode(
-        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        layout: Layout,
+        values: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        finite: Tensor | None = None,
     ) -> None:
         """Fill `message` with values + residual; what it leaves out becomes the new residual.
 
@@ -30,6 +35,7 @@ class Kernels(Protocol):
             values: float32 [values of the layout].
             residual: like `values`, replaced. None: no error feedback.
             message: uint8 [layout.num_bytes].
+            finite: bool [], becomes True, as `add_up` takes it: on a GPU no launch for itself.
         """
         ...
 
@@ -41,7 +47,7 @@ class Kernels(Protocol):
         Args:
             messages: uint8 [number of messages, layout.num_bytes].
             out: float32 [values of the layout].
-            finite: bool [], receives whether all values are.
+            finite: bool [], True, becomes False if one of the values is not.
         """
         ...
 
@@ -70,14 +76,14 @@ class Codec(ABC):
         option: a number that these are given.
         block_size: values of a row that is divided regardless of parameters; 0: rows may have any
             length, and one may be cut into several, each with a header of its own.
-        in_torch: bytes that `write` and `read` move for a value, which a GPU's time follows from;
-            None: GPUs have kernels.
+        in_torch: bytes that `write` and `read` move for a value, which a GPU's time follows from,
+            if it has no kernels; None: it has.
     """
 
     name: ClassVar[str]
     option = 0
     block_size = 0
-    in_torch: ClassVar[tuple[float, float] | None] = (16.0, 8.0)
+    in_torch: ClassVar[tuple[float, float] | None] = None
 
     def rows(self, shapes: Shapes) -> Iterator[Rows]:
         """Yield the rows of a bucket of parameters, in their order; others travel as they are.
@@ -139,12 +145,15 @@ class Codec(ABC):
 
     def kernels(self, device: torch.device) -> Kernels:
         """Return the fastest kernels for tensors of `device`."""
-        on_cpu = device.type == "cpu"
-        fast = native(self.name, self.option) if on_cpu else self.gpu_kernels(device)
+        if device.type == "cpu":
+            fast = native(self.name, self.option)
+        else:
+            fast = on_gpu(self.reading, device) if self.reading else None
         return fast or Reference(self)
 
-    def gpu_kernels(self, device: torch.device) -> Kernels | None:
-        """Return kernels for a GPU; None: there are none, or none that work."""
+    @property
+    def reading(self) -> Reading | None:
+        """How GPUs' kernels read a value; None: there are none for this codec."""
         return None
 
 
@@ -155,8 +164,15 @@ class Reference:
         self._codec = codec
 
     def encode(
-        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        layout: Layout,
+        values: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        finite: Tensor | None = None,
     ) -> None:
+        if finite is not None:
+            finite.fill_(True)
         for piece in layout.pieces:
             self._encode(piece, _of(piece, values), residual, message)
         for start, count, at in layout.copies:

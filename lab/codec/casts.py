@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
+from lab.codec.kernels import Reading
 from lab.codec.layout import RowBytes
 from lab.settings import checks
 
@@ -26,6 +27,10 @@ class Cast(Codec):
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(0, 2 * columns)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(str(self.dtype).removeprefix("torch."), 1)
 
     def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
         payload.view(self.dtype).copy_(values)
@@ -54,6 +59,10 @@ class Float8(Codec):
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, columns)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading("float8", 1)
 
     def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
         about = torch.finfo(torch.float8_e4m3fn)

@@ -1,17 +1,18 @@
-"""The kernels of codecs in C++, called with tensors of CPUs."""
+"""The kernels of codecs: in C++, called with tensors of CPUs, and in Triton, if it works."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lab.codec import build
-from lab.codec.layout import Layout
+from lab.codec.layout import Layout, RowBytes, Rows, lay_out
 
 SOURCES = Path(__file__).with_name("cpp")
 
@@ -44,7 +45,12 @@ class Native:
         self._reduce = bound(library, f"{name}_reduce", tensors=5, numbers=7)
 
     def encode(
-        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        layout: Layout,
+        values: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        finite: Tensor | None = None,
     ) -> None:
         kept = None if residual is None else residual.data_ptr()
         self._encode(
@@ -78,3 +84,51 @@ def bound(library: ctypes.CDLL, name: str, tensors: int, numbers: int) -> Any:
     function.argtypes = [ctypes.c_void_p] * tensors + [ctypes.c_int64] * numbers
     function.restype = None
     return function
+
+
+class Reading(NamedTuple):
+    """How GPUs' kernels read the values of a codec.
+
+    Attributes:
+        kind: one of lab.codec.gpu.READINGS.
+        per_unit: values of a unit of the payload, which is a byte, or two of a cast.
+        num_levels: of the kind "levels".
+    """
+
+    kind: str
+    per_unit: int
+    num_levels: int = 0
+
+
+@functools.cache
+def on_gpu(reading: Reading, device: torch.device) -> Any:
+    """Return Triton's kernels if they run on `device`; otherwise warn and return None.
+
+    Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
+    headers, and it supports only some GPUs and drivers: so only a trial shows whether it works.
+
+    Raises:
+        torch.OutOfMemoryError: the trial does not fit; not a fault of Triton's.
+    """
+    try:
+        kernels = importlib.import_module("lab.codec.gpu").Triton(reading)
+        _try(kernels, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and drivers raise many types
+        lines = str(error).splitlines()
+        line = next((line for line in lines if line.strip()), "no reason given")
+        name = type(error).__name__
+        build.warn_slow(f"codecs: Triton does not work on {device} ({name}: {line.strip()})")
+        return None
+    return kernels
+
+
+def _try(kernels: Any, device: torch.device) -> None:
+    """Launch each kernel once, on a row of zeros that any codec can encode."""
+    layout = lay_out([Rows(0, 64, 64)], 65, 1, lambda columns: RowBytes(8, 2 * columns))
+    values, finite = torch.zeros(65, device=device), torch.ones((), device=device).bool()
+    message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+    kernels.encode(layout, values, values.clone(), message, finite)
+    kernels.reduce(layout, message[None], values.clone(), message.clone())
+    kernels.add_up(layout, message[None], values, 1, finite)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from lab.codec.base import Codec
+from lab.codec.kernels import Reading
 from lab.codec.layout import RowBytes
 from lab.settings import checks
 
@@ -25,8 +28,9 @@ class Levels(Codec):
         ValueError: `block_size` is not a positive multiple of `multiple`.
     """
 
-    num_levels: int
-    multiple: int
+    num_levels: ClassVar[int]
+    per_byte: ClassVar[int]
+    multiple: ClassVar[int]
 
     def __init__(self, block_size: int) -> None:
         least = self.multiple
@@ -49,6 +53,10 @@ class Levels(Codec):
         ends = header.view(torch.float32)
         return self.unpacked(payload)[:, :columns].float().mul_(ends[:, 1:]).add_(ends[:, :1])
 
+    @property
+    def reading(self) -> Reading:
+        return Reading("levels", self.per_byte, self.num_levels)
+
     def pack(self, levels: Tensor, payload: Tensor) -> None:
         """Write levels, uint8 [rows, columns], as they travel."""
         payload.copy_(levels)
@@ -62,7 +70,7 @@ class Int8(Levels):
     """A byte for each value (ByteGrad of Bagua: Gan et al., VLDB 2022, as MinMaxUInt8)."""
 
     name = "int8"
-    in_torch = 29.0, 13.0
+    per_byte = 1
     num_levels = 256
     multiple = 4
 
@@ -74,7 +82,7 @@ class Int4(Levels):
     """Half a byte for each value, the first of two in the lower half."""
 
     name = "int4"
-    in_torch = 50.0, 22.0
+    per_byte = 2
     num_levels = 16
     multiple = 8
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lab.codec.base import Codec, Kernels, Shapes
-from lab.codec.build import warn_slow
-from lab.codec.layout import RowBytes, Rows, lay_out, spans
+from lab.codec.base import Codec, Shapes
+from lab.codec.kernels import Reading
+from lab.codec.layout import RowBytes, Rows, spans
 from lab.codec.signs import packed, unpacked
 from lab.settings import checks
 
@@ -39,7 +37,6 @@ class OneBit(Codec):
     """
 
     name = "onebit"
-    in_torch = None
 
     def __init__(
         self,
@@ -91,44 +88,6 @@ class OneBit(Codec):
         scales = header.view(torch.float32)
         return torch.where(unpacked(payload, columns), scales[:, 1:], scales[:, :1])
 
-    def gpu_kernels(self, device: torch.device) -> Kernels | None:
-        return triton_kernels(bool(self.option), device)
-
-
-@functools.cache
-def triton_kernels(split_at_mean: bool, device: torch.device) -> Kernels | None:
-    """Return Triton's kernels if they run on `device`; otherwise warn and return None.
-
-    Triton compiles at a kernel's first launch, for which it needs a C compiler and Python's
-    headers, and it supports only some GPUs and drivers: so only a trial shows whether it works.
-
-    Raises:
-        torch.OutOfMemoryError: the trial does not fit; not a fault of Triton's.
-    """
-    try:
-        gpu = importlib.import_module("lab.codec.onebit_gpu")
-        kernels = gpu.Triton(split_at_mean)
-        _try(kernels, gpu.WIDTHS, device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers and drivers raise many types
-        lines = str(error).splitlines()
-        line = next((line for line in lines if line.strip()), "no reason given")
-        name = type(error).__name__
-        warn_slow(f"1-bit codec: Triton does not work on {device} ({name}: {line.strip()})")
-        return None
-    return kernels
-
-
-def _try(kernels: Kernels, widths: tuple[int, ...], device: torch.device) -> None:
-    """Launch each kernel once, on a row of zeros of each width, and on one that is longer."""
-    rows, start = list[Rows](), 0
-    for columns in (*widths, widths[-1] + 16):
-        rows.append(Rows(start, start + columns, columns))
-        start += columns
-    layout = lay_out(rows, start + 1, 1, OneBit().row_bytes)
-    values, finite = torch.zeros(start + 1, device=device), torch.ones((), device=device).bool()
-    message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-    kernels.encode(layout, values, values.clone(), message)
-    kernels.reduce(layout, message[None], values.clone(), message.clone())
-    kernels.add_up(layout, message[None], values, 1, finite)
+    @property
+    def reading(self) -> Reading:
+        return Reading("mean" if self.option else "sides", 8)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lab.codec.base import Codec, Shapes
+from lab.codec.kernels import Reading
 from lab.codec.layout import Layout, RowBytes, Rows, spans
 from lab.settings import checks
 
@@ -39,6 +40,10 @@ class Signs(Codec):
 
     def row_bytes(self, columns: int) -> RowBytes:
         return RowBytes(4, (columns + 7) // 8)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading("signs", 8)
 
     def write(self, values: Tensor, header: Tensor, payload: Tensor) -> None:
         magnitude = values.abs().mean(dim=1, keepdim=True, dtype=torch.float64)

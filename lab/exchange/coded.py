@@ -193,7 +193,7 @@ class TwoStage(Coded, Relayed):
         self, plan: _TwoStagePlan, flat: Tensor, comm: Comm, sums: Tensor
     ) -> Iterator[Collective]:
         """Fill `sums`, uint8 [ranks, line]; it may be the memory of what was sent."""
-        plan.kernels.encode(plan.layout, flat, plan.bound.own, plan.outgoing)
+        plan.kernels.encode(plan.layout, flat, plan.bound.own, plan.outgoing, plan.finite)
         yield comm.iall_to_all(plan.received, plan.lines)
         plan.kernels.reduce(plan.own, plan.received, plan.bound.owned, plan.reply)
         yield comm.iall_gather(sums, plan.reply)
@@ -217,7 +217,8 @@ class AllGather(Coded):
 
     def stages(self, bucket: GradBucket, comm: Comm) -> Iterator[Collective]:
         plan = self.planned(bucket, comm, _AllGatherPlan)
-        plan.kernels.encode(plan.layout, bucket.flat, plan.bound.own, plan.outgoing)
+        own = plan.bound.own
+        plan.kernels.encode(plan.layout, bucket.flat, own, plan.outgoing, plan.finite)
         yield comm.iall_gather(plan.received, plan.outgoing)
         plan.kernels.add_up(plan.layout, plan.received, bucket.flat, comm.size, plan.finite)
         bucket.finite = plan.finite

@@ -136,7 +136,7 @@ class _Plan:
     def run(
         self, flat: Tensor, residual: Tensor | None, output: Tensor, comm: Comm, divisor: int
     ) -> Iterator[Collective]:
-        self.kernels.encode(self.layout, flat, residual, self.sent)
+        self.kernels.encode(self.layout, flat, residual, self.sent, self.finite)
         yield comm.iall_to_all(self.received, self.sent.view_as(self.received))
         self.kernels.add_up(self.own, self.received, output, divisor, self.finite)
 
@@ -233,6 +233,6 @@ def gather_bytes(
         plans[key] = layout, layout.part(0), gathered, torch.zeros_like(gathered[0]), finite
     layout, part, gathered, sent, finite = plans[key]
     kernels = codec.kernels(own.device)
-    kernels.encode(part, own, None, sent)
+    kernels.encode(part, own, None, sent, finite)
     comm.all_gather(gathered, sent)
     kernels.add_up(layout, gathered.view(1, -1), output, 1, finite)

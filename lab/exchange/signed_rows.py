@@ -220,7 +220,7 @@ class SignedRows:
         values = bucket.flat[: plan.num_values]
         if not whole:
             values = torch.cat([part.active.view(-1) for part in parts])
-        plan.kernels.encode(plan.layout, values, plan.residual, plan.sent)
+        plan.kernels.encode(plan.layout, values, plan.residual, plan.sent, plan.finite)
         yield comm.iall_to_all(plan.received, plan.sent.view_as(plan.received))
         if between is None:
             plan.kernels.reduce(plan.own, plan.received, plan.owned, plan.reply)

@@ -266,7 +266,12 @@ class Noting:
         self._codec, self._events = codec, events
 
     def encode(
-        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        layout: Layout,
+        values: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        finite: Tensor | None = None,
     ) -> None:
         n, keeps = layout.num_values, residual is not None
         moved = (4 + 8 * keeps) * n + layout.num_bytes + self._codec.also_moved(layout)

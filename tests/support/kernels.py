@@ -34,7 +34,7 @@ def of_codec(codec: Codec, level: str) -> Kernels:
     """Return the kernels of a codec for a processor's level or "triton"; skip without either."""
     if level == "triton":
         pytest.importorskip("triton", reason="no triton here")
-        return OnGPU(importlib.import_module("lab.codec.onebit_gpu").Triton(bool(codec.option)))
+        return OnGPU(importlib.import_module("lab.codec.gpu").Triton(codec.reading))
     return Native(library_at(level, codec.name), codec.name, codec.option)
 
 
@@ -46,9 +46,14 @@ class OnGPU:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def encode(
-        self, layout: Layout, values: Tensor, residual: Tensor | None, message: Tensor
+        self,
+        layout: Layout,
+        values: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        finite: Tensor | None = None,
     ) -> None:
-        self._call(self._kernels.encode, layout, values, residual, message)
+        self._call(self._kernels.encode, layout, values, residual, message, finite)
 
     def add_up(
         self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor

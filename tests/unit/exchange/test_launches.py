@@ -9,28 +9,26 @@ import torch
 
 from lab.claims.predicted import profile_of
 from lab.codec.base import Codec, Kernels, Reference
-from lab.codec.onebit import OneBit
 from lab.exchange.bucket import GradBucket
 from lab.simulate.recorded import META, Event, Moved, Passes, Recorder
 from lab.simulate.strategy import buckets
 from tests.support.cases import maker
 
 NUM_RANKS, BUCKET_MB = 8, 25.0
-ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB)
+ALEXNET = buckets(profile_of("alexnet_titanx"), BUCKET_MB, on_gpu=True)
 # Of a step of AlexNet: of torch that move values, of Triton, and collectives. Before buckets had
-# plans: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk 254 + 0 + 6, signsgd_ef 323 + 64 + 7,
-# int8 438 + 0 + 12, int4 730 + 0 + 12, randomk 856 + 0 + 6. Definitions in torch take each rank's
-# part and each message by itself: more launches than before.
+# plans, in 6 buckets: onebit 79 + 24 + 12, powersgd 85 + 0 + 12, topk 254 + 0 + 6, signsgd_ef
+# 323 + 64 + 7, int8 438 + 0 + 12, int4 730 + 0 + 12, randomk 856 + 0 + 6.
 LAUNCHES = {
-    "allreduce": (0, 0, 6),
-    "bf16": (12, 0, 6),
-    "onebit": (6, 21, 12),
-    "int8": (998, 0, 12),
-    "int4": (1824, 0, 12),
-    "signsgd_ef": (640, 0, 6),
-    "topk": (466, 0, 6),
-    "randomk": (554, 0, 6),
-    "powersgd": (65, 0, 12),
+    "allreduce": (0, 0, 4),
+    "bf16": (8, 0, 4),
+    "onebit": (0, 12, 8),
+    "int8": (0, 12, 8),
+    "int4": (0, 12, 8),
+    "signsgd_ef": (0, 12, 4),
+    "topk": (458, 0, 4),
+    "randomk": (536, 0, 4),
+    "powersgd": (59, 0, 9),
 }
 
 
@@ -49,13 +47,12 @@ class Counter:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codecs have the kernels that they would have on a GPU, which do nothing."""
-    triton = pytest.importorskip("lab.codec.onebit_gpu", reason="no triton here")
-    for name in ("encode_rows", "decode_rows", "copy_rows"):
+    triton = pytest.importorskip("lab.codec.gpu", reason="no triton here")
+    for name in ("encode_rows", "decode_rows", "add_magnitudes"):
         monkeypatch.setattr(triton, name, Counter())
 
     def kernels(codec: Codec, _: torch.device) -> Kernels:
-        own = isinstance(codec, OneBit)
-        return triton.Triton(bool(codec.option)) if own else Reference(codec)
+        return triton.Triton(codec.reading) if codec.reading else Reference(codec)
 
     monkeypatch.setattr(Codec, "kernels", kernels)
 

@@ -19,7 +19,7 @@ ROOMS = {
     for floor, room, imported in ROW.findall((LAB.parent / "docs/design.md").read_text())
 }
 ONLY_IN = {
-    "triton": {"lab/codec/onebit_gpu.py"},
+    "triton": {"lab/codec/gpu_kernels.py"},
     "wandb": {"lab/record/wandb.py"},
     "hydra": {
         *("lab/settings/composition.py", "lab/settings/config.py", "lab/settings/overrides.py"),

@@ -1,0 +1,253 @@
+"""The kernels of codecs in Triton, for CUDA tensors: one launch encodes a bucket, one decodes it.
+
+A program takes some rows of one piece, as the tables of a layout tell it, and so many values of
+each at once: a tile, [rows, units of the payload, values of a unit]. Rows of up to LONGEST values
+stay in registers, so that gradient and residual are read once. Longer ones are read again to be
+written; their programs are so large that all running ones together fit into the GPU's cache. The
+number that all values of a parameter share, of `signs`, is the sum of what a launch before finds in
+spans of it. Nothing waits for the host, and no temporary is as large as the gradient.
+"""
+
+# Triton takes options of a launch that its kernels do not name, and plain values for constants.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lab.codec.gpu_kernels import add_magnitudes, decode_rows, encode_rows
+from lab.codec.kernels import Reading
+from lab.codec.layout import FLOAT_BYTES, Layout, Piece
+
+TILE = 2048  # values of a program of short rows
+LONGEST = 4096  # values of a row that registers hold: 16 for each of 256 threads
+LONG_TILE = 4096  # values of a longer row that are read at once
+SPAN = 65_536  # values that a program of `add_magnitudes` adds up
+FEW = 1 / 8  # a share of a bucket whose rows join wider ones: a launch costs more than idle lanes
+VALUES_PER_THREAD = 16
+WARP = 32
+REGISTERS = 2**15  # of a program at most: half of a multiprocessor's, so that two run at once
+READINGS = ("sides", "mean", "signs", "levels", "float8", "bfloat16", "float16")  # see _read
+NUM_SCALES = (2, 2, 1, 2, 1, 0, 0)  # float32 numbers in the header of a row, by reading
+
+
+class Form(NamedTuple):
+    """The constants of a launch: a codec's wire format, and the size of a tile.
+
+    Attributes:
+        reading: the place in READINGS of how a value is read.
+        per_unit: values of a unit of the payload, which is a byte, or two of a cast.
+        num_levels: of the reading "levels".
+        scales: float32 numbers in the header of a row.
+        rows, units, width: of a tile; `width` values of a row are `units` of its payload.
+        on_chip: a row has no more than `width` values, or the program takes no more of it.
+        span: values that a program of `add_magnitudes` adds up.
+    """
+
+    reading: int
+    per_unit: int
+    num_levels: int
+    scales: int
+    rows: int = 1
+    units: int = 1
+    width: int = 1
+    on_chip: bool = True
+    span: int = SPAN
+
+    @classmethod
+    def of(cls, reading: Reading) -> Form:
+        """Return the form of a codec, for `tile`."""
+        at = READINGS.index(reading.kind)
+        return cls(at, reading.per_unit, reading.num_levels, NUM_SCALES[at])
+
+    def tile(self, width: int, on_chip: bool = True) -> Form:
+        """Return the same with tiles of `width` values of a row, a power of two."""
+        rows, units = max(1, TILE // width), width // self.per_unit
+        return self._replace(rows=rows, units=units, width=width, on_chip=on_chip)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The launch's: threads, registers of each, and a rounding of products before sums."""
+        warps = max(4, self.rows * self.width // (VALUES_PER_THREAD * WARP))
+        most = REGISTERS // (warps * WARP) if warps > 4 else None  # few threads need no limit
+        return {"num_warps": warps, "maxnreg": most, "enable_fp_fusion": False}
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row may be as long as a parameter, so that many programs share it."""
+        return READINGS[self.reading] in ("signs", "bfloat16", "float16")
+
+
+class Program(NamedTuple):
+    """A program's rows: those of a Piece, of which it may take columns from `first` on alone.
+
+    Attributes:
+        rows: 0: `columns` values that are copied, at byte `header` of the message.
+        even: addresses and columns are multiples of 16 bytes and values.
+        span: the first span of its row; the next rows' follow.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    header: int
+    payload: int
+    first: int
+    even: int
+    span: int
+
+
+class Triton:
+    """See lab.codec.base.Kernels."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._form = Form.of(reading)
+
+    def encode(
+        self,
+        layout: Layout,
+        values: Tensor,
+        residual: Tensor | None,
+        message: Tensor,
+        finite: Tensor | None = None,
+    ) -> None:
+        self._encode(layout, (values, 0, 0), residual, message, finite)
+
+    def reduce(
+        self, layout: Layout, messages: Tensor, residual: Tensor | None, out: Tensor
+    ) -> None:
+        self._encode(layout, (messages, len(messages), messages.stride(0)), residual, out, None)
+
+    def add_up(
+        self, layout: Layout, messages: Tensor, out: Tensor, divisor: int, finite: Tensor
+    ) -> None:
+        sent = messages, len(messages), messages.stride(0)
+        with torch.cuda.device_of(out):
+            for form, table in self._tables(layout, out.device).decode:
+                decode_rows[(len(table),)](
+                    *(*sent, out, table, divisor, finite, form),
+                    **form.options,
+                )
+
+    def _encode(
+        self,
+        layout: Layout,
+        source: tuple[Tensor, int, int],
+        residual: Tensor | None,
+        out: Tensor,
+        finite: Tensor | None,
+    ) -> None:
+        tables, sums = self._tables(layout, out.device), source[1] > 0
+        with torch.cuda.device_of(out):
+            if tables.spans is not None:
+                form = self._form.tile(TILE)
+                add_magnitudes[(len(tables.spans),)](
+                    *(*source, residual, tables.sums, tables.spans, sums, form),
+                    **form.options,
+                )
+            for form, table in tables.encode:
+                encode_rows[(len(table),)](
+                    *(*source, residual, out, table, tables.sums, finite, sums, form),
+                    **form.options,
+                )
+
+    def _tables(self, layout: Layout, device: torch.device) -> Tables:
+        """Return the programs of a layout, made at the first call."""
+        key = Tables, self._form, device
+        if key not in layout.plans:
+            layout.plans[key] = made_tables(layout, self._form, device)
+        return layout.plans[key]
+
+
+class Tables(NamedTuple):
+    """The programs of a layout's launches: int64 [programs, 8].
+
+    Attributes:
+        spans: of `add_magnitudes`, a program each; None: no row is shared by programs.
+        sums: float64 [spans], what these find.
+    """
+
+    encode: list[tuple[Form, Tensor]]
+    decode: list[tuple[Form, Tensor]]
+    spans: Tensor | None
+    sums: Tensor
+
+
+def made_tables(layout: Layout, form: Form, device: torch.device) -> Tables:
+    """Divide the rows of a layout among programs."""
+    encode, decode = defaultdict[Form, list[Program]](list), defaultdict[Form, list[Program]](list)
+    spans, widths = list[Program](), _widths(layout)
+    for piece in layout.pieces:
+        width = widths[piece.columns]
+        tiles = form.tile(min(width, TILE))
+        decode[tiles] += _tiles(layout, piece, tiles, len(spans))
+        if form.shares_rows:
+            encode[tiles] += _tiles(layout, piece, tiles, len(spans))
+            spans += _spans(layout, piece, form)
+        else:
+            on_chip = piece.columns <= LONGEST
+            whole = form.tile(width if on_chip else LONG_TILE, on_chip)
+            encode[whole] += (
+                Program(*each, 0, _is_even(piece), 0) for each in layout.cut(piece, whole.rows)
+            )
+    for launches in (encode, decode):
+        first = next(iter(launches), form.tile(TILE))
+        launches[first] += _copies(layout, first.rows * first.width)
+    return Tables(
+        [(tiles, _table(programs, device)) for tiles, programs in encode.items() if programs],
+        [(tiles, _table(programs, device)) for tiles, programs in decode.items() if programs],
+        _table(spans, device) if spans else None,
+        torch.zeros(len(spans), dtype=torch.float64, device=device),
+    )
+
+
+def _table(programs: Iterable[Program], device: torch.device) -> Tensor:
+    return torch.tensor([*programs], dtype=torch.int64, device=device)
+
+
+def _widths(layout: Layout) -> dict[int, int]:
+    """Choose the width of a tile by the columns of its rows: as few as do not waste much."""
+    values = Counter[int]()  # by width
+    for piece in layout.pieces:
+        values[_width(piece.columns)] += piece.rows * piece.columns
+    few, joined, wider = FEW * sum(values.values()), dict[int, int](), 0
+    for width in sorted(values, reverse=True):
+        joined[width] = wider if wider and values[width] < few else width
+        wider = joined[width]
+    return {piece.columns: joined[_width(piece.columns)] for piece in layout.pieces}
+
+
+def _width(columns: int) -> int:
+    """Return the power of two that holds `columns` values, or LONGEST."""
+    return min(LONGEST, max(64, 1 << (columns - 1).bit_length()))
+
+
+def _is_even(piece: Piece) -> int:
+    return int(piece.columns % 16 == 0 and piece.start % 4 == 0)
+
+
+def _tiles(layout: Layout, piece: Piece, form: Form, span: int) -> Iterator[Program]:
+    """Divide a piece among programs of one tile each."""
+    spans = -(-piece.columns // form.span)
+    for number, each in enumerate(layout.cut(piece, form.rows)):
+        for first in range(0, piece.columns, form.width):
+            yield Program(*each, first, _is_even(piece), span + number * form.rows * spans)
+
+
+def _spans(layout: Layout, piece: Piece, form: Form) -> Iterator[Program]:
+    if READINGS[form.reading] == "signs":
+        for row in layout.cut(piece, 1):
+            for first in range(0, piece.columns, form.span):
+                yield Program(*row, first, _is_even(piece), 0)
+
+
+def _copies(layout: Layout, size: int) -> Iterator[Program]:
+    for start, count, at in layout.copies:
+        for first in range(0, count, size):
+            number = min(size, count - first)
+            yield Program(start + first, 0, number, at + FLOAT_BYTES * first, 0, 0, 0, 0)
