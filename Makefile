@@ -65,7 +65,7 @@ horovod: $(VENV)/.horovod
 
 gpu: export LAB_TEST_DEVICE ?= cuda
 gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/gpu tests/unit/codec/test_onebit.py tests/unit/codec/test_gpu_kernels.py -v \
+	$(BIN)/python -m pytest tests/gpu tests/unit/codec/test_kernels.py tests/unit/codec/test_gpu_kernels.py -v \
 	  > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
 
 gpu-first-hour: $(VENV)/.dev
