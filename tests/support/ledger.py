@@ -34,12 +34,14 @@ class Ledger:
     Attributes:
         means: what each step has delivered, laid out as SHAPES.
         finite: whether each step's gradients were found finite.
+        plans: of buckets, by their parameters' names.
     """
 
     exchange: Any
     comm: Comm
     means: list[Tensor] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
+    plans: dict[str, Plans] = field(default_factory=dict)
 
     @property
     def delivered(self) -> Tensor:
@@ -61,7 +63,6 @@ class Ledger:
             plans: buckets by name, of which the next ones hold from each later step on.
             first: number of the first step.
         """
-        kept_plans: dict[str, Plans] = {}
         for step, gradient in enumerate(gradients, start=first):
             parts = dict(
                 zip(SHAPES, gradient.split([*map(torch.Size.numel, SHAPES.values())]), strict=True)
@@ -69,7 +70,7 @@ class Ledger:
             means, finite = dict[str, Tensor](), True
             for names in (plans or (WHOLE,))[min(step - first, len(plans or (WHOLE,)) - 1)]:
                 flat = torch.cat([parts[name] for name in names])
-                shared = kept_plans.setdefault(" ".join(names), Plans())
+                shared = self.plans.setdefault(" ".join(names), Plans())
                 bucket = GradBucket(
                     {name: SHAPES[name] for name in names}, flat, step, plans=shared
                 )

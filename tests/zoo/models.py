@@ -599,7 +599,9 @@ MODELS: dict[str, Model] = {
         **COMPLEX,
     ),
     "doublespectral": Model(
-        lambda: Sequential(Cast(torch.complex128), Product(_complex(66, 64).to(torch.complex128).t() / 8)),
+        lambda: Sequential(
+            Cast(torch.complex128), Product(_complex(66, 64).to(torch.complex128).t() / 8)
+        ),
         normal(64),
         wide=False,
         refused="compressed direction moved",

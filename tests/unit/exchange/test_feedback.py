@@ -97,7 +97,7 @@ def test_delivered_and_residuals_make_the_true_sum_though_buckets_change(
     name: str, size: int
 ) -> None:
     gradients = torch.randn(12, size, NUM_VALUES)
-    ledgers = exchanged(keeping(name), gradients, *6 * [WHOLE], TWO)
+    ledgers = exchanged(keeping(name), gradients, *4 * [WHOLE], *4 * [TWO], WHOLE)
     assert_nothing_is_lost(ledgers, gradients.double().sum(dim=(0, 1)))
     assert all(all(ledger.finite) for ledger in ledgers)
 
@@ -201,14 +201,17 @@ def test_without_error_feedback_nothing_is_kept(name: str) -> None:
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_a_residual_is_flushed_once(name: str) -> None:
     def rank_main(comm: Comm) -> None:
-        ledger = Ledger(keeping(name)(), comm)
-        ledger.run(torch.randn(1, NUM_VALUES))
+        ledger, gradients = Ledger(keeping(name)(), comm), torch.randn(2, NUM_VALUES)
+        ledger.run(gradients[:1])
         kept, bucket = ledger.kept(), GradBucket(SHAPES, torch.ones(NUM_VALUES), 1)
         ledger.exchange.flush_residual(bucket, comm)
         torch.testing.assert_close(bucket.flat.double(), kept + 1, rtol=1e-5, atol=1e-5)
         assert kept.any() and not ledger.kept().any()
+        ledger.run(gradients[1:], first=2)  # another's residual does not come back
+        off = ledger.means[-1].double() * comm.size + ledger.kept() - gradients[1].double()
+        assert off.norm() <= 1e-5 * gradients[1].norm()
 
-    run_ranks(2, rank_main)
+    run_ranks(1, rank_main)
 
 
 def test_topk_delivers_the_largest_and_keeps_the_others() -> None:
