@@ -75,8 +75,10 @@ class Ledger:
                     {name: SHAPES[name] for name in names}, flat, step, plans=shared
                 )
                 self.exchange.average(bucket, self.comm)
-                finite = finite and bool(bucket.flat.isfinite().all())
-                finite = finite and (bucket.finite is None or bool(bucket.finite))
+                shown = bool(bucket.flat.isfinite().all())
+                told = shown if bucket.finite is None else bool(bucket.finite)
+                assert shown or not told
+                finite = finite and told
                 means |= {name: bucket.flat[start:stop] for name, start, stop in bucket.spans()}
             self.means.append(torch.cat([means[name] for name in SHAPES]))
             self.finite.append(finite)
