@@ -1,4 +1,4 @@
-# make run | test | test-all | attack | zoo | fuzz | curves | lint | format | lock | horovod | gpu | gpu-first-hour
+# make run | test | test-all | attack | zoo | fuzz | stale | curves | lint | format | lock | horovod | gpu | gpu-first-hour
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -18,7 +18,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log 
 # Wheels of Horovod, one for each version of torch and Python: a build takes some minutes.
 HOROVOD_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/scaling-lab/horovod
 
-.PHONY: run test test-all attack zoo fuzz curves lint format lock horovod gpu gpu-first-hour
+.PHONY: run test test-all attack zoo fuzz stale curves lint format lock horovod gpu gpu-first-hour
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, each of which would compile the lab anew.
@@ -47,6 +47,10 @@ zoo: $(VENV)/.dev
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.zoo fuzz num=2000 seed=0
 
+# Pages of docs/results whose code has changed since they were measured.
+stale: $(VENV)/.dev
+	$(BIN)/python -m tests.support.stale
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,7 +69,7 @@ horovod: $(VENV)/.horovod
 
 gpu: export LAB_TEST_DEVICE ?= cuda
 gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/gpu tests/unit/codec/test_onebit.py tests/unit/codec/test_gpu_kernels.py -v \
+	$(BIN)/python -m pytest tests/gpu tests/unit/codec/test_kernels.py tests/unit/codec/test_gpu_kernels.py -v \
 	  > gpu.log 2>&1; status=$$?; cat gpu.log; exit $$status
 
 gpu-first-hour: $(VENV)/.dev

@@ -26,167 +26,119 @@ from lab.settings.config import build, load
 from lab.sync.base import SyncParts
 from tests.support.ranks import CREW, join, spawn
 from tests.support.slow import some_of
+from tests.zoo.models import Net
 
 WIDTH, STEPS = 12, 3
 
 
-class Layers(nn.Module):
-    """Two layers around a third, for modules to differ from."""
+class Layers(Net):
+    """Two layers around a third, for modules to differ from.
 
-    def __init__(self, middle: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.middle = middle or nn.Linear(WIDTH, WIDTH)
+    Args:
+        run: a function of the model and its input; by default, each layer in turn.
+        parts: more modules and parameters.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(torch.tanh(self.first(x))))
-
-
-class ReadByParent(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.middle(torch.tanh(self.first(x))) @ self.first.weight
-
-
-class ReadTwoLevelsUp(Layers):
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Tanh()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner: Any = self.middle
-        return F.linear(self.middle(self.first(x)), inner[0][0].weight.T)
+    def __init__(
+        self,
+        middle: nn.Module | None = None,
+        run: Callable[..., Tensor] | None = None,
+        **parts: Any,
+    ) -> None:
+        layers: dict[str, nn.Module] = {"first": nn.Linear(8, WIDTH), "last": nn.Linear(WIDTH, 4)}
+        layers["middle"] = middle or nn.Linear(WIDTH, WIDTH)
+        super().__init__(run or in_turn, **layers, **parts)
 
 
-class ReadBySibling(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        first = self.first
-        self.middle.forward = lambda x: x @ first.weight @ first.weight.T  # type: ignore[assignment]
+def in_turn(net: Any, x: Tensor) -> Tensor:
+    return net.last(net.middle(torch.tanh(net.first(x))))
 
 
-class ReadByHook(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last.register_forward_hook(lambda *of: of[2] @ self.last.weight @ self.first.weight)
+def read_two_levels_up() -> nn.Module:
+    inner = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+    return Layers(
+        inner, lambda net, x: F.linear(net.middle(net.first(x)), net.middle[0][0].weight.T)
+    )
 
 
-class ReadByMethod(Layers):
-    """Its first layer is never called."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(torch.tanh(x @ self.first.weight.T)))
+def by_sibling(net: Any) -> None:
+    first = net.first
+    net.middle.forward = lambda x: x @ first.weight @ first.weight.T
 
 
-class ReadInTraining(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.middle(torch.tanh(self.first(x)))
-        return hidden @ self.first.weight if self.training else hidden
+def by_hook(net: Any) -> None:
+    net.last.register_forward_hook(lambda *of: of[2] @ net.last.weight @ net.first.weight)
 
 
-class Attention(Layers):
-    """Its attention reads the weight of a layer that it does not call."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.MultiheadAttention(WIDTH, 2, batch_first=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x)).unsqueeze(1).repeat(1, 3, 1)
-        return self.last(self.middle(x, x, x)[0].mean(1))
+def in_training(net: Any, x: Tensor) -> Tensor:
+    hidden = net.middle(torch.tanh(net.first(x)))
+    return hidden @ net.first.weight if net.training else hidden
 
 
-class TwoTypes(Layers):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH).bfloat16())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(torch.tanh(self.first(x)).bfloat16()).float())
+def attends(net: Any, x: Tensor) -> Tensor:
+    """Attend; attention reads the weight of a layer that it does not call."""
+    x = torch.tanh(net.first(x)).unsqueeze(1).repeat(1, 3, 1)
+    return net.last(net.middle(x, x, x)[0].mean(1))
 
 
-class TwoTypesInALayer(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle.bias = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        middle: Any = self.middle
-        return self.last(torch.tanh(self.first(x)) @ middle.weight + middle.bias.float())
-
-
-class Complex(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spectrum = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward((torch.fft.fft(x) @ self.spectrum).real)
+def two_types_in_a_layer() -> nn.Module:
+    net: Any = Layers(
+        run=lambda net, x: net.last(
+            torch.tanh(net.first(x)) @ net.middle.weight + net.middle.bias.float()
+        )
+    )
+    net.middle.bias = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+    return net
 
 
-class Sparse(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(40, WIDTH, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.rows((10 * x.abs()).long().clamp(max=39)).mean(1)))
+def looked_up(net: Any, x: Tensor) -> Tensor:
+    return net.last(net.middle(net.rows((10 * x.abs()).long().clamp(max=39)).mean(1)))
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(2, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 3)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x.reshape(-1, 2, 2, 2).repeat(1, 1, 2, 2))))
+def convolutions() -> nn.Module:
+    net: Any = Net(
+        lambda net, x: net.last(torch.tanh(net.first(x.reshape(-1, 2, 2, 2).repeat(1, 1, 2, 2)))),
+        **{"first": nn.Conv2d(2, WIDTH, 3, padding=1), "last": nn.Conv2d(WIDTH, 4, 3)},
+    )
+    return net.to(memory_format=torch.channels_last)
 
 
-class Recomputed(Layers):
-    """A layer used twice, and recomputed each time."""
+def recomputed(reentrant: bool) -> nn.Module:
+    """Make a model with a layer used twice, and recomputed each time."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(net.first(x))
         for _ in range(2):
-            x = torch.tanh(checkpoint(self.middle, x, use_reentrant=self.reentrant))  # type: ignore[arg-type]
-        return self.last(x)
+            x = torch.tanh(checkpoint(net.middle, x, use_reentrant=reentrant))  # type: ignore[arg-type]
+        return net.last(x)
+
+    return Layers(run=run)
 
 
-class Unused(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rare, self.own = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(5, 3))
+def unused() -> nn.Module:
+    return Layers(rare=nn.Linear(WIDTH, WIDTH), own=nn.Parameter(torch.ones(5, 3)))
 
 
-class Experts(Layers):
-    """A layer for the rows of each rank, by their first value's sign, and one that no row needs."""
+def experts() -> nn.Module:
+    """Make a layer for the rows of each rank, by their first value's sign, and one for none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.scale = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, out = torch.tanh(self.first(x)), []
+    def run(net: Any, x: Tensor) -> Tensor:
+        hidden, out = torch.tanh(net.first(x)), []
         for row, positive in zip(hidden, x[:, 0] > 0, strict=True):
-            at = int(positive)
-            out.append(self.experts[at](row) * self.scale[at])
-        return self.last(torch.stack(out))
+            out.append(net.experts[int(positive)](row) * net.scale[int(positive)])
+        return net.last(torch.stack(out))
+
+    scales = (nn.Parameter(torch.ones(WIDTH)) for _ in range(3))
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    return Layers(run=run, experts=layers, scale=nn.ParameterList(scales))
 
 
-class OtherPaths(Layers):
-    """Rank 0 needs one layer and rank 1 another, which a sample in eval mode does not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, path = torch.tanh(self.first(x)), x[0, 0] > 0
-        if not self.training:
-            return self.last(self.middle(x) + self.other(x))
-        return self.last((self.middle if path else self.other)(x))
+def other_paths(net: Any, x: Tensor) -> Tensor:
+    """Use one layer on rank 0 and another on rank 1, which a sample in eval mode does not show."""
+    x, path = torch.tanh(net.first(x)), x[0, 0] > 0
+    if not net.training:
+        return net.last(net.middle(x) + net.other(x))
+    return net.last((net.middle if path else net.other)(x))
 
 
 def changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
@@ -222,7 +174,7 @@ def empty(net: Any) -> None:
 
 
 def hold(net: Any) -> None:
-    net.kept = [net.first.weight]
+    net.held = [net.first.weight]
 
 
 def share_memory(net: Any) -> None:
@@ -230,23 +182,38 @@ def share_memory(net: Any) -> None:
     net.other.weight.data = net.middle.weight.data
 
 
+def running(run: Callable[..., Tensor], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
+    """Return a maker of Layers with another forward, and parts that are made anew."""
+    return lambda: Layers(run=run, **{name: make() for name, make in parts.items()})
+
+
 RIGHT: dict[str, Callable[[], nn.Module]] = {
-    "read by parent": ReadByParent,
-    "read two levels up": ReadTwoLevelsUp,
-    "read by sibling": ReadBySibling,
-    "read by hook": ReadByHook,
-    "read by method": ReadByMethod,
-    "attention": Attention,
-    "two types": TwoTypes,
-    "complex": Complex,
+    "read by parent": running(
+        lambda net, x: net.middle(torch.tanh(net.first(x))) @ net.first.weight
+    ),
+    "read two levels up": read_two_levels_up,
+    "read by sibling": changed(by_sibling),
+    "read by hook": changed(by_hook),
+    "read by method": running(  # its first layer is never called
+        lambda net, x: net.last(net.middle(torch.tanh(x @ net.first.weight.T)))
+    ),
+    "attention": running(attends, middle=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
+    "two types": running(
+        lambda net, x: net.last(net.middle(torch.tanh(net.first(x)).bfloat16()).float()),
+        middle=lambda: nn.Linear(WIDTH, WIDTH).bfloat16(),
+    ),
+    "complex": running(
+        lambda net, x: in_turn(net, (torch.fft.fft(x) @ net.spectrum).real),
+        spectrum=lambda: nn.Parameter(torch.randn(8, 8, dtype=torch.complex64)),
+    ),
     "double": lambda: Layers().double(),
     "bfloat16": lambda: Layers().bfloat16(),
-    "sparse": Sparse,
-    "channels last": Convolutions,
-    "recomputed": lambda: Recomputed(reentrant=False),
-    "recomputed, reentrant": lambda: Recomputed(reentrant=True),
-    "unused": Unused,
-    "experts": Experts,
+    "sparse": running(looked_up, rows=lambda: nn.Embedding(40, WIDTH, sparse=True)),
+    "channels last": convolutions,
+    "recomputed": lambda: recomputed(False),
+    "recomputed, reentrant": lambda: recomputed(True),
+    "unused": unused,
+    "experts": experts,
     "tied": changed(tie),
     "frozen": changed(freeze),
     "other layouts": changed(lay_out),
@@ -268,12 +235,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "held": (changed(hold), "first.weight: is held in a list, closure or other object"),
     "shared memory": (changed(share_memory), "other.weight: shares memory with middle.weight"),
     "two types in a layer": (
-        TwoTypesInALayer,
+        two_types_in_a_layer,
         "in a module that cannot be sent apart from others; FSDP sends one type for each module",
     ),
-    "read in training": (ReadInTraining, "first.weight: is read while the forward of its module"),
+    "read in training": (
+        running(in_training),
+        "first.weight: is read while the forward of its module",
+    ),
     "other paths": (
-        OtherPaths,
+        running(other_paths, other=lambda: nn.Linear(WIDTH, WIDTH)),
         "weight: another rank's forward ran its module and this rank's did",
     ),
 }
@@ -401,7 +371,8 @@ def in_a_loop(exchange: str) -> tuple[float, bool]:
     comm = join().comm
     assert isinstance(comm, TorchComm)
     torch.manual_seed(0)
-    net, mesh = Unused(), DeviceMesh.from_group(comm.group, "cpu")
+    made: Any = unused()
+    net, mesh = made, DeviceMesh.from_group(comm.group, "cpu")
     net.first.requires_grad_(False)
     for each in (net.middle, net):
         fully_shard(each, mesh=mesh)
@@ -432,7 +403,7 @@ def in_a_loop(exchange: str) -> tuple[float, bool]:
 def due(name: str, size: int) -> Tensor:
     """Return the sum of the ranks' gradients over the steps, of weights that stay."""
     torch.manual_seed(0)
-    net = Unused()
+    net: Any = unused()
     for step in range(STEPS):
         net.last.requires_grad_(step != 1)
         for rank in range(size):

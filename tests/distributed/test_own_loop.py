@@ -71,6 +71,10 @@ def frozen(net: Net) -> None:
     net.first.requires_grad_(False)
 
 
+def half(net: Net) -> None:
+    net.bfloat16()
+
+
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.randn(8, WIDTH, generator=generator)
@@ -114,44 +118,62 @@ CASES = {
     "`static_graph=True`": Case({"static_graph": True, "bucket_cap_mb": 0.02}),
     "`gradient_as_bucket_view=True`": Case({"gradient_as_bucket_view": True}),
     "`torch.compile`": Case({}, compiled=True),
+    "weights in bfloat16, float16": Case({}, prepare=half),
 }
 
 
 @dataclass
 class Loop:
-    """The parts of a loop that depend on the way in which gradients are exchanged."""
+    """The parts of a loop that depend on the way in which gradients are exchanged.
+
+    Attributes:
+        kept: what `attach` and the like return; None for DDP alone.
+    """
 
     module: nn.Module
     accumulate: Callable[[], contextlib.AbstractContextManager[None]]
     finish: Callable[[], object]
+    kept: Any
 
 
 @contextlib.contextmanager
-def way_of(way: str, case: Case, net: Net) -> Iterator[Loop]:
-    """Enter one of the ways to exchange gradients: "ddp", "hook STRATEGY" or "sync STRATEGY"."""
+def entered(way: str, net: nn.Module, compiled: bool = False, **ddp: Any) -> Iterator[Loop]:
+    """Enter a way to exchange gradients: "ddp", or "hook", "sync" or "fsdp" and a strategy."""
     kind, _, strategy = way.partition(" ")
 
-    def compiled(module: nn.Module) -> nn.Module:
-        if not case.compiled:
+    def shown(module: nn.Module) -> nn.Module:
+        if not compiled:
             return module
         return cast(nn.Module, torch.compile(module, backend="aot_eager"))
 
     if kind == "sync":
         with lab.grad_sync(net, strategy, overlap=True, bucket_mb=0.02) as sync:
-            yield Loop(compiled(net), sync.accumulate, sync.finish)
-        return
-    ddp = DistributedDataParallel(net, **case.ddp)
-    if kind == "hook":
-        lab.attach(ddp, strategy)
-    yield Loop(compiled(ddp), cast(Any, ddp.no_sync), nothing)
+            yield Loop(shown(net), sync.accumulate, sync.finish, sync)
+    elif kind == "fsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        kept = lab.fsdp_reduce_scatter(net, strategy)
+        yield Loop(net, contextlib.nullcontext, nothing, kept)
+    else:
+        module = DistributedDataParallel(net, **ddp)
+        kept = lab.attach(module, strategy) if kind == "hook" else None
+        yield Loop(shown(module), cast(Any, module.no_sync), nothing, kept)
 
 
-def train(way: str, case: Case) -> dict[str, Tensor]:
-    net, rank = Net(), dist.get_rank()
+def train(
+    way: str, case: Case, steps: range = range(STEPS), saved: bytes = b""
+) -> tuple[dict[str, Tensor], bytes]:
+    """Train, from a checkpoint if any; return weights, and one from before the last two steps."""
+    net, rank, buffer = Net(), dist.get_rank(), io.BytesIO()
     case.prepare(net)
-    optimizers = case.optimizers(net)
-    with way_of(way, case, net) as loop:
-        for step in range(STEPS):
+    optimizers, dtype = case.optimizers(net), net.last.weight.dtype
+    with entered(way, net, case.compiled, **case.ddp) as loop:
+        if saved:
+            state = torch.load(io.BytesIO(saved), weights_only=True)
+            net.load_state_dict(state["net"])
+            loop.kept.load_state_dict(state["kept"])
+        for step in steps:
+            if step == steps[-2] and loop.kept is not None:
+                torch.save({"net": net.state_dict(), "kept": loop.kept.state_dict()}, buffer)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             for part in range(case.micro_batches):
@@ -159,14 +181,14 @@ def train(way: str, case: Case) -> dict[str, Tensor]:
                 inputs, targets = batch(10 * step + part, rank)
                 with contextlib.nullcontext() if last else loop.accumulate():
                     with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                        outputs = loop.module(inputs, rare=case.rare(step, rank))
+                        outputs = loop.module(inputs.to(dtype), rare=case.rare(step, rank))
                     F.cross_entropy(outputs.float(), targets).backward()
             loop.finish()
             if case.clip:
                 nn.utils.clip_grad_norm_(net.parameters(), case.clip)
             for optimizer in optimizers:
                 optimizer.step()
-    return {name: parameter.detach() for name, parameter in net.named_parameters()}
+    return {name: p.detach().float() for name, p in net.named_parameters()}, buffer.getvalue()
 
 
 @contextlib.contextmanager
@@ -184,7 +206,7 @@ WAYS = ("ddp", "hook allreduce", "hook onebit", "sync onebit")
 
 def all_ways(name: str) -> dict[str, dict[str, Tensor]]:
     with joined():
-        return {way: train(way, CASES[name]) for way in WAYS}
+        return {way: train(way, CASES[name])[0] for way in WAYS}
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -210,7 +232,8 @@ def by_hook_and_sync(names: list[str]) -> dict[str, float]:
     with joined():
         case = CASES["several buckets"]
         return {
-            name: apart(train(f"hook {name}", case), train(f"sync {name}", case)) for name in names
+            name: apart(train(f"hook {name}", case)[0], train(f"sync {name}", case)[0])
+            for name in names
         }
 
 
@@ -229,84 +252,22 @@ def test_the_document_has_a_row_for_each_case_and_no_other() -> None:
 
 # Rows that other tests below hold, or the zoo (tests/zoo).
 ELSEWHERE = (
-    *("`GradScaler`", "weights in bfloat16, float16", "a process group of some ranks", "resuming"),
+    *("`GradScaler`", "a process group of some ranks", "resuming"),
     *("`ddp.join()`, uneven inputs", "float64", "complex64", "weights in another memory order"),
     *("reentrant checkpointing", "double backward"),
 )
 
 
-def scaled(way: str, skipped: int | None, scaler: Any = None) -> dict[str, Tensor]:
-    """Train with a scaler, in which rank 1 overflows at step `skipped`; or without that step."""
-    net, rank = Net(), dist.get_rank()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    kind, _, strategy = way.partition(" ")
-    with contextlib.ExitStack() as stack:
-        finish: Callable[[], object] = nothing
-        module: nn.Module = net
-        if kind == "sync":
-            finish = stack.enter_context(lab.grad_sync(net, strategy, scaler=scaler)).finish
-        else:
-            module = DistributedDataParallel(net)
-            lab.attach(module, strategy, scaler=scaler)
-        for step in range(STEPS):
-            if scaler is None and step == skipped:
-                continue
-            optimizer.zero_grad()
-            inputs, targets = batch(step, rank)
-            loss = F.cross_entropy(module(inputs), targets)
-            if scaler is None:
-                loss.backward()
-                finish()
-                optimizer.step()
-                continue
-            overflow = torch.inf if (step, rank) == (skipped, 1) else 1.0
-            (scaler.scale(loss) * overflow).backward()
-            finish()
-            scaler.step(optimizer)
-            scaler.update()
-    return {name: parameter.detach() for name, parameter in net.named_parameters()}
-
-
-def with_and_without_scaler(strategy: str) -> list[list[dict[str, Tensor]]]:
-    with joined():
-        return [
-            [
-                scaled(f"{kind} {strategy}", 2, torch.amp.GradScaler("cpu", init_scale=2.0**10)),
-                scaled(f"{kind} {strategy}", 2),
-            ]
-            for kind in ("hook", "sync")
-        ]
-
-
-@pytest.mark.parametrize("strategy", some_of(["onebit", "topk", "randomk", "allreduce"], every=3))
-def test_a_step_that_a_scaler_skips_leaves_no_trace(strategy: str) -> None:
-    """Scales are powers of two, so residuals in true units are the same bits."""
-    first, second = CREW.call(2, with_and_without_scaler, strategy)
-    for mine, other in zip(first, second, strict=True):
-        assert apart(mine[0], other[0]) == 0
-        if strategy != "randomk":  # its draw depends on the number of the step
-            assert apart(mine[0], mine[1]) == 0
-        assert all(value.isfinite().all() for value in mine[0].values())
-
-
 def spoiled() -> list[str]:
     with joined() as rank:
         messages = []
-        for kind in ("hook", "sync"):
-            net = Net()
+        for way in ("hook onebit", "sync onebit"):
             inputs = batch(0, rank)[0] * (torch.nan if rank else 1.0)
-            with contextlib.ExitStack() as stack:
-                finish: Callable[[], object] = nothing
-                module: nn.Module = net
-                if kind == "sync":
-                    finish = stack.enter_context(lab.grad_sync(net, "onebit")).finish
-                else:
-                    module = DistributedDataParallel(net)
-                    lab.attach(module, "onebit")
+            with entered(way, Net()) as loop:
                 try:
                     for _ in range(2):
-                        module(inputs).sum().backward()
-                        finish()
+                        loop.module(inputs).sum().backward()
+                        loop.finish()
                 except FloatingPointError as error:
                     messages.append(str(error))
         return messages
@@ -318,28 +279,6 @@ def test_without_a_scaler_gradients_that_are_not_finite_are_an_error() -> None:
     for messages in spawn(2, spoiled):
         assert len(messages) == 2
         assert all(m.startswith("exchange=OneBit: gradients of the last step") for m in messages)
-
-
-def in_bfloat16() -> dict[str, Tensor]:
-    with joined() as rank:
-        net = Net().bfloat16()
-        ddp = DistributedDataParallel(net)
-        lab.attach(ddp, "onebit")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            inputs, targets = batch(step, rank)
-            F.cross_entropy(ddp(inputs.bfloat16()).float(), targets).backward()
-            optimizer.step()
-        with pytest.raises(lab.ConfigError, match="first.weight: is float64; exchange=OneBit"):
-            lab.grad_sync(Net().double())
-        return {name: parameter.detach().float() for name, parameter in net.named_parameters()}
-
-
-def test_weights_in_bfloat16_train_by_the_hook() -> None:
-    first, second = CREW.call(2, in_bfloat16)
-    assert apart(first, second) == 0
-    assert apart(first, dict(Net().bfloat16().float().named_parameters())) > 1e-3
 
 
 def among_some() -> float | None:
@@ -367,15 +306,14 @@ def uneven() -> list[dict[str, Tensor]]:
         trained = []
         for way in ("ddp", "allreduce", "onebit"):
             net = Net()
-            ddp = DistributedDataParallel(net, bucket_cap_mb=0.02)
+            (optimizer,), module = sgd(net), DistributedDataParallel(net, bucket_cap_mb=0.02)
             if way != "ddp":
-                lab.attach(ddp, way)
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            with ddp.join():
+                lab.attach(module, way)
+            with module.join():
                 for step in range(STEPS - 2 * rank):
                     optimizer.zero_grad()
                     inputs, targets = batch(step, rank)
-                    F.cross_entropy(ddp(inputs), targets).backward()
+                    F.cross_entropy(module(inputs), targets).backward()
                     optimizer.step()
             trained.append({name: p.detach() for name, p in net.named_parameters()})
         return trained
@@ -427,41 +365,11 @@ def test_residuals_have_the_models_names_however_it_is_compiled() -> None:
     assert found == [names, names]
 
 
-def stretch(way: str, steps: range, saved: bytes | None) -> tuple[dict[str, Tensor], bytes]:
-    """Train over `steps`, from a checkpoint if there is one; return the weights, and a checkpoint
-    from before the last two steps."""
-    net, buffer = Net(), io.BytesIO()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    kind, _, strategy = way.partition(" ")
-    with contextlib.ExitStack() as stack:
-        finish: Callable[[], object] = nothing
-        module: nn.Module = net
-        if kind == "sync":
-            kept: Any = stack.enter_context(lab.grad_sync(net, strategy, bucket_mb=0.02))
-            finish = kept.finish
-        else:
-            module = DistributedDataParallel(net, bucket_cap_mb=0.02)
-            kept = lab.attach(module, strategy)
-        if saved is not None:
-            state = torch.load(io.BytesIO(saved), weights_only=True)
-            net.load_state_dict(state["net"])
-            kept.load_state_dict(state["kept"])
-        for step in steps:
-            if step == steps[-2]:
-                torch.save({"net": net.state_dict(), "kept": kept.state_dict()}, buffer)
-            optimizer.zero_grad()
-            inputs, targets = batch(step, dist.get_rank())
-            F.cross_entropy(module(inputs), targets).backward()
-            finish()
-            optimizer.step()
-    return dict(net.named_parameters()), buffer.getvalue()
-
-
 def whole_and_resumed(way: str) -> list[dict[str, Tensor]]:
     with joined():
-        whole, saved = stretch(way, range(6), None)
-        resumed, _ = stretch(way, range(4, 6), saved)
-        return [{name: p.detach() for name, p in net.items()} for net in (whole, resumed)]
+        case = CASES["several buckets"]
+        whole, saved = train(way, case, range(6))
+        return [whole, train(way, case, range(4, 6), saved)[0]]
 
 
 # int8's blocks follow the buckets, which DDP plans anew after the first step of a process.
@@ -480,10 +388,9 @@ def other_states() -> list[str]:
     with joined():
         messages = []
         state = lab.attach(DistributedDataParallel(Net()), "topk").state_dict()
-        for kept in (lab.attach(DistributedDataParallel(Net()), "onebit"),):
-            with pytest.raises(ValueError, match="state_dict: holds") as caught:
-                kept.load_state_dict(state)
-            messages.append(str(caught.value))
+        with pytest.raises(ValueError, match="state_dict: holds") as caught:
+            lab.attach(DistributedDataParallel(Net()), "onebit").load_state_dict(state)
+        messages.append(str(caught.value))
         with lab.grad_sync(Net(), "onebit") as sync:
             Net()(batch(0, 0)[0]).sum().backward()
             with pytest.raises(ValueError, match="state_dict: holds"):
@@ -498,22 +405,10 @@ def test_a_state_of_another_exchange_is_refused() -> None:
 
 def of_another(way: str) -> dict[str, str]:
     """Return what refuses states that are not this rank's, by what is wrong with them."""
-    with joined() as rank, contextlib.ExitStack() as stack:
-        net = Net()
-        kind, _, strategy = way.partition(" ")
-        module: nn.Module = net
-        if kind == "sync":
-            kept: Any = stack.enter_context(lab.grad_sync(net, strategy))
-        elif kind == "hook":
-            module = DistributedDataParallel(net)
-            kept = lab.attach(module, strategy)
-        else:
-            fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-            kept = lab.fsdp_reduce_scatter(net, strategy)
-        module(batch(0, rank)[0]).sum().backward()
-        if kind == "sync":
-            kept.finish()
-        buffer = io.BytesIO()
+    with joined() as rank, entered(way, Net()) as loop:
+        loop.module(batch(0, rank)[0]).sum().backward()
+        loop.finish()
+        kept, buffer = loop.kept, io.BytesIO()
         torch.save(kept.state_dict(), buffer)
         own = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         kept.load_state_dict(own)

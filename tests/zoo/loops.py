@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +149,13 @@ class Run(ABC):
         kept: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01} if self.model.decay else {}
         return torch.optim.SGD(parameters, lr=0.05, **kept)
 
+    def begin(
+        self, net: nn.Module | None = None, scaler: Any = None
+    ) -> tuple[Handle, torch.optim.Optimizer]:
+        """Open a model, by default a new one, and make its optimizer."""
+        handle = self.open(net or self.make(), scaler)
+        return handle, self.sgd(handle.net.parameters())
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -195,21 +202,27 @@ def loop(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None
     return add
 
 
+def steps(handle: Handle, *optimizers: torch.optim.Optimizer) -> Iterator[int]:
+    """Yield each step's number; after what the loop does in it, average and update."""
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        yield step
+        handle.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 @loop()
 def plain(run: Run) -> None:
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         run.loss(handle, step).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop()
 def keep_zeros(run: Run) -> None:
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
+    handle, optimizer = run.begin()
     for step in range(STEPS):
         run.loss(handle, step).backward()
         handle.finish()
@@ -220,68 +233,47 @@ def keep_zeros(run: Run) -> None:
 @loop()
 def adamw(run: Run) -> None:
     handle = run.open(run.make())
-    optimizer = torch.optim.AdamW(handle.net.parameters(), lr=0.01, eps=1e-2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    for step in steps(handle, torch.optim.AdamW(handle.net.parameters(), lr=0.01, eps=1e-2)):
         run.loss(handle, step).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop()
 def accumulated(run: Run) -> None:
     """Steps of one to three micro-batches."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         num = 1 + step % 3
         for micro in range(num - 1):
             with handle.accumulate():
                 (run.loss(handle, step, micro) / num).backward()
         (run.loss(handle, step, num) / num).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop(ddp=False, refused="overlap")
 def two_backwards(run: Run) -> None:
     """Two backwards in every step, of which no one has told the sync."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         run.loss(handle, step).backward()
         run.loss(handle, step, 1).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop(ddp=False, unusual_at=3, refused="overlap")
 def one_more_backward(run: Run) -> None:
     """A second backward in one step alone."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         run.loss(handle, step).backward()
         if step == 3:
             run.loss(handle, step, 1).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop()
 def sum_of_losses(run: Run) -> None:
     """Two forwards and one backward."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses = [run.loss(handle, step, micro) for micro in range(2)]
-        (losses[0] + losses[1]).backward()
-        handle.finish()
-        optimizer.step()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
+        (run.loss(handle, step, 0) + run.loss(handle, step, 1)).backward()
 
 
 @loop()
@@ -327,17 +319,13 @@ def alternating(run: Run) -> None:
 def adversary(run: Run) -> None:
     """A loss through a model that is frozen for the time being, by requires_grad."""
     pair = Pair(run.make(0), run.make(1))
-    handle = run.open(pair)
-    optimizer = run.sgd(pair.parameters())
+    handle, optimizer = run.begin(pair)
     trained = [p for p in pair.pair[1].parameters() if p.requires_grad]
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    for step in steps(handle, optimizer):
         for parameter in trained:
             parameter.requires_grad_(step % 2 == 0)
         losses = [run.loss(handle, step, which, (which,)) for which in range(2)]
         (losses[0] + losses[1]).backward()
-        handle.finish()
-        optimizer.step()
 
 
 def _step_by_closure(run: Run, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
@@ -389,8 +377,7 @@ def averaged_copy(run: Run) -> None:
 
 @loop()
 def clipped(run: Run) -> None:
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
+    handle, optimizer = run.begin()
     for step in range(STEPS):
         optimizer.zero_grad()
         run.loss(handle, step).backward()
@@ -402,16 +389,12 @@ def clipped(run: Run) -> None:
 @loop(unusual_at=2)
 def freezing(run: Run) -> None:
     """A half of the parameters is frozen at a step."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         if step == 2:
             for parameter in halves(handle.net)[0]:
                 parameter.requires_grad_(False)
-        optimizer.zero_grad()
         run.loss(handle, step).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop(unusual_at=2, refused="always", ddp=False)
@@ -421,16 +404,12 @@ def unfreezing(run: Run) -> None:
     parameters = list(halves(net)[0])
     for parameter in parameters:
         parameter.requires_grad_(False)
-    handle = run.open(net)
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
+    handle, optimizer = run.begin(net)
+    for step in steps(handle, optimizer):
         if step == 2:
             for parameter in parameters:
                 parameter.requires_grad_(True)
-        optimizer.zero_grad()
         run.loss(handle, step).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop()
@@ -438,56 +417,40 @@ def refrozen(run: Run) -> None:
     """A half of the parameters is frozen, and later trains again."""
     handle = run.open(run.make())
     parameters = list(halves(handle.net)[0])
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
+    for step in steps(handle, run.sgd(handle.net.parameters())):
         for parameter in parameters:
             parameter.requires_grad_(step % 3 != 1)
-        optimizer.zero_grad()
         run.loss(handle, step).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop()
 def gradient_norm(run: Run) -> None:
     """A loss with the norm of its own gradients: second order."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         loss = run.loss(handle, step)
         trained = [p for p in handle.net.parameters() if p.requires_grad]
         slopes = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
         norm = sum(slope.abs().square().sum().float() for slope in slopes if slope is not None)
         (loss + 0.01 * norm).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop()
 def zero_loss(run: Run) -> None:
     """The last rank runs out of batches, and goes on with a loss of zero."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         factor = 0.0 if step > 2 and run.rank == run.size - 1 else 1.0
         (factor * run.loss(handle, step)).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop(ddp=False)
 def no_backward(run: Run) -> None:
     """The last rank runs out of batches, and does nothing but finish."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    handle, optimizer = run.begin()
+    for step in steps(handle, optimizer):
         if step != 1 and (step < 3 or run.rank < run.size - 1):
             run.loss(handle, step).backward()
-        handle.finish()
-        optimizer.step()
 
 
 @loop(ddp=False)
@@ -499,14 +462,11 @@ def nobody_first(run: Run) -> None:
     """
     handle = run.open(run.make())
     optimizer, names = run.sgd(handle.net.parameters()), dict(handle.net.named_parameters()).keys()
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    for step in steps(handle, optimizer):
         if step > 1 or (step == 1 and run.rank):
             run.loss(handle, step).backward()
         if dict(handle.net.named_parameters()).keys() != names:
             raise DoesNotApply("forward adds parameters")
-        handle.finish()
-        optimizer.step()
 
 
 class Interrupted(Exception):
@@ -516,8 +476,7 @@ class Interrupted(Exception):
 @loop()
 def broken_forward(run: Run) -> None:
     """A step that ends before backward, on all ranks."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
+    handle, optimizer = run.begin()
     for step in range(STEPS):
         optimizer.zero_grad()
         try:
@@ -534,8 +493,7 @@ def broken_forward(run: Run) -> None:
 @loop(ddp=False, sums=False, unusual_at=2, refused="overlap")
 def broken_backward(run: Run) -> None:
     """A step that ends in the middle of backward, on all ranks; the loop goes on."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
+    handle, optimizer = run.begin()
     trained = [p for p in handle.net.parameters() if p.requires_grad]
 
     def interrupt(_gradient: Tensor) -> None:
@@ -561,8 +519,7 @@ def broken_backward(run: Run) -> None:
 def skipped_steps(run: Run) -> None:
     """A GradScaler, which skips two steps in which a rank's gradients are infinite."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-    handle = run.open(run.make(), scaler)
-    optimizer = run.sgd(handle.net.parameters())
+    handle, optimizer = run.begin(scaler=scaler)
     for step in range(STEPS):
         optimizer.zero_grad()
         bad = torch.inf if step in (0, 3) and run.rank == run.size - 1 else 1.0
@@ -577,8 +534,7 @@ def skipped_steps(run: Run) -> None:
 @loop()
 def evaluated(run: Run) -> None:
     """Evaluations in between, another number on each rank; and a forward that nothing follows."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
+    handle, optimizer = run.begin()
     for step in range(STEPS):
         optimizer.zero_grad()
         run.loss(handle, step).backward()
@@ -610,8 +566,7 @@ def two_syncs(run: Run) -> None:
 @loop()
 def resumed(run: Run) -> None:
     """Everything is saved half-way, and loaded into a new model, optimizer and sync."""
-    handle = run.open(run.make())
-    optimizer = run.sgd(handle.net.parameters())
+    handle, optimizer = run.begin()
     for step in range(STEPS):
         if step == 3:
             file = io.BytesIO()

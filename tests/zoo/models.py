@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import Linear, Parameter, Sequential
 from torch.nn.utils import parametrizations, parametrize, rnn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,359 +76,136 @@ class Model:
     slow: bool = False
 
 
-MODELS: dict[str, Model] = {}
 STATIC: dict[str, Any] = {"static_graph": True}  # DDP takes several growths of a gradient so alone
+NEVER: dict[str, Any] = {"wide": False, "refused": "always"}
+WIDE: dict[str, Any] = {"wide": False, "refused": "compressed direction"}
+COMPLEX: dict[str, Any] = {"wide": False, "refused": "direction moved"}
 
 
-def animal(batch: Batch, **facts: Any) -> Callable[[Callable[[], nn.Module]], Any]:
-    """Add a class or function that builds a model, under its name."""
+class Net(nn.Module):
+    """Named parts, of which plain tensors are buffers, and a function of them and the inputs."""
 
-    def add(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        MODELS[make.__name__.lower()] = Model(make, batch, **facts)
-        return make
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            self.add(name, part)
 
-    return add
+    def add(self, name: str, part: Any) -> None:
+        """Add a part under any name."""
+        if isinstance(part, Parameter):
+            self.register_parameter(name, part)
+        elif part is None or isinstance(part, Tensor):
+            self.register_buffer(name, part)
+        else:
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.run(self, *inputs)
 
 
-@animal(normal(70))
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(70, 96), nn.Tanh(), nn.Linear(96, 5))
+class Product(Net):
+    """A linear map by a weight of any layout, [n, m]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(lambda net, x: x @ net.weight, weight=Parameter(weight))
 
 
-@animal(normal(3, 8, 8))
-def images() -> nn.Module:
-    head = nn.Flatten(), nn.Linear(8 * 16, 5)
-    return nn.Sequential(
-        *(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 8, 3), nn.ReLU()), *head
+class Cast(Net):
+    """Inputs in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(lambda _, x: x.to(dtype))
+
+
+def _randoms(*shapes: tuple[int, ...]) -> nn.ParameterList:
+    return nn.ParameterList(Parameter(torch.randn(shape)) for shape in shapes)
+
+
+def _mlp() -> Sequential:
+    return Sequential(Linear(70, 96), nn.Tanh(), Linear(96, 5))
+
+
+def _images() -> Sequential:
+    body = nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 8, 3), nn.ReLU()
+    return Sequential(*body, nn.Flatten(), Linear(8 * 16, 5))
+
+
+def _slice(part: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Build a model with a weight [64, 32] that is a part of a larger tensor."""
+    weight = part(torch.randn(128, 64) / 8)
+    return Sequential(Linear(70, 64), nn.ReLU(), Product(weight), Linear(32, 5))
+
+
+def _normed(norm: Callable[[nn.Module], Any], out: int = 66) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        first = norm(Linear(64, out))
+    return Sequential(first, nn.Tanh(), Linear(out, 5))
+
+
+def _packed(kind: Any, **settings: Any) -> nn.Module:
+    """Build a recurrent network over sequences of several lengths."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, torch.tensor([6, 3, 5, 1]), True, False)
+        return net.head(rnn.pad_packed_sequence(net.core(packed)[0], True)[0])
+
+    core = kind(16, 24, batch_first=True, **settings)
+    return Net(run, core=core, head=Linear(24 * (1 + core.bidirectional), 4))
+
+
+def _attention() -> nn.Module:
+    def run(net: Any, ids: Tensor) -> Tensor:
+        x = net.tokens(ids)
+        return net.norm(x + net.attention(x, x, x, need_weights=False)[0]) @ net.tokens.weight.T
+
+    attention = nn.MultiheadAttention(72, 4, batch_first=True)
+    return Net(run, tokens=nn.Embedding(30, 72), attention=attention, norm=nn.LayerNorm(72))
+
+
+def _dropout(net: Any, x: Tensor, rank: int) -> Tensor:
+    with RANDOM:
+        torch.manual_seed(rank)
+        mask = F.dropout(torch.ones(ROWS, 66, dtype=torch.float32), 0.5, net.training)
+    return net.second(torch.relu(net.first(x)) * mask)
+
+
+def _in_turn(net: Any, x: Tensor) -> Tensor:
+    for part in net.parts:
+        x = torch.tanh(part(x))
+    return x
+
+
+def _tied() -> nn.Module:
+    """Build an embedding and a head with one weight, and a block that two lists hold."""
+    block, table, head = Linear(64, 64), nn.Embedding(40, 64), Linear(64, 40)
+    head.weight = table.weight
+    return Net(
+        lambda net, ids: net.head(_in_turn(net, net.tokens(ids))),
+        **{"tokens": table, "parts": nn.ModuleList([block, block, block])},
+        **{"again": nn.ModuleList([block]), "head": head},
     )
 
 
-@animal(normal(70))
-class UnusedHead(nn.Module):
-    """A head that no loss reaches, and a layer that is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head, self.other = nn.Linear(70, 66), nn.Linear(66, 5), nn.Linear(66, 70)
-        self.frozen = nn.Linear(70, 70).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.frozen(x))))
-
-
-@animal(with_rank(64), uneven=True)
-class Experts(nn.Module):
-    """A mixture in which each rank uses an expert of its own, and one expert nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(64, 64)
-        self.experts = nn.ModuleList(nn.Linear(64, 72, bias=False) for _ in range(6))
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        hidden = torch.tanh(self.gate(x))
-        return self.experts[rank](hidden) + self.experts[4](hidden)
-
-
-class Slice(nn.Module):
-    """A weight that is a part of a larger tensor, [n, m]."""
-
-    def __init__(self, part: Callable[[Tensor], Tensor], n: int, m: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(part(torch.randn(2 * n, 2 * m) / n**0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-def _with_slice(part: Callable[[Tensor], Tensor]) -> nn.Module:
-    return nn.Sequential(nn.Linear(70, 64), nn.ReLU(), Slice(part, 64, 32), nn.Linear(32, 5))
-
-
-@animal(normal(70))
-def columns() -> nn.Module:
-    return _with_slice(lambda whole: whole[:64, 32:])
-
-
-@animal(normal(80))
-def one_parameter() -> nn.Module:
-    return nn.Linear(80, 64, bias=False)
-
-
-@animal(normal(7), refused="few")
-class OneScalar(nn.Module):
-    """Nothing to train but a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x
-
-
-@animal(normal(70))
-class EmptyOnes(nn.Module):
-    """Parameters and buffers of no dimension, and without values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.linear = nn.Parameter(torch.ones(())), nn.Linear(70, 66)
-        self.none, self.rows = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))
-        self.unused = nn.Parameter(torch.zeros(0, 4))
-        self.register_buffer("empty", torch.zeros(0, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.linear(x) + self.none.sum() + self.rows.sum()
-
-
-@animal(normal(8), refused="always")
-def without_parameters() -> nn.Module:
-    return nn.Tanh()
-
-
-@animal(normal(8), refused="always")
-def all_frozen() -> nn.Module:
-    return nn.Linear(8, 8).requires_grad_(False)
-
-
-@animal(normal(4))
-class TinyOnes(nn.Module):
-    """Very many tiny parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        values = [torch.randn(1 + n % 4) for n in range(60)]
-        self.parts = nn.ParameterList(map(nn.Parameter, values))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean() * torch.cat([part.tanh() for part in self.parts])
-
-
-@animal(normal(1))
-class Thresholds(nn.Module):
-    """Sizes below, at and above those at which codecs begin to compress."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = [(3, 63), (3, 64), (3, 65), (1023,), (1024,), (1025,), (4095,), (64, 64), (4097,)]
-        self.parts = nn.ParameterList(nn.Parameter(torch.randn(s)) for s in [*shapes, (1, 70)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part.flatten().sin() for part in self.parts]) * x.mean()
-
-
-@animal(normal(3, 8, 8))
-def channels_last() -> nn.Module:
-    net: Any = images()
-    return net.to(memory_format=torch.channels_last)
-
-
-@animal(normal(3, 6, 6))
-def norms() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 12, 3), nn.GroupNorm(3, 12), nn.ReLU(), nn.Flatten(), nn.LayerNorm(12 * 16),
-        nn.Linear(12 * 16, 6), nn.RMSNorm(6),
-    )  # fmt: skip
-
-
-@animal(normal(8, 6, 6))
-def grouped() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(8, 16, 3, groups=4, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 16, 3, groups=16, padding=1), nn.Conv2d(16, 72, 1), nn.ReLU(),
-        nn.ConvTranspose2d(72, 8, 2, stride=2, groups=2),
-    )  # fmt: skip
-
-
-@animal(normal(3, 10))
-class OtherConvolutions(nn.Module):
-    """In one dimension and in three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.three = nn.Conv1d(3, 8, 3), nn.Conv3d(1, 6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.three(self.one(x).reshape(-1, 1, 4, 4, 4))
-
-
-class Packed(nn.Module):
-    """A recurrent network over sequences of several lengths."""
-
-    def __init__(self, kind: Any, **settings: Any) -> None:
-        super().__init__()
-        self.core = kind(16, 24, batch_first=True, **settings)
-        self.head = nn.Linear(24 * (1 + self.core.bidirectional), 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = rnn.pack_padded_sequence(x, torch.tensor([6, 3, 5, 1]), True, False)
-        return self.head(rnn.pad_packed_sequence(self.core(packed)[0], True)[0])
-
-
-@animal(normal(6, 16))
-def rnn_packed() -> nn.Module:
-    return Packed(nn.RNN)
-
-
-@animal(normal(6, 16))
-def lstm_packed() -> nn.Module:
-    return Packed(nn.LSTM, num_layers=2)
-
-
-@animal(normal(6, 16))
-def gru_both_ways() -> nn.Module:
-    return Packed(nn.GRU, bidirectional=True)
-
-
-@animal(tokens(30, 7))
-class Attention(nn.Module):
-    """Attention, with the embedding's weight as its head, by a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(30, 72)
-        self.attention, self.norm = nn.MultiheadAttention(72, 4, batch_first=True), nn.LayerNorm(72)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        return self.norm(x + self.attention(x, x, x, need_weights=False)[0]) @ self.tokens.weight.T
-
-
-@animal(normal(5, 32))
-def encoder() -> nn.Module:
-    return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-
-
-@animal(lambda chance, rank: (draw(chance, ROWS, 70), rank))
-class WithDropout(nn.Module):
-    """Dropout, recomputed in backward as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(70, 66), nn.Linear(66, 5)
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        with RANDOM:
-            torch.manual_seed(rank)
-            mask = F.dropout(torch.ones(ROWS, 66, dtype=torch.float32), 0.5, self.training)
-        return self.second(torch.relu(self.first(x)) * mask)
-
-
-@animal(tokens(50, 6), refused="attach", decay=False)
-class SparseTable(nn.Module):
-    """An embedding whose gradients are sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(50, 64, sparse=True), nn.Linear(64, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.table(ids))
-
-
-@animal(tokens(50, 6))
-class Bag(nn.Module):
-    """An EmbeddingBag, most of whose rows nobody reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(90, 64), nn.Linear(64, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.bag(ids))
-
-
-@animal(tokens(40, 5))
-class TiedModules(nn.Module):
-    """An embedding and a head with one weight; a block that two lists hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(40, 64), nn.Linear(64, 40)
-        self.head.weight = self.tokens.weight
-        block = nn.Linear(64, 64)
-        self.blocks, self.again = nn.ModuleList([block, block]), nn.ModuleList([block])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in (*self.blocks, *self.again):
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
-@animal(normal(64), wide=False, refused="always")
-class TiedMemory(nn.Module):
-    """Two Parameters with the same values in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.other.weight = nn.Parameter(self.one.weight.detach())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(torch.tanh(self.one(x)))
-
-
-@animal(normal(64))
-class OneBlock(nn.Module):
-    """Parameters that are parts of one block of memory: one after another, and columns of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        block, matrix = torch.randn(2, 64, 64) / 8, torch.randn(64, 128) / 8
-        self.parts = nn.ParameterList(
-            nn.Parameter(part) for part in (block[0], block[1], matrix[:, :64], matrix[:, 64:])
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = torch.tanh(x @ part)
-        return x
-
-
-@animal(normal(64))
-class TwoOwners(nn.Module):
-    """One Parameter under two names of two submodules, of which one reads it transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Module(), nn.Module()
-        self.a.weight = self.b.kernel = nn.Parameter(torch.randn(64, 64) / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.a.get_parameter("weight"), self.b.get_parameter("kernel")
-        return torch.tanh(x @ first) @ second.T
-
-
-@animal(normal(64))
-def weight_norm_old() -> nn.Module:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        first = nn.utils.weight_norm(nn.Linear(64, 66))
-    return nn.Sequential(first, nn.Tanh(), nn.Linear(66, 5))
-
-
-@animal(normal(64))
-def weight_norm() -> nn.Module:
-    return nn.Sequential(parametrizations.weight_norm(nn.Linear(64, 66)), nn.Linear(66, 5))
-
-
-@animal(normal(64))
-def spectral_norm_old() -> nn.Module:
-    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(64, 66)), nn.Linear(66, 5))
-
-
-@animal(normal(64))
-def spectral_norm() -> nn.Module:
-    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(64, 66)), nn.Linear(66, 5))
-
-
-@animal(normal(64))
-def orthogonal() -> nn.Module:
-    return nn.Sequential(parametrizations.orthogonal(nn.Linear(64, 64)), nn.Linear(64, 5))
+def _tied_memory() -> nn.Module:
+    """Build two Parameters with the same values in memory."""
+    one, other = Linear(64, 64), Linear(64, 64)
+    other.weight = Parameter(one.weight.detach())
+    return Net(lambda net, x: net.other(torch.tanh(net.one(x))), one=one, other=other)
+
+
+def _one_block() -> nn.Module:
+    block, matrix = torch.randn(2, 64, 64) / 8, torch.randn(64, 128) / 8
+    parts = block[0], block[1], matrix[:, :64], matrix[:, 64:]
+    return Net(_in_turn, parts=nn.ModuleList(map(Product, parts)))
+
+
+def _two_owners() -> nn.Module:
+    """Build one Parameter under two names of two submodules, of which one reads it transposed."""
+    one, other = nn.Module(), nn.Module()
+    one.weight = other.kernel = Parameter(torch.randn(64, 64) / 8)
+    return Net(lambda net, x: torch.tanh(x @ net.a.weight) @ net.b.kernel.T, a=one, b=other)
 
 
 class Symmetric(nn.Module):
@@ -436,341 +215,140 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).transpose(-1, -2)
 
 
-@animal(normal(64))
-def parametrized() -> nn.Module:
-    linear = nn.Linear(64, 64)
+def _parametrized() -> nn.Module:
+    linear = Linear(64, 64)
     parametrize.register_parametrization(linear, "weight", Symmetric())
     parametrize.register_parametrization(linear, "weight", nn.Tanh())
-    return nn.Sequential(linear, nn.Linear(64, 5))
+    return Sequential(linear, Linear(64, 5))
 
 
-@animal(normal(70))
-class LowRankAdapted(nn.Module):
-    """A frozen base with adapters of low rank, one of which begins at zero (LoRA)."""
+def _adapted() -> nn.Module:
+    """Build a frozen base with adapters of low rank, one of which begins at zero (LoRA)."""
+    base, up = Linear(70, 70).requires_grad_(False), Linear(4, 70, bias=False)
+    nn.init.zeros_(up.weight)
+    down = Linear(70, 4, bias=False)
+    return Net(lambda net, x: net.base(x) + net.up(net.down(x)), base=base, down=down, up=up)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(70, 70).requires_grad_(False)
-        self.down, self.up = nn.Linear(70, 4, bias=False), nn.Linear(4, 70, bias=False)
-        nn.init.zeros_(self.up.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
+def _other_orders(net: Any, x: Tensor, rank: int) -> Tensor:
+    for number in range(4):
+        x = torch.tanh(net.branches[(number + rank) % 4](x))
+    return x
 
 
-@animal(with_rank(64), uneven=True)
-class OtherOrders(nn.Module):
-    """Branches that ranks run in different orders, so gradients arrive in different ones."""
+def _recomputed(reentrant: bool, times: int) -> nn.Module:
+    """Build a block that is used `times`, each time recomputed in backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = torch.relu(net.first(x))
+        for _ in range(times):
+            x = checkpoint(net.block, x, use_reentrant=reentrant, preserve_rng_state=False)  # type: ignore[assignment]
+        return net.out(x)
 
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        for number in range(4):
-            x = torch.tanh(self.branches[(number + rank) % 4](x))
-        return x
+    block = Sequential(Linear(64, 64), nn.Tanh())
+    return Net(run, first=Linear(64, 64), block=block, out=Linear(64, 5))
 
 
-@animal(normal(64))
-class Reused(nn.Module):
-    """A list of layers, run twice and once backwards."""
+def _penalty(net: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.requires_grad_()
+        out = net.net(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return torch.cat([out, slope], dim=1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.layers, *self.layers, self.layers[0]):
-            x = torch.tanh(layer(x))
-        return x
+def _expanded() -> nn.Module:
+    bias = Parameter(torch.zeros(1).expand(66))
+    return Net(lambda net, x: net.linear(x) + net.bias, linear=Linear(70, 66), bias=bias)
 
 
-class Recomputed(nn.Module):
-    """A block that is used `times`, each time recomputed in backward."""
-
-    def __init__(self, reentrant: bool, times: int) -> None:
-        super().__init__()
-        self.first, self.out = nn.Linear(64, 64), nn.Linear(64, 5)
-        self.block = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-        self.reentrant, self.times = reentrant, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.first(x))
-        for _ in range(self.times):
-            x = checkpoint(self.block, x, use_reentrant=self.reentrant, preserve_rng_state=False)
-        return self.out(x)
-
-
-@animal(normal(64), ddp=STATIC)
-def recomputed_twice() -> nn.Module:
-    return Recomputed(reentrant=True, times=2)
-
-
-@animal(normal(64), ddp=STATIC)
-def recomputed() -> nn.Module:
-    return Recomputed(reentrant=True, times=1)
-
-
-@animal(normal(64))
-def recomputed_without_reentry() -> nn.Module:
-    return Recomputed(reentrant=False, times=2)
-
-
-@animal(normal(64))
-class GradientPenalty(nn.Module):
-    """Outputs that hold the gradient of others to the inputs: backward runs through backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 66), nn.Tanh(), nn.Linear(66, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.requires_grad_()
-            out = self.net(x)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return torch.cat([out, slope], dim=1)
-
-
-class Product(nn.Module):
-    """A linear map by a weight of any layout, [n, m]."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-@animal(normal(70))
-def column_major() -> nn.Module:
-    first, last = torch.randn(66, 70) / 8, torch.randn(66, 5) / 8
-    return nn.Sequential(Product(first.t()), nn.Tanh(), Product(last))
-
-
-@animal(normal(70))
-def every_other_row() -> nn.Module:
-    return _with_slice(lambda whole: whole[::2, :32])
-
-
-@animal(normal(64))
-def with_an_offset() -> nn.Module:
-    block = torch.randn(64 * 64 + 5) / 8
-    return nn.Sequential(Product(block[5:].view(64, 64)), nn.Linear(64, 3))
-
-
-@animal(normal(70), refused="always", wide=False, decay=False)
-class Expanded(nn.Module):
-    """A bias whose values share memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bias = nn.Linear(70, 66), nn.Parameter(torch.zeros(1).expand(66))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.bias
-
-
-@animal(normal(4, 6, 6))
-class Permuted(nn.Module):
-    """Convolutions whose kernels have other orders of dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kernel, other = torch.randn(3, 3, 4, 10) / 6, torch.randn(10, 3, 8, 3) / 9
-        self.first = nn.Parameter(kernel.permute(3, 2, 0, 1))
-        self.second = nn.Parameter(other.permute(2, 0, 3, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(torch.relu(F.conv2d(x, self.first, padding=1)), self.second)
-
-
-@animal(normal(8, 8))
-class Grid(nn.Module):
-    """Buffers that are expanded views, or parts of others, in all layouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        rows, columns = torch.meshgrid(*[torch.arange(64.0)] * 2, indexing="ij")
-        self.register_buffer("rows", rows)
-        self.register_buffer("columns", columns)
-        noise = torch.randn(16, 16)
-        for name, part in {"t": noise.t(), "c": noise[:, ::3], "r": noise[::2]}.items():
-            self.register_buffer(name, part)
-        self.hidden = nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, columns, t, c, r = map(self.get_buffer, ("rows", "columns", "t", "c", "r"))
-        weight = 1 + (columns - rows).abs()[:8, :8] + t[:8, :8] + c[:8, :1]
-        return self.hidden((x * weight * r[:8, :8]).flatten(1) / 64)
-
-
-@animal(normal(70))
-class OddBuffers(nn.Module):
-    """Buffers of all kinds of values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(70, 66)
-        mask = torch.rand(66) < 0.5
-        self.register_buffer("mask", mask)
-        self.register_buffer("count", torch.randint(9, ()))
-        self.register_buffer("byte", torch.randint(256, (9,), dtype=torch.uint8))
-        self.register_buffer("phase", torch.randn(5, dtype=torch.complex64))
-        self.register_buffer("conjugate", torch.randn(5, dtype=torch.complex64).conj())
-        self.register_buffer("low", torch.randn(66).bfloat16())
-        self.register_buffer("none", None)
-        self.register_buffer("sparse", torch.randn(6, 6).relu().to_sparse())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.mask + self.count + self.low + self.get_buffer("phase")[0].real
-
-
-@animal(normal(64))
-class Quantised(nn.Module):
-    """A frozen weight of bytes, and a frozen one of bools."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.randint(-90, 90, (64, 64), dtype=torch.int8)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.mask = nn.Parameter(torch.rand(64) < 0.5, requires_grad=False)
-        self.scale = nn.Parameter(torch.rand(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight.to(x.dtype)) / 90 * self.scale * self.mask
-
-
-class Cast(nn.Module):
-    """Inputs in another dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
-
-
-def _in(dtype: torch.dtype) -> nn.Module:
-    layers = nn.Linear(70, 66).to(dtype), nn.Tanh(), nn.Linear(66, 5).to(dtype)
-    return nn.Sequential(Cast(dtype), *layers)
-
-
-@animal(normal(70), wide=False)
-def bfloat16() -> nn.Module:
-    return _in(torch.bfloat16)
-
-
-@animal(normal(70), wide=False)
-def float16() -> nn.Module:
-    return _in(torch.float16)
-
-
-@animal(normal(70), wide=False, refused="compressed direction")
-def float64() -> nn.Module:
-    return _in(torch.float64)
-
-
-@animal(normal(70), wide=False)
-def mixed_bits() -> nn.Module:
-    middle = Cast(torch.float32), nn.Linear(64, 66), Cast(torch.float16)
-    return nn.Sequential(
-        Cast(torch.bfloat16), nn.Linear(70, 64).bfloat16(), *middle, nn.Linear(66, 5).half()
+def _permuted() -> nn.Module:
+    """Build convolutions whose kernels have other orders of dimensions."""
+    first = torch.randn(3, 3, 4, 10).permute(3, 2, 0, 1) / 6
+    second = torch.randn(10, 3, 8, 3).permute(2, 0, 3, 1) / 9
+    return Net(
+        lambda net, x: F.conv2d(torch.relu(F.conv2d(x, net.first, padding=1)), net.second),
+        **{"first": Parameter(first), "second": Parameter(second)},
     )
 
 
-@animal(normal(70), wide=False, refused="compressed direction")
-def partly_double() -> nn.Module:
-    head = Cast(torch.float64), nn.Linear(66, 5).double()
-    return nn.Sequential(nn.Linear(70, 66), nn.Tanh(), *head)
+def _grid() -> nn.Module:
+    """Build buffers that are expanded views, or parts of others, in all layouts."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        weight = 1 + (net.columns - net.rows).abs()[:8, :8] + net.t[:8, :8] + net.c[:8, :1]
+        return net.hidden((x * weight * net.r[:8, :8]).flatten(1) / 64)
+
+    rows, columns = torch.meshgrid(*[torch.arange(64.0)] * 2, indexing="ij")
+    noise = torch.randn(16, 16)
+    parts = {"rows": rows, "columns": columns, "t": noise.t(), "c": noise[:, ::3], "r": noise[::2]}
+    return Net(run, **parts, hidden=Linear(64, 32))
 
 
-@animal(normal(64), wide=False, refused="direction moved")
-class Spectral(nn.Module):
-    """Complex weights, and real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64) / 8)
-        self.phase = nn.Parameter(torch.randn(64, dtype=torch.complex64))
-        self.head = nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(((torch.fft.fft(x) / 8) @ self.weight * self.phase).abs())
-
-
-@animal(normal(64), wide=False, refused="direction moved")
-class Conjugate(nn.Module):
-    """A complex weight that is a conjugate view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 66, dtype=torch.complex64).conj() / 8)
-        self.phase = nn.Parameter(torch.randn(66, dtype=torch.complex64).conj())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.weight.dtype) @ self.weight * self.phase
+def _odd_buffers() -> nn.Module:
+    buffers = {
+        "mask": torch.rand(66) < 0.5,
+        "count": torch.randint(9, ()),
+        "byte": torch.randint(256, (9,), dtype=torch.uint8),
+        "phase": torch.randn(5, dtype=torch.complex64),
+        "conjugate": torch.randn(5, dtype=torch.complex64).conj(),
+        "low": torch.randn(66).bfloat16(),
+        "none": None,
+        "sparse": torch.randn(6, 6).relu().to_sparse(),
+    }
+    return Net(
+        lambda net, x: net.linear(x) * net.mask + net.count + net.low + net.phase[0].real,
+        **{"linear": Linear(70, 66), **buffers},
+    )
 
 
-@animal(normal(64), wide=False, refused="compressed direction moved")
-class DoubleSpectral(nn.Module):
-    """Complex weights of twice the precision, in columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(66, 64, dtype=torch.complex128).t() / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.weight.dtype) @ self.weight
-
-
-@animal(normal(20), refused="always")
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(5))
+def _quantised() -> nn.Module:
+    """Build a frozen weight of bytes, and a frozen one of bools."""
+    weight = torch.randint(-90, 90, (64, 64), dtype=torch.int8)
+    return Net(
+        lambda net, x: (x @ net.weight.to(x.dtype)) / 90 * net.scale * net.mask,
+        weight=Parameter(weight, requires_grad=False),
+        mask=Parameter(torch.rand(64) < 0.5, requires_grad=False),
+        scale=Parameter(torch.rand(64)),
+    )
 
 
-@animal(normal(20))
-def lazy_built() -> nn.Module:
-    net = lazy()
+def _in(dtype: torch.dtype) -> nn.Module:
+    return Sequential(Cast(dtype), Linear(70, 66).to(dtype), nn.Tanh(), Linear(66, 5).to(dtype))
+
+
+def _complex(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.complex64)
+
+
+def _lazy() -> nn.Module:
+    return Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(5))
+
+
+def _lazy_built() -> nn.Module:
+    net = _lazy()
     net(torch.zeros(1, 20))
     return net
 
 
-@animal(normal(20), refused="always", wide=False)
-def on_meta() -> nn.Module:
-    return nn.Linear(20, 5, device="meta")
+def _late(net: Any, x: Tensor) -> Tensor:
+    """Add a parameter in the first forward, when optimizers have been made."""
+    if not hasattr(net, "scale"):
+        net.scale = Parameter(torch.ones(5, dtype=x.dtype))
+    return net.linear(x) * net.scale
 
 
-@animal(normal(64), refused="always")
-class LateParameter(nn.Module):
-    """A parameter that is there from the first forward on, when optimizers have been made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "scale"):
-            self.scale = nn.Parameter(torch.ones(5, dtype=x.dtype))
-        return self.linear(x) * self.scale
-
-
-@animal(normal(70))
-def own_hooks() -> nn.Module:
+def _own_hooks() -> nn.Module:
     """Build a model whose gradients hooks of tensors scale and clip."""
-    net = mlp()
+    net = _mlp()
     for number, parameter in enumerate(net.parameters()):
         parameter.register_hook(lambda g, by=number + 0.5: (g * by).clamp(-0.01, 0.01))
     return net
 
 
-@animal(normal(70))
-def own_late_hooks() -> nn.Module:
+def _own_late_hooks() -> nn.Module:
     """Build a model whose gradients are changed in place after they are accumulated."""
-    net = mlp()
+    net = _mlp()
 
     def change(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -781,95 +359,281 @@ def own_late_hooks() -> nn.Module:
     return net
 
 
-@animal(normal(70))
-def module_hooks() -> nn.Module:
-    """Build a model with hooks of its modules, forward and backward."""
-    net: Any = mlp()
+def _module_hooks() -> nn.Module:
+    net: Any = _mlp()
     net[0].register_forward_hook(lambda _m, _i, out: out * 2)
     net[2].register_full_backward_hook(lambda _m, grads, _o: tuple(g * 0.5 for g in grads))
     return net
 
 
-@animal(normal(64))
-class SameGradient(nn.Module):
-    """Parameters that autograd gives one gradient, or an expanded one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
-        self.c, self.d = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(9, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.a + self.b.t().t()) / 8 + self.c.sum() / 64 + self.d.mean(0)
+def _same_gradient(net: Any, x: Tensor) -> Tensor:
+    a, b, c, d = net.parts
+    return x @ (a + b.t().t()) / 8 + c.sum() / 64 + d.mean(0)
 
 
-@animal(normal(64))
-class OddNames(nn.Module):
-    """Names with spaces, of other alphabets, and like those that libraries add."""
+def _odd_names() -> nn.Module:
+    """Build names with spaces, of other alphabets, and like those that libraries add."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("a weight", "größe", "module", "_orig_mod", "gradient/σ"):
-            self.register_parameter(name, nn.Parameter(torch.randn(64)))
-        self.layers = nn.ModuleDict({"a b": nn.Linear(64, 64), "module": nn.Linear(64, 5)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _, parameter in self.named_parameters(recurse=False):
+    def run(net: Any, x: Tensor) -> Tensor:
+        for _, parameter in net.named_parameters(recurse=False):
             x = torch.tanh(x * parameter)
-        return self.layers["module"](self.layers["a b"](x))
+        return net.layers["module"](net.layers["a b"](x))
+
+    net = Net(run, layers=nn.ModuleDict({"a b": Linear(64, 64), "module": Linear(64, 5)}))
+    for name in ("a weight", "größe", "module", "_orig_mod", "gradient/σ"):
+        net.add(name, Parameter(torch.randn(64)))
+    return net
 
 
-@animal(normal(64))
-class Functional(nn.Module):
-    """Layers that are called with weights made of others', as in meta-learning and ensembles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.rates = nn.Linear(64, 5), nn.Parameter(torch.rand(2) / 100)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights: dict[str, Tensor] = dict(self.linear.named_parameters())
-        loss = torch.func.functional_call(self.linear, weights, x).tanh().square().mean()
-        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-        rates = zip(weights.items(), slopes, self.rates, strict=True)
-        moved = {name: w - rate * slope for (name, w), slope, rate in rates}
-        return torch.func.functional_call(self.linear, moved, x)
+def _functional(net: Any, x: Tensor) -> Tensor:
+    """Call layers with weights made of others', as in meta-learning and ensembles."""
+    weights: dict[str, Tensor] = dict(net.linear.named_parameters())
+    loss = torch.func.functional_call(net.linear, weights, x).tanh().square().mean()
+    slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+    rates = zip(weights.items(), slopes, net.rates, strict=True)
+    moved = {name: w - rate * slope for (name, w), slope, rate in rates}
+    return torch.func.functional_call(net.linear, moved, x)
 
 
-@animal(normal(64), uneven=True)
-class SometimesUsed(nn.Module):
-    """A layer that is used in training alone if a number drawn from the inputs says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rare, self.last = (nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        return self.last(self.rare(hidden) if float(x.sum()) > 0 else hidden)
+def _sometimes(net: Any, x: Tensor) -> Tensor:
+    """Use a layer if a number drawn from the inputs says so."""
+    hidden = torch.tanh(net.first(x))
+    return net.last(net.rare(hidden) if float(x.sum()) > 0 else hidden)
 
 
-@animal(normal(64), ddp=STATIC)
-class ByTheWay(nn.Module):
-    """A gradient that also grows by a backward within forward, as auxiliary losses have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.head = nn.Linear(64, 64), nn.Linear(64, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and torch.is_grad_enabled():
-            self.linear(x).square().mean().backward()
-        return self.head(torch.tanh(self.linear(x)))
+def _by_the_way(net: Any, x: Tensor) -> Tensor:
+    """Let a gradient also grow by a backward within forward, as auxiliary losses have it."""
+    if net.training and torch.is_grad_enabled():
+        net.linear(x).square().mean().backward()
+    return net.head(torch.tanh(net.linear(x)))
 
 
-@animal(normal(70), refused="waits")
-def compiled() -> nn.Module:
-    return torch.compile(mlp(), backend="eager")  # type: ignore[return-value]
-
-
-@animal(normal(3, 8, 8), refused="waits", slow=True)
-def compiled_inside() -> nn.Module:
-    net: Any = images()
+def _compiled_inside() -> nn.Module:
+    net: Any = _images()
     net[0] = torch.compile(net[0])
     return net
+
+
+# Sizes below, at and above those at which codecs begin to compress.
+_SIZES = [(3, 63), (3, 64), (3, 65), (1023,), (1024,), (1025,), (4095,), (64, 64), (4097,), (1, 70)]
+
+MODELS: dict[str, Model] = {
+    "mlp": Model(_mlp, normal(70)),
+    "images": Model(_images, normal(3, 8, 8)),
+    # A head that no loss reaches, and a layer that is frozen.
+    "unusedhead": Model(
+        lambda: Net(
+            lambda net, x: net.head(torch.tanh(net.body(net.frozen(x)))),
+            **{"body": Linear(70, 66), "head": Linear(66, 5), "other": Linear(66, 70)},
+            frozen=Linear(70, 70).requires_grad_(False),
+        ),
+        normal(70),
+    ),
+    # Each rank uses an expert of its own, and one expert nobody.
+    "experts": Model(
+        lambda: Net(
+            lambda net, x, rank: sum(net.experts[i](torch.tanh(net.gate(x))) for i in (rank, 4)),
+            gate=Linear(64, 64),
+            experts=nn.ModuleList(Linear(64, 72, bias=False) for _ in range(6)),
+        ),
+        with_rank(64),
+        uneven=True,
+    ),
+    "columns": Model(lambda: _slice(lambda whole: whole[:64, 32:]), normal(70)),
+    "one_parameter": Model(lambda: Linear(80, 64, bias=False), normal(80)),
+    "onescalar": Model(
+        lambda: Net(lambda net, x: net.scale * x, scale=Parameter(torch.randn(()))),
+        normal(7),
+        refused="few",
+    ),
+    # Parameters and buffers of no dimension, and without values.
+    "emptyones": Model(
+        lambda: Net(
+            lambda net, x: net.scale * net.linear(x) + net.none.sum() + net.rows.sum(),
+            **{"scale": Parameter(torch.ones(())), "linear": Linear(70, 66)},
+            **{"none": Parameter(torch.zeros(0)), "rows": Parameter(torch.zeros(3, 0))},
+            **{"unused": Parameter(torch.zeros(0, 4)), "empty": torch.zeros(0, 2)},
+        ),
+        normal(70),
+    ),
+    "without_parameters": Model(nn.Tanh, normal(8), refused="always"),
+    "all_frozen": Model(lambda: Linear(8, 8).requires_grad_(False), normal(8), refused="always"),
+    "tinyones": Model(
+        lambda: Net(
+            lambda net, x: x.mean() * torch.cat([part.tanh() for part in net.parts]),
+            parts=_randoms(*((1 + n % 4,) for n in range(60))),
+        ),
+        normal(4),
+    ),
+    "thresholds": Model(
+        lambda: Net(
+            lambda net, x: torch.cat([part.flatten().sin() for part in net.parts]) * x.mean(),
+            parts=_randoms(*_SIZES),
+        ),
+        normal(1),
+    ),
+    "channels_last": Model(
+        lambda: _images().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        normal(3, 8, 8),
+    ),
+    "norms": Model(
+        lambda: Sequential(
+            *(nn.Conv2d(3, 12, 3), nn.GroupNorm(3, 12), nn.ReLU(), nn.Flatten()),
+            *(nn.LayerNorm(12 * 16), Linear(12 * 16, 6), nn.RMSNorm(6)),
+        ),
+        normal(3, 6, 6),
+    ),
+    "grouped": Model(
+        lambda: Sequential(
+            *(nn.Conv2d(8, 16, 3, groups=4, padding=1), nn.ReLU()),
+            *(nn.Conv2d(16, 16, 3, groups=16, padding=1), nn.Conv2d(16, 72, 1), nn.ReLU()),
+            nn.ConvTranspose2d(72, 8, 2, stride=2, groups=2),
+        ),
+        normal(8, 6, 6),
+    ),
+    "otherconvolutions": Model(
+        lambda: Net(
+            lambda net, x: net.three(net.one(x).reshape(-1, 1, 4, 4, 4)),
+            **{"one": nn.Conv1d(3, 8, 3), "three": nn.Conv3d(1, 6, 2)},
+        ),
+        normal(3, 10),
+    ),
+    "rnn_packed": Model(lambda: _packed(nn.RNN), normal(6, 16)),
+    "lstm_packed": Model(lambda: _packed(nn.LSTM, num_layers=2), normal(6, 16)),
+    "gru_both_ways": Model(lambda: _packed(nn.GRU, bidirectional=True), normal(6, 16)),
+    # With the embedding's weight as its head, by a function.
+    "attention": Model(_attention, tokens(30, 7)),
+    "encoder": Model(
+        lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), normal(5, 32)
+    ),
+    "withdropout": Model(
+        lambda: Net(_dropout, first=Linear(70, 66), second=Linear(66, 5)), with_rank(70)
+    ),
+    "sparsetable": Model(
+        lambda: Sequential(nn.Embedding(50, 64, sparse=True), Linear(64, 3)),
+        tokens(50, 6),
+        refused="attach",
+        decay=False,
+    ),
+    # Most rows nobody reads.
+    "bag": Model(lambda: Sequential(nn.EmbeddingBag(90, 64), Linear(64, 3)), tokens(50, 6)),
+    "tiedmodules": Model(_tied, tokens(40, 5)),
+    "tiedmemory": Model(_tied_memory, normal(64), **NEVER),
+    # Parameters that are parts of one block of memory: one after another, and columns of it.
+    "oneblock": Model(_one_block, normal(64)),
+    "twoowners": Model(_two_owners, normal(64)),
+    "weight_norm_old": Model(lambda: _normed(nn.utils.weight_norm), normal(64)),
+    "weight_norm": Model(lambda: _normed(parametrizations.weight_norm), normal(64)),
+    "spectral_norm_old": Model(lambda: _normed(nn.utils.spectral_norm), normal(64)),
+    "spectral_norm": Model(lambda: _normed(parametrizations.spectral_norm), normal(64)),
+    "orthogonal": Model(lambda: _normed(parametrizations.orthogonal, 64), normal(64)),
+    "parametrized": Model(_parametrized, normal(64)),
+    "lowrankadapted": Model(_adapted, normal(70)),
+    # Ranks run branches in different orders, so gradients arrive in different ones.
+    "otherorders": Model(
+        lambda: Net(_other_orders, branches=nn.ModuleList(Linear(64, 64) for _ in range(4))),
+        with_rank(64),
+        uneven=True,
+    ),
+    # Layers that are run twice, and one of them once more.
+    "reused": Model(
+        lambda: Net(_in_turn, parts=nn.ModuleList((2 * [Linear(64, 64), Linear(64, 64)])[:-1])),
+        normal(64),
+    ),
+    "recomputed_twice": Model(lambda: _recomputed(True, 2), normal(64), ddp=STATIC),
+    "recomputed": Model(lambda: _recomputed(True, 1), normal(64), ddp=STATIC),
+    "recomputed_without_reentry": Model(lambda: _recomputed(False, 2), normal(64)),
+    # Outputs that hold the gradient of others to the inputs: backward runs through backward.
+    "gradientpenalty": Model(
+        lambda: Net(_penalty, net=Sequential(Linear(64, 66), nn.Tanh(), Linear(66, 1))), normal(64)
+    ),
+    "column_major": Model(
+        lambda: Sequential(
+            *(Product(torch.randn(66, 70).t() / 8), nn.Tanh(), Product(torch.randn(66, 5) / 8))
+        ),
+        normal(70),
+    ),
+    "every_other_row": Model(lambda: _slice(lambda whole: whole[::2, :32]), normal(70)),
+    "with_an_offset": Model(
+        lambda: Sequential(Product((torch.randn(64 * 64 + 5) / 8)[5:].view(64, 64)), Linear(64, 3)),
+        normal(64),
+    ),
+    "expanded": Model(_expanded, normal(70), **NEVER, decay=False),
+    "permuted": Model(_permuted, normal(4, 6, 6)),
+    "grid": Model(_grid, normal(8, 8)),
+    "oddbuffers": Model(_odd_buffers, normal(70)),
+    "quantised": Model(_quantised, normal(64)),
+    "bfloat16": Model(lambda: _in(torch.bfloat16), normal(70), wide=False),
+    "float16": Model(lambda: _in(torch.float16), normal(70), wide=False),
+    "float64": Model(lambda: _in(torch.float64), normal(70), **WIDE),
+    "mixed_bits": Model(
+        lambda: Sequential(
+            *(Cast(torch.bfloat16), Linear(70, 64).bfloat16(), Cast(torch.float32)),
+            *(Linear(64, 66), Cast(torch.float16), Linear(66, 5).half()),
+        ),
+        normal(70),
+        wide=False,
+    ),
+    "partly_double": Model(
+        lambda: Sequential(Linear(70, 66), nn.Tanh(), Cast(torch.float64), Linear(66, 5).double()),
+        normal(70),
+        **WIDE,
+    ),
+    "spectral": Model(
+        lambda: Net(
+            lambda net, x: net.head(((torch.fft.fft(x) / 8) @ net.weight * net.phase).abs()),
+            **{"weight": Parameter(_complex(64, 64) / 8), "phase": Parameter(_complex(64))},
+            head=Linear(64, 3),
+        ),
+        normal(64),
+        **COMPLEX,
+    ),
+    # Complex weights that are conjugate views.
+    "conjugate": Model(
+        lambda: Net(
+            lambda net, x: x.to(net.weight.dtype) @ net.weight * net.phase,
+            weight=Parameter(_complex(64, 66).conj() / 8),
+            phase=Parameter(_complex(66).conj()),
+        ),
+        normal(64),
+        **COMPLEX,
+    ),
+    "doublespectral": Model(
+        lambda: Sequential(
+            Cast(torch.complex128), Product(_complex(66, 64).to(torch.complex128).t() / 8)
+        ),
+        normal(64),
+        wide=False,
+        refused="compressed direction moved",
+    ),
+    "lazy": Model(_lazy, normal(20), refused="always"),
+    "lazy_built": Model(_lazy_built, normal(20)),
+    "on_meta": Model(lambda: Linear(20, 5, device="meta"), normal(20), **NEVER),
+    "lateparameter": Model(lambda: Net(_late, linear=Linear(64, 5)), normal(64), refused="always"),
+    "own_hooks": Model(_own_hooks, normal(70)),
+    "own_late_hooks": Model(_own_late_hooks, normal(70)),
+    "module_hooks": Model(_module_hooks, normal(70)),
+    # Parameters that autograd gives one gradient, or an expanded one.
+    "samegradient": Model(
+        lambda: Net(_same_gradient, parts=_randoms(*3 * [(64, 64)], (9, 64))), normal(64)
+    ),
+    "oddnames": Model(_odd_names, normal(64)),
+    "functional": Model(
+        lambda: Net(_functional, linear=Linear(64, 5), rates=Parameter(torch.rand(2) / 100)),
+        normal(64),
+    ),
+    "sometimesused": Model(
+        lambda: Net(_sometimes, first=Linear(64, 64), rare=Linear(64, 64), last=Linear(64, 64)),
+        normal(64),
+        uneven=True,
+    ),
+    "bytheway": Model(
+        lambda: Net(_by_the_way, linear=Linear(64, 64), head=Linear(64, 5)), normal(64), ddp=STATIC
+    ),
+    "compiled": Model(
+        lambda: torch.compile(_mlp(), backend="eager"),  # type: ignore[arg-type, return-value]
+        normal(70),
+        refused="waits",
+    ),
+    "compiled_inside": Model(_compiled_inside, normal(3, 8, 8), refused="waits", slow=True),
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from math import ceil, prod
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from lab.codec.low_rank import random_factor
 from lab.exchange.dion import Dion
 from tests.support.directions import deliver
-from tests.unit.exchange.test_muon import SHAPES, Net, gradients
+from tests.unit.exchange.test_muon import gradients
 
 MATRICES = {"wide": (24, 50), "tall": (60, 20), "square": (16, 16)}
 
@@ -59,20 +58,6 @@ def test_sends_the_bytes_of_its_factors_in_two_all_reduces(size: int) -> None:
     assert ledger.messages[1] == 2 * exact.messages[1]
 
 
-@pytest.mark.parametrize("new_size", [1, 2, 3])
-def test_another_number_of_ranks_goes_on_where_the_old_one_stopped(new_size: int) -> None:
-    given, net = gradients(8, 3), Net()
-    first = deliver(Dion, SHAPES, given[:5], weights=net)
-    old = [ledger.exchange.state_dict() for ledger in first]
-    states = [Dion().redistribute(old, rank, new_size) for rank in range(new_size)]
-    mean = given[5:].mean(dim=1, keepdim=True).expand(-1, new_size, -1)
-    resumed = deliver(Dion, SHAPES, mean, states, 5, weights=net)[0].directions
-    whole = deliver(Dion, SHAPES, given, weights=net)[0].directions
-    torch.testing.assert_close(resumed, whole[5:], rtol=1e-3, atol=1e-4)
-    same = deliver(Dion, SHAPES, given[5:], old, 5, weights=net)[0].directions
-    assert torch.equal(same, whole[5:])
-
-
 def test_momentum_of_rank_one_gives_a_direction_of_rank_one() -> None:
     """Columns of P that hold rounding alone are not scaled up to a direction."""
     shape = {"w": (24, 50)}
@@ -90,25 +75,3 @@ def test_a_matrix_without_a_gradient_stays_until_it_has_one() -> None:
     torch.testing.assert_close(
         directions[2:], deliver(Dion, MATRICES, given[2:])[0].directions, rtol=1e-4, atol=1e-5
     )
-
-
-def test_a_gradient_that_is_not_finite_reaches_all() -> None:
-    given = gradients(2, 3)
-    given[1, 2, 5] = torch.inf
-    deliver(Dion, SHAPES, given, weights=Net())  # compares `finite` with the gradients
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"rank_fraction": 0.0},
-            "exchange.rank_fraction=0.0: must be a number above 0 and at most 1",
-        ),
-        ({"momentum": 1.0}, "exchange.momentum=1.0: must be a number from 0 to below 1"),
-        ({"betas": [0.9]}, "exchange.betas="),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Dion(**settings)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +17,15 @@ from lab.exchange.compressed import OneBit
 from lab.exchange.hierarchical import Hierarchical
 from lab.exchange.rails import part_shapes
 from tests.support.cases import COMPRESSES_LITTLE, EXACT, MEANS, maker
+from tests.support.ledger import (
+    NUM_VALUES,
+    SHAPES,
+    Ledger,
+    assert_nothing_is_lost,
+    exchanged,
+    kept_by_all,
+    states_of,
+)
 from tests.support.slow import some_of
 
 Nodes = list[list[int]]
@@ -32,14 +39,6 @@ NODES: dict[str, Nodes] = {
     "1x3": [[0, 1, 2]],
 }
 TWO_LEVELS = [name for name in NODES if name not in ("3x1", "1x3")]
-SHAPES = {
-    name: torch.Size(shape)
-    for name, shape in {
-        **{"fc": (10, 70), "bias": (10,), "empty": (0, 3), "scalar": ()},
-        **{"conv": (7, 20, 5, 5), "one": (1,), "small": (3, 3)},
-    }.items()
-}
-NUM_VALUES = sum(shape.numel() for shape in SHAPES.values())
 LEVELS_OF_THEIR_OWN = [e for e in MEANS if not e.startswith("hierarchical")]
 INTER_EXACT = [e for e in LEVELS_OF_THEIR_OWN if e in EXACT]
 INTER = [e for e in LEVELS_OF_THEIR_OWN if e not in EXACT]
@@ -52,56 +51,11 @@ def hierarchy(inter: str) -> Callable[[], Hierarchical]:
     return lambda: Hierarchical(make())
 
 
-@dataclass
-class Ledger:
-    """One rank's view: means of all steps, the sum of all delivered, state and residuals."""
-
-    means: list[Tensor]
-    delivered: Tensor
-    exchange: Hierarchical
-    state: dict[str, Any]
-
-    def residual(self) -> Tensor:
-        """Take the residual, laid out like the bucket."""
-        bucket = GradBucket(SHAPES, torch.zeros(NUM_VALUES))
-        self.exchange.flush_residual(bucket, LEFT_OUT)
-        return bucket.flat.double()
-
-
-LEFT_OUT: Any = None  # the exchange knows its own place
-
-
-def continue_steps(
-    make: Callable[[], Hierarchical], gradients: Tensor, states: list[Any], comm: Comm
-) -> Ledger:
-    exchange = make()
-    exchange.check_reach(comm)
-    if len(states) == comm.size and exchange.continues(states[comm.rank]):
-        exchange.load_state_dict(states[comm.rank])
-    elif states:
-        exchange.load_state_dict(exchange.redistribute(states, comm.rank, comm.size))
-    means, delivered = [], torch.zeros(NUM_VALUES, dtype=torch.float64)
-    for step, of_ranks in enumerate(gradients):
-        bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
-        exchange.average(bucket, comm)
-        means.append(bucket.flat)
-        delivered += comm.size * bucket.flat.double()
-    state = {
-        key: {n: v.clone() for n, v in kept.items()} for key, kept in exchange.state_dict().items()
-    }
-    return Ledger(means, delivered, exchange, state)
-
-
 def exchange_steps(
-    inter: str, nodes: Nodes, gradients: Tensor, states: list[Any] | None = None
+    inter: str, nodes: Nodes, gradients: Tensor, states: Sequence[Any] = ()
 ) -> list[Ledger]:
     """Exchange `gradients` [steps, ranks, values]; return each rank's ledger."""
-    run = partial(continue_steps, hierarchy(inter), gradients, states or [])
-    ledgers = run_ranks(sum(map(len, nodes)), run, nodes)
-    for ledger in ledgers:
-        for mean, first in zip(ledger.means, ledgers[0].means, strict=True):
-            assert torch.equal(mean, first)
-    return ledgers
+    return exchanged(hierarchy(inter), gradients, nodes=nodes, states=states)
 
 
 def drawn(num_steps: int, nodes: Nodes) -> Tensor:
@@ -141,10 +95,7 @@ def test_divided_gradients_are_summed(nodes: Nodes, shapes: dict[str, torch.Size
 def test_delivered_and_residuals_make_the_true_sum(inter: str, nodes: Nodes) -> None:
     gradients = drawn(20, nodes)
     ledgers = exchange_steps(inter, nodes, gradients)
-    truth = gradients.double().sum(dim=(0, 1))
-    kept = torch.stack([ledger.residual() for ledger in ledgers]).sum(dim=0)
-    assert (ledgers[0].delivered + kept - truth).norm() <= 1e-5 * truth.norm()
-    assert kept.norm() > 0.01 * truth.norm()  # residuals make the sum right
+    assert_nothing_is_lost(ledgers, gradients.double().sum(dim=(0, 1)))
 
 
 @pytest.mark.parametrize("to", NODES.values(), ids=NODES)
@@ -153,11 +104,10 @@ def test_other_nodes_take_over_the_sum_of_residuals(inter: str, to: Nodes) -> No
     nodes = NODES["2+3"]
     before, after = drawn(3, nodes), drawn(2, to)
     old = exchange_steps(inter, nodes, before)
-    new = exchange_steps(inter, to, after, [ledger.state for ledger in old])
+    new = exchange_steps(inter, to, after, states_of(old))
     truth = before.double().sum(dim=(0, 1)) + after.double().sum(dim=(0, 1))
-    kept = torch.stack([ledger.residual() for ledger in new]).sum(dim=0)
     delivered = old[0].delivered + new[0].delivered
-    assert (delivered + kept - truth).norm() <= 1e-5 * truth.norm()
+    assert (delivered + kept_by_all(new) - truth).norm() <= 1e-5 * truth.norm()
 
 
 @pytest.mark.parametrize("inter", INTER)
@@ -167,19 +117,19 @@ def test_the_same_nodes_go_on_in_the_same_bits(inter: str) -> None:
     whole = exchange_steps(inter, nodes, gradients)[0]
     first = exchange_steps(inter, nodes, gradients[:2])
     # Draws depend on the step's number, which starts anew.
-    rest = exchange_steps(inter, nodes, gradients[2:], [ledger.state for ledger in first])[0]
+    rest = exchange_steps(inter, nodes, gradients[2:], states_of(first))[0]
     if inter != "randomk":
         assert torch.equal(torch.stack(whole.means[2:]), torch.stack(rest.means))
 
 
 def test_another_loop_may_not_continue_on_other_nodes() -> None:
-    old = exchange_steps("onebit", NODES["2x2"], drawn(1, NODES["2x2"]))
+    states = states_of(exchange_steps("onebit", NODES["2x2"], drawn(1, NODES["2x2"])))
 
     def rank_main(comm: Comm) -> None:
         exchange = hierarchy("onebit")()
         exchange.check_reach(comm)
         with pytest.raises(ValueError, match=r"state_dict: its ranks were on nodes \[\[0, 1\], "):
-            exchange.resume(old[comm.rank].state, torch.device("cpu"))
+            exchange.resume(states[comm.rank], torch.device("cpu"))
 
     run_ranks(4, rank_main, NODES["2 in turns"])
 
@@ -187,17 +137,8 @@ def test_another_loop_may_not_continue_on_other_nodes() -> None:
 def test_nodes_of_one_rank_have_the_exchange_between_nodes_alone() -> None:
     nodes = NODES["3x1"]
     gradients = drawn(3, nodes)
-
-    def rank_main(comm: Comm) -> Tensor:
-        onebit, means = OneBit(), []
-        for step, of_ranks in enumerate(gradients):
-            bucket = GradBucket(SHAPES, of_ranks[comm.rank].clone(), step)
-            onebit.average(bucket, comm)
-            means.append(bucket.flat)
-        return torch.stack(means)
-
-    flat = run_ranks(3, rank_main)[0]
-    assert torch.equal(flat, torch.stack(exchange_steps("onebit", nodes, gradients)[0].means))
+    flat, levels = exchanged(OneBit, gradients), exchange_steps("onebit", nodes, gradients)
+    assert all(map(torch.equal, flat[0].means, levels[0].means))
 
 
 def test_one_node_compresses_nothing() -> None:
@@ -209,17 +150,11 @@ def test_one_node_compresses_nothing() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("inter", INTER)
 def test_a_gradient_that_is_not_finite_is_known_to_all(inter: str, bad: float) -> None:
-    nodes, make = NODES["2+3"], hierarchy(inter)
     for place in (5, 705, 2000):  # in a matrix, in a bias, in kernels
-        gradients = drawn(1, nodes)[0]
-        gradients[-1, place] = bad
-
-        def rank_main(comm: Comm, gradients: Tensor = gradients) -> tuple[bool, bool]:
-            bucket = GradBucket(SHAPES, gradients[comm.rank])
-            make().average(bucket, comm)
-            return bool(bucket.flat.isfinite().all()), bool(bucket.finite)
-
-        assert set(run_ranks(5, rank_main, nodes)) == {(False, False)}
+        gradients = drawn(1, NODES["2+3"])
+        gradients[0, -1, place] = bad
+        for ledger in exchange_steps(inter, NODES["2+3"], gradients):
+            assert ledger.finite == [False] and not ledger.means[0].isfinite().all()
 
 
 def traffic(inter: str, nodes: Nodes, shape: tuple[int, ...]) -> list[Traffic]:

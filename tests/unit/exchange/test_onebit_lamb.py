@@ -97,18 +97,3 @@ def test_a_resumed_run_has_the_same_bits_and_another_number_keeps_ratios(stop: i
     new = make().redistribute(states, 2, 3)
     for kind in ("trust", "power", "power_at_first", "factor"):
         assert new[kind] == states[0][kind]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ratio_range": (2, 10)}, r"ratio_range=\[2, 10\]: must be two numbers above 0"),
-        ({"factor_range": (0, 4)}, r"factor_range=\[0, 4\]: must be two numbers above 0"),
-        ({"ratio_decay": 1}, "ratio_decay=1: must be a number from 0 to below 1"),
-        ({"factor_change": -1}, "factor_change=-1: must be a number from 0 to below 1"),
-        ({"eps": 0}, "eps=0: must be a number above 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"exchange.{message}"):
-        OneBitLamb(**settings)

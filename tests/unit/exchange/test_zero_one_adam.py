@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lab.exchange.zero_one_adam import Doubling, ZeroOneAdam
-from tests.support.directions import Uncompressed, adam, deliver, num_values, of_like_sizes
+from tests.support.directions import adam, deliver
+from tests.unit.exchange.test_onebit_adam import NUM, SHAPES, gradients
 
-SHAPES = {"fc": (24, 50), "bias": (24,), "conv": (6, 5, 3, 3), "table": (20, 32)}
-NUM = num_values(SHAPES)
 EACH = 4  # with intervals of 1, 2 and 4 steps: exact are 1 to 4, 6 to 12 by 2s, 16 to 28 by 4s
 LAST = 28
 
@@ -22,12 +21,6 @@ LAST = 28
 def make(**settings: Any) -> partial[ZeroOneAdam]:
     given = {"block_size": 64, "updates_per_interval": EACH, "longest_interval": 4}
     return partial(ZeroOneAdam, **{**given, **settings})
-
-
-def gradients(steps: int, size: int) -> Tensor:
-    """Return gradients with a common part, of sizes that differ by row and column."""
-    scale = torch.rand(NUM) + 0.5
-    return scale * (torch.randn(steps, size, NUM) + 0.5 * torch.randn(NUM))
 
 
 def test_intervals_double_after_as_many_steps_and_end() -> None:
@@ -48,17 +41,6 @@ def test_exact_steps_leave_adams_direction() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_without_signs_it_is_adam_with_a_variance_of_the_steps_that_are_due(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lab.exchange.signed_rows.Blocks", Uncompressed)
-    given = of_like_sizes(LAST + 20, size, NUM)
-    directions = deliver(make(), SHAPES, given)[0].directions.double()
-    reference = adam(given.mean(dim=1), LAST, due=Doubling(EACH, 4).is_due)
-    assert (directions - reference).norm() <= 1e-6 * reference.norm()
-
-
 @pytest.mark.parametrize("later", [0.0, 1e-6])
 def test_values_without_any_gradient_are_not_divided_by_nothing(later: float) -> None:
     given = gradients(LAST + 5, 2)
@@ -67,14 +49,6 @@ def test_values_without_any_gradient_are_not_divided_by_nothing(later: float) ->
     directions = deliver(make(), SHAPES, given)[0].directions
     assert directions[EACH:, 7].any()
     assert directions.abs().max() < 10
-
-
-def test_a_parameter_without_any_gradient_stays() -> None:
-    given = gradients(LAST + 5, 2)
-    given[..., 1200:] = 0
-    directions = deliver(make(), SHAPES, given)[0].directions
-    assert directions[-1, :1200].all()
-    assert not directions[:, 1200:].any()
 
 
 def owed(states: list[dict[str, Any]]) -> Tensor:
@@ -114,40 +88,6 @@ def test_delivered_and_residuals_make_the_true_sum(size: int) -> None:
     assert (choice["silent_rows"], choice["late_rows"]) == (0, 2)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_frozen_it_sends_two_messages_of_a_24th_of_the_rings_bytes(size: int) -> None:
-    shapes = {"wide": (512, 128), "narrow": (128, 512), "bias": (512,), "norm": (128,)}
-    given = torch.randn(4, size, num_values(shapes))
-    once = make(block_size=256, updates_per_interval=1, longest_interval=1)
-    ledger = deliver(once, shapes, given)[0]
-    ring = 8 * num_values(shapes) * (size - 1) / size
-    assert ledger.payload[0] == pytest.approx(ring, abs=8)
-    for payload, messages in zip(ledger.payload[1:], ledger.messages[1:], strict=True):
-        assert messages == 2 * (size - 1)  # an all-to-all and an all-gather
-        assert ring / payload >= 24
-
-
-def test_rows_that_never_had_a_gradient_do_not_move() -> None:
-    given = gradients(LAST + 20, 3)
-    unused = slice(NUM - 5 * 32, NUM)  # the last rows of the table
-    given[:, :, unused] = 0
-    ledgers = deliver(make(), SHAPES, given)
-    directions = ledgers[0].directions
-    assert torch.equal(directions[:, unused], torch.zeros_like(directions[:, unused]))
-    assert directions[-1, : unused.start].all()
-    assert ledgers[0].exchange.choices()[0]["silent_rows"] == 5
-
-
-@pytest.mark.parametrize("stop", [3, 4, 5, 6, 12, 13, LAST, LAST + 1, LAST + 4])
-def test_a_resumed_run_has_the_same_bits(stop: int) -> None:
-    given = gradients(LAST + 6, 3)
-    given[:9, :, -64:] = 0
-    whole = deliver(make(), SHAPES, given)
-    states = [ledger.exchange.state_dict() for ledger in deliver(make(), SHAPES, given[:stop])]
-    resumed = deliver(make(), SHAPES, given[stop:], states, stop)
-    assert torch.equal(resumed[0].directions, whole[0].directions[stop:])
-
-
 def test_other_numbers_of_ranks_keep_sums() -> None:
     states: list[dict[str, Any]] = [
         ledger.exchange.state_dict() for ledger in deliver(make(), SHAPES, gradients(11, 4))
@@ -168,16 +108,3 @@ def test_it_keeps_12_and_4_over_n_bytes_a_value() -> None:
         state = ledger.exchange.state_dict()
         kept = sum(t.nbytes for tensors in state.values() for t in tensors.values())
         assert kept <= (12 + 4 / 2) * NUM + 8 * 64 * len(SHAPES)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"updates_per_interval": 0}, "updates_per_interval=0: must be an integer of at least 1"),
-        ({"longest_interval": 12}, "longest_interval=12: must be a power of two"),
-        ({"block_size": 4}, "block_size=4: must be an integer of at least 8"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"exchange.{message}"):
-        ZeroOneAdam(**settings)

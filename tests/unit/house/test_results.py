@@ -1,22 +1,13 @@
-"""Pages of results: predicted ones are today's, measured ones of today's code or they say so."""
+"""Pages of results: predicted ones are today's, measured ones say at which commit."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from lab import verify
-from tests.conftest import ROOT
-
-RESULTS = ROOT / "docs/results"
-PREDICTED = ("tf_benchmarks", "tf_parameter_server", "tf_benchmarks_real", "horovod")
-MEASURED = sorted({path.stem for path in RESULTS.glob("*.md")} - {*PREDICTED, "README", "mutants"})
-# A change here may change what was measured.
-CODE = ("codec", "distributed", "exchange", "sync", "training", "cluster", "model/replay.py")
+from tests.support.stale import MEASURED, PREDICTED, RESULTS, commit_of, is_marked
 
 
 @pytest.mark.slow
@@ -30,19 +21,5 @@ def test_predicted_pages_are_todays(
     assert made == (RESULTS / f"{paper}.md").read_text().replace("docs/results/", "")
 
 
-@pytest.mark.parametrize("page", MEASURED)
-def test_measured_pages_are_of_todays_code_or_say_so(page: str) -> None:
-    first, *lines = (RESULTS / f"{page}.md").read_text().splitlines()
-    if "lder than the code" in first:
-        return
-    found = re.search(r"at commit `?([0-9a-f]{7,40})", "\n".join([first, *lines[:8]]))
-    assert found, (
-        f"{page}: its first line must say that it is older than the code, or its head at commit ..."
-    )
-    if shutil.which("git") and (ROOT / ".git").exists():
-        paths = [f"lab/{part}" for part in CODE]
-        changed = ["git", "-C", str(ROOT), "diff", "--name-only", found[1], "HEAD", "--", *paths]
-        done = subprocess.run(changed, capture_output=True, text=True, check=True)
-        assert not done.stdout, (
-            f"{page}: measure it anew, or say in its first line that it is older"
-        )
+def test_measured_pages_say_at_which_commit_or_that_they_are_older() -> None:
+    assert [page for page in MEASURED if not (commit_of(page) or is_marked(page))] == []
