@@ -39,7 +39,8 @@ def present(request: Request, measured: Result) -> bool:
 
 def is_result(value: object) -> bool:
     """Return whether a value, read from a file, is a result of a benchmark."""
-    return isinstance(value, dict) and value.get("bench") in BENCHES
+    # A tuple, in which a value that cannot be hashed is merely absent: the file may hold anything.
+    return isinstance(value, dict) and value.get("bench") in (*BENCHES, *show.VIEWS)
 
 
 def text_of(result: Result) -> str:

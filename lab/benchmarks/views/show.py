@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-VIEWS = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
+SHARED = {"show", "text"}  # modules here that are no view
+VIEWS = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])} - SHARED
 
 
 def view_of(bench: str) -> ModuleType | None:
@@ -32,10 +33,3 @@ class Figure:
         paths = [stem.with_name(f"{stem.name}.{kind}") for kind in formats]
         save(lambda: self.view.figure(self.result), *paths)
         return paths
-
-
-def table(result: dict[str, Any]) -> str:
-    """Align a result in columns; see lab.benchmarks.present."""
-    from lab.benchmarks.present import text_of
-
-    return text_of(result)

@@ -13,7 +13,7 @@ import pytest
 
 from lab import bench
 from lab.benchmarks import convolution, counted, counters, interleave, roofline, throughput
-from lab.benchmarks.views import show
+from lab.benchmarks.present import is_result, text_of
 from lab.benchmarks.views.counters import hits
 from lab.convolution.algorithms import ALGORITHMS
 from lab.layers import callgrind
@@ -106,7 +106,7 @@ def test_memory_by_kind_has_a_bar_for_each_set_of_settings(
     (panel,) = saved["a.png"].axes
     assert ticks(panel, "y") == ["optim=sgd", "optim=adamw"]
     assert len(bars(panel)) == 2 * len(KINDS)
-    assert show.table(json.loads(out.read_text())).startswith(" ")
+    assert text_of(json.loads(out.read_text())).startswith(" ")
 
 
 def test_memory_of_ranks_that_exchange(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,3 +364,13 @@ def test_computed_memory_is_compared_with_that_of_a_process(
     row = json.loads(out.read_text())["rows"][0]
     assert row["measured_bytes"] == pytest.approx(row["total_bytes"], rel=0.15)
     assert "measured (MB)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("bench", ["codec", "layers", "kernels", "profile"])
+def test_results_of_all_benchmarks_are_known_as_such(bench: str) -> None:
+    assert is_result({"bench": bench})
+
+
+@pytest.mark.parametrize("value", [None, [], {}, {"bench": "show"}, {"bench": []}, {"bench": "no"}])
+def test_other_files_are_no_results(value: object) -> None:
+    assert not is_result(value)
