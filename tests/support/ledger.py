@@ -12,6 +12,7 @@ from torch import Tensor
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.bucket import GradBucket, Plans
+from lab.exchange.coded import Coded
 
 # A matrix, vectors, kernels, and parameters with few values or none.
 SHAPES = {
@@ -76,6 +77,7 @@ class Ledger:
                 )
                 self.exchange.average(bucket, self.comm)
                 shown = bool(bucket.flat.isfinite().all())
+                assert bucket.finite is not None or not isinstance(self.exchange, Coded)
                 told = shown if bucket.finite is None else bool(bucket.finite)
                 assert shown or not told
                 finite = finite and told
