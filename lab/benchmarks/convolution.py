@@ -13,12 +13,10 @@ from torch import Tensor
 from lab.benchmarks import interleave
 from lab.benchmarks.request import Request
 from lab.benchmarks.timing import NUM_CALLS, per_call
-from lab.convolution.algorithm import Algorithm
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY
-from lab.convolution.choice import call_of
-from lab.convolution.problem import Pass, Problem
+from lab.convolution.layer import call_of, convolutions_of
+from lab.convolution.problem import Algorithm, Pass, Problem
 from lab.distributed import world as worlds
-from lab.layers.convolutions import convolutions_of
 from lab.measure.onednn import implementations
 from lab.measure.turns import order
 from lab.problem.build import blueprint

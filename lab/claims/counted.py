@@ -79,10 +79,9 @@ def executed_share(
     Raises:
         Missing: the algorithm refuses the convolution.
     """
-    from lab.convolution.algorithms import ALGORITHMS
-    from lab.convolution.gemm import Gemm
+    from lab.convolution.algorithms import ALGORITHMS, Gemm
+    from lab.convolution.layer import convolutions_of
     from lab.convolution.problem import Pass
-    from lab.layers.convolutions import convolutions_of
 
     plan, batch = device.blueprint(network), device.batch(network)
     shape, dtype = plan.data.input_shape, plan.data.input_dtype
@@ -96,8 +95,8 @@ def executed_share(
 def refusals(device: Device, network: str, algorithm: str) -> Interval:
     """Count the convolutions that an algorithm refuses."""
     from lab.convolution.algorithms import ALGORITHMS
+    from lab.convolution.layer import convolutions_of
     from lab.convolution.problem import Pass
-    from lab.layers.convolutions import convolutions_of
 
     plan = device.blueprint(network)
     found = convolutions_of(plan.model, plan.data.input_shape, plan.data.input_dtype, 1)

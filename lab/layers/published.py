@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lab.layers.convolutions import convolutions_of
+from lab.convolution.layer import convolutions_of
 from lab.model.lstm import LSTM
 from lab.model.transformer import Transformer
 

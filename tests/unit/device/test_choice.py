@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.convolution import choice
-from lab.convolution.algorithms import ALGORITHMS, LIBRARY, Library
-from lab.convolution.choice import fixed, heuristic, profile
-from lab.convolution.gemm import Gemm
-from lab.convolution.layer import ChosenConv2d
+from lab.convolution import layer
+from lab.convolution.algorithms import ALGORITHMS, LIBRARY, Gemm, Library
+from lab.convolution.layer import ChosenConv2d, fixed, heuristic, profile
 from lab.convolution.problem import Pass, Problem
 from lab.model.lenet import lenet
 from lab.model.mlp import mlp
@@ -49,7 +47,7 @@ class Slow(Library):
 class Lucky(Gemm):
     """Fast in the first trials, and then later than Slow."""
 
-    NUM_FAST = 1 + choice.TRIALS
+    NUM_FAST = 1 + layer.TRIALS
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -64,11 +62,17 @@ class Lucky(Gemm):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     kept = Clock()
-    monkeypatch.setattr(choice, "_seconds", kept.time_of)
+    monkeypatch.setattr(layer, "_seconds", kept.time_of)
     return kept
 
 
-def names(chosen: choice.Chosen) -> list[str]:
+def take_for_library(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> None:
+    """Let it run as itself too: the library's passes together are one call of torch."""
+    monkeypatch.setattr(layer, "LIBRARY", slow)
+    monkeypatch.setattr(layer, "convolve", layer._Passes.apply)
+
+
+def names(chosen: layer.Chosen) -> list[str]:
     return [chosen[which].name for which in Pass]
 
 
@@ -92,8 +96,8 @@ def test_the_heuristic_takes_the_fewest_operations() -> None:
 
 def test_a_trial_takes_the_fastest(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, gemm = Slow(clock), Gemm()
-    monkeypatch.setattr(choice, "LIBRARY", slow)
-    monkeypatch.setattr(choice, "willing", lambda *_: [slow, gemm])
+    take_for_library(monkeypatch, slow)
+    monkeypatch.setattr(layer, "willing", lambda *_: [slow, gemm])
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     assert profile(SMALL, x, w)[Pass.FORWARD] is gemm
 
@@ -101,7 +105,7 @@ def test_a_trial_takes_the_fastest(clock: Clock, monkeypatch: pytest.MonkeyPatch
 def test_a_trial_stays_with_the_library_unless_another_is_clearly_faster(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "willing", lambda *_: [LIBRARY, Slow(clock)])
+    monkeypatch.setattr(layer, "willing", lambda *_: [LIBRARY, Slow(clock)])
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     assert profile(SMALL, x, w)[Pass.FORWARD] is LIBRARY
 
@@ -110,8 +114,8 @@ def test_who_was_only_lucky_in_the_first_trials_does_not_win(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, lucky = Slow(clock), Lucky(clock)
-    monkeypatch.setattr(choice, "LIBRARY", slow)
-    monkeypatch.setattr(choice, "willing", lambda *_: [slow, lucky])
+    take_for_library(monkeypatch, slow)
+    monkeypatch.setattr(layer, "willing", lambda *_: [slow, lucky])
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     assert profile(SMALL, x, w)[Pass.FORWARD] is slow
     assert lucky.num_calls > Lucky.NUM_FAST
@@ -136,7 +140,7 @@ def test_a_layer_gives_the_same_outputs_and_gradients(name: str, bias: bool) -> 
 
 
 def test_half_precision_and_counting_are_left_to_the_library() -> None:
-    def never(*_: object) -> choice.Chosen:
+    def never(*_: object) -> layer.Chosen:
         raise AssertionError("must not be asked")
 
     other = ChosenConv2d(nn.Conv2d(3, 4, 3), never)

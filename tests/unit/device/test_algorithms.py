@@ -12,11 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lab.convolution.algorithm import Unsupported
-from lab.convolution.algorithms import ALGORITHMS
-from lab.convolution.gemm import Gemm
-from lab.convolution.problem import Pass, Problem
-from lab.convolution.winograd import matrices
+from lab.convolution.algorithms import ALGORITHMS, Gemm, matrices
+from lab.convolution.problem import Pass, Problem, Unsupported
 
 PROBLEMS = [
     Problem(2, 3, (9, 7), 4, (3, 3), padding=(1, 1)),
