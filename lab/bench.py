@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lab.benchmarks.catalogue import BENCHES, OWN
-from lab.benchmarks.measure import measure
-from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, was_asked
+from lab.benchmarks.ranks import REFUSED, RanksFailed, hand_over, measure, was_asked
 from lab.benchmarks.request import read
 from lab.distributed.launcher import let_first_rank_report, run_as_process
 from lab.settings.command import Command, CommandLine
@@ -57,7 +56,7 @@ def _bench(line: CommandLine) -> int:
         return 0
     if was_asked():
         return hand_over(result)
-    from lab.benchmarks.views.show import present
+    from lab.benchmarks.present import present  # imports Altair
 
     if present(request, result):
         return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 
 NUM_RANKS = 2  # the default
 NUM_VALUES = {
@@ -42,6 +44,7 @@ OWN = {
 }
 # What one device does: nothing is exchanged, and nothing copied into buckets.
 ALONE = ("strategy=none",)
+NOTHING_SENT = "nothing is exchanged; must be at least 2"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Bench:
         module: measures and shows it; empty: the one of lab.benchmarks with its name.
         num_ranks: ranks to start unless told otherwise; 0: as many as the machine allows, at most
             NUM_RANKS.
+        one_rank: why one rank alone is refused; empty: it is not.
     """
 
     text: str
@@ -78,6 +82,7 @@ class Bench:
     runs: str = ""
     module: str = ""
     num_ranks: int = 0
+    one_rank: str = ""
 
 
 BENCHES = {
@@ -90,12 +95,15 @@ BENCHES = {
             *("exchange", "comm", "backend", "device", "share_gpus", "exchange_timeout_s"),
             "cluster",
         ),
+        one_rank=f"{NOTHING_SENT}. With one GPU set device=cpu, or world_size=2 share_gpus=true "
+        "backend=gloo exchange=bf16 (Gloo has no send and recv on GPUs)",
     ),
     "reduce_scatter": Bench(
         "the lab's reduce-scatter by size, compared with torch's, and the bytes that crossed",
         ("sizes", "rounds", "world_size"),
         default="none",
         only=("comm", "backend", "device", "share_gpus", "exchange_timeout_s", "cluster"),
+        one_rank=NOTHING_SENT,
     ),
     "codec": Bench(
         "encode and decode, compared with torch.add on the same tensors",
@@ -237,3 +245,8 @@ BENCHES = {
         ),
     ),
 }
+
+
+def module_of(bench: str) -> ModuleType:
+    """Import what measures and shows a benchmark; it imports torch, which help does not need."""
+    return importlib.import_module(BENCHES[bench].module or f"lab.benchmarks.{bench}")

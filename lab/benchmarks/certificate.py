@@ -8,40 +8,32 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lab.benchmarks import interleave
+from lab.benchmarks.harness import aligner, on_ranks, worlds_of
+from lab.benchmarks.interleave import interval, middle, progress, turns
+from lab.benchmarks.present import ranged, tabulate
 from lab.benchmarks.request import Request
-from lab.benchmarks.timing import aligner
 from lab.certificate.check import NUM_EXCHANGES, Check
-from lab.distributed import world as worlds
-from lab.measure.turns import order
+from lab.distributed.world import World
 from lab.settings.config import ConfigError
-from lab.training.assemble import Assembly, first_check, join
+from lab.training.assemble import Assembly, first_check
 from lab.training.dry import assembled
-from lab.training.identity import surroundings
 
 NEVER_ENDS = 10**9  # steps of the run: it ends when the rounds do
 
 
-def measure(request: Request) -> dict[str, Any] | None:
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
     """Time the steps that a check looks at, with it and without it, in turns.
 
     Raises:
         ConfigError: a setting does not fit, or a strategy has nothing to check.
     """
-    rows, configs = [], [variant.config for variant in request.variants]
-    try:
-        joined = [join(config) for config in configs]
-        for variant, world in zip(request.variants, joined, strict=True):
-            with assembled(variant.config, world) as parts:
-                rounds = _in_turns(variant.config, parts, request.own["rounds"])
-            plain_s, checked_s, line = rounds
-            rows.append({"name": variant.label, "line": line, **cost(plain_s, checked_s)})
-        world = joined[0]
-        result = {"rows": rows, "num_rounds": request.own["rounds"], "world_size": world.size}
-        result |= {"backend": world.comm.backend, **surroundings(world, *configs)}
-        return result if world.rank == 0 else None
-    finally:
-        worlds.stop()
+    rows, num_rounds = [], request.own["rounds"]
+    for variant, joined in zip(request.variants, worlds_of(request, world), strict=True):
+        with assembled(variant.config, joined) as parts:
+            plain_s, checked_s, line = _in_turns(variant.config, parts, num_rounds)
+        rows.append({"name": variant.label, "line": line, **cost(plain_s, checked_s)})
+    return {"rows": rows, "num_rounds": num_rounds}
 
 
 def cost(plain_s: list[float], checked_s: list[float]) -> dict[str, Any]:
@@ -51,11 +43,9 @@ def cost(plain_s: list[float], checked_s: list[float]) -> dict[str, Any]:
         plain_s, checked_s: seconds of so many steps, by round, on the slowest rank.
     """
     return {
-        "step_s": interleave.middle([seconds / NUM_EXCHANGES for seconds in plain_s]),
-        "added_s": interleave.interval(lambda c, p: c - p, checked_s, plain_s),
-        "added_steps": interleave.interval(
-            lambda c, p: (c - p) / (p / NUM_EXCHANGES), checked_s, plain_s
-        ),
+        "step_s": middle([seconds / NUM_EXCHANGES for seconds in plain_s]),
+        "added_s": interval(lambda c, p: c - p, checked_s, plain_s),
+        "added_steps": interval(lambda c, p: (c - p) / (p / NUM_EXCHANGES), checked_s, plain_s),
     }
 
 
@@ -67,16 +57,15 @@ def _in_turns(
     trainer.progress.total_steps = NEVER_ENDS
     align, seconds, line = aligner(world), torch.zeros(num_rounds, 2, dtype=torch.float64), ""
     _steps(parts, Check())  # warms up, and plans the buckets
-    for number in interleave.progress(range(num_rounds), world.rank):
-        for checked in order(2, number):
-            align()
-            began = time.perf_counter()
-            wants = checked and first_check(config, trainer.model, trainer.sync, world)
-            check = wants or Check()
-            _steps(parts, check)
-            seconds[number, checked] = time.perf_counter() - began
-            if check.certificate:
-                line = check.certificate.line
+    for checked, number in turns(2, progress(range(num_rounds), world.rank)):
+        align()
+        began = time.perf_counter()
+        wants = checked and first_check(config, trainer.model, trainer.sync, world)
+        check = wants or Check()
+        _steps(parts, check)
+        seconds[number, checked] = time.perf_counter() - began
+        if check.certificate:
+            line = check.certificate.line
     if "not checked, because" in line or not line:
         raise ConfigError(line or "check: no certificate was reached")
     slowest = world.gather(seconds).amax(dim=0)
@@ -93,3 +82,27 @@ def _steps(parts: Assembly, check: Check) -> None:
     if trainer.world.device.type == "cuda":
         torch.cuda.synchronize(trainer.world.device)
     steps.close()
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each strategy."""
+    return tabulate(
+        result["rows"],
+        {
+            "": lambda row: row["name"],
+            "step (ms)": lambda row: f"{1e3 * row['step_s']['median']:.2f}",
+            "mad": lambda row: f"{1e3 * row['step_s']['mad']:.2f}",
+            "check adds (ms)": lambda row: ranged(row["added_s"], 1e3),
+            "in steps": lambda row: ranged(row["added_steps"]),
+        },
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns, and show what was certified."""
+    return [
+        f"medians of {result['num_rounds']} rounds on {result['world_size']} ranks "
+        f"({result['backend']}): a run's first three steps, with the check and without it",
+        "[95 % intervals] draw whole rounds",
+        *(f"{row['name']}: {row['line']}" for row in result["rows"]),
+    ]

@@ -12,69 +12,38 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import altair as alt
+import pandas as pd
 import torch
 from torch import Tensor
 
 from lab.benchmarks import interleave
-from lab.benchmarks.baselines import DeepSpeedLike, GraceLike
 from lab.benchmarks.catalogue import NUM_VALUES
-from lab.benchmarks.compressors import (
-    CastCodec,
-    Codec,
-    Messages,
-    PowerSGDCodec,
-    RandomKCodec,
-    TopKMessages,
+from lab.benchmarks.compressors import CODECS, IN_TORCH, Codec
+from lab.benchmarks.harness import NUM_CALLS, cache_bytes, here, per_call
+from lab.benchmarks.present import (
+    about,
+    ends,
+    host_column,
+    in_cache,
+    machine,
+    ranged,
+    tabulate,
 )
-from lab.benchmarks.request import Request
-from lab.benchmarks.sizes import VALUE_BYTES
-from lab.benchmarks.timing import NUM_CALLS, cache_bytes, per_call
+from lab.benchmarks.request import VALUE_BYTES, Request
 from lab.codec import build
-from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
-from lab.codec.levels import Int4, Int8
 from lab.codec.onebit import OneBit
-from lab.codec.signs import Signs
-from lab.codec.topk import TopK
 from lab.distributed.gpus import check_gpus
-from lab.measure.environment import environment, git_commit, num_cores
-from lab.measure.turns import order
+from lab.draw.chart import GREY, INK, LABEL_PX, LETTER, Chart
+from lab.draw.looks import BLUE, ORANGE
+from lab.draw.plots import BARS, round_values
+from lab.measure.environment import num_cores
 from lab.settings.config import ConfigError
 
 BUDGET_S, FEWEST_ROUNDS = 10.0, 3  # seconds of one operation: a slow one takes part in fewer rounds
 TOLERANCE = 1e-6  # relative: a few roundings of float32
-
-
-IN_TORCH = "_reference"  # ends the name of a codec's definition in plain torch
-
-
-def _both(
-    name: str, make: Callable[..., Codec], codec: Any, reference: Any
-) -> dict[str, Callable[[int, int, torch.device], Codec]]:
-    return {name: partial(make, codec), name + IN_TORCH: partial(make, reference)}
-
-
-def _messages(
-    name: str, codec: RowCodec, make: type[Messages] = Messages, **settings: bool
-) -> dict[str, Callable[[int, int, torch.device], Codec]]:
-    return _both(name, partial(make, codec, **settings), False, True)
-
-
-# A new codec is one line here: functions of rows, columns and device.
-CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
-    **_messages("onebit", OneBit()),
-    **_messages("onebit_mean", OneBit("mean")),
-    "grace_like": GraceLike,
-    "deepspeed_like": DeepSpeedLike,
-    **_messages("int8", Int8(1024), feedback=False),
-    **_messages("int4", Int4(128), feedback=False),
-    **_messages("signs", Signs(1)),
-    **_messages("topk", TopK(), TopKMessages),
-    **_both("randomk", RandomKCodec, False, True),
-    **_both("powersgd", PowerSGDCodec, False, True),
-    **_both("bf16", partial(CastCodec, torch.bfloat16), True, False),
-    **_both("fp16", partial(CastCodec, torch.float16), True, False),
-}
+COLOURS = {"encode, with any residual": BLUE, "decode": ORANGE}
 
 
 @dataclass
@@ -133,9 +102,7 @@ def measure(request: Request) -> dict[str, Any]:
         "device": device.type,
         "cache_bytes": cache_bytes(device),
         "kernels": kernels(device),
-        "emulation": _emulation(settings["threads"], device),
-        "environment": environment(1),
-        "git_commit": git_commit(),
+        **here(_emulation(settings["threads"], device)),
     }
 
 
@@ -154,10 +121,10 @@ def _measure_all(
             moved = passes * VALUE_BYTES * gradient.numel() + codec.payload_bytes
             operations.append(Operation(name, kind, call, moved, together))
     against, reference_bytes, run = _reference(gradient, residual, out)
-    for number in interleave.progress(range(num_rounds), 0):
-        for index in order(len(operations), number):
-            if operations[index].wants_turn():
-                _take_turn(operations[index], run, device, reference_first=number % 2 == 0)
+    rounds = interleave.progress(range(num_rounds), 0)
+    for index, number in interleave.turns(len(operations), rounds):
+        if operations[index].wants_turn():
+            _take_turn(operations[index], run, device, reference_first=number % 2 == 0)
     reference_s = [seconds for each in operations for seconds in each.reference_s]
     return {
         "rows": [
@@ -274,3 +241,112 @@ def kernels(device: torch.device) -> dict[str, Any]:
     )
     level = torch.backends.cpu.get_cpu_capability()
     return {"level": level, "compiler": done.stdout.partition("\n")[0]}
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, a line for the memory-bound operation, and two for each codec."""
+    memory = {"codec": result["reference"]["name"], **result["reference"]}
+    rows = [memory, *result["rows"]]
+
+    def ratio(row: dict[str, Any], key: str, of_memory: str = "1") -> str:
+        return of_memory if row is memory else ranged(row.get(key))  # old results lack one
+
+    return tabulate(
+        rows,
+        {
+            "codec": lambda row: row["codec"],
+            "": lambda row: row.get("operation", ""),
+            "bits/value": lambda row: "" if row is memory else f"{row['bits_per_value']:.3f}",
+            "time (ms)": lambda row: f"{1e3 * row['time_s']['median']:.3f}",
+            "mad": lambda row: f"{1e3 * row['time_s']['mad']:.3f}",
+            "GB/s": lambda row: f"{row['gb_per_s']:.2f}",
+            "ratio": lambda row: ratio(row, "ratio"),
+            "of bandwidth": lambda row: ratio(row, "of_bandwidth"),
+            "over torch": lambda row: ratio(row, "over_torch", ""),
+            "rounds": lambda row: str(row["num_rounds"]),
+            "#wrong": lambda row: str(row.get("wrong", "")),
+            **host_column(rows),
+        },
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns."""
+    rows, columns = result["shape"]
+    return [
+        f"{result['num_values']} float32 values, {rows} rows of {columns}; {_engine(result)}",
+        f"ratio: of times, to {result['reference']['name']} right before or after, with 95 % "
+        "intervals; GB/s: of what must be read and written at least, once; over torch: time of its "
+        "_reference in the same rounds over its own",
+        *in_cache(result, VALUE_BYTES * result["num_values"]),
+    ]
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw a mark for each operation of each codec: its time over the memory-bound one's."""
+    rows, against = result["rows"], result["reference"]["name"]
+    encodes = sorted(
+        (row["ratio"]["median"], row["codec"])
+        for row in rows
+        if row["operation"] == "encode" and not row["codec"].endswith(IN_TORCH)
+    )
+    message = f"Time of codecs, over that of {against}"
+    if encodes:
+        least, most = (f"{ratio:.3g} ({codec})" for ratio, codec in (encodes[0], encodes[-1]))
+        factors = least if least == most else f"{least} to {most}"
+        message = f"Encode takes {factors} times as long as {against}"
+    counts = sorted({row["num_rounds"] for row in rows})
+    rounds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    lines = [
+        f"{result['num_values'] / 1e6:.3g} M values · {machine(result)} · {_engine(result)} · "
+        f"medians of {rounds} interleaved rounds, 95 % bootstrap intervals",
+        *about(result),
+    ]
+    names = list(dict.fromkeys(row["codec"] for row in rows))
+    body = _marks(rows, names, f"time / time of {against}", result["emulation"] != "none")
+    width = int(BARS + LETTER * LABEL_PX * max(map(len, names)) + 40)
+    return Chart("codec", message, lines, body, width)
+
+
+def _marks(rows: list[dict[str, Any]], names: list[str], title: str, hollow: bool) -> Any:
+    """Draw each ratio with its interval and its number, and a bar from 1 to it."""
+    kinds = dict(zip(("encode", "decode"), COLOURS, strict=True))
+    data: Any = pd.DataFrame(
+        {
+            **{"name": row["codec"], "operation": kinds[row["operation"]], "one": 1.0},
+            **ends(row["ratio"]),
+            "text": f"{row['ratio']['median']:.3g}",
+        }
+        for row in rows
+    )
+    data["behind"] = data[["one", "value", "high"]].max(axis=1)
+    low, high = float(data[["one", "value", "low"]].min().min()), float(data["behind"].max())
+    domain = min(0.5, low / 1.2), 2 * high
+    scale = alt.Scale(type="log", domain=domain, nice=False)
+    axis = alt.Axis(values=round_values(*domain), format="~g")
+    order = alt.Scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    colour: Any = alt.Color("operation:N", scale=order, legend=alt.Legend(symbolOpacity=1))
+    base = alt.Chart(data).encode(
+        alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=420, ticks=False)),
+        alt.YOffset("operation:N", sort=list(COLOURS)),
+    )
+    value = alt.X("value:Q", title=title, scale=scale, axis=axis)
+    bar = base.mark_rule(strokeWidth=4, opacity=0.3, strokeCap="butt")
+    rule = base.mark_rule(strokeWidth=1.4).transform_filter("isValid(datum.low)")
+    point = base.mark_point(size=40, strokeWidth=1.6, opacity=1)
+    text = base.mark_text(align="left", dx=6, fontSize=LABEL_PX, color=INK)
+    line = alt.Chart(pd.DataFrame({"at": [1.0]})).mark_rule(color=GREY)
+    return alt.layer(
+        line.encode(alt.X("at:Q", scale=scale)),
+        bar.encode(alt.X("one:Q", scale=scale), alt.X2("value:Q"), color=colour),
+        rule.encode(alt.X("low:Q", scale=scale), alt.X2("high:Q"), color=colour),
+        point.encode(value, stroke=colour, fill=alt.value("white") if hollow else colour),
+        text.encode(alt.X("behind:Q", scale=scale), alt.Text("text:N")),
+    ).properties(width=BARS, height=30 * len(names))
+
+
+def _engine(result: dict[str, Any]) -> str:
+    kernels, threads = result["kernels"], result["environment"]["num_threads"]
+    if result["device"] == "cuda":
+        return f"on {kernels['device']}, kernels {kernels['level']}"
+    return f"{threads} threads, kernels {kernels['level']} ({kernels['compiler']})"

@@ -22,30 +22,41 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import altair as alt
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
 from lab.benchmarks import crossing, interleave
 from lab.benchmarks.crossing import Crossing
-from lab.benchmarks.request import Request
-from lab.benchmarks.sizes import VALUE_BYTES
-from lab.benchmarks.timing import NUM_CALLS, aligner, cache_bytes, per_call
-from lab.distributed import world as worlds
+from lab.benchmarks.harness import NUM_CALLS, cache_bytes, on_ranks, slowest
+from lab.benchmarks.present import (
+    about,
+    ends,
+    fastest,
+    host_column,
+    in_cache,
+    machine,
+    ranged,
+    tabulate,
+)
+from lab.benchmarks.request import VALUE_BYTES, Request, size_name
 from lab.distributed.comm import Comm
 from lab.distributed.nodes import Nodes
 from lab.distributed.world import World
+from lab.draw.chart import GREY, Chart
+from lab.draw.looks import Look, looks_of
+from lab.draw.plots import GAP, Axis, lines
 from lab.exchange.allreduce import AllReduce
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket, Plans
-from lab.measure.turns import order
 from lab.settings.config import ConfigError, build
-from lab.training.assemble import join
-from lab.training.identity import surroundings
 
 LIBRARY, SEND_RECV = "allreduce", "sendrecv"
 CALLS_BYTES = 2**22  # most bytes timed together where the host waits for each call
 COLUMNS = 1024  # values that share the scales of 1-bit SGD
+PANEL_PX = 300, 220
 LARGEST_SUM = 256  # whole numbers up to this are exact even in bfloat16
 
 
@@ -63,40 +74,21 @@ class Candidate:
     expected: Callable[[list[Tensor], int], Tensor] | None
 
 
-def measure(request: Request) -> dict[str, Any] | None:
-    """Measure, and return the result on rank 0.
-
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure all candidates by size.
 
     Raises:
-        ConfigError: a single rank, or an exchange that is not an all-reduce or cannot run here.
+        ConfigError: an exchange is not an all-reduce or cannot run here.
     """
-    if request.own["world_size"] == 1:
-        raise ConfigError(
-            "world_size=1: nothing is exchanged; must be at least 2. With one GPU set device=cpu, "
-            "or world_size=2 share_gpus=true backend=gloo exchange=bf16 (Gloo has no send and recv "
-            "on GPUs)"
-        )
-    world = join(request.variants[0].config)
-    try:
-        exchanges = {v.label: build(v.config.exchange) for v in request.variants}
-        candidates = make_candidates(exchanges, world.comm)
-        sizes, num_rounds = request.own["sizes"], request.own["rounds"]
-        rows = [
-            row
-            for size in interleave.progress(sizes, world.rank)
-            for row in measure_size(size, candidates, world, num_rounds)
-        ]
-        result = {
-            "rows": rows,
-            "num_rounds": num_rounds,
-            "world_size": world.size,
-            "backend": world.comm.backend,
-            "cache_bytes": cache_bytes(world.device),
-            **surroundings(world),
-        }
-        return result if world.rank == 0 else None
-    finally:
-        worlds.stop()
+    exchanges = {v.label: build(v.config.exchange) for v in request.variants}
+    candidates, num_rounds = make_candidates(exchanges, world.comm), request.own["rounds"]
+    rows = [
+        row
+        for size in interleave.progress(request.own["sizes"], world.rank)
+        for row in measure_size(size, candidates, world, num_rounds)
+    ]
+    return {"rows": rows, "num_rounds": num_rounds, "cache_bytes": cache_bytes(world.device)}
 
 
 def make_candidates(exchanges: dict[str, Exchange], comm: Comm) -> list[Candidate]:
@@ -131,22 +123,14 @@ def measure_size(
 ) -> list[dict[str, Any]]:
     """Measure a row for each candidate at tensors of `size` bytes; all ranks call it together."""
     flat = torch.empty(size // VALUE_BYTES, device=world.device)
+    runs = [partial(candidate.run, flat, world.comm) for candidate in candidates]
     # The first calls warm up.
     before = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
-    sent = [crossing.count(partial(each.run, flat, world.comm), world) for each in candidates]
+    sent = [crossing.count(run, world) for run in runs]
     plain = sent[-1] if candidates[-1].name == SEND_RECV else None
-    num_calls = calls_together(size, world)
-    align = aligner(world)
-    own_s = np.full((2, len(candidates), num_rounds), np.nan)
-    for number in range(num_rounds):
-        for index in order(len(candidates), number):
-            run = partial(candidates[index].run, flat, world.comm)
-            took = per_call(run, num_calls, world.device, align)
-            own_s[:, index, number] = took.call_s, took.host_s or np.nan
+    calls_s, hosts_s = slowest(runs, calls_together(size, world), num_rounds, world)
     after = [count_wrong(candidate, flat, world.rank, world.comm) for candidate in candidates]
     wrong = world.gather(torch.tensor([before, after])).sum(dim=(0, 1)).tolist()
-    # A time is that of the slowest rank.
-    calls_s, hosts_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()
     times = {candidate.name: taken for candidate, taken in zip(candidates, calls_s, strict=True)}
     return [
         _row(candidate.name, size, times, num_wrong, world.size, _share(bytes_sent, plain))
@@ -282,3 +266,106 @@ def _row(
         if share is None
         else interleave.interval(lambda plain, took: share * plain / took, times[SEND_RECV], own),
     }
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each size and algorithm."""
+    rows = result["rows"]
+
+    def ratio(row: dict[str, Any], key: str, to: str) -> str:
+        return "1" if row["algorithm"] == to else ranged(row[key])
+
+    counted = {"across (B)": "across_bytes", "link (B)": "link_bytes"}
+    return tabulate(
+        rows,
+        {
+            "algorithm": lambda row: row["algorithm"],
+            "size (B)": lambda row: str(row["size_bytes"]),
+            "count": lambda row: str(row["count"]),
+            "type": lambda row: row["type"],
+            "time (us)": lambda row: f"{1e6 * row['time_s']['median']:.1f}",
+            "mad": lambda row: f"{1e6 * row['time_s']['mad']:.1f}",
+            "algbw": lambda row: f"{row['algbw_gb_per_s']:.3f}",
+            "busbw": lambda row: f"{row['busbw_gb_per_s']:.3f}",
+            "#wrong": lambda row: str(row["wrong"]),
+            "ratio to allreduce": lambda row: ratio(row, "ratio_to_library", LIBRARY),
+            "of bound": lambda row: ratio(row, "of_bound", SEND_RECV),
+            **host_column(rows),
+            **{
+                title: lambda row, key=key: str(row[key])
+                for title, key in counted.items()
+                if any(row.get(key) for row in rows)
+            },
+        },
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns."""
+    return [
+        f"medians of {result['num_rounds']} rounds on {result['world_size']} ranks "
+        f"({result['backend']}); a call takes as long as on its slowest rank",
+        "algbw, busbw: GB/s, busbw = algbw x 2(N-1)/N; ratio: of times, with 95 % intervals",
+        *_notes_on_bounds(result["rows"]),
+        *in_cache(result, min(row["size_bytes"] for row in result["rows"])),
+    ]
+
+
+def _notes_on_bounds(rows: list[dict[str, Any]]) -> list[str]:
+    if not any(row.get("across_bytes") for row in rows):
+        what = "what the busiest rank sends and receives"
+        return [f"of bound: {what}, at the rate of sendrecv, / time"]
+    text = "across: payload of a call that a host's ranks send to other hosts, of the busiest host"
+    if any(row.get("link_bytes") for row in rows):
+        text += "; link: what its interface counted, headers too"
+    return [text, "of bound: time for across at the rate of sendrecv's across, / time"]
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw bus bandwidth, ratio to the library's time, and share of the bound, by size."""
+    rows, hollow = result["rows"], result["emulation"] != "none"
+    sizes = sorted({row["size_bytes"] for row in rows})
+    data: Any = pd.DataFrame(
+        {
+            **{"series": row["algorithm"], "x": row["size_bytes"], "hollow": hollow, "key": key},
+            **(ends(row[key]) if key != "busbw_gb_per_s" else ends({"median": row[key]})),
+            "one": 1.0,
+        }
+        for row in rows
+        for key in ("busbw_gb_per_s", "ratio_to_library", "of_bound")
+        if row["algorithm"] != {"ratio_to_library": LIBRARY, "of_bound": SEND_RECV}.get(key)
+    ).dropna(subset="value")
+    texts = ", ".join(f"'{size}': '{size_name(size)}'" for size in sizes)
+    x = Axis("tensor", log=2, ticks=sizes, label=f"({{{texts}}})[datum.value]")
+    ys = {
+        "busbw_gb_per_s": Axis("bus bandwidth (GB/s)", log=10),
+        "ratio_to_library": Axis("time / the library's (below 1: faster)", log=10),
+        "of_bound": Axis("share of its bound (1: at the link's rate)"),
+    }
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    looks = looks_of(name for name in names if name != SEND_RECV)
+    looks[SEND_RECV] = Look(GREY, ":", "x")
+    panels = []
+    for key, y in ys.items():
+        one = data[data["key"] == key].drop(columns="key")
+        shown = {name: looks[name] for name in names if name in set(one["series"])}
+        if shown:
+            line = "" if key == "busbw_gb_per_s" else "one"
+            panels.append(lines(one, x, y, shown, reference=line, size=PANEL_PX))
+    body = alt.concat(*(panel for panel, _ in panels), columns=2, spacing=GAP)
+    largest = {row["algorithm"]: row for row in rows if row["size_bytes"] == sizes[-1]}
+    others = {
+        name: row["ratio_to_library"]
+        for name, row in largest.items()
+        if name not in (LIBRARY, SEND_RECV)
+    }
+    message = f"{fastest(others, 'the library')}, at {size_name(sizes[-1])}"
+    sample = f"medians of {result['num_rounds']} interleaved rounds, 95 % bootstrap intervals"
+    below = [
+        f"All-reduce of float32; {LIBRARY} is the library's, {SEND_RECV} a plain send and recv.",
+        f"{machine(result)} · {sample}",
+        *about(result),
+    ]
+    # A single size is in the middle of its panel, with its names.
+    width = sum(wide for _, wide in panels[:2]) if len(sizes) > 1 else 2 * (PANEL_PX[0] + 50)
+    return Chart("collective", message, below, body, width)

@@ -1,18 +1,33 @@
-"""Codecs as lab.bench codec calls them: a matrix and its residual in, the matrix out."""
+"""Codecs as lab.bench codec calls them: a matrix and its residual in, the matrix out.
+
+Some are 1-bit codecs in eager torch, as other systems write them: baselines for the lab's kernels.
+They are written anew from the formulas. They keep the properties that make the originals slow
+(full-size temporaries, a pass per operation, scalars that the host reads), and treat the whole
+tensor at once, with one pair of reconstruction values or one scale.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lab.codec import low_rank, randomk
 from lab.codec.base import Codec as RowCodec
 from lab.codec.base import Reference
+from lab.codec.levels import Int4, Int8
+from lab.codec.onebit import OneBit
+from lab.codec.signs import Signs
+from lab.codec.topk import TopK
 from lab.exchange.layout import num_sent
 
 RANDOMK_RATIO, RANK = 0.3, 2  # the exchanges' defaults
+IN_TORCH = "_reference"  # ends the name of a codec's definition in plain torch
 
 
 class Codec(ABC):
@@ -184,3 +199,97 @@ class CastCodec(Codec):
 
     def exact(self) -> list[Tensor]:
         return [self.wire.view(torch.uint8)]
+
+
+class GraceLike(Codec):
+    """GRACE's `onebit` with its residual memory (H. Xu et al., ICDCS 2021; grace_dl, torch).
+
+    The sign of each value travels as one uint8, with the means of both sides. (GRACE's decoder for
+    plain torch.distributed takes `~` of a uint8 mask, which is not the complement; this one follows
+    its decoder for Horovod, which converts to bool first.)
+    """
+
+    passes = 3, 2
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.payload_bytes = rows * columns + 8
+
+    def encode(self, gradient: Tensor, residual: Tensor) -> None:
+        """Quantise gradient + residual; the residual becomes the quantisation error."""
+        values = 1.0 * residual + 1.0 * gradient  # GRACE's beta and gamma
+        lower = values < 0
+        self.low = _mean_of(values, lower)
+        self.high = _mean_of(values, ~lower)
+        self.mask = lower.to(torch.uint8)
+        residual.copy_(values - self._values())
+
+    def decode(self, out: Tensor) -> None:
+        """Add the decoded message to `out`."""
+        out += self._values()
+
+    def _values(self) -> Tensor:
+        lower = self.mask.bool()
+        return lower * self.low + ~lower * self.high
+
+
+def _mean_of(values: Tensor, chosen: Tensor) -> Tensor:
+    total, count = values[chosen].sum(), chosen.sum().float()
+    return total / count if count > 0 else total  # the host waits for the device here
+
+
+class DeepSpeedLike(Codec):
+    """The compression of DeepSpeed's 1-bit Adam (H. Tang et al., ICML 2021), one worker's part.
+
+    Signs, 0 counted as +, times one scale for the whole tensor: its root mean square. Signs are
+    packed eight to a byte, and unpacked to float32.
+    """
+
+    passes = 3, 2
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.payload_bytes = -(-rows * columns // 8) + 4
+        self.weights = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+
+    def encode(self, gradient: Tensor, residual: Tensor) -> None:
+        """Quantise gradient + residual; the residual becomes the quantisation error."""
+        values = (gradient + residual).view(-1)
+        self.scale = torch.linalg.vector_norm(values) / values.numel() ** 0.5
+        signs = values.sign().add_(1).bool().float().add_(-0.5).mul_(2.0)
+        residual.view(-1).copy_(values - self.scale * signs)
+        flags = F.pad((signs > 0).to(torch.uint8), (0, -signs.numel() % 8)).view(-1, 8)
+        self.packed = (flags * self.weights).sum(dim=1, dtype=torch.uint8)
+
+    def decode(self, out: Tensor) -> None:
+        """Add the decoded message to `out`."""
+        flags = self.packed.unsqueeze(1).bitwise_and(self.weights).ne(0).float().view(-1)
+        signs = flags[: out.numel()].add_(-0.5).mul_(2.0)
+        out.view(-1).add_(signs * self.scale)
+
+
+def _both(
+    name: str, make: Callable[..., Codec], codec: Any, reference: Any
+) -> dict[str, Callable[[int, int, torch.device], Codec]]:
+    return {name: partial(make, codec), name + IN_TORCH: partial(make, reference)}
+
+
+def _messages(
+    name: str, codec: RowCodec, make: type[Messages] = Messages, **settings: bool
+) -> dict[str, Callable[[int, int, torch.device], Codec]]:
+    return _both(name, partial(make, codec, **settings), False, True)
+
+
+# A new codec is one line here: functions of rows, columns and device.
+CODECS: dict[str, Callable[[int, int, torch.device], Codec]] = {
+    **_messages("onebit", OneBit()),
+    **_messages("onebit_mean", OneBit("mean")),
+    "grace_like": GraceLike,
+    "deepspeed_like": DeepSpeedLike,
+    **_messages("int8", Int8(1024), feedback=False),
+    **_messages("int4", Int4(128), feedback=False),
+    **_messages("signs", Signs(1)),
+    **_messages("topk", TopK(), TopKMessages),
+    **_both("randomk", RandomKCodec, False, True),
+    **_both("powersgd", PowerSGDCodec, False, True),
+    **_both("bf16", partial(CastCodec, torch.bfloat16), True, False),
+    **_both("fp16", partial(CastCodec, torch.float16), True, False),
+}

@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lab.benchmarks import interleave
+from lab.benchmarks.harness import NUM_CALLS, per_call
 from lab.benchmarks.request import Request
-from lab.benchmarks.timing import NUM_CALLS, per_call
 from lab.convolution.algorithms import ALGORITHMS, LIBRARY
 from lab.convolution.layer import call_of, convolutions_of
 from lab.convolution.problem import Algorithm, Pass, Problem

@@ -1,4 +1,4 @@
-"""Bytes that one call sends: as Comm counts them, and as the interfaces of emulated hosts do."""
+"""Bytes that one call sends: as Comm counts them, and as the interfaces of hosts do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from lab.cluster.network import INTERFACE
 from lab.cluster.settings import EMULATION
 from lab.distributed.world import World
-from lab.measure.interfaces import sent_bytes
+from lab.measure.interfaces import namespace, sent_bytes
 
-NUM_EMULATED_CALLS = 3
+NUM_EMULATED_CALLS, COUNTED_CALLS = 3, 4
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,26 @@ def _count(call: Callable[[], object], world: World) -> Crossing:
 def _link_bytes() -> int:
     """Return what this emulated host has sent so far; 0 if it is a real one."""
     return (EMULATION in os.environ and sent_bytes(INTERFACE)) or 0
+
+
+def through_interfaces(call: Callable[[], None], world: World) -> float | None:
+    """Return the bytes of one call that crossed the interfaces of all ranks; None if uncounted.
+
+    Ranks of one host share its interfaces, which count once. Barriers and headers are included, so
+    small tensors seem to need more.
+    """
+    if world.device.type == "cuda":  # whose links have no such counter
+        return None
+    call()
+    world.barrier()
+    before = sent_bytes()
+    world.barrier()
+    for _ in range(COUNTED_CALLS):
+        call()
+    world.barrier()
+    after = sent_bytes()
+    world.barrier()
+    if before is None or after is None:
+        return None
+    counted = world.gather(torch.tensor([namespace(), after - before])).tolist()
+    return sum(dict(counted).values()) / COUNTED_CALLS

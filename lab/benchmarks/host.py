@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -25,12 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.benchmarks import interleave
+from lab.benchmarks.harness import here
+from lab.benchmarks.present import about, ends, machine, ranged, tabulate
 from lab.benchmarks.request import Request, Variant
 from lab.codec import kernels
 from lab.distributed.torch_comm import TorchComm
 from lab.distributed.worker import InlineWorker
-from lab.measure.environment import environment, git_commit
-from lab.measure.turns import order
+from lab.draw.chart import Chart
+from lab.draw.looks import BLUE
+from lab.draw.plots import bars
 from lab.problem.build import blueprint
 from lab.settings.config import ConfigError, build
 from lab.sync.base import SyncParts
@@ -38,7 +42,7 @@ from lab.sync.base import SyncParts
 NUM_RANKS = 8
 SCALE = 64  # a matrix has 1 of so many rows, and of so many columns
 WARMUP, STEPS = 6, 4  # steps before any is timed, and those that are timed together
-DDP, BUCKET_MB = "torch's DDP, gradients as views", 25.0  # torch's own size of a bucket
+DDP, BUCKET_MB = "DDP, gradients as views", 25.0  # torch's own size of a bucket
 CPU = torch.device("cpu")
 
 Step = Callable[[], None]
@@ -78,9 +82,7 @@ def measure(request: Request) -> dict[str, Any]:
         "num_rounds": times.shape[2],
         "num_parameters": sum(p.requires_grad for p in _skeleton(first).parameters()),
         "num_ranks": NUM_RANKS,
-        "emulation": f"{NUM_RANKS} ranks of which one exists, and 1/{SCALE**2} of the values",
-        "environment": environment(1),
-        "git_commit": git_commit(),
+        **here(f"{NUM_RANKS} ranks of which one exists, and 1/{SCALE**2} of the values"),
     }
 
 
@@ -216,12 +218,57 @@ def _in_turns(candidates: list[Candidate], num_rounds: int) -> np.ndarray:
     gc.collect()
     gc.freeze()  # what the collector looks at would grow with each candidate
     try:
-        for number in interleave.progress(range(num_rounds), 0):
-            for index in order(len(steps), number):
-                began = time.thread_time()
-                for _ in range(STEPS):
-                    steps[index]()
-                times[index, number] = (time.thread_time() - began) / STEPS
+        rounds = interleave.progress(range(num_rounds), 0)
+        for index, number in interleave.turns(len(steps), rounds):
+            began = time.thread_time()
+            for _ in range(STEPS):
+                steps[index]()
+            times[index, number] = (time.thread_time() - began) / STEPS
     finally:
         gc.unfreeze()
     return times.reshape(len(candidates), 2, num_rounds)
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each strategy."""
+    return tabulate(
+        result["rows"],
+        {
+            "": lambda row: row["name"],
+            "added (us)": lambda row: ranged(row["added_s"], 1e6),
+            "x DDP": lambda row: ranged(row["over_ddp"]),
+        },
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the figures."""
+    return [
+        f"processor time of the training thread in a step of {result['num_parameters']} "
+        f"parameters on {result['num_ranks']} ranks, less that of backward alone "
+        f"({1e6 * result['plain_s']['median']:.0f} us)",
+        f"medians of {result['num_rounds']} rounds in turns; [95 % intervals] draw whole rounds",
+    ]
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw a bar for each strategy, with its interval; marks show DDP's time."""
+    rows = result["rows"]
+    ddp = 1e6 * rows[0]["added_s"]["median"]
+    data: Any = pd.DataFrame(
+        {"name": row["name"], "part": "added", "mark": ddp, **ends(row["added_s"], 1e6)}
+        for row in rows
+    )
+    factors = [row["over_ddp"]["median"] for row in rows]
+    data["text"] = [
+        f"{us:,.0f} ({factor:.2f} × DDP)" for us, factor in zip(data["value"], factors, strict=True)
+    ]
+    title = "processor time added to the training thread (µs a step)"
+    body, width = bars(data, title, {"added": BLUE}, marks="DDP's time")
+    least, most = (f"{which(factors[1:]):.2f}" for which in (min, max))
+    times = least if least == most else f"{least} to {most}"
+    message = f"Exchanges cost the training thread {times} × the host time of DDP"
+    sample = f"medians of {result['num_rounds']} rounds, 95 % intervals"
+    parameters = f"{result['num_parameters']} parameters"
+    below = [f"{parameters} · {machine(result)} · {sample}", *about(result)]
+    return Chart("host", message, below, body, width)

@@ -1,15 +1,17 @@
-"""Statistics of trials that take turns, and their progress."""
+"""Trials that take turns: their order, their progress, and their statistics."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
+
+from lab.measure.turns import order
 
 T = TypeVar("T")
 Times = Sequence[float] | NDArray[np.float64]
@@ -18,6 +20,16 @@ RESAMPLES, SEED = 10_000, 0
 # The interval of a median never leaves [smallest, largest] of n values, and these two enclose
 # the true median with probability 1 - 2^(1-n): below six values that is less than 95 %.
 ENOUGH_ROUNDS = 6
+
+
+def turns(num_candidates: int, rounds: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield a candidate and the number of its round, in an order drawn anew for each round.
+
+    It is the same on all ranks.
+    """
+    for number in rounds:
+        for index in order(num_candidates, number):
+            yield index, number
 
 
 def middle(times: Times) -> dict[str, float]:

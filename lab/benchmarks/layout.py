@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 
 from lab.benchmarks import interleave
 from lab.benchmarks.convolution import described, distinct_convolutions
+from lab.benchmarks.harness import NUM_CALLS, per_call
 from lab.benchmarks.request import Request
-from lab.benchmarks.timing import NUM_CALLS, per_call
 from lab.convolution.problem import Pass, Problem
 from lab.distributed import world as worlds
 from lab.distributed.world import World

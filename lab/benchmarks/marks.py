@@ -3,89 +3,64 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 
 from lab.benchmarks import interleave
+from lab.benchmarks.harness import on_ranks
+from lab.benchmarks.present import ranged, tabulate
 from lab.benchmarks.request import Request
-from lab.benchmarks.timing import aligner
-from lab.distributed import world as worlds
+from lab.benchmarks.step import in_turns
 from lab.distributed.collective import Done
 from lab.distributed.world import World
 from lab.measure.clock import Clock
 from lab.measure.spans import PHASES
 from lab.measure.statistics import least_warmup
-from lab.measure.turns import order
-from lab.training.assemble import Assembly, join
+from lab.training.assemble import Assembly
 from lab.training.dry import assembled
-from lab.training.identity import surroundings
 
 NAMES = ("with marks", "without")
 STAGES = 2  # of an exchange, in the steps without work
 EMPTY_STEPS = 2000
 
 
-def measure(request: Request) -> dict[str, Any] | None:
-    """Measure; return the result on rank 0.
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure whole turns, as the clock also works between steps.
+
+    On GPUs, which the host runs ahead of, turns are steps alone.
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
     """
     config = request.only_config
-    try:
-        world = join(config)
-        with ExitStack() as stack:
-            parts = [stack.enter_context(assembled(config, world)) for _ in NAMES]
-            _without(parts[1])
-            times = _in_turns(parts, world)[:, least_warmup(config.warmup_steps) :]
-            num_buckets = parts[0].trainer.clock.own_times().ready_seconds().shape[1]
-        rows = [
+    with ExitStack() as stack:
+        parts = [stack.enter_context(assembled(config, world)) for _ in NAMES]
+        _without(parts[1])
+        turn_s, step_s = in_turns(parts, world)
+        num_buckets = parts[0].trainer.clock.own_times().ready_seconds().shape[1]
+    slowest = (step_s if world.device.type == "cuda" else turn_s).max(axis=1)
+    times = slowest[:, least_warmup(config.warmup_steps) :]
+    return {
+        "rows": [
             {"name": name, "step_s": interleave.middle(each)}
             for name, each in zip(NAMES, times, strict=True)
-        ]
-        result = {
-            "rows": rows,
-            "ratio": interleave.ratio(*times),
-            "added_s": interleave.interval(lambda a, b: a - b, *times),
-            "num_pairs": times.shape[1],
-            "num_buckets": num_buckets,
-            "marks_s": _empty_step_s(True, num_buckets) - _empty_step_s(False, num_buckets),
-            "world_size": world.size,
-            "backend": world.comm.backend,
-            **surroundings(world, config),
-        }
-        return result if world.rank == 0 else None
-    finally:
-        worlds.stop()
+        ],
+        "ratio": interleave.ratio(*times),
+        "added_s": interleave.interval(lambda a, b: a - b, *times),
+        "num_pairs": times.shape[1],
+        "num_buckets": num_buckets,
+        "marks_s": _empty_step_s(True, num_buckets) - _empty_step_s(False, num_buckets),
+    }
 
 
 def _without(part: Assembly) -> None:
     """Let a trainer mark nothing but the ends of its steps."""
     clock = Clock(part.trainer.world.device, breakdown=False, own=False)
     part.trainer.clock = part.trainer.sync.clock = clock
-
-
-def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
-    """Return the seconds of whole turns on the slowest rank, [parts, steps].
-
-    They include what the clock does between steps. On GPUs, which the host runs ahead of, they are
-    the steps' alone.
-    """
-    loops, align = [part.trainer.steps() for part in parts], aligner(world)
-    turns = np.zeros((len(parts), parts[0].trainer.total_steps))
-    for step in interleave.progress(range(turns.shape[1]), world.rank):
-        for index in order(len(loops), step):
-            align()
-            began = time.perf_counter()
-            next(loops[index])
-            turns[index, step] = time.perf_counter() - began
-    if world.device.type == "cuda":
-        turns = np.stack([part.trainer.clock.step_seconds() for part in parts])
-    return world.gather(torch.from_numpy(turns)).numpy().max(axis=0)
 
 
 def _empty_step_s(own: bool, num_buckets: int) -> float:
@@ -109,3 +84,32 @@ def _empty_step_s(own: bool, num_buckets: int) -> float:
                 for _ in clock.traced("", job, True, lambda: 0.0, in_line=True)():
                     pass
     return (time.thread_time() - began) / EMPTY_STEPS
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line with and one without marks."""
+
+    def only_with(text: str, otherwise: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: text if row["name"] == NAMES[0] else otherwise
+
+    return tabulate(
+        result["rows"],
+        {
+            "": lambda row: row["name"],
+            "turn (ms)": lambda row: f"{1e3 * row['step_s']['median']:.3f}",
+            "mad": lambda row: f"{1e3 * row['step_s']['mad']:.3f}",
+            "ratio": only_with(ranged(result["ratio"]), "1"),
+            "added (us)": only_with(ranged(result["added_s"], 1e6), ""),
+        },
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the figures."""
+    share = 100 * result["marks_s"] / result["rows"][1]["step_s"]["median"]
+    return [
+        f"medians of {result['num_pairs']} turns of each on {result['world_size']} ranks "
+        f"({result['backend']}), by the slowest rank; [95 % intervals] draw whole rounds",
+        f"marks alone, in steps without work: {1e6 * result['marks_s']:.1f} us for "
+        f"{result['num_buckets']} buckets, {share:.3f} % of a turn",
+    ]

@@ -15,10 +15,10 @@ import pandas as pd
 import torch
 
 from lab.benchmarks import interleave
-from lab.benchmarks.present import about, machine, tabulate
+from lab.benchmarks.harness import on_ranks
+from lab.benchmarks.present import about, machine, ranks_of, tabulate
 from lab.benchmarks.request import Request
 from lab.benchmarks.step import CEILING
-from lab.distributed import world as worlds
 from lab.distributed.sharded import local
 from lab.distributed.world import World
 from lab.draw.chart import Chart
@@ -31,17 +31,16 @@ from lab.settings.config import ConfigError
 from lab.simulate.memory import sync_bytes
 from lab.simulate.request import plain
 from lab.sync.gradsync import GradSync
-from lab.training.assemble import join
 from lab.training.dry import assembled
-from lab.training.identity import surroundings
 from lab.training.trainer import Trainer
 
 NUM_STEPS = 7  # after the warm-up
 MB = 1e-6
 
 
-def measure(request: Request) -> dict[str, Any] | None:
-    """Measure the peaks of one strategy; return the result on rank 0.
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure the peaks of one strategy.
 
     Raises:
         ConfigError: there are several strategies, or peaks cannot be read here.
@@ -51,27 +50,22 @@ def measure(request: Request) -> dict[str, Any] | None:
             "memory: each strategy needs fresh ranks; run python -m lab.bench memory world_size=N"
         )
     config = request.variants[0].config
-    try:
-        world = join(config)
-        _check_readable(world.device)
-        with assembled(config, world) as part:
-            peaks = _peaks(part.trainer, world)
-            theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
-            state = state_bytes(part.trainer.optimizer)
-        own = torch.tensor([theory, state], dtype=torch.float64)
-        everyones, states = world.gather(own).T.tolist()
-        row = {
-            "name": request.variants[0].label,
-            "peak_bytes": [interleave.middle(of_rank) for of_rank in peaks.numpy()],
-            "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
-            "optimizer_bytes": states,
-            "num_steps": peaks.shape[1],
-            **part.sizes,
-        }
-        result = {"rows": [row], "backend": world.comm.backend, **surroundings(world, config)}
-        return {**result, "world_size": world.size} if world.rank == 0 else None
-    finally:
-        worlds.stop()
+    _check_readable(world.device)
+    with assembled(config, world) as part:
+        peaks = _peaks(part.trainer, world)
+        theory = sync_bytes(sizes_of(part.trainer.sync, world), plain(config))
+        state = state_bytes(part.trainer.optimizer)
+    own = torch.tensor([theory, state], dtype=torch.float64)
+    everyones, states = world.gather(own).T.tolist()
+    row = {
+        "name": request.variants[0].label,
+        "peak_bytes": [interleave.middle(of_rank) for of_rank in peaks.numpy()],
+        "extra_theory_bytes": [None if np.isnan(each) else each for each in everyones],
+        "optimizer_bytes": states,
+        "num_steps": peaks.shape[1],
+        **part.sizes,
+    }
+    return {"rows": [row]}
 
 
 def combine(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -218,8 +212,9 @@ def chart(result: dict[str, Any]) -> Chart:
     )
     body, width = bars(data, "peak of a step, busiest rank (MB)", {"measured": SKY}, marks="theory")
     known = [row["of_theory"] for row in rows if row["of_theory"] is not None]
-    message = f"Peak memory on {result['world_size']} ranks"
+    message = f"Peak memory on {ranks_of(result)}"
     if known:
-        message += f" is {min(known):.2f} to {max(known):.2f} of theory"
+        message += f" is {' to '.join(dict.fromkeys((f'{min(known):.2f}', f'{max(known):.2f}')))}"
+        message += " of theory"
     sample = f"medians of {rows[0]['num_steps']} steady steps"
     return Chart("memory", message, [f"{machine(result)} · {sample}", *about(result)], body, width)

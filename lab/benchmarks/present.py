@@ -6,16 +6,16 @@ measures; the functions here are those that these share.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from lab.benchmarks.catalogue import BENCHES
+from lab.benchmarks.catalogue import BENCHES, module_of
 from lab.benchmarks.request import Request
+from lab.benchmarks.views import show
 from lab.draw.chart import Chart
 from lab.draw.text import aligned
 from lab.measure.intervals import Interval
@@ -59,12 +59,13 @@ def write(path: Path, result: Result) -> list[Path]:
 def chart_of(result: Result) -> Chart | None:
     """Return the chart of a result; None if its benchmark has none."""
     module = _module_of(result)
+    if hasattr(module, "figure"):
+        return cast(Chart, show.Figure(module, result))
     return module.chart(result) if hasattr(module, "chart") else None
 
 
 def _module_of(result: Result) -> Any:
-    bench = result["bench"]
-    return importlib.import_module(BENCHES[bench].module or f"lab.benchmarks.{bench}")
+    return show.view_of(result["bench"]) or module_of(result["bench"])
 
 
 def tabulate(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> list[list[str]]:
@@ -87,7 +88,11 @@ def host_column(rows: Iterable[Row]) -> dict[str, Callable[[Row], str]]:
     """Return the column of the host's time to queue a call, if any row has it."""
     if not any(row.get("host_s") for row in rows):
         return {}
-    return {"host (us)": lambda row: "-" if row["host_s"] is None else f"{1e6 * row['host_s']:.1f}"}
+
+    def microseconds(row: Row) -> str:
+        return "-" if row.get("host_s") is None else f"{1e6 * row['host_s']:.1f}"
+
+    return {"host (us)": microseconds}
 
 
 def ranged(value: IntervalJson | None, scale: float = 1.0) -> str:
@@ -105,15 +110,31 @@ def ends(value: IntervalJson | None, scale: float = 1.0) -> dict[str, float]:
     return {"value": known.mid, "low": known.lo, "high": known.hi}
 
 
+def fastest(ratios: Mapping[str, IntervalJson | None], reference: str, what: str = "time") -> str:
+    """Say which of `ratios` to the reference's time is least, as far as intervals tell."""
+    known = {name: Interval.read(ratio) for name, ratio in ratios.items()}
+    name, least = min(known.items(), key=lambda item: item[1].mid)
+    if least.hi < 1:
+        return f"{name} takes {least.mid:.2f} of {reference}'s {what}"
+    if least.lo > 1:
+        return f"{reference} beats all: {name}, the nearest, takes {least.mid:.2f} × its {what}"
+    if math.isnan(least.lo):
+        return f"{name} takes {least.mid:.2f} of {reference}'s {what}; too few rounds to be sure"
+    return f"No other is told apart from {reference}: {name} takes {least.mid:.2f} of its {what}"
+
+
 def machine(result: Result) -> str:
     """Write the ranks, the device and the torch version of a result in a line."""
     where = result["environment"]
     cores = f"{where['num_cores']} core{'s' if where['num_cores'] > 1 else ''}"
     device = ", ".join(sorted(set(where["gpus"]))) or f"{where['cpu']}, {cores}"
-    ranks = (
-        f"{result['world_size']} ranks over {result['backend']} · " if "backend" in result else ""
-    )
+    ranks = f"{ranks_of(result)} over {result['backend']} · " if "backend" in result else ""
     return f"{ranks}{device} · torch {where['torch']}"
+
+
+def ranks_of(result: Result) -> str:
+    """Write the number of ranks: 1 rank, 2 ranks."""
+    return f"{result['world_size']} rank{'s' if result['world_size'] > 1 else ''}"
 
 
 def about(result: Result) -> list[str]:

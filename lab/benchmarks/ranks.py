@@ -1,16 +1,18 @@
-"""Start the ranks of a benchmark, and receive their result."""
+"""Carry out a request: here, or on ranks that are started for it. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.catalogue import BENCHES, NUM_RANKS
+from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, module_of
 from lab.benchmarks.request import Request, Variant
 from lab.distributed.launcher import was_launched
 from lab.record.files import write_json
@@ -22,6 +24,43 @@ REFUSED = "refused"
 
 class RanksFailed(RuntimeError):
     """Raised if the ranks ended without a result; their output says why."""
+
+
+def measure(request: Request) -> dict[str, Any] | None:
+    """Measure; return the result on rank 0, or in the process that started the ranks.
+
+    Raises:
+        ConfigError: a setting does not fit the data, devices and ranks at hand.
+        RanksFailed: a rank failed, or this one ran out of memory.
+    """
+    request = request if is_rank() else with_world_size(request)
+    reason = BENCHES[request.bench].one_rank
+    if reason and request.own["world_size"] == 1:
+        raise ConfigError(f"world_size=1: {reason}")
+    try:
+        return _measured(request)
+    except Exception as error:
+        from lab.training.failure import failure_of  # imports torch
+
+        failure = failure_of(error, int(os.environ.get("RANK", "0")))
+        if failure.status != "oom":
+            raise
+        raise RanksFailed(failure.error) from None
+
+
+def _measured(request: Request) -> dict[str, Any] | None:
+    if not is_rank() and BENCHES[request.bench].apart:
+        return module_of(request.bench).combine(list(_one_by_one(request)))
+    alone = request.own.get("world_size", 1) == 1 and not request.cluster()
+    if is_rank() or alone:
+        return module_of(request.bench).measure(request)
+    return ask_ranks(request)
+
+
+def _one_by_one(request: Request) -> Iterator[dict[str, Any]]:
+    for number, variant in enumerate(request.variants, start=1):
+        print(f"[{number}/{len(request.variants)}] {variant.label}", file=sys.stderr)
+        yield ask_ranks(request, variant)
 
 
 def was_asked() -> bool:

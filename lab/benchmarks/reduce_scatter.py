@@ -12,26 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lab.benchmarks import interleave
 from lab.benchmarks.collective import calls_together, draw_values
-from lab.benchmarks.request import Request
-from lab.benchmarks.sizes import VALUE_BYTES
-from lab.benchmarks.timing import aligner, per_call
-from lab.distributed import world as worlds
+from lab.benchmarks.crossing import through_interfaces
+from lab.benchmarks.harness import on_ranks, slowest
+from lab.benchmarks.present import ranged, tabulate
+from lab.benchmarks.request import VALUE_BYTES, Request
 from lab.distributed.torch_comm import TorchComm, reduce_scatter_flat
 from lab.distributed.world import World
-from lab.measure.interfaces import namespace, sent_bytes
-from lab.measure.turns import order
 from lab.settings.config import ConfigError
-from lab.training.assemble import join
-from lab.training.identity import surroundings
 
 TORCH, LAB = "torch", "lab"
-COUNTED_CALLS = 4
 
 
 @dataclass(frozen=True)
@@ -47,28 +41,16 @@ class Buffers:
     parts: Tensor
 
 
-def measure(request: Request) -> dict[str, Any] | None:
-    """Measure, and return the result on rank 0.
-
-    Raises:
-        ConfigError: a single rank, or ranks that do not talk over torch.
-    """
-    if request.own["world_size"] == 1:
-        raise ConfigError("world_size=1: nothing is exchanged; must be at least 2")
-    world = join(request.only_config)
-    try:
-        sizes, num_rounds = request.own["sizes"], request.own["rounds"]
-        calls = calls_over(world)
-        rows = [
-            row
-            for size in interleave.progress(sizes, world.rank)
-            for row in measure_size(size, calls, world, num_rounds)
-        ]
-        facts = {"num_rounds": num_rounds, "world_size": world.size, "backend": world.comm.backend}
-        result = {"rows": rows, **facts, **surroundings(world)}
-        return result if world.rank == 0 else None
-    finally:
-        worlds.stop()
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure both by size. ConfigError: ranks do not talk over torch."""
+    calls, num_rounds = calls_over(world), request.own["rounds"]
+    rows = [
+        row
+        for size in interleave.progress(request.own["sizes"], world.rank)
+        for row in measure_size(size, calls, world, num_rounds)
+    ]
+    return {"rows": rows, "num_rounds": num_rounds}
 
 
 def calls_over(world: World) -> dict[str, Callable[[Buffers], None]]:
@@ -93,14 +75,9 @@ def measure_size(
     tensor = torch.empty(world.size, max(1, size // VALUE_BYTES // world.size), device=world.device)
     buffers = Buffers(tensor, torch.empty_like(tensor[0]), torch.empty_like(tensor))
     wrong = [count_wrong(call, buffers, world) for call in calls.values()]
-    crossed = [crossed_bytes(partial(call, buffers), world) for call in calls.values()]
-    align, num_calls = aligner(world), calls_together(size, world)
-    own_s = np.full((len(calls), num_rounds), np.nan)
-    for number in range(num_rounds):
-        for index in order(len(calls), number):
-            run = partial([*calls.values()][index], buffers)
-            own_s[index, number] = per_call(run, num_calls, world.device, align).call_s
-    calls_s = world.gather(torch.from_numpy(own_s)).amax(dim=0).numpy()  # of the slowest rank
+    runs = [partial(call, buffers) for call in calls.values()]
+    crossed = [through_interfaces(run, world) for run in runs]
+    calls_s, _ = slowest(runs, calls_together(size, world), num_rounds, world)
     return [
         {
             "algorithm": name,
@@ -123,24 +100,30 @@ def count_wrong(call: Callable[[Buffers], None], buffers: Buffers, world: World)
     return int(world.gather((buffers.output != expected).sum()).sum())
 
 
-def crossed_bytes(call: Callable[[], None], world: World) -> float | None:
-    """Return the bytes of one call that crossed the interfaces of all ranks; None if uncounted.
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line for each size and algorithm."""
+    return tabulate(
+        result["rows"],
+        {
+            "reduce-scatter": lambda row: row["algorithm"],
+            "size (B)": lambda row: str(row["size_bytes"]),
+            "time (us)": lambda row: f"{1e6 * row['time_s']['median']:.1f}",
+            "mad": lambda row: f"{1e6 * row['time_s']['mad']:.1f}",
+            "ratio to torch": lambda row: ranged(row["ratio_to_torch"]),
+            "sent": lambda row: (
+                "-" if row["crossed_share"] is None else f"{row['crossed_share']:.3f}"
+            ),
+            "#wrong": lambda row: str(row["wrong"]),
+        },
+    )
 
-    Ranks of one host share its interfaces, which count once. Barriers and headers are included, so
-    small tensors seem to need more.
-    """
-    if world.device.type == "cuda":  # whose links have no such counter
-        return None
-    call()
-    world.barrier()
-    before = sent_bytes()
-    world.barrier()
-    for _ in range(COUNTED_CALLS):
-        call()
-    world.barrier()
-    after = sent_bytes()
-    world.barrier()
-    if before is None or after is None:
-        return None
-    counted = world.gather(torch.tensor([namespace(), after - before])).tolist()
-    return sum(dict(counted).values()) / COUNTED_CALLS
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns."""
+    least = (result["world_size"] - 1) / result["world_size"]
+    return [
+        f"medians of {result['num_rounds']} rounds on {result['world_size']} ranks "
+        f"({result['backend']}); a call takes as long as on its slowest rank",
+        f"sent: bytes by the interfaces' counters, per rank and byte of the tensor; {least:.3g} is "
+        "least; it includes headers, and all that others send",
+    ]

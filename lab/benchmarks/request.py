@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lab.benchmarks.catalogue import BENCHES, NUM_RANKS, OWN
-from lab.benchmarks.sizes import sizes_in_bytes
 from lab.cluster.settings import Cluster, cluster_of, num_launched
 from lab.distributed.launcher import was_launched
 from lab.settings.config import check_batch, load
@@ -30,6 +29,18 @@ from lab.sync.pattern import pattern_of
 # Settings that hold for a whole process: torch and NCCL have one value of each.
 OF_A_PROCESS = ("deterministic", "tf32", "comm.deterministic")
 LETTERED = re.compile(r"[a-z]=")
+# Larger units first; of a pair, the one that has powers of two. IEC 80000-13.
+UNITS = {
+    "GiB": 2**30,
+    "GB": 10**9,
+    "MiB": 2**20,
+    "MB": 10**6,
+    "KiB": 2**10,
+    "kB": 10**3,
+    "B": 1,
+}
+BYTES = {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
+VALUE_BYTES = 4  # everything that is measured is float32
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,31 @@ def whole_number(key: str, text: str) -> int:
     if not re.fullmatch(r"\d+(_\d+)*", text) or int(text) < 1:
         raise ConfigError(f"{key}={text}: must be an integer of at least 1")
     return int(text)
+
+
+def sizes_in_bytes(key: str, text: str) -> list[int]:
+    """Parse `[4KiB,1MB]`, in upper or lower case, into bytes, in the order given.
+
+    Raises:
+        ConfigError: one of them is not a whole number of float32 values.
+    """
+    sizes = []
+    for word in text.strip("[]").split(","):
+        match = re.fullmatch(r"(\d+)([a-z]+)", word.strip().lower())
+        size = int(match[1]) * BYTES.get(match[2], 0) if match else 0
+        if size == 0 or size % VALUE_BYTES:
+            raise ConfigError(
+                f"{key}={text}: {word.strip()!r} is not a size; allowed are whole float32 values "
+                "in KiB, MiB, GiB (powers of 1024), kB, MB, GB (of 1000) or B, as in [4KiB,1MiB]"
+            )
+        sizes.append(size)
+    return sizes
+
+
+def size_name(size: int) -> str:
+    """Write a number of bytes in the largest unit that leaves no fraction: 64 KiB, 1 MB."""
+    unit = next(unit for unit, num_bytes in UNITS.items() if size % num_bytes == 0)
+    return f"{size // UNITS[unit]} {unit}"
 
 
 def _number_or_null(key: str, text: str) -> int | None:

@@ -3,65 +3,58 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from lab.benchmarks import interleave
+from lab.benchmarks.harness import aligner, on_ranks, worlds_of
+from lab.benchmarks.present import about, ends, fastest, machine, ranged, ranks_of, tabulate
 from lab.benchmarks.request import Request
-from lab.benchmarks.timing import aligner
-from lab.distributed import world as worlds
 from lab.distributed.world import World
+from lab.draw.chart import Chart
+from lab.draw.looks import looks_of
+from lab.draw.plots import dots
 from lab.measure.statistics import least_warmup, round_means
-from lab.measure.turns import order
 from lab.settings.config import ConfigError
-from lab.training.assemble import Assembly, join
+from lab.training.assemble import Assembly
 from lab.training.dry import assembled
-from lab.training.identity import surroundings
 from lab.training.outcome import steps_of_trials
 from lab.training.trainer import Trainer
 
 CEILING, REFERENCE = "none", "ddp"
 
 
-def measure(request: Request) -> dict[str, Any] | None:
-    """Measure; return the result on rank 0. Rounds have as many steps as a strategy's rounds.
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Measure all variants. Rounds have as many steps as a strategy's rounds.
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
     """
-    configs = [variant.config for variant in request.variants]
-    try:
-        joined = [join(config) for config in configs]  # perhaps over different comms
-        world = joined[0]
-        with ExitStack() as stack:
-            parts = [
-                stack.enter_context(assembled(*each)) for each in zip(configs, joined, strict=True)
-            ]
-            step_s = _in_turns(parts, world)
-        warmup = max(_warmup(part.trainer) for part in parts)
-        every = math.lcm(*(part.trainer.sync.every for part in parts))
-        times = {
-            variant.label: round_means(seconds[:, warmup:], warmup, every).max(axis=0)
-            for variant, seconds in zip(request.variants, step_s, strict=True)
-        }
-        rows = compare(times)
-        for row, part in zip(rows, parts, strict=True):
-            row["num_parameters"] = part.sizes["num_parameters"]
-            row["comm_settings"] = part.trainer.world.comm.settings
-        result = {
-            "rows": rows,
-            "num_pairs": len(times[request.variants[0].label]),
-            "steps_per_round": every,
-            "world_size": world.size,
-            "backend": world.comm.backend,
-            **surroundings(world, *configs),
-        }
-        return result if world.rank == 0 else None
-    finally:
-        worlds.stop()
+    with ExitStack() as stack:
+        parts = [
+            stack.enter_context(assembled(variant.config, joined))
+            for variant, joined in zip(request.variants, worlds_of(request, world), strict=True)
+        ]
+        _, step_s = in_turns(parts, world)
+    warmup = max(_warmup(part.trainer) for part in parts)
+    every = math.lcm(*(part.trainer.sync.every for part in parts))
+    times = {
+        variant.label: round_means(seconds[:, warmup:], warmup, every).max(axis=0)
+        for variant, seconds in zip(request.variants, step_s, strict=True)
+    }
+    rows = compare(times)
+    for row, part in zip(rows, parts, strict=True):
+        row["num_parameters"] = part.sizes["num_parameters"]
+        row["comm_settings"] = part.trainer.world.comm.settings
+    num_pairs = len(times[request.variants[0].label])
+    return {"rows": rows, "num_pairs": num_pairs, "steps_per_round": every}
 
 
 def compare(times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -113,13 +106,87 @@ def _warmup(trainer: Trainer) -> int:
     return warmup
 
 
-def _in_turns(parts: list[Assembly], world: World) -> np.ndarray:
-    """Run the parts in turns; return their seconds, [parts, ranks, steps]."""
-    loops = [part.trainer.steps() for part in parts]
-    align = aligner(world)
-    for step in interleave.progress(range(parts[0].trainer.total_steps), world.rank):
-        for index in order(len(loops), step):
-            align()
-            next(loops[index])
-    seconds = np.stack([part.trainer.clock.step_seconds() for part in parts])
-    return world.gather(torch.from_numpy(seconds)).transpose(0, 1).numpy()
+def in_turns(parts: list[Assembly], world: World) -> tuple[np.ndarray, np.ndarray]:
+    """Train all parts in turns, a step of each in every round, which all ranks begin together.
+
+    Returns:
+        Seconds of whole turns, with what the host does between steps, and of steps alone: each
+        [parts, ranks, steps].
+    """
+    loops, align = [part.trainer.steps() for part in parts], aligner(world)
+    num_steps = parts[0].trainer.total_steps
+    turn_s = np.zeros((len(parts), num_steps))
+    rounds = interleave.progress(range(num_steps), world.rank)
+    for index, step in interleave.turns(len(parts), rounds):
+        align()
+        began = time.perf_counter()
+        next(loops[index])
+        turn_s[index, step] = time.perf_counter() - began
+    step_s = np.stack([part.trainer.clock.step_seconds() for part in parts])
+    both = world.gather(torch.from_numpy(np.stack([turn_s, step_s])))
+    of_turns, of_steps = both.permute(1, 2, 0, 3).numpy()
+    return of_turns, of_steps
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line per setting; exposed communication only if it is known."""
+    last = result["rows"][-1]["name"]
+    lines = tabulate(
+        result["rows"],
+        {
+            "": lambda row: row["name"],
+            "step (ms)": lambda row: f"{1e3 * row['step_s']['median']:.2f}",
+            "mad": lambda row: f"{1e3 * row['step_s']['mad']:.2f}",
+            f"ratio to {last}": lambda row: "1" if row["ratio"] is None else ranged(row["ratio"]),
+            "exposed exchange (ms)": lambda row: ranged(row["exposed_exchange_s"], 1e3),
+            "of ddp's": lambda row: ranged(row["exposed_to_ddp"]),
+        },
+    )
+    known = any(row["exposed_exchange_s"] for row in result["rows"])
+    return lines if known else [line[:4] for line in lines]
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns."""
+    every = result["steps_per_round"]
+    round_ = "a step of each in every round" if every == 1 else f"rounds of {every} steps of each"
+    return [
+        f"medians of {result['num_pairs']} rounds on {result['world_size']} ranks "
+        f"({result['backend']}), {round_}; a step lasts as long as on its slowest rank",
+        "[95 % intervals] draw whole rounds; exposed exchange: step - step of none, same run",
+    ]
+
+
+def chart(result: dict[str, Any]) -> Chart:
+    """Draw step times and ratios, and exposed communication if it is known, in panels."""
+    rows = result["rows"]
+    last = rows[-1]["name"]
+    panels: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
+        "step time (ms), ± mad": lambda row: _around(row["step_s"]),
+        f"step time / that of {last}": lambda row: ends(row["ratio"]),
+        "exposed exchange (ms)": lambda row: ends(row["exposed_exchange_s"], 1e3),
+        "exposed exchange / ddp's": lambda row: ends(row["exposed_to_ddp"]),
+    }
+    hollow = result["emulation"] != "none"
+    data: Any = pd.DataFrame(
+        {"name": row["name"], "panel": panel, "hollow": hollow, **ends_of(row)}
+        for panel, ends_of in panels.items()
+        for row in rows
+    )
+    known = data.groupby("panel")["value"].transform("count") > 0
+    looks = looks_of(row["name"] for row in rows)
+    body, width = dots(
+        data[known],
+        {row["name"]: looks[row["name"]] for row in rows},
+        {panel: 1.0 for panel in panels if "/" in panel},
+    )
+    others = {row["name"]: row["ratio"] for row in rows[:-1] if row["name"] != CEILING}
+    message = fastest(others, last, "step time") if others else f"Step times on {ranks_of(result)}"
+    sample = f"medians of {result['num_pairs']} rounds in turns, 95 % intervals"
+    below = [f"{machine(result)} · {sample}", *about(result)]
+    return Chart("step", message, below, body, width)
+
+
+def _around(step_s: dict[str, float]) -> dict[str, float]:
+    median, mad = 1e3 * step_s["median"], 1e3 * step_s["mad"]
+    return {"value": median, "low": median - mad, "high": median + mad}

@@ -14,18 +14,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from lab.benchmarks import interleave
+from lab.benchmarks.harness import on_ranks
+from lab.benchmarks.present import tabulate
 from lab.benchmarks.request import Request
 from lab.cluster.straggler import PHASES, Straggler
-from lab.distributed import world as worlds
 from lab.distributed.world import World
-from lab.measure.intervals import wilson
+from lab.measure.intervals import Interval, wilson
 from lab.measure.statistics import least_warmup
 from lab.measure.stragglers import MIN_STEPS, Slow, Times, stragglers
 from lab.settings.config import ConfigError
 from lab.sync.pattern import alike, pattern_of
-from lab.training.assemble import join
 from lab.training.dry import assembled
-from lab.training.identity import surroundings
 
 SEED = 0
 DELAYS_S = 0.02, 0.2  # drawn evenly in their logarithm
@@ -58,25 +57,22 @@ class Trial:
         return self.found[0].delay_s / self.planted.delay_s - 1
 
 
-def measure(request: Request) -> dict[str, Any] | None:
-    """Run all trials; return their outcomes on rank 0.
+@on_ranks
+def measure(request: Request, world: World) -> dict[str, Any]:
+    """Run all trials, and count their outcomes.
 
     Raises:
         ConfigError: a setting does not fit the data, devices and ranks at hand.
     """
     config = request.only_config
-    try:
-        world = join(config)
-        plan = draw(request.own["runs"], world.size, _phases(config))
-        trials = [
+    plan = draw(request.own["runs"], world.size, _phases(config))
+    return summary(
+        [
             trial
             for planted in interleave.progress(plan, world.rank)
             for trial in (_trial(config, world, planted), _trial(config, world, None))
         ]
-        result = {**summary(trials), "world_size": world.size, "backend": world.comm.backend}
-        return {**result, **surroundings(world, config)} if world.rank == 0 else None
-    finally:
-        worlds.stop()
+    )
 
 
 def draw(num_runs: int, num_ranks: int, phases: Sequence[str]) -> list[Straggler]:
@@ -163,3 +159,40 @@ def _with(config: DictConfig, planted: Straggler | None) -> DictConfig:
         }
     )
     return changed
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """List a header, and a line per phase and for all."""
+
+    def error(row: dict[str, Any], key: str) -> str:
+        return f"{100 * row['error'][key]:.2f}" if row["error"] else "-"
+
+    return tabulate(
+        result["rows"],
+        {
+            "delayed phase": lambda row: row["name"],
+            "runs": lambda row: str(row["runs"]),
+            **{each: lambda row, each=each: str(row[each]) for each in OUTCOMES},
+            "% found": lambda row: _percent(row["share"]),
+            "within 10 %": lambda row: str(row["close"]),
+            "error (%)": lambda row: error(row, "median"),
+            "most": lambda row: error(row, "most"),
+        },
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Explain the columns, and tell of the clean runs."""
+    clean, low, high = result["clean"], *(1e3 * each for each in DELAYS_S)
+    return [
+        f"{clean['accused']} of {clean['runs']} clean runs accuse a rank: "
+        f"{_percent(clean['share'])} %",
+        f"delays of {low:.0f} to {high:.0f} ms in steps of {1e3 * result['step_s']:.1f} ms on "
+        f"{result['world_size']} ranks ({result['backend']}); [95 % intervals] are Wilson's",
+        f"within {100 * CLOSE:.0f} %, error: of the delay, where it was found; its median and most",
+    ]
+
+
+def _percent(share: dict[str, float]) -> str:
+    value = Interval.read(share).scaled(100)
+    return f"{value.mid:.1f} [{value.lo:.1f}, {value.hi:.1f}]"

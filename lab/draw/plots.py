@@ -6,6 +6,7 @@ pixels. `lab.draw.chart.Chart` puts a title around one.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,7 +176,8 @@ def bars(
         legend = alt.Legend(symbolType="stroke", symbolStrokeWidth=2.5)
         what = alt.Stroke("what:N", scale=alt.Scale(domain=[marks], range=[INK]), legend=legend)
         tick = base.mark_tick(thickness=2.5, height=BAR, color=INK, opacity=1)
-        tick = tick.transform_filter("isValid(datum.mark)").transform_calculate(what=f"'{marks}'")
+        tick = tick.transform_filter("isValid(datum.mark)")
+        tick = tick.transform_calculate(what=json.dumps(marks))
         layers.append(tick.encode(alt.X("mark:Q", scale=scale), stroke=what))
     if "text" in data:
         text = base.mark_text(align="left", dx=6, fontSize=LABEL_PX, color=INK)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.views.show import draw, is_result, table
+from lab.benchmarks.present import chart_of, is_result, text_of
 from lab.settings.errors import one_line
 from lab.settings.reading import DamagedFile, read_json
 
@@ -40,16 +40,17 @@ def read_benched(path: Path) -> Benched:
         raise DamagedFile(f"{path}: is no result of lab.bench")
     title = f"{result['bench']}: {path.stem.replace('_', ' ')}"
     try:
-        return Benched(title, str(result["command"]), table(result), _picture(result))
+        return Benched(title, str(result["command"]), text_of(result), _picture(result))
     except Exception as error:  # a damaged result fails in many ways
         why = f"{type(error).__name__}: {one_line(error)}"
         raise DamagedFile(f"{path}: is no result of lab.bench: {why}") from None
 
 
 def _picture(result: dict[str, Any]) -> str:
+    chart = chart_of(result)
+    if not chart:
+        return ""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "figure.svg")
-        if not draw(result, path):
-            return ""
+        (path,) = chart.write(Path(folder, "figure"), ["svg"])
         data = base64.b64encode(path.read_bytes()).decode()
     return f"data:image/svg+xml;base64,{data}"

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lab.benchmarks.sizes import size_name
+from lab.benchmarks.request import size_name
 from lab.benchmarks.views.text import about, machine
 from lab.draw import style
 from lab.draw.looks import BLACK, BLUE, VERMILLION

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -12,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from lab import bench
-from lab.benchmarks import certificate, codec, collective, host, memory, step
+from lab.benchmarks import certificate, codec, collective, compressors, host, memory, step
 from lab.benchmarks.crossing import Crossing
-from lab.benchmarks.request import read
-from lab.benchmarks.sizes import size_name
-from lab.benchmarks.views import show
+from lab.benchmarks.interleave import interval, middle, ratio
+from lab.benchmarks.present import chart_of, fastest, text_of, write
+from lab.benchmarks.request import read, size_name
 from lab.distributed.comm import Comm
 from lab.distributed.thread_comm import run_ranks
+from lab.draw.chart import drawn
 from lab.exchange.base import Exchange
 from lab.exchange.bucket import GradBucket
 from lab.exchange.compressed import Int8
@@ -30,8 +29,9 @@ from lab.exchange.cost import Sizes
 from lab.measure.memory import peak_bytes, reset_peak
 from lab.settings.config import ConfigError, build, load
 from lab.simulate.costs import extra_bytes
+from tests.conftest import ROOT
 from tests.support.cases import exchange_settings
-from tests.support.figures import bars, keep_saved, legend, texts, ticks, xs, ys
+from tests.support.svg import outside, overlapping
 
 CPU = torch.device("cpu")
 
@@ -235,19 +235,19 @@ def test_eager_baselines_quantise_as_their_formulas_say() -> None:
         torch.testing.assert_close(out, scale * torch.tensor([values]).float())
 
 
-class Broken(codec.Messages):
+class Broken(compressors.Messages):
     """A broken codec: the first bit is flipped, and one residual is wrong."""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        super().__init__(codec.OneBit(), True, rows, columns, device)
+        super().__init__(compressors.OneBit(), True, rows, columns, device)
 
     def encode(self, gradient: Tensor, residual: Tensor) -> None:
         super().encode(gradient, residual)
         self.message[self.layout.pieces[0].payload] ^= 1
         residual[1, 1] += 1
 
-    def definition(self) -> codec.Messages:
-        return codec.Messages(codec.OneBit(), True, *self.shape)
+    def definition(self) -> compressors.Messages:
+        return compressors.Messages(compressors.OneBit(), True, *self.shape)
 
 
 def test_a_flipped_bit_and_a_lost_residual_are_counted() -> None:
@@ -346,103 +346,101 @@ def results() -> dict[str, dict[str, Any]]:
     reference = {"name": "torch.add(a, b, out=c)", **codec._rate([0.1], 10**6)}
     kernels = {"kernels": {"level": "AVX2", "compiler": "c++ 1"}, "device": "cpu"}
     values = {"shape": [10, 100], "num_values": 1000, "reference": reference, **kernels}
-    one = {"steps_per_round": 1}
-    return {
+    took, times_ms = times["ddp"], {name: middle(1e-3 * each) for name, each in times.items()}
+    cost = certificate.cost([0.3, 0.6, 0.3], [0.4, 0.7, 0.35])
+    checked = {"name": "onebit", "line": "certificate: all is well", **cost}
+    marked = [{"name": name, "step_s": middle(took)} for name in ("with marks", "without")]
+    sides = {"ratio": ratio(took, took), "added_s": interval(lambda a, b: a - b, took, took)}
+    scattered = {"algorithm": "torch", "size_bytes": 4096, "wrong": 0, "crossed_share": None}
+    scattered |= {"time_s": times_ms["ddp"], "ratio_to_torch": ratio(took, took)}
+    added = {"added_s": interval(lambda a: 1e-4 * a, took), "over_ddp": ratio(took, took)}
+    of_host = {"plain_s": times_ms["tree"], "num_parameters": 6, "num_ranks": 8}
+    hosts = [{"name": name, **added} for name in (host.DDP, "overlap")]
+    own = {
         "memory": combined,
-        "step": {**SURROUNDINGS, "rows": step.compare(times), "num_pairs": 9, **one},
-        "collective": {**SURROUNDINGS, "rows": rows, "num_rounds": 9},
-        "codec": {**SURROUNDINGS, **values, "rows": coded},
+        "step": {"rows": step.compare(times), "num_pairs": 9, "steps_per_round": 1},
+        "collective": {"rows": rows, "num_rounds": 9},
+        "codec": {**values, "rows": coded},
+        "certificate": {"rows": [checked], "num_rounds": 3},
+        "marks": {"rows": marked, **sides, "num_pairs": 9, "num_buckets": 4, "marks_s": 2e-5},
+        "reduce_scatter": {"rows": [scattered], "num_rounds": 9},
+        "host": {"rows": hosts, **of_host, "num_rounds": 9},
     }
+    return {name: {**SURROUNDINGS, **each} for name, each in own.items()}
 
 
-# By benchmark: labels of its axis, entries of its legend, and number of panels.
-DRAWN = {
-    "memory": (["none", "gossip", "tree"], ["measured", "theory"], 1),
-    "step": (["none", "tree", "ddp"], ["95 % interval;\nof the step time: mad"], 4),
-    "collective": (
-        ["4\nKiB", "1\nMiB"],
-        ["allreduce (the library's)", "ring", "plain send and recv"],
-        3,
-    ),
-    "codec": (["onebit", "grace_like"], ["encode, with the residual if it has one", "decode"], 1),
+COMMITTED = {
+    "memory": "exchange/memory",
+    "step": "exchange/step_fc_2",
+    "collective": "exchange/collective_4",
+    "codec": "beyond/codec",
+    "recording": "recording",
+    "straggler": "beyond/straggler",
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_table_and_figure_come_from_the_json_alone(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"bench": name, **results()[name]}, allow_nan=False))
-    text = show.table(json.loads(path.read_text()))
-    assert "nan" not in text and "emulated: 2 threads of 2 ranks share 1 CPU cores" in text
-    saved = keep_saved(monkeypatch)
-    assert show.draw(json.loads(path.read_text()), tmp_path / "a.png")
-    figure = saved["a.png"]
-    names, entries, num_panels = DRAWN[name]
-    assert ticks(figure.axes[0], "x" if name == "collective" else "y") == names
-    assert legend(figure) == entries and len(figure.axes) == num_panels
-    assert "emulated: 2 threads of 2 ranks share 1 CPU cores" in figure.get_supxlabel()
+def committed(name: str) -> dict[str, Any]:
+    """Read a result in docs/results; the others are made up."""
+    if name in COMMITTED:
+        return json.loads((ROOT / "docs/results" / f"{COMMITTED[name]}.json").read_text())
+    return json.loads(json.dumps({"bench": name, **results()[name]}, allow_nan=False))
 
 
-def figure_of(name: str) -> Figure:
-    module = importlib.import_module(f"lab.benchmarks.views.{name}")
-    return module.figure(results()[name])
+@pytest.mark.parametrize("name", [*COMMITTED, "certificate", "marks", "reduce_scatter", "host"])
+def test_a_result_is_shown_whole_from_its_json_alone(name: str) -> None:
+    golden = Path(__file__).parent / "golden" / f"{name}.txt"
+    assert text_of(committed(name)) + "\n" == golden.read_text()
 
 
-def test_memory_has_a_bar_for_each_peak_and_a_mark_for_theory() -> None:
-    (panel,) = figure_of("memory").axes
-    assert [bar.get_width() for bar in bars(panel)] == pytest.approx([300, 400, 350])  # MB
-    assert [xs(line) for line in panel.lines] == [
-        pytest.approx([300] * 2),
-        pytest.approx([330] * 2),
-    ]
-    assert texts(panel) == ["300 (1.00 × theory)", "400", "350 (1.06 × theory)"]
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("memory", "Peak memory on 2 ranks is 0.98 to 1.08 of theory"),
+        ("step", "onebit takes 0.80 of ddp's step time"),
+        (
+            "collective",
+            "No other is told apart from the library: ring takes 1.03 of its time, at 64 MiB",
+        ),
+        (
+            "codec",
+            "Encode takes 0.524 (fp16) to 72.2 (grace_like) times as long as "
+            "torch.add(a, b, out=c)",
+        ),
+        ("host", "Exchanges cost the training thread 1.00 × the host time of DDP"),
+    ],
+)
+def test_a_chart_says_what_it_shows_and_no_text_hides_another(name: str, message: str) -> None:
+    chart = chart_of(committed(name))
+    assert chart and chart.message == message
+    svg = drawn(chart.spec(), "svg").decode()
+    assert overlapping(svg) == [] and outside(svg) == []
 
 
-def test_codec_has_a_mark_and_a_number_for_each_ratio() -> None:
-    (panel,) = figure_of("codec").axes
-    ratios = [row["ratio"]["median"] for row in results()["codec"]["rows"]]
-    assert ratios == pytest.approx([1.0, 50.0])
-    marks = [line for line in panel.lines if line.get_marker() == "o"]
-    assert [xs(mark)[0] for mark in marks] == pytest.approx(ratios)
-    assert texts(panel) == ["1", "50"]
-    assert {mark.get_markerfacecolor() for mark in marks} == {"white"}  # emulated
+@pytest.mark.parametrize("name", ["memory", "step", "collective", "codec", "host"])
+def test_what_is_unknown_is_no_number_and_emulation_is_told(name: str) -> None:
+    result = json.loads(json.dumps({"bench": name, **results()[name]}, allow_nan=False))
+    assert "nan" not in text_of(result)
+    assert "emulated: 2 threads of 2 ranks share 1 CPU cores" in text_of(result)
+    chart = chart_of(result)
+    assert chart and "emulated: 2 threads of 2 ranks share 1 CPU cores" in chart.about
+    assert drawn(chart.spec(), "png")
 
 
-def test_step_has_a_panel_for_each_quantity_with_a_mark_for_each_setting() -> None:
-    figure = figure_of("step")
-    rows = results()["step"]["rows"]
-    marks = [
-        [xs(line)[0] for line in panel.lines if line.get_marker() not in ("None", "|")]
-        for panel in figure.axes
-    ]
-    assert marks[0] == pytest.approx([1e3 * row["step_s"]["median"] for row in rows])
-    assert marks[1][:2] == pytest.approx([row["ratio"]["median"] for row in rows[:2]])
-    assert [panel.get_xlabel() for panel in figure.axes] == [
-        "step time (ms), median and mad",
-        "step time / that of ddp",
-        "exposed exchange (ms)",
-        "exposed exchange / ddp's",
-    ]
+def test_a_message_says_no_more_than_intervals_do() -> None:
+    def of(*ends: float | None) -> dict[str, float | None]:
+        return dict(zip(("low", "median", "high"), ends, strict=True))
+
+    far = of(1.5, 1.6, 1.7)
+    assert fastest({"a": of(0.7, 0.8, 0.9), "b": far}, "ddp") == "a takes 0.80 of ddp's time"
+    beats = "ddp beats all: b, the nearest, takes 1.60 × its time"
+    assert fastest({"b": far}, "ddp") == beats
+    assert fastest({"a": of(0.9, 0.99, 1.1)}, "ddp").startswith("No other is told apart from ddp")
+    assert fastest({"a": of(None, 0.5, None)}, "ddp").endswith("too few rounds to be sure")
 
 
-def test_collective_has_a_line_for_each_algorithm_over_sizes() -> None:
-    bandwidth, ratio, bound = figure_of("collective").axes
-    rows = results()["collective"]["rows"]
-    for line, name in zip(bandwidth.lines, ("allreduce", "ring", "sendrecv"), strict=True):
-        values = [row["busbw_gb_per_s"] for row in rows if row["algorithm"] == name]
-        assert (xs(line), ys(line)) == ([4096, 2**20], pytest.approx(values))
-    # The reference of ratios is left out: the library in one panel, send and recv in the other.
-    assert (len(ratio.containers), len(bound.containers)) == (2, 2)
-
-
-def test_a_benchmark_without_a_figure_writes_its_result_alone(tmp_path: Path) -> None:
-    row = {"num_steps": 9, "seconds_per_step": 2e-5, "share_of_a_50_ms_step": 4e-4}
-    result = {"bench": "recording", "rows": [row], "emulation": "none"}
-    assert show.write(tmp_path / "a.json", result) == [tmp_path / "a.json"]
-    assert json.loads((tmp_path / "a.json").read_text()) == result
-    assert show.table(result).splitlines()[1].split() == ["9", "20.00", "0.0400"]
+def test_a_benchmark_without_a_chart_writes_its_result_alone(tmp_path: Path) -> None:
+    assert write(tmp_path / "a.json", committed("recording")) == [tmp_path / "a.json"]
+    assert json.loads((tmp_path / "a.json").read_text()) == committed("recording")
 
 
 def test_the_cost_of_a_check_is_counted_in_steps() -> None:
@@ -450,11 +448,6 @@ def test_the_cost_of_a_check_is_counted_in_steps() -> None:
     assert found["step_s"]["median"] == pytest.approx(0.1)
     assert found["added_s"]["median"] == pytest.approx(0.1)
     assert found["added_steps"]["median"] == pytest.approx(1.0)
-    row = {"name": "onebit", "line": "certificate: all is well", **found}
-    about = {"num_rounds": 3, "world_size": 2, "backend": "gloo", "emulation": "none"}
-    text = show.table({"bench": "certificate", "rows": [row], **about})
-    assert text.splitlines()[1].split() == ["onebit", "100.00", "0.00", "100", "1"]
-    assert "onebit: certificate: all is well" in text
 
 
 def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
@@ -468,16 +461,15 @@ def test_memory_compares_the_busiest_rank_with_none_and_theory() -> None:
     assert tree["of_theory"] == pytest.approx(3.5 / 3.3)
 
 
-def test_host_time_is_measured_beside_ddp(tmp_path: Path) -> None:
+def test_host_time_is_measured_beside_ddp() -> None:
     request = read(["host", "strategy=overlap,onebit", "model=mlp", "rounds=6"])
     result = host.measure(request)
     assert [row["name"] for row in result["rows"]] == [host.DDP, "overlap", "onebit"]
     assert all(row["added_s"]["median"] > 0 for row in result["rows"])
     assert result["rows"][0]["over_ddp"]["median"] == 1
     assert result["num_parameters"] == 6 and not torch.distributed.is_initialized()
-    shown = json.loads(json.dumps({"bench": "host", "command": "", **result}, allow_nan=False))
-    assert "8 ranks of which one exists" in show.table(shown)
-    assert show.draw(shown, tmp_path / "host.png")
+    assert "8 ranks of which one exists" in result["emulation"]
+    assert chart_of({"bench": "host", "command": "", **result})
 
 
 def test_host_time_of_what_cannot_be_measured_is_refused() -> None:

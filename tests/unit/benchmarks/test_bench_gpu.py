@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lab import bench
-from lab.benchmarks import codec, collective, timing
+from lab.benchmarks import codec, collective, harness
+from lab.benchmarks.present import text_of
 from lab.benchmarks.ranks import with_world_size
 from lab.benchmarks.request import read
-from lab.benchmarks.views import show as drawn
 from lab.distributed import gpus
 from lab.distributed.thread_comm import run_ranks
 from lab.exchange.allreduce import AllReduce
@@ -76,16 +76,16 @@ def test_a_gpu_codec_is_measured_beyond_the_cache(monkeypatch: pytest.MonkeyPatc
 
 def test_codec_and_reference_take_turns_of_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
-    gpu.install(monkeypatch, timing)
+    gpu.install(monkeypatch, harness)
 
     def run() -> None:
         gpu.kernel("encode", 2e-4, 1e-5)
 
-    encode = codec.Operation("onebit", "encode", run, 1, timing.NUM_CALLS)
+    encode = codec.Operation("onebit", "encode", run, 1, harness.NUM_CALLS)
     codec._take_turn(encode, lambda: gpu.kernel("copy", 1e-4), CUDA, reference_first=True)
     assert encode.call_s == pytest.approx([2e-4]) and encode.reference_s == pytest.approx([1e-4])
     assert encode.host_s == pytest.approx([1e-5])
-    assert gpu.log.count("encode") == gpu.log.count("copy") == timing.NUM_CALLS + 1
+    assert gpu.log.count("encode") == gpu.log.count("copy") == harness.NUM_CALLS + 1
 
 
 def test_collectives_over_nccl_are_timed_together_at_every_size() -> None:
@@ -106,7 +106,7 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
         return collective.measure_size(4096, candidates, here, 3)  # type: ignore[arg-type]
 
     gpu = FakeGpu()
-    gpu.install(monkeypatch, timing)
+    gpu.install(monkeypatch, harness)
     for name in ("empty", "zeros"):  # tensors lie on the CPU
         made = getattr(torch, name)
         monkeypatch.setattr(
@@ -127,8 +127,8 @@ def test_a_collective_has_its_time_by_events_and_its_cost_to_the_host(
 @pytest.mark.parametrize("name", ["collective", "codec"])
 def test_tables_of_gpus_show_the_host_and_what_stays_in_the_cache(name: str) -> None:
     result = {"bench": name, "cache_bytes": 60e6, **results()[name]}
-    assert "host (us)" not in drawn.table(result)
+    assert "host (us)" not in text_of(result)
     rows = [{**row, "host_s": 4.25e-5} for row in result["rows"]]
-    text = drawn.table({**result, "rows": rows})
+    text = text_of({**result, "rows": rows})
     assert "host (us)" in text and "42.5" in text
     assert "tensors of up to 60 MB stay in the GPU's cache" in text

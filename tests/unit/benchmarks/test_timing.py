@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.benchmarks import timing
-from lab.benchmarks.timing import NUM_CALLS, Took, aligner, per_call
+from lab.benchmarks import harness
+from lab.benchmarks.harness import NUM_CALLS, Took, aligner, per_call
 from lab.distributed.comm import Traffic
 from lab.measure.marks import LONGEST_S, hold
 from tests.support.fake_gpu import CUDA, FakeGpu
@@ -18,7 +18,7 @@ from tests.support.fake_gpu import CUDA, FakeGpu
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     made = FakeGpu()
-    made.install(monkeypatch, timing)
+    made.install(monkeypatch, harness)
     return made
 
 

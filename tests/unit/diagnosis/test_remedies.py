@@ -17,13 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from lab.analysis.records import load_study
-from lab.benchmarks.step import assembled
 from lab.diagnosis.evidence import Evidence, gather
 from lab.diagnosis.remedies import BY_VERDICT, Remedy, remedies
 from lab.diagnosis.rules import Loss, Verdict
 from lab.distributed import world as worlds
 from lab.settings.config import ConfigError, check_batch, choices_of, load
 from lab.training import assemble
+from lab.training.dry import assembled
 from tests.conftest import Finished
 from tests.support.ranks import join, spawn
 from tests.unit.diagnosis.test_explain import write

@@ -18,8 +18,8 @@ from lab.analysis.records import Study, load_study
 from lab.analysis.results import Results
 from lab.analysis.sheet import Sheet
 from lab.analysis.speedup import table
-from lab.benchmarks import codec, collective, memory, present, sizes
-from lab.benchmarks.views import convolution, footprint, roofline, text, transfer
+from lab.benchmarks import codec, collective, memory, present, request
+from lab.benchmarks.views import convolution, footprint, roofline, transfer
 from lab.diagnosis import view as diagnosis
 from lab.diagnosis.evidence import gather
 from lab.diagnosis.remedies import remedies
@@ -114,7 +114,7 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
             '"value": 200.0',
         ),
         "lab/analysis/results.py": (Results(study)._repr_html_(), "<td>200</td>"),
-        "lab/benchmarks/sizes.py": (sizes.size_name(NUM_BYTES), "100 MB"),
+        "lab/benchmarks/request.py": (request.size_name(NUM_BYTES), "100 MB"),
         "lab/benchmarks/views/convolution.py": (" ".join(convolution._line(layer)), " 100.0 "),
         "lab/benchmarks/views/footprint.py": (
             " ".join(footprint._line(kinds)),
@@ -136,10 +136,6 @@ def written_by(study: Study) -> dict[str, tuple[str, str]]:
                 )[1]
             ),
             "a 100.0 100.0 100.0 1.000 100.0 100.0 0 100.00 0.2500",
-        ),
-        "lab/benchmarks/views/text.py": (
-            " ".join(text.in_cache({"cache_bytes": NUM_BYTES}, 0)),
-            "up to 100 MB stay",
         ),
         "lab/diagnosis/view.py": (
             diagnosis.full(evidence, judge(evidence), []),
