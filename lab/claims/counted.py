@@ -54,8 +54,8 @@ def operation_share(device: Device, network: str, layers: str) -> Interval:
 
 
 def step_bytes(device: Device, network: str, batch_size: int, optim: str = "sgd") -> Interval:
-    """Compute the memory that a training step needs at most (lab.layers.footprint)."""
-    from lab.layers.footprint import Step, footprint
+    """Compute the memory that a training step needs at most (lab.device.footprint)."""
+    from lab.device.footprint import Step, footprint
     from lab.settings.config import load
     from lab.settings.overrides import own_choices
     from lab.training.optim import make_optim

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from lab import plot
-from lab.benchmarks import profile_request, request
-from lab.benchmarks.views.profile import KERNELS
+from lab.benchmarks import request
 from lab.checklist import check, page
 from lab.checklist.figures import value
 from lab.checklist.item import Command, Figure, Item, Machine, Results
+from lab.device import profile_request
+from lab.device.profile import KERNELS
 from lab.measure.spans import Span
 from lab.record.trace import write_trace
 from lab.settings import command_line
