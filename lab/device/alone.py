@@ -1,4 +1,4 @@
-"""What benchmarks on one device share: how they run, and how their sample is worded."""
+"""Shared by benchmarks of one device: how they run, and how their sample is worded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Kineto or Chrome trace holds: copies between host and device, and counters of kernels.
+"""Contents of a Kineto or Chrome trace: copies between host and device, and counters of kernels.
 
 Copies of Kineto (torch.profiler, on CUDA and ROCm), of XLA and of ROCm's own profilers are
 understood, which name them differently. Counters are written by torch.profiler with CUPTI's range
